@@ -1,0 +1,57 @@
+// The outcome of an operation: an errno, and apart from it the code that the device's runtime gave.
+// Owned by whoever holds it (a value type).
+// Any thread may create, copy and read one; a Status is not shared between threads without a lock.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace gpufs {
+
+// error: 0 on success, else a positive errno. device_code: the vendor runtime's own code, 0 when the failure
+// did not come from it. The two are never mixed: an errno tells the caller what to do, the device code tells
+// the operator what the driver said.
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(int error, std::string message, int device_code = 0)
+      : error_(error), device_code_(device_code), message_(std::move(message)) {}
+
+  // An errno that a system call left, with what was being done. The text is "what: strerror(error)".
+  static Status from_errno(int error, const std::string& what);
+
+  [[nodiscard]] bool ok() const { return error_ == 0; }
+  [[nodiscard]] int error() const { return error_; }
+  [[nodiscard]] int device_code() const { return device_code_; }
+  [[nodiscard]] const std::string& message() const { return message_; }
+
+  // Says where a failure was seen without losing its codes: "context: message". No effect on success.
+  [[nodiscard]] Status with_context(const std::string& context) const;
+
+ private:
+  int error_ = 0;
+  int device_code_ = 0;
+  std::string message_;
+};
+
+// A value, or the Status that says why there is none (never a Status that is ok()).
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}           // NOLINT: implicit by intent
+  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {}    // NOLINT: implicit by intent
+
+  [[nodiscard]] bool ok() const { return state_.index() == 0; }
+  [[nodiscard]] T& value() { return std::get<0>(state_); }
+  [[nodiscard]] const T& value() const { return std::get<0>(state_); }
+  [[nodiscard]] T take() { return std::move(std::get<0>(state_)); }
+  [[nodiscard]] Status status() const { return ok() ? Status{} : std::get<1>(state_); }
+  [[nodiscard]] int error() const { return ok() ? 0 : std::get<1>(state_).error(); }
+
+ private:
+  std::variant<T, Status> state_;
+};
+
+}  // namespace gpufs

@@ -1,0 +1,141 @@
+// The driver interface: devices, their memory, streams and events, as the engine sees every vendor's runtime.
+// A Driver is owned by the Engine; a Device by its Driver; memory, streams and events by whoever created them,
+// and none of them may outlive their Device.
+// Threads: unless a function says "any thread", call it on a thread that bind_thread() was called on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+
+namespace gpufs {
+
+// An address in a device's address space. Where DeviceInfo::cpu_addressable, also a valid CPU address.
+using DeviceAddress = std::uint64_t;
+
+struct DeviceInfo {
+  int index = 0;             // position in the driver's list; the mount's gpuN
+  std::string name;          // "NVIDIA H200", "host memory"
+  std::string pci_address;   // "0000:3b:00.0"; empty where there is none
+  int numa_node = -1;        // -1: unknown or none
+  std::uint64_t total_bytes = 0;
+  std::uint64_t granule = 0;  // bytes; memory is populated and released in whole granules
+  bool cpu_addressable = false;
+  // reserve() of a larger range copies what is populated (no virtual memory management): the caller must
+  // keep writers out while it runs.
+  bool reserve_copies = false;
+};
+
+struct MemoryInfo {
+  std::uint64_t total_bytes = 0;
+  std::uint64_t free_bytes = 0;  // what populate() could still give, the driver's own cap included
+};
+
+// A reserved range of addresses that shows a DeviceMemory; given back when destroyed (any thread).
+class AddressRange {
+ public:
+  virtual ~AddressRange() = default;
+  [[nodiscard]] virtual DeviceAddress base() const = 0;
+  [[nodiscard]] virtual std::uint64_t bytes() const = 0;
+};
+
+// The memory of one buffer: granules that exist or not, at offsets from 0. Not thread safe: one caller at a time
+// (the Buffer sees to it). Freed when destroyed; ranges that still show it keep what they show alive.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+
+  // Reserves a new range of at least `bytes` that shows every populated granule at its offset; this range becomes
+  // the current one, in which later populate() calls appear. Earlier ranges keep showing what they showed.
+  // ENOMEM: no address space.
+  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) = 0;
+
+  // Makes [offset, offset+bytes) exist, zeroed, in the current range. Whole granules, none populated yet.
+  // All or nothing; ENOSPC when the device (or its cap) has no room. Zeroing is complete on return.
+  virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
+
+  // Gives [offset, offset+bytes) back to the device. Whole granules, all populated; nobody may be using them.
+  virtual Status release(std::uint64_t offset, std::uint64_t bytes) = 0;
+
+  // A descriptor by which another process can map this memory. The layout is the driver's affair (host: one memfd
+  // whose offsets are the buffer's). EOPNOTSUPP where the driver cannot.
+  virtual Result<UniqueFd> export_descriptor() = 0;
+};
+
+// A point in a stream's order. Reused by recording it again once nobody looks at the earlier recording.
+class Event {
+ public:
+  virtual ~Event() = default;
+  // True when all work before the last record() is done; a failure of that work is returned as its Status. Any thread.
+  virtual Result<bool> query() = 0;
+  // Blocks until query() would be true. Any thread.
+  virtual Status synchronize() = 0;
+};
+
+// An ordered queue of asynchronous work on one device. Calls return once queued; the memory they name must stay
+// valid until an event recorded afterwards is done. Host memory that is not pinned may make a copy synchronous.
+class Stream {
+ public:
+  virtual ~Stream() = default;  // waits for the queued work
+  virtual Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
+  virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
+  virtual Status copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) = 0;
+  virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
+  virtual Status record(Event& event) = 0;
+  virtual Status wait(Event& event) = 0;  // later work in this stream starts after the event
+  virtual Status synchronize() = 0;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  [[nodiscard]] virtual const DeviceInfo& info() const = 0;  // any thread
+  virtual Result<MemoryInfo> memory() = 0;                   // any thread
+
+  // Makes the device current on the calling thread until another device is bound there. Cheap when it already is.
+  virtual Status bind_thread() = 0;
+
+  // OK while the device works; the first context-fatal failure for ever after (sticky). Any thread.
+  virtual Status health() = 0;
+
+  virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
+  virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
+  virtual Result<std::unique_ptr<Event>> create_event() = 0;
+
+  // Synchronous copies by the calling thread, which this binds itself: any thread. The thread waits for its own copy
+  // only, not for work that others queued.
+  virtual Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
+  virtual Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) = 0;
+  virtual Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) = 0;
+  virtual Status zero(DeviceAddress destination, std::size_t bytes) = 0;
+  // To another device of the same driver; EOPNOTSUPP where there is no direct way (the caller stages it).
+  virtual Status copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) = 0;
+
+  // Page-locks host memory for fast copies. Any thread. ENOMEM when the limit on locked memory is reached.
+  virtual Status pin(void* address, std::size_t bytes) = 0;
+  virtual Status unpin(void* address) = 0;
+};
+
+struct DriverOptions {
+  int devices = 0;                  // host: how many to simulate; others: how many to use, 0 for all
+  std::uint64_t memory_bytes = 0;   // cap a device; 0: the driver's default (host requires one)
+};
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  [[nodiscard]] virtual const char* name() const = 0;  // "host", "cuda", "hip"
+  [[nodiscard]] virtual const std::vector<std::unique_ptr<Device>>& devices() const = 0;
+};
+
+// Opens a driver by name. ENODEV with a message fit for a user ("cuda is not available: libcuda.so.1 was not found")
+// when it cannot be used here; EINVAL for an unknown name or bad options. Nothing is started before this call.
+Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options);
+
+}  // namespace gpufs

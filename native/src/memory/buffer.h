@@ -1,0 +1,97 @@
+// A buffer: the contents of one file, as a virtual range on a device with extents of memory mapped into it.
+// Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
+// Any thread may call any function. Readers and writers never wait for each other, nor for growth; calls that take
+// memory away wait until nobody uses that memory any more.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+class DeviceContext;  // device/device_context.h: a Device with its worker thread and its pools
+
+// Memory that exists: [offset, offset + bytes), whole granules.
+struct Extent {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+};
+
+class Buffer : public std::enable_shared_from_this<Buffer> {
+ public:
+  // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.
+  static constexpr std::uint64_t kMaximumBytes = std::uint64_t{1} << 46;
+
+  static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device);
+  virtual ~Buffer() = default;
+
+  [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
+  [[nodiscard]] virtual std::uint64_t size() const = 0;
+  [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;  // device memory really taken
+
+  // A part of the buffer that stays mapped at its addresses for as long as this object lives. Address pieces are in
+  // order and without overlap, cut at holes; a hole is a piece with address 0.
+  struct Piece {
+    DeviceAddress address = 0;
+    std::uint64_t offset = 0;
+    std::uint64_t bytes = 0;
+  };
+  class Pinned {
+   public:
+    virtual ~Pinned() = default;
+    [[nodiscard]] virtual const std::vector<Piece>& pieces() const = 0;
+  };
+  // For reading: clipped to size(); holes stay holes.
+  virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
+  // maximum). The size does not change: call publish() with the end of what was really written. Bytes above size()
+  // that were written and are not published must be cleared with discard_above_size().
+  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
+  virtual Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) = 0;
+
+  // Synchronous copies by the calling thread. read: the count, short only at the end of the file; holes are zeros.
+  // write: all or an error; with ENOSPC nothing is written and the size is unchanged.
+  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) = 0;
+  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) = 0;
+
+  // Where the device is cpu_addressable: the file's bytes as iovecs (holes point at a page of zeros), valid while
+  // `keep` lives. EOPNOTSUPP on other devices.
+  struct Gathered {
+    std::vector<iovec> pieces;
+    std::size_t bytes = 0;
+    std::unique_ptr<Pinned> keep;
+  };
+  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
+
+  // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules; growing makes a
+  // hole. EFBIG beyond the maximum.
+  virtual Status resize(std::uint64_t size) = 0;
+  // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
+  virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
+  virtual Status punch(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
+  // lseek(2) SEEK_DATA / SEEK_HOLE; ENXIO at and beyond the end. Granular: a populated granule is data.
+  virtual Result<std::uint64_t> seek_data(std::uint64_t offset) = 0;
+  virtual Result<std::uint64_t> seek_hole(std::uint64_t offset) = 0;
+  // Copies between buffers, overlap within one allowed only where copy_file_range(2) allows it (else EINVAL).
+  // Holes in the source become zeros. Clipped at the source's end; returns the count. Checks `cancelled` between chunks.
+  virtual Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                          std::uint64_t bytes, const bool volatile* cancelled) = 0;
+
+  // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
+  // never moves again.
+  virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
+  virtual Result<UniqueFd> export_descriptor() = 0;
+};
+
+}  // namespace gpufs
