@@ -1,0 +1,58 @@
+"""The native engine from Python: devices, buffers and the data plane of a mount.
+
+A thin and typed layer over the engine's C interface (``native/include/gpufs.h``, where each call's contract is
+written down). Sizes and offsets are in bytes, times are integers of seconds and nanoseconds. Calls release the
+interpreter's lock and may be made from any thread. A failure raises :class:`EngineError`, an :class:`OSError`.
+
+Objects keep alive what they rest on: a :class:`Buffer` its :class:`Engine`. All are context managers; an engine that
+was not closed is closed when the interpreter exits, before modules are taken down.
+"""
+
+from gpufs.engine._binding import EngineError, engine_version, log_configure
+from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
+from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
+from gpufs.engine._mount import (
+    SET_ATIME,
+    SET_ATIME_NOW,
+    SET_CTIME,
+    SET_CTIME_NOW,
+    SET_GID,
+    SET_MODE,
+    SET_MTIME,
+    SET_MTIME_NOW,
+    SET_NLINK,
+    SET_SIZE,
+    SET_UID,
+    Attributes,
+    Mount,
+)
+
+__all__ = [
+    "KEEP_SIZE",
+    "PUNCH_HOLE",
+    "SEEK_DATA",
+    "SEEK_HOLE",
+    "SET_ATIME",
+    "SET_ATIME_NOW",
+    "SET_CTIME",
+    "SET_CTIME_NOW",
+    "SET_GID",
+    "SET_MODE",
+    "SET_MTIME",
+    "SET_MTIME_NOW",
+    "SET_NLINK",
+    "SET_SIZE",
+    "SET_UID",
+    "ZERO_RANGE",
+    "Attributes",
+    "Buffer",
+    "BufferInfo",
+    "Device",
+    "DeviceInfo",
+    "DeviceMemory",
+    "Engine",
+    "EngineError",
+    "Mount",
+    "engine_version",
+    "log_configure",
+]

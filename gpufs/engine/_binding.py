@@ -1,0 +1,89 @@
+"""What every class of the binding needs: errors, handles and their end."""
+
+import os
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from gpufs.engine._native import ffi, lib
+
+
+class EngineError(OSError):
+    """A failure of the engine.
+
+    ``errno`` says what to do about it, ``strerror`` what happened, and ``device_code`` is the vendor runtime's own
+    code, 0 where the failure did not come from a device.
+    """
+
+    def __init__(self, error: int, message: str, device_code: int = 0) -> None:
+        super().__init__(error, message or os.strerror(error))
+        self.device_code = device_code
+
+    def __str__(self) -> str:
+        text = str(self.strerror)
+        return f"{text} (device code {self.device_code})" if self.device_code else text
+
+    def __reduce__(self) -> tuple[type["EngineError"], tuple[int, str, int]]:
+        return type(self), (self.errno or 0, str(self.strerror), self.device_code)
+
+
+def failure(status: Any) -> EngineError:
+    """The error for a status that is not success. Call it in the thread that made the failed call."""
+    text: bytes = ffi.string(lib.gpufs_message())
+    return EngineError(status.error, text.decode(errors="replace"), status.device_code)
+
+
+def check(status: Any) -> None:
+    """Raises EngineError unless the status is success."""
+    if status.error:
+        raise failure(status)
+
+
+def log_configure(fd: int, level: int) -> None:
+    """Sends the engine's log lines of at least ``level`` (the numbers of :mod:`logging`) to descriptor ``fd``.
+
+    The descriptor stays the caller's and must stay open; -1 turns logging off, which is the default.
+    """
+    check(lib.gpufs_log_configure(fd, level))
+
+
+def engine_version() -> str:
+    """The version of the native engine, the same as ``gpufs.__version__`` where the build is of one piece."""
+    text: bytes = ffi.string(lib.gpufs_version())
+    return text.decode()
+
+
+def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> None:
+    # A forked child has the handles' numbers, but neither the engine's threads nor any right to its objects.
+    if os.getpid() == pid:
+        close(handle)
+
+
+class Handle:
+    """An object of the engine, closed explicitly, by ``with``, when it is collected, or when the interpreter exits."""
+
+    __slots__ = ("__weakref__", "_close", "_finalizer", "_handle")
+
+    def _own(self, handle: int, close: Callable[[int], Any]) -> None:
+        self._handle = handle
+        self._close = close
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), close, handle)
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Closes the object; a second call does nothing. EngineError when the engine cannot."""
+        if self._finalizer.detach() is not None:
+            check(self._close(self._handle))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,89 @@
+"""The engine and its devices."""
+
+from dataclasses import dataclass
+
+from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._native import ffi, lib
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What does not change about a device."""
+
+    index: int
+    name: str
+    pci_address: str  # "" where there is none
+    numa_node: int  # -1: unknown
+    total_bytes: int
+    granule: int  # bytes in which memory is taken
+    cpu_addressable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory now, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    held_bytes: int  # by buffers of this engine
+    health: EngineError | None  # the failure that put the device out of service
+
+
+class Device:
+    """A device of an engine, which it keeps alive."""
+
+    __slots__ = ("engine", "index")
+
+    def __init__(self, engine: "Engine", index: int) -> None:
+        self.engine = engine
+        self.index = index
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What the driver says about the device. EngineError EBADF once the engine is closed."""
+        info = ffi.new("gpufs_device_info *")
+        check(lib.gpufs_engine_device_info(self.engine._handle, self.index, info))
+        return DeviceInfo(
+            index=info.index,
+            name=ffi.string(info.name).decode(errors="replace"),
+            pci_address=ffi.string(info.pci_address).decode(errors="replace"),
+            numa_node=info.numa_node,
+            total_bytes=info.total_bytes,
+            granule=info.granule,
+            cpu_addressable=bool(info.cpu_addressable),
+        )
+
+    def memory(self) -> DeviceMemory:
+        """The memory in use now. EngineError EBADF once the engine is closed."""
+        memory = ffi.new("gpufs_device_memory *")
+        check(lib.gpufs_engine_device_memory(self.engine._handle, self.index, memory))
+        health = None
+        if memory.health_error:
+            health = EngineError(memory.health_error, "the device is out of service", memory.health_device_code)
+        return DeviceMemory(memory.total_bytes, memory.free_bytes, memory.held_bytes, health)
+
+
+class Engine(Handle):
+    """The devices of one driver, opened.
+
+    ``driver`` is "host", "cuda" or "hip". ``devices``: how many to simulate (host) or to use (others, 0 for all).
+    ``memory_bytes`` caps each device, 0 for the driver's default (host requires a number).
+    EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
+    """
+
+    __slots__ = ("_devices",)
+
+    def __init__(self, driver: str, *, devices: int = 0, memory_bytes: int = 0) -> None:
+        name = ffi.new("char[]", driver.encode())
+        options = ffi.new("gpufs_engine_options *", (name, devices, memory_bytes))
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_engine_open(options, handle))
+        self._own(handle[0], lib.gpufs_engine_close)
+        count = ffi.new("int32_t *")
+        check(lib.gpufs_engine_device_count(self._handle, count))
+        self._devices = int(count[0])
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices, by index."""
+        return tuple(Device(self, index) for index in range(self._devices))

@@ -1,0 +1,218 @@
+"""A mount's data plane and the inode table that both planes share."""
+
+import json
+from dataclasses import dataclass
+from errno import ERANGE
+from typing import Any, Final
+
+from gpufs.engine._binding import Handle, check, failure
+from gpufs.engine._engine import Engine
+from gpufs.engine._native import ffi, lib
+
+SET_MODE: Final[int] = lib.GPUFS_SET_MODE
+SET_UID: Final[int] = lib.GPUFS_SET_UID
+SET_GID: Final[int] = lib.GPUFS_SET_GID
+SET_SIZE: Final[int] = lib.GPUFS_SET_SIZE
+SET_ATIME: Final[int] = lib.GPUFS_SET_ATIME
+SET_MTIME: Final[int] = lib.GPUFS_SET_MTIME
+SET_CTIME: Final[int] = lib.GPUFS_SET_CTIME
+SET_ATIME_NOW: Final[int] = lib.GPUFS_SET_ATIME_NOW
+SET_MTIME_NOW: Final[int] = lib.GPUFS_SET_MTIME_NOW
+SET_CTIME_NOW: Final[int] = lib.GPUFS_SET_CTIME_NOW
+SET_NLINK: Final[int] = lib.GPUFS_SET_NLINK
+
+# Looked up once: parsing a type's name costs more than the calls that use it.
+_ATTRIBUTES = ffi.typeof("gpufs_attributes *")
+_FH = ffi.typeof("uint64_t *")
+
+
+@dataclass(slots=True)
+class Attributes:
+    """The attributes of an inode, in the order of the C struct.
+
+    Creating one and handing it to the engine costs a few microseconds. Times are seconds and nanoseconds since
+    1970-01-01 UTC; ``blocks`` counts 512 bytes of memory really held; ``device`` is -1 for what has none.
+    """
+
+    ino: int = 0
+    size: int = 0
+    blocks: int = 0
+    atime: int = 0
+    mtime: int = 0
+    ctime: int = 0
+    atime_ns: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    mode: int = 0
+    nlink: int = 1
+    uid: int = 0
+    gid: int = 0
+    rdev: int = 0
+    blksize: int = 4096
+    device: int = -1
+
+
+def _pack(a: Attributes) -> Any:
+    return ffi.new(
+        _ATTRIBUTES,
+        (
+            a.ino,
+            a.size,
+            a.blocks,
+            a.atime,
+            a.mtime,
+            a.ctime,
+            a.atime_ns,
+            a.mtime_ns,
+            a.ctime_ns,
+            a.mode,
+            a.nlink,
+            a.uid,
+            a.gid,
+            a.rdev,
+            a.blksize,
+            a.device,
+        ),
+    )
+
+
+def _unpack(c: Any) -> Attributes:
+    return Attributes(
+        c.ino,
+        c.size,
+        c.blocks,
+        c.atime,
+        c.mtime,
+        c.ctime,
+        c.atime_ns,
+        c.mtime_ns,
+        c.ctime_ns,
+        c.mode,
+        c.nlink,
+        c.uid,
+        c.gid,
+        c.rdev,
+        c.blksize,
+        c.device,
+    )
+
+
+class Mount(Handle):
+    """The data plane of one FUSE connection. It keeps its engine alive.
+
+    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of the SOCK_SEQPACKET pair whose other end
+    pyfuse3 has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and
+    ``max_write``: 0 for the engine's choice. ``mask_flags``: INIT flags to treat as not offered by the kernel.
+    ``attribute_timeout`` is in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or
+    "device".
+
+    No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
+    """
+
+    __slots__ = ("engine",)
+
+    def __init__(
+        self,
+        engine: Engine,
+        fuse_fd: int,
+        relay_fd: int,
+        *,
+        reader_threads: int = 0,
+        worker_threads: int = 0,
+        max_write: int = 0,
+        mask_flags: int = 0,
+        attribute_timeout: float = 1.0,
+        transport: str = "auto",
+    ) -> None:
+        name = ffi.new("char[]", transport.encode())
+        options = ffi.new(
+            "gpufs_mount_options *",
+            {
+                "fuse_fd": fuse_fd,
+                "relay_fd": relay_fd,
+                "reader_threads": reader_threads,
+                "worker_threads": worker_threads,
+                "max_write": max_write,
+                "mask_flags": mask_flags,
+                "attribute_timeout": attribute_timeout,
+                "transport": name,
+            },
+        )
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_mount_open(engine._handle, options, handle))
+        self.engine = engine
+        self._own(handle[0], lib.gpufs_mount_close)
+
+    def start(self) -> None:
+        """Starts the threads; after the descriptor is mounted and before pyfuse3.main."""
+        check(lib.gpufs_mount_start(self._handle))
+
+    @property
+    def ended_fd(self) -> int:
+        """A descriptor of the mount's that becomes readable once the connection has ended."""
+        fd = ffi.new("int *")
+        check(lib.gpufs_mount_ended_fd(self._handle, fd))
+        return int(fd[0])
+
+    def statistics(self) -> dict[str, Any]:
+        """The data plane's counters."""
+        capacity = 4096
+        while True:
+            text = ffi.new("char[]", capacity)
+            needed = ffi.new("uint64_t *")
+            status = lib.gpufs_mount_statistics(self._handle, text, capacity, needed)
+            if status.error != ERANGE:
+                check(status)
+                counters: dict[str, Any] = json.loads(ffi.string(text))
+                return counters
+            capacity = max(int(needed[0]), capacity * 2)
+
+    def inode_add(self, attributes: Attributes) -> None:
+        """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known."""
+        status = lib.gpufs_inode_add(self._handle, _pack(attributes))
+        if status.error:
+            raise failure(status)
+
+    def inode_remove(self, ino: int) -> None:
+        """Removes an inode; its buffer lives until the last open file on it ends. EngineError ENOENT if unknown."""
+        status = lib.gpufs_inode_remove(self._handle, ino)
+        if status.error:
+            raise failure(status)
+
+    def inode_get(self, ino: int) -> Attributes:
+        """The attributes of an inode as they are now. EngineError ENOENT if unknown."""
+        attributes = ffi.new(_ATTRIBUTES)
+        status = lib.gpufs_inode_get(self._handle, ino, attributes)
+        if status.error:
+            raise failure(status)
+        return _unpack(attributes)
+
+    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002: the C name
+        """Sets what the SET_ bits in ``set`` name, all or nothing; returns the attributes as they are afterwards."""
+        changed = _pack(attributes)
+        status = lib.gpufs_inode_set(self._handle, ino, set, changed)
+        if status.error:
+            raise failure(status)
+        return _unpack(changed)
+
+    def file_open(self, ino: int, flags: int) -> int:
+        """Opens a regular file, ``flags`` as for open(2); the result is pyfuse3's file handle."""
+        fh = ffi.new(_FH)
+        status = lib.gpufs_file_open(self._handle, ino, flags, fh)
+        if status.error:
+            raise failure(status)
+        return int(fh[0])
+
+    def file_release(self, fh: int) -> None:
+        """The answer to RELEASE. EngineError EBADF for an unknown file handle."""
+        status = lib.gpufs_file_release(self._handle, fh)
+        if status.error:
+            raise failure(status)
+
+    def invalidate_inode(self, ino: int) -> None:
+        """Tells the kernel that contents and attributes are not what it has cached. Queued; never blocks."""
+        check(lib.gpufs_mount_invalidate_inode(self._handle, ino))
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """Tells the kernel that a name is not what it has cached. Queued; never blocks."""
+        check(lib.gpufs_mount_invalidate_entry(self._handle, parent, name, len(name)))
