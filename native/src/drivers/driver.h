@@ -4,6 +4,7 @@
 // Threads: unless a function says "any thread", call it on a thread that bind_thread() was called on.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -44,6 +45,17 @@ class AddressRange {
   [[nodiscard]] virtual std::uint64_t bytes() const = 0;
 };
 
+struct MemorySpan {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+};
+
+struct ExportedMemory {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  UniqueFd descriptor;
+};
+
 // The memory of one buffer: granules that exist or not, at offsets from 0. Not thread safe: one caller at a time
 // (the Buffer sees to it). Freed when destroyed; ranges that still show it keep what they show alive.
 class DeviceMemory {
@@ -59,12 +71,22 @@ class DeviceMemory {
   // All or nothing; ENOSPC when the device (or its cap) has no room. Zeroing is complete on return.
   virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
 
-  // Gives [offset, offset+bytes) back to the device. Whole granules, all populated; nobody may be using them.
+  // Gives [offset, offset+bytes) back to the device. Whole granules, all populated; nobody may be using release_span()
+  // of it while this runs.
   virtual Status release(std::uint64_t offset, std::uint64_t bytes) = 0;
 
-  // A descriptor by which another process can map this memory. The layout is the driver's affair (host: one memfd
-  // whose offsets are the buffer's). EOPNOTSUPP where the driver cannot.
-  virtual Result<UniqueFd> export_descriptor() = 0;
+  // What must not be in use while release(offset, bytes) runs: [offset, offset+bytes), and more where the driver took
+  // memory in larger pieces and moves what stays of a piece to fresh memory (at the same addresses).
+  [[nodiscard]] virtual MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) { return {offset, bytes}; }
+
+  // From now on nothing that is populated is moved to other memory: somebody outside uses the addresses, or mapped an
+  // export. A driver that takes memory in larger pieces then frees a piece only once all of it has been released.
+  virtual void fix_in_place() {}
+
+  // Descriptors by which another process can map this memory, in order of their offsets, and fix_in_place().
+  // The host driver gives one memfd, whose offsets are the buffer's; others one descriptor for each piece, which shows
+  // [offset, offset+bytes) from its start. EOPNOTSUPP where the driver cannot.
+  virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
 };
 
 // A point in a stream's order. Reused by recording it again once nobody looks at the earlier recording.
@@ -120,6 +142,11 @@ class Device {
   // Page-locks host memory for fast copies. Any thread. ENOMEM when the limit on locked memory is reached.
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;
+  // The same for memory that is mapped for reading only, as a source of copies to the device (unpin() undoes it).
+  // EOPNOTSUPP where the device cannot.
+  virtual Status pin_read_only(const void* /*address*/, std::size_t /*bytes*/) {
+    return {EOPNOTSUPP, "this device cannot pin read-only memory"};
+  }
 };
 
 struct DriverOptions {
