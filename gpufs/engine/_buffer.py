@@ -1,12 +1,14 @@
 """Buffers: the contents of a file, on a device."""
 
-from collections.abc import Buffer as ReadableBuffer
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer as MemoryBuffer
 
 SEEK_DATA: Final[int] = lib.GPUFS_SEEK_DATA
 SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE
@@ -46,7 +48,7 @@ class Buffer(Handle):
         check(lib.gpufs_buffer_info_get(self._handle, info))
         return BufferInfo(info.size, info.held_bytes, info.device)
 
-    def read(self, offset: int, destination: ReadableBuffer) -> int:
+    def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Fills a writable contiguous buffer (bytearray, numpy array, ...) from ``offset``; returns the bytes read.
 
         Fewer than asked for only at the end of the file; holes read as zeros. TypeError, ValueError or BufferError
@@ -62,7 +64,7 @@ class Buffer(Handle):
         data = bytearray(size)
         return bytes(memoryview(data)[: self.read(offset, data)])
 
-    def write(self, offset: int, source: ReadableBuffer) -> int:
+    def write(self, offset: int, source: "MemoryBuffer") -> int:
         """Writes a contiguous buffer (bytes, numpy array, ...) at ``offset``, all of it; returns the bytes written."""
         with ffi.from_buffer(source) as view:
             done = ffi.new("uint64_t *")

@@ -1,0 +1,1 @@
+"""The gpufs command: one module a command."""
