@@ -44,7 +44,9 @@ gpufs_status gpufs_log_configure(int fd, int level);
 typedef struct {
   const char *driver;    /* "host", "cuda", "hip" */
   int32_t devices;       /* host: how many to simulate; others: how many to use, 0 for all */
-  uint64_t memory_bytes; /* cap for each device, 0 for the driver's default */
+  uint64_t memory_bytes; /* cap for each device, 0 for the driver's default (host has none: EINVAL) */
+  /* Files up to this size share slabs of device memory instead of taking a granule each; 0: none do. At most 1 MiB. */
+  uint64_t slab_file_bytes;
 } gpufs_engine_options;
 
 typedef struct {

@@ -30,6 +30,9 @@ struct DeviceInfo {
   // reserve() of a larger range copies what is populated (no virtual memory management): the caller must
   // keep writers out while it runs.
   bool reserve_copies = false;
+  // Calls below that are not for any thread need bind_thread() first. False: every call may come from any thread, and
+  // the engine makes it where it stands instead of handing it to the device's worker.
+  bool binds_threads = true;
 };
 
 struct MemoryInfo {

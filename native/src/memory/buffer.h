@@ -6,6 +6,7 @@
 
 #include <sys/uio.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -84,9 +85,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Result<std::uint64_t> seek_data(std::uint64_t offset) = 0;
   virtual Result<std::uint64_t> seek_hole(std::uint64_t offset) = 0;
   // Copies between buffers, overlap within one allowed only where copy_file_range(2) allows it (else EINVAL).
-  // Holes in the source become zeros. Clipped at the source's end; returns the count. Checks `cancelled` between chunks.
+  // Holes in the source become zeros. Clipped at the source's end; returns the count, which is short when `cancelled`
+  // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
   virtual Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                          std::uint64_t bytes, const bool volatile* cancelled) = 0;
+                                          std::uint64_t bytes, const std::atomic<bool>* cancelled) = 0;
 
   // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
   // never moves again.

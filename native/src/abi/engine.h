@@ -1,0 +1,63 @@
+// The engine behind an engine handle: a driver and the contexts of its devices.
+// Shared by the handle table and by calls under way; buffers and mounts keep their device's context, not the engine.
+// Any thread may call any function.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "device/device_context.h"
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+class TransferEngine;  // io/transfer.h
+
+struct EngineOptions {
+  std::string driver;
+  DriverOptions driver_options;
+  std::uint64_t slab_file_bytes = 0;  // files up to this size share slabs; 0: none do
+};
+
+class Engine {
+ public:
+  static Result<std::shared_ptr<Engine>> open(const EngineOptions& options);
+  // Over a driver that the caller made (tests).
+  static Result<std::shared_ptr<Engine>> open(std::shared_ptr<Driver> driver, std::uint64_t slab_file_bytes);
+
+  [[nodiscard]] const char* driver_name() const { return driver_->name(); }
+  [[nodiscard]] std::size_t device_count() const { return devices_.size(); }
+  // EINVAL outside 0..device_count()-1.
+  [[nodiscard]] Result<std::shared_ptr<DeviceContext>> device(std::int32_t index) const;
+  [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
+
+  // What moves data between files and devices; made by `make` at the first use, once. ESHUTDOWN after close().
+  Result<std::shared_ptr<TransferEngine>> transfers(
+      const std::function<Result<std::shared_ptr<TransferEngine>>(const Engine&)>& make);
+
+  // Work to do when the engine is closed, before its mounts and buffers go; the latest first. Run at once if it is
+  // closed already.
+  void at_close(std::function<void()> work);
+  // Runs that work and drops the transfers. Handles that the engine owns are closed by the caller afterwards.
+  void close();
+
+ private:
+  Engine() = default;
+
+  std::shared_ptr<Driver> driver_;
+  std::vector<std::shared_ptr<DeviceContext>> devices_;
+
+  std::mutex transfers_mutex_;  // held while the transfers are made, so that they are made once; before mutex_
+  std::mutex mutex_;            // guards all below; nothing is called under it
+  std::shared_ptr<TransferEngine> transfers_;
+  std::vector<std::function<void()>> at_close_;
+  bool closed_ = false;
+};
+
+}  // namespace gpufs

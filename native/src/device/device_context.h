@@ -1,0 +1,85 @@
+// A device with its worker thread and its pools: what the engine holds for each device.
+// Shared by the engine, the buffers and whoever has work under way; it keeps the driver open.
+// Any thread may call any function.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/status.h"
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+class EventPool;
+class SlabPool;  // memory/slab_pool.h
+class StreamPool;
+
+struct DeviceContextOptions {
+  std::size_t event_batch = 64;    // events created at a time
+  std::size_t event_limit = 4096;  // events that exist at most
+  std::size_t stream_batch = 4;
+  std::size_t stream_limit = 64;
+};
+
+class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
+ public:
+  using Work = std::function<Status(Device&)>;
+  using Callback = std::function<void(const Status&)>;
+
+  // Starts the worker, which binds the device for life. Fails with what the thread's start or the binding gave.
+  static Result<std::shared_ptr<DeviceContext>> create(std::shared_ptr<Driver> driver, std::size_t index,
+                                                       const DeviceContextOptions& options = {});
+  // Runs what is queued, then ends the worker and the pools.
+  ~DeviceContext();
+  DeviceContext(const DeviceContext&) = delete;
+  DeviceContext& operator=(const DeviceContext&) = delete;
+
+  [[nodiscard]] Device& device() const { return *device_; }
+  [[nodiscard]] const DeviceInfo& info() const { return device_->info(); }
+
+  // Queues work for the worker thread, which does it in order. `done` runs exactly once, there, with the work's outcome
+  // (ESHUTDOWN, on the calling thread, after shutdown()); it may be null. Neither may throw or wait for later work.
+  void submit(Work work, Callback done);
+
+  // Does the work with the device current and waits for its end. On the calling thread itself where that is possible
+  // (it is the worker, or the driver binds nothing to threads: DeviceInfo::binds_threads), so that growing a buffer
+  // there costs no handover. Also possible after shutdown(), on the calling thread, for the last destructors.
+  Status run(const Work& work);
+
+  // Refuses new submissions, runs what is queued and ends the worker. Called by the destructor; may be called twice.
+  void shutdown();
+
+  [[nodiscard]] EventPool& events() const { return *events_; }
+  [[nodiscard]] StreamPool& streams() const { return *streams_; }
+
+  // Device memory that buffers of this engine hold. Negative changes give back.
+  void account(std::int64_t bytes) { held_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t held_bytes() const {
+    const std::int64_t held = held_bytes_.load(std::memory_order_relaxed);
+    return held < 0 ? 0 : static_cast<std::uint64_t>(held);
+  }
+
+  // The pool of small files' memory; null where there is none. Set once, before the context is shared.
+  void set_slabs(std::shared_ptr<SlabPool> slabs);
+  [[nodiscard]] SlabPool* slabs() const { return slabs_.get(); }
+
+ private:
+  struct Worker;
+
+  DeviceContext(std::shared_ptr<Driver> driver, Device* device);
+
+  std::shared_ptr<Driver> driver_;
+  Device* const device_;  // driver_'s
+  std::shared_ptr<Worker> worker_;
+  std::unique_ptr<EventPool> events_;
+  std::unique_ptr<StreamPool> streams_;
+  std::shared_ptr<SlabPool> slabs_;
+  std::atomic<std::int64_t> held_bytes_{0};
+};
+
+}  // namespace gpufs
