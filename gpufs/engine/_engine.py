@@ -68,14 +68,18 @@ class Engine(Handle):
 
     ``driver`` is "host", "cuda" or "hip". ``devices``: how many to simulate (host) or to use (others, 0 for all).
     ``memory_bytes`` caps each device, 0 for the driver's default (host requires a number).
+    ``slab_file_bytes``: files up to this size share slabs of device memory, 0: none do; at most 1 MiB.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
     """
 
     __slots__ = ("_devices",)
 
-    def __init__(self, driver: str, *, devices: int = 0, memory_bytes: int = 0) -> None:
+    def __init__(self, driver: str, *, devices: int = 0, memory_bytes: int = 0, slab_file_bytes: int = 0) -> None:
         name = ffi.new("char[]", driver.encode())
-        options = ffi.new("gpufs_engine_options *", (name, devices, memory_bytes))
+        options = ffi.new(
+            "gpufs_engine_options *",
+            {"driver": name, "devices": devices, "memory_bytes": memory_bytes, "slab_file_bytes": slab_file_bytes},
+        )
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_engine_open(options, handle))
         self._own(handle[0], lib.gpufs_engine_close)

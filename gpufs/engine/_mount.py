@@ -187,7 +187,7 @@ class Mount(Handle):
             raise failure(status)
         return _unpack(attributes)
 
-    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002: the C name
+    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits in ``set`` name, all or nothing; returns the attributes as they are afterwards."""
         changed = _pack(attributes)
         status = lib.gpufs_inode_set(self._handle, ino, set, changed)

@@ -1,0 +1,428 @@
+"""The knobs: every number and choice that a user can set, in ONE table.
+
+The table makes the options of the command line, the environment variables, the keys of the configuration file and the
+page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for, first hit wins:
+
+1. the command line,
+2. the environment, ``GPUFS_<NAME>``,
+3. the file that ``--config`` or ``GPUFS_CONFIG`` names; without that, ``~/.config/gpufs/config.toml``
+   (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``,
+4. the default.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpufs import machine
+
+SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
+CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
+GRANULE: Final = 2 << 20  # the least memory that a device can have
+
+DRIVERS: Final = ("auto", "cuda", "hip", "host")
+TRANSPORTS: Final = ("auto", "device")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class ConfigError(ValueError):
+    """A value that is not allowed; the text is one line that says which, where it came from and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the text of a value is read. ``parse`` raises ValueError for what is not allowed."""
+
+    allowed: str  # ends the sentence "... is not allowed: "
+    metavar: str
+    parse: Callable[[str], Any]
+
+
+def size_text(size: int) -> str:
+    """A size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
+    for unit in ("T", "G", "M", "K"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    if not match:
+        raise ValueError(text)
+    return (
+        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    )
+
+
+def _size(least: int, most: int, multiple: int = 1) -> Kind:
+    def parse(text: str) -> int:
+        value = parse_size(text)
+        if not least <= value <= most or value % multiple:
+            raise ValueError(text)
+        return value
+
+    allowed = f"a size such as 4096, 512M or 1.5G, from {size_text(least)} to {size_text(most)}"
+    if multiple > 1:
+        allowed += f", a multiple of {size_text(multiple)}"
+    return Kind(allowed, "SIZE", parse)
+
+
+def _integer(least: int, most: int) -> Kind:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or not least <= int(text) <= most:
+            raise ValueError(text)
+        return int(text)
+
+    return Kind(f"a whole number from {least} to {most}", "N", parse)
+
+
+def _flags(bits: int) -> Kind:
+    def parse(text: str) -> int:
+        value = int(text, 0)
+        if not 0 <= value < 1 << bits:
+            raise ValueError(text)
+        return value
+
+    return Kind(f"a number of {bits} bits, such as 0x1000", "FLAGS", parse)
+
+
+def _duration(least: float, most: float) -> Kind:
+    factors = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", text.strip(), re.ASCII)
+        if not match or not least <= float(match[1]) * factors[match[2]] <= most:
+            raise ValueError(text)
+        return float(match[1]) * factors[match[2]]
+
+    return Kind(f"a time such as 2, 500ms or 1.5m, from {least:g} to {most:g} seconds", "TIME", parse)
+
+
+def _choice(*choices: str) -> Kind:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return Kind("one of " + ", ".join(choices), "|".join(choices), parse)
+
+
+def _parse_boolean(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    try:
+        return words[text.strip().lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+def _parse_path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError(text)
+    return str(Path(text).expanduser().absolute())
+
+
+BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
+PATH: Final = Kind("the path of a file", "FILE", _parse_path)
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One line of the table."""
+
+    name: str
+    kind: Kind
+    default: Any
+    unit: str
+    text: str
+    default_text: str = ""  # where the default is more than a value
+    commands: tuple[str, ...] = ("mount",)  # whose options have it
+    hidden: bool = False  # in no help and on no page: for tests
+
+    @property
+    def option(self) -> str:
+        """The option of the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return "GPUFS_" + self.name.upper()
+
+    def parse(self, text: str, origin: str) -> Any:
+        """The value of a text. ConfigError names the knob, the origin and what is allowed."""
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            raise ConfigError(f"{self.name}: {text!r} ({origin}) is not allowed: {self.kind.allowed}") from None
+
+    def describe_default(self) -> str:
+        """The default as a reader of the help wants it."""
+        if self.default_text:
+            return self.default_text
+        if self.kind.metavar == "SIZE":
+            return size_text(self.default)
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+KNOBS: Final[tuple[Knob, ...]] = (
+    Knob(
+        "driver", _choice(*DRIVERS), "auto", "", "Whose devices: auto takes GPUs where there are any, else host memory."
+    ),
+    Knob(
+        "devices",
+        _integer(0, 64),
+        0,
+        "",
+        "How many devices: simulated ones (host), or the first N found (cuda, hip).",
+        default_text="0: every GPU found, 1 with host",
+    ),
+    Knob(
+        "memory",
+        _size(GRANULE, 1 << 46),
+        None,
+        "bytes",
+        "Memory of each device that may be used.",
+        default_text="host: half of the available memory divided by the devices; GPUs: all of it",
+    ),
+    Knob(
+        "slab_file_bytes",
+        _size(0, 1 << 20),
+        64 << 10,
+        "bytes",
+        "Files up to this size share slabs of device memory instead of taking a granule each; 0: none do.",
+    ),
+    Knob("allow_other", BOOLEAN, False, "", "Let other users in; each file's mode and owner decide what they may do."),
+    Knob("foreground", BOOLEAN, False, "", "Stay in the foreground and log to standard error."),
+    Knob(
+        "log_file",
+        PATH,
+        None,
+        "",
+        "Where the mount's log goes.",
+        default_text="nowhere; standard error with --foreground",
+    ),
+    Knob("log_level", _choice(*LOG_LEVELS), "info", "", "The least level that is logged."),
+    Knob(
+        "reader_threads",
+        _integer(0, 128),
+        0,
+        "",
+        "Threads that answer the kernel's requests.",
+        default_text="0: chosen by the number of CPUs",
+    ),
+    Knob(
+        "worker_threads",
+        _integer(0, 256),
+        0,
+        "",
+        "Most threads for operations that may take long (copies, allocation).",
+        default_text="0: chosen by the number of CPUs",
+    ),
+    Knob(
+        "max_write",
+        _size(0, 16 << 20, 4096),
+        0,
+        "bytes",
+        "The largest READ and WRITE that is asked of the kernel.",
+        default_text="0: the engine's choice",
+    ),
+    Knob(
+        "attribute_timeout",
+        _duration(0, 86400),
+        1.0,
+        "seconds",
+        "How long the kernel may keep a file's attributes before it asks again.",
+    ),
+    Knob(
+        "entry_timeout",
+        _duration(0, 86400),
+        1.0,
+        "seconds",
+        "How long the kernel may keep a name before it asks again.",
+    ),
+    Knob(
+        "transport",
+        _choice(*TRANSPORTS),
+        "auto",
+        "",
+        "How requests come from the kernel: auto takes the fastest it offers.",
+    ),
+    Knob(
+        "mount_timeout", _duration(0.1, 3600), 60.0, "seconds", "How long `gpufs mount` waits until the mount answers."
+    ),
+    Knob(
+        "umount_timeout",
+        _duration(0.1, 3600),
+        30.0,
+        "seconds",
+        "How long `gpufs umount` waits for the end of the mount's process.",
+        commands=("umount",),
+    ),
+    Knob(
+        "status_timeout",
+        _duration(0.1, 3600),
+        2.0,
+        "seconds",
+        "How long `gpufs status` and `gpufs df` wait for a mount's answer.",
+        commands=("status", "df"),
+    ),
+    Knob("mask_flags", _flags(64), 0, "", "INIT flags to treat as not offered by the kernel.", hidden=True),
+)
+
+BY_NAME: Final[Mapping[str, Knob]] = {knob.name: knob for knob in KNOBS}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A value for every knob, and where each came from (in words: "--memory", "GPUFS_MEMORY", a file, "default")."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def user_file(environ: Mapping[str, str]) -> Path | None:
+    """The calling user's configuration file, whether it exists or not; None for a user without a home."""
+    if folder := environ.get("XDG_CONFIG_HOME"):
+        return Path(folder) / "gpufs" / "config.toml"
+    if home := environ.get("HOME"):
+        return Path(home) / ".config" / "gpufs" / "config.toml"
+    return None
+
+
+def _read_file(path: Path, required: bool) -> dict[str, str]:
+    """The texts by knob in a TOML file; empty where a file that is not required does not exist."""
+    import tomllib  # most starts have no file to read
+
+    try:
+        content = path.read_bytes().decode()
+        table = tomllib.loads(content)
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"configuration file {path}: {os.strerror(2)}") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, not TOML
+        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
+    texts = {}
+    for key, value in table.items():
+        if key not in BY_NAME:
+            near = difflib.get_close_matches(key, BY_NAME, 1)
+            raise ConfigError(
+                f"configuration file {path}: unknown key {key!r}" + (f", is it {near[0]}?" if near else "")
+            )
+        if isinstance(value, bool):
+            texts[key] = str(value).lower()
+        elif isinstance(value, (str, int, float)):
+            texts[key] = str(value)
+        else:
+            raise ConfigError(f"{key}: {value!r} ({path}) is not allowed: {BY_NAME[key].kind.allowed}")
+    return texts
+
+
+def load(
+    arguments: Mapping[str, str | bool | None],
+    environ: Mapping[str, str] = os.environ,
+    config_file: str | None = None,
+    *,
+    system_file: Path = SYSTEM_FILE,
+) -> Settings:
+    """The settings from the command line's ``arguments`` (None: not given), the environment and the files.
+
+    ConfigError for a value that is not allowed, wherever it stands, and for a file that cannot be read.
+    """
+    layers: list[tuple[Callable[[Knob], str], Mapping[str, str]]] = []
+    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in arguments.items()}
+    layers.append((lambda knob: knob.option, {name: text for name, text in given.items() if text is not None}))
+    layers.append((lambda knob: knob.variable, {k.name: environ[k.variable] for k in KNOBS if k.variable in environ}))
+    named = config_file or environ.get(CONFIG_VARIABLE)
+    files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]
+    for file in files:
+        layers.append((lambda _, file=file: str(file), _read_file(file, required=bool(named))))  # type: ignore[misc]
+
+    values, origins = {}, {}
+    for knob in KNOBS:
+        values[knob.name], origins[knob.name] = knob.default, "default"
+        # From the weakest to the strongest, so that a bad value is found even where a better one hides it.
+        for origin, texts in reversed(layers):
+            if knob.name in texts:
+                origins[knob.name] = origin(knob)
+                values[knob.name] = knob.parse(texts[knob.name], origins[knob.name])
+    return Settings(values, origins)
+
+
+def host_memory(memory: int | None, devices: int) -> int:
+    """Bytes for each of ``devices`` (0: one) simulated devices; ``memory`` is what the user asked for, None: nothing.
+
+    The default is half of the available memory divided by the devices, in whole granules. ConfigError when the sum is
+    more than this machine (or this container) has, or too little is left for the default.
+    """
+    count = devices or 1
+    has = machine.memory()
+    if memory is None:
+        share = has.available_bytes // 2 // count // GRANULE * GRANULE
+        if share < GRANULE:
+            raise ConfigError(
+                f"memory: half of the available {size_text(has.available_bytes)} is too little for {count} devices: "
+                "give fewer devices"
+            )
+        return share
+    if memory * count > has.total_bytes:
+        gib = float(1 << 30)
+        raise ConfigError(
+            f"memory: {count} x {size_text(memory)} is more than this machine has: {has.total_bytes / gib:.1f} GiB, "
+            f"of which {has.available_bytes / gib:.1f} GiB are available"
+        )
+    return memory
+
+
+def _page() -> Iterator[str]:
+    yield "# Knobs\n"
+    yield "Written by `python -m gpufs.config` from the table in `gpufs/config.py`; do not edit.\n"
+    yield "Every knob is an option of the command named, an environment variable and a key of the configuration file."
+    yield "A value is looked for in this order, and the first hit wins:\n"
+    yield "1. the command line,"
+    yield "2. the environment,"
+    yield "3. the file that `--config` or `GPUFS_CONFIG` names; without that `~/.config/gpufs/config.toml`"
+    yield "   (`$XDG_CONFIG_HOME` counts), then `/etc/gpufs.toml`,"
+    yield "4. the default.\n"
+    yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
+    yield "wherever it stands, and the message names the knob, where the value came from and what is allowed. Sizes"
+    yield "take K, M, G and T (powers of 1024), times ms, s, m and h.\n"
+    for knob in KNOBS:
+        if knob.hidden:
+            continue
+        yield f"## {knob.name}\n"
+        yield f"{knob.text}\n"
+        yield "| | |"
+        yield "|---|---|"
+        yield f"| command | {', '.join(f'`gpufs {command}`' for command in knob.commands)} |"
+        yield f"| option | `{knob.option}` |"
+        yield f"| environment | `{knob.variable}` |"
+        yield f"| file | `{knob.name}` |"
+        yield f"| default | {knob.describe_default()} |"
+        if knob.unit:
+            yield f"| unit | {knob.unit} |"
+        yield f"| allowed | {knob.kind.allowed} |\n"
+
+
+def page() -> str:
+    """The text of docs/knobs.md."""
+    return "\n".join(_page()).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
