@@ -1,0 +1,94 @@
+#include "drivers/cuda/cuda_plain_memory.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
+namespace gpufs::cuda {
+
+Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<Context> context, std::uint64_t bytes) {
+  if (Status status = context->take(bytes); !status.ok()) return status;
+  CuAddress base = 0;
+  Status status = context->check(context->library().call<&Functions::memory_allocate>(&base, bytes), "cuMemAlloc");
+  if (!status.ok()) {
+    context->give_back(bytes);
+    return status;
+  }
+  return std::shared_ptr<PlainRange>(new PlainRange(std::move(context), base, bytes));
+}
+
+PlainRange::~PlainRange() {
+  const Current current(*context_);
+  context_->library().call<&Functions::memory_free>(base_);
+  context_->give_back(bytes_);
+}
+
+bool PlainMemory::uniform(std::uint64_t offset, std::uint64_t bytes, bool populated) const {
+  if (bytes == 0 || offset % granule_ != 0 || bytes % granule_ != 0 || offset + bytes < offset) return false;
+  if (current_ == nullptr || offset + bytes > current_->bytes()) return false;
+  const auto from = live_.begin() + static_cast<std::ptrdiff_t>(offset / granule_);
+  return std::all_of(from, from + static_cast<std::ptrdiff_t>(bytes / granule_),
+                     [populated](bool live) { return live == populated; });
+}
+
+void PlainMemory::mark(std::uint64_t offset, std::uint64_t bytes, bool live) {
+  const auto from = live_.begin() + static_cast<std::ptrdiff_t>(offset / granule_);
+  std::fill(from, from + static_cast<std::ptrdiff_t>(bytes / granule_), live);
+}
+
+Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) {
+  if (bytes == 0 || bytes > UINT64_MAX - granule_) return Status{EINVAL, "a range of no size, or of too much"};
+  bytes = (bytes + granule_ - 1) / granule_ * granule_;
+  const std::uint64_t granules = bytes / granule_;
+  if (live_.size() > granules &&
+      std::find(live_.begin() + static_cast<std::ptrdiff_t>(granules), live_.end(), true) != live_.end()) {
+    return Status{EINVAL, "the new range is smaller than the memory it has to show"};
+  }
+  SynchronousWork work(*context_);
+  if (!work.status().ok()) return work.status();
+  Result<std::shared_ptr<PlainRange>> allocated = PlainRange::allocate(context_, bytes);
+  if (!allocated.ok()) return allocated.status();
+  const std::shared_ptr<PlainRange> range = allocated.take();
+  for (std::uint64_t from = 0; from < live_.size();) {
+    if (!live_[from]) {
+      ++from;
+      continue;
+    }
+    std::uint64_t to = from;
+    while (to < live_.size() && live_[to]) ++to;
+    Status status = context_->check(
+        context_->library().call<&Functions::copy_on_device>(
+            range->base() + from * granule_, current_->base() + from * granule_, (to - from) * granule_, work.get()),
+        "cuMemcpyDtoDAsync");
+    if (!status.ok()) return status;
+    from = to;
+  }
+  if (Status status = work.finish(); !status.ok()) return status;
+  current_ = range;
+  live_.resize(granules, false);
+  return std::shared_ptr<AddressRange>(range);
+}
+
+Status PlainMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
+  if (!uniform(offset, bytes, false)) return {EINVAL, "not whole granules of the range, none of them populated"};
+  SynchronousWork work(*context_);
+  if (!work.status().ok()) return work.status();
+  Status status = context_->check(context_->library().call<&Functions::fill>(
+                                      current_->base() + offset, static_cast<unsigned char>(0), bytes, work.get()),
+                                  "cuMemsetD8Async");
+  if (status.ok()) status = work.finish();
+  if (status.ok()) mark(offset, bytes, true);
+  return status;
+}
+
+Status PlainMemory::release(std::uint64_t offset, std::uint64_t bytes) {
+  if (!uniform(offset, bytes, true)) return {EINVAL, "not whole granules that are populated"};
+  mark(offset, bytes, false);
+  return {};
+}
+
+Result<std::vector<ExportedMemory>> PlainMemory::export_memory() {
+  return Status{EOPNOTSUPP, "this device has no virtual memory management, so its memory cannot be exported"};
+}
+
+}  // namespace gpufs::cuda

@@ -1,0 +1,53 @@
+// A buffer's memory on devices without virtual memory management: one allocation, copied into a larger one when a
+// larger range is reserved. Released granules are used again but go back to the device only with the allocation.
+// Owned by the Buffer whose memory it is.
+// One thread at a time, bound or not; the ranges may be given back by any thread at any time.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "drivers/cuda/cuda_context.h"
+#include "drivers/driver.h"
+
+namespace gpufs::cuda {
+
+class PlainRange final : public AddressRange {
+ public:
+  static Result<std::shared_ptr<PlainRange>> allocate(std::shared_ptr<Context> context, std::uint64_t bytes);
+  ~PlainRange() override;
+  PlainRange(const PlainRange&) = delete;
+  PlainRange& operator=(const PlainRange&) = delete;
+  [[nodiscard]] DeviceAddress base() const override { return base_; }
+  [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
+
+ private:
+  PlainRange(std::shared_ptr<Context> context, CuAddress base, std::uint64_t bytes)
+      : context_(std::move(context)), base_(base), bytes_(bytes) {}
+  const std::shared_ptr<Context> context_;
+  const CuAddress base_;
+  const std::uint64_t bytes_;
+};
+
+class PlainMemory final : public DeviceMemory {
+ public:
+  explicit PlainMemory(std::shared_ptr<Context> context)
+      : context_(std::move(context)), granule_(context_->info().granule) {}
+
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
+  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
+  Status release(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<std::vector<ExportedMemory>> export_memory() override;
+
+ private:
+  // Whether [offset, offset+bytes) is whole granules of the range, all of them populated, or none.
+  [[nodiscard]] bool uniform(std::uint64_t offset, std::uint64_t bytes, bool populated) const;
+  void mark(std::uint64_t offset, std::uint64_t bytes, bool live);
+
+  const std::shared_ptr<Context> context_;
+  const std::uint64_t granule_;
+  std::shared_ptr<PlainRange> current_;
+  std::vector<bool> live_;  // by granule of the current range
+};
+
+}  // namespace gpufs::cuda

@@ -1,0 +1,116 @@
+// A buffer's memory by virtual memory management: pieces of physical memory, mapped into reserved ranges of addresses.
+//
+// One call of populate() takes memory in pieces of at most kLargestPiece. Taking, mapping and giving access cost
+// 0.1-0.2 ms a piece whatever its size, so that pieces of the 2 MiB granule would cost as much as filling them over the
+// bus does. The price is paid by release(), when a part of a piece goes: what stays is copied to fresh pieces (at some
+// 1.9 TB/s), which take over the old one's addresses. Where that is out of the question (fix_in_place(), or no memory
+// for the copy) the released granules stay with their piece, and are used again when populated again, until all of the
+// piece has been released.
+//
+// Owned by the Buffer whose memory it is.
+// One thread at a time, bound or not; the ranges may be given back by any thread at any time.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "drivers/cuda/cuda_context.h"
+#include "drivers/driver.h"
+
+namespace gpufs::cuda {
+
+// Physical memory of a device; freed when the last piece and the last range that show it are gone.
+class PhysicalMemory {
+ public:
+  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<Context> context, std::uint64_t bytes);
+  ~PhysicalMemory();
+  PhysicalMemory(const PhysicalMemory&) = delete;
+  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
+  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
+  [[nodiscard]] CuMemoryHandle handle() const { return handle_; }
+  Result<UniqueFd> export_descriptor() const;
+
+ private:
+  PhysicalMemory(std::shared_ptr<Context> context, CuMemoryHandle handle, std::uint64_t bytes)
+      : context_(std::move(context)), handle_(handle), bytes_(bytes) {}
+  const std::shared_ptr<Context> context_;
+  const CuMemoryHandle handle_;
+  const std::uint64_t bytes_;
+};
+
+// A reserved range of addresses and what it shows.
+class MappedRange final : public AddressRange {
+ public:
+  static Result<std::shared_ptr<MappedRange>> reserve(std::shared_ptr<Context> context, std::uint64_t bytes);
+  ~MappedRange() override;
+  MappedRange(const MappedRange&) = delete;
+  MappedRange& operator=(const MappedRange&) = delete;
+
+  [[nodiscard]] DeviceAddress base() const override { return base_; }
+  [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
+
+  // Maps a piece at `offset`; nobody can reach it there before allow().
+  Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical);
+  Status hide(std::uint64_t offset);
+  [[nodiscard]] bool shows(std::uint64_t offset, const PhysicalMemory& physical) const;
+  // Gives the device and its peers access to [offset, offset+bytes), all of which is mapped.
+  Status allow(std::uint64_t offset, std::uint64_t bytes);
+
+ private:
+  MappedRange(std::shared_ptr<Context> context, CuAddress base, std::uint64_t bytes)
+      : context_(std::move(context)), base_(base), bytes_(bytes) {}
+  const std::shared_ptr<Context> context_;
+  const CuAddress base_;
+  const std::uint64_t bytes_;
+  std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
+};
+
+class VirtualMemory final : public DeviceMemory {
+ public:
+  static constexpr std::uint64_t kLargestPiece = std::uint64_t{256} << 20;
+
+  explicit VirtualMemory(std::shared_ptr<Context> context);
+
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
+  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
+  Status release(std::uint64_t offset, std::uint64_t bytes) override;
+  [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
+  void fix_in_place() override { fixed_ = true; }
+  Result<std::vector<ExportedMemory>> export_memory() override;
+
+ private:
+  struct Piece {
+    std::shared_ptr<PhysicalMemory> physical;
+    std::vector<bool> live;  // by granule: populated; the others were released while the piece could not be split
+    std::uint64_t live_granules = 0;
+  };
+  using Pieces = std::map<std::uint64_t, Piece>;  // by offset
+
+  [[nodiscard]] bool whole_granules(std::uint64_t offset, std::uint64_t bytes) const;
+  [[nodiscard]] Pieces::iterator first_touching(std::uint64_t offset);
+  [[nodiscard]] std::vector<MemorySpan> live_runs(const Pieces::value_type& piece) const;
+  [[nodiscard]] std::uint64_t populated_within(std::uint64_t offset, std::uint64_t bytes);
+  // Marks granules of [offset, offset+bytes) in all pieces; says how many changed.
+  void mark(std::uint64_t offset, std::uint64_t bytes, bool live);
+  // The ranges that still live and show the piece; those that are gone are forgotten.
+  std::vector<std::shared_ptr<MappedRange>> ranges_showing(const Pieces::value_type& piece);
+  // Takes fresh memory for [offset, offset+bytes), maps it into the current range and adds it to `pieces`.
+  Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces);
+  Status zero(std::uint64_t offset, std::uint64_t bytes);
+  // Moves the populated parts of a piece to fresh pieces at the same addresses, so that the rest is free.
+  Status split(Pieces::iterator piece);
+  Result<Pieces> copy_live(const Pieces::value_type& piece);
+  // Shows `to` in a range instead of `from`, which covers the same granules or more.
+  static Status swap(MappedRange& range, const Pieces& from, const Pieces& to);
+
+  const std::shared_ptr<Context> context_;
+  const std::uint64_t granule_;
+  Pieces pieces_;
+  std::shared_ptr<MappedRange> current_;
+  std::vector<std::weak_ptr<MappedRange>> ranges_;  // current_ and the earlier ones, while somebody holds them
+  bool fixed_ = false;
+};
+
+}  // namespace gpufs::cuda
