@@ -1,0 +1,26 @@
+// Where the inode table gets buffers from: the engine's devices, or a test's.
+// Owned by the Mount; the inode table keeps a reference.
+// Any thread may call any function.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/status.h"
+#include "drivers/driver.h"
+#include "memory/buffer.h"
+
+namespace gpufs::fuse {
+
+class BufferSource {
+ public:
+  virtual ~BufferSource() = default;
+  [[nodiscard]] virtual std::int32_t device_count() const = 0;
+  // EINVAL outside 0..device_count()-1, as for all below.
+  virtual Result<std::shared_ptr<Buffer>> create(std::int32_t device) = 0;
+  virtual Result<MemoryInfo> memory(std::int32_t device) = 0;
+  virtual std::uint64_t granule(std::int32_t device) = 0;  // 0 for an unknown device
+};
+
+}  // namespace gpufs::fuse

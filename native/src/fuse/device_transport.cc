@@ -1,0 +1,353 @@
+#include "fuse/device_transport.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/thread.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kTick = 1ms;
+constexpr unsigned kShrinkTicks = 50;   // a reader not needed for so long is sent to sleep
+constexpr unsigned kSleepTicks = 200;   // without a request for so long the watcher sleeps, too
+constexpr auto kKickInterval = 5ms;     // between two attempts to get a reader out of read()
+constexpr std::size_t kMinimumReaders = 4;
+constexpr std::size_t kMaximumReaders = 64;
+
+std::size_t choose_readers(std::size_t asked) {
+  if (asked != 0) return std::min<std::size_t>(asked, 1024);
+  return std::clamp<std::size_t>(std::thread::hardware_concurrency(), kMinimumReaders, kMaximumReaders);
+}
+
+// The signal that gets a reader out of a blocking read(). Its handler does nothing; it is installed once, over a
+// real-time signal that nobody in the process uses, and never removed, since a late one would end the process.
+int kick_signal() {
+  static const int chosen = [] {
+    for (int signal = SIGRTMAX - 1; signal > SIGRTMIN; --signal) {
+      struct sigaction current {};
+      if (::sigaction(signal, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) continue;
+      struct sigaction ours {};
+      ours.sa_handler = [](int) {};
+      ::sigemptyset(&ours.sa_mask);  // no SA_RESTART: read() is to return
+      if (::sigaction(signal, &ours, nullptr) == 0) return signal;
+    }
+    return 0;
+  }();
+  return chosen;
+}
+
+void accept_kicks() {
+  sigset_t set;
+  ::sigemptyset(&set);
+  ::sigaddset(&set, kick_signal());
+  ::pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+}
+
+}  // namespace
+
+DeviceTransport::DeviceTransport(UniqueFd device, const DeviceTransportOptions& options, Statistics& statistics)
+    : device_(std::move(device)),
+      reader_limit_(choose_readers(options.reader_threads)),
+      payload_bytes_(options.payload_bytes),
+      adaptive_(options.adaptive),
+      pin_hooks_(options.pin_hooks),
+      statistics_(statistics) {}
+
+DeviceTransport::~DeviceTransport() { stop(); }
+
+Status DeviceTransport::start(RequestHandler& handler) {
+  if (kick_signal() == 0) return Status(EAGAIN, "no real-time signal is free for the reader threads");
+  handler_ = &handler;
+  if (Status status = spawn_reader(); !status.ok()) return status;
+  Result<std::thread> watcher = start_thread("gpufs-watch", [this] { watch_loop(); });
+  if (!watcher.ok()) {
+    stop();
+    return watcher.status();
+  }
+  watcher_ = watcher.take();
+  return {};
+}
+
+void DeviceTransport::initialized() {
+  ready_.store(true);
+  if (!adaptive_) {
+    for (std::size_t i = 1; i < reader_limit_; ++i) allow_one_more();
+  }
+}
+
+void DeviceTransport::stop() {
+  stopping_.store(true);
+  {
+    const std::lock_guard lock(watch_mutex_);
+    watcher_asleep_.store(false);
+  }
+  watch_condition_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+
+  // No reader is added any more: the watcher is gone and allow_one_more() looks at stopping_ under the lock.
+  std::vector<std::unique_ptr<Reader>> readers;
+  {
+    const std::lock_guard lock(mutex_);
+    readers.swap(readers_);
+    parked_.clear();
+  }
+  for (const auto& reader : readers) reader->wake.release();
+  for (const auto& reader : readers) {
+    // A kick that comes just before read() is lost, so it is repeated.
+    while (!reader->finished.load()) {
+      ::pthread_kill(reader->thread.native_handle(), kick_signal());
+      std::this_thread::sleep_for(kKickInterval);
+    }
+    reader->thread.join();
+  }
+}
+
+void DeviceTransport::close() { device_.reset(); }
+
+Status DeviceTransport::spawn_reader() {
+  Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
+  if (!memory.ok()) return memory.status();
+  auto reader = std::make_unique<Reader>(memory.take());
+  Reader* raw = reader.get();
+
+  const std::lock_guard lock(mutex_);
+  if (stopping_.load()) return Status(ESHUTDOWN, "the mount is closing");
+  // The thread waits for the lock before its first read, so its handle is in place when stop() looks for it.
+  Result<std::thread> thread = start_thread("gpufs-read-" + std::to_string(readers_.size()), [this, raw] {
+    { const std::lock_guard started(mutex_); }
+    accept_kicks();
+    read_loop(*raw);
+    raw->finished.store(true);
+  });
+  if (!thread.ok()) return thread.status();
+  reader->thread = thread.take();
+  readers_.push_back(std::move(reader));
+  ++active_;
+  return {};
+}
+
+void DeviceTransport::read_loop(Reader& reader) {
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    park_if_surplus(reader);
+    if (stopping_.load(std::memory_order_relaxed)) return;
+    if (!read_one(reader)) return;
+  }
+}
+
+void DeviceTransport::park_if_surplus(Reader& reader) {
+  if (!adaptive_ || allowed_.load(std::memory_order_relaxed) >= reader_limit_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (active_ <= allowed_.load() || stopping_.load()) return;
+    --active_;
+    parked_.push_back(&reader);
+  }
+  reader.wake.acquire();  // by allow_one_more(), which has counted this reader as active again, or stop()
+}
+
+bool DeviceTransport::read_one(Reader& reader) {
+  const std::span<std::byte> memory = reader.memory.message();
+  const ssize_t got = ::read(device_.get(), memory.data(), memory.size());
+  if (got > 0) return serve(reader, static_cast<std::size_t>(got));
+  const int error = got == 0 ? ENODEV : errno;
+  switch (error) {
+    case EINTR:   // a kick
+    case EAGAIN:  // a descriptor that was made non-blocking elsewhere: the poll below waits
+    case ENOENT:  // the request was taken back while it was being read
+      if (error == EAGAIN) {
+        pollfd waiting{device_.get(), POLLIN, 0};
+        static_cast<void>(::poll(&waiting, 1, -1));
+      }
+      return true;
+    case ENOMEM:
+      std::this_thread::sleep_for(kKickInterval);
+      return true;
+    case ENODEV:
+    case ECONNABORTED:
+      break;
+    default:
+      log_error("reading from the FUSE device failed (errno " + std::to_string(error) + "); the mount ends");
+  }
+  end_connection();
+  return false;
+}
+
+bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
+  const std::size_t busy = busy_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (busy > busy_peak_.load(std::memory_order_relaxed)) busy_peak_.store(busy, std::memory_order_relaxed);
+  // In one total order with the watcher's own pair (sets the flag, then looks at the count): one of the two sees the
+  // other, so the watcher never sleeps through a request that could hold up the only reader.
+  served_.fetch_add(1);
+  if (watcher_asleep_.load()) {
+    {
+      const std::lock_guard lock(watch_mutex_);
+      watcher_asleep_.store(false);
+    }
+    watch_condition_.notify_one();
+  }
+
+  Request request;
+  request.message = reader.memory.message().first(bytes);
+  request.payload = reader.memory.payload();
+  if (!read_struct(request.message, 0, &request.header) || request.header.len != bytes) {
+    statistics_.bad_requests.add();
+    log_error("a message of " + std::to_string(bytes) + " bytes from the kernel has a wrong length");
+    if (bytes >= sizeof(fuse_in_header)) static_cast<void>(send(request.header.unique, EIO, {}));
+  } else {
+    try {
+      handler_->handle(request);  // its responder answers EIO when an exception passes
+    } catch (const std::exception& failure) {
+      log_error(std::string("serving ") + opcode_name(request.header.opcode) + " failed: " + failure.what());
+    }
+  }
+  busy_.fetch_sub(1, std::memory_order_relaxed);
+  return true;
+}
+
+void DeviceTransport::allow_one_more() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_.load() || active_ >= reader_limit_) return;
+    allowed_.store(std::max(allowed_.load(), active_ + 1));
+    if (!parked_.empty()) {
+      Reader* reader = parked_.back();
+      parked_.pop_back();
+      ++active_;
+      reader->wake.release();
+      return;
+    }
+  }
+  if (Status status = spawn_reader(); !status.ok() && status.error() != ESHUTDOWN) {
+    log_warning("no further reader thread: " + status.message());
+    const std::lock_guard lock(mutex_);
+    allowed_.store(std::max<std::size_t>(1, active_));
+  }
+}
+
+void DeviceTransport::watch_loop() {
+  std::unique_lock lock(watch_mutex_);
+  while (!stopping_.load()) {
+    if (!adaptive_ || ended_.load()) {
+      watch_condition_.wait(lock, [this] { return stopping_.load(); });
+      return;
+    }
+    watch_condition_.wait_for(lock, kTick, [this] { return stopping_.load(); });
+    lock.unlock();
+    const bool traffic = watch_tick();
+    lock.lock();
+    if (traffic || stopping_.load()) continue;
+    watcher_asleep_.store(true);
+    // A request that was served before a reader could see the flag is seen here.
+    if (served_.load() == seen_served_) {
+      watch_condition_.wait(lock, [this] { return stopping_.load() || !watcher_asleep_.load(); });
+      statistics_.watcher_wakeups.add();
+    }
+    watcher_asleep_.store(false);
+    idle_ticks_ = 0;
+  }
+}
+
+bool DeviceTransport::watch_tick() {
+  statistics_.watcher_ticks.add();
+  const std::uint64_t served = served_.load();
+  const std::size_t allowed = allowed_.load();
+  const std::size_t busy = busy_.load(std::memory_order_relaxed);
+  idle_ticks_ = served == seen_served_ && busy == 0 ? idle_ticks_ + 1 : 0;
+  seen_served_ = served;
+  if (!ready_.load()) return true;
+
+  if (busy >= allowed && allowed < reader_limit_) {
+    pollfd waiting{device_.get(), POLLIN, 0};
+    if (::poll(&waiting, 1, 0) == 1 && (waiting.revents & POLLIN) != 0) {
+      statistics_.reader_grown.add();
+      window_ticks_ = 0;
+      window_peak_ = 0;
+      busy_peak_.store(0, std::memory_order_relaxed);
+      allow_one_more();
+      return true;
+    }
+  }
+
+  window_peak_ = std::max({window_peak_, busy_peak_.exchange(busy, std::memory_order_relaxed), busy});
+  if (++window_ticks_ >= kShrinkTicks) {
+    if (allowed > 1 && window_peak_ < allowed) {
+      statistics_.reader_shrunk.add();
+      allowed_.store(allowed - 1);
+    }
+    window_ticks_ = 0;
+    window_peak_ = 0;
+  }
+  return idle_ticks_ < kSleepTicks;
+}
+
+void DeviceTransport::end_connection() {
+  if (ended_.exchange(true)) return;
+  handler_->connection_ended();
+}
+
+int DeviceTransport::send(std::uint64_t unique, int error, std::span<const iovec> body) {
+  return write_message(unique, -error, body);
+}
+
+int DeviceTransport::notify(std::int32_t code, std::span<const std::byte> body) {
+  const iovec part{const_cast<std::byte*>(body.data()), body.size()};  // sent, not written to
+  return write_message(0, code, {&part, 1});
+}
+
+int DeviceTransport::write_message(std::uint64_t unique, std::int32_t error, std::span<const iovec> body) {
+  if (body.size() > kMaximumPieces) return EMSGSIZE;
+  if (!device_.valid()) return ENODEV;
+  fuse_out_header header{};
+  std::array<iovec, kMaximumPieces + 1> parts;  // not initialised: only what is used is touched
+  parts[0] = {&header, sizeof(header)};
+  std::size_t total = sizeof(header);
+  for (std::size_t i = 0; i < body.size(); ++i) {
+    parts[i + 1] = body[i];
+    total += body[i].iov_len;
+  }
+  if (total > UINT32_MAX) return EMSGSIZE;
+  header.len = static_cast<std::uint32_t>(total);
+  header.error = error;
+  header.unique = unique;
+  for (;;) {
+    const ssize_t sent = ::writev(device_.get(), parts.data(), static_cast<int>(body.size() + 1));
+    if (sent == static_cast<ssize_t>(total)) return 0;
+    if (sent >= 0) return EIO;  // the device takes a message whole
+    if (errno == EINTR) continue;
+    return errno == EPIPE || errno == ECONNABORTED ? ENODEV : errno;
+  }
+}
+
+void DeviceTransport::write_statistics(JsonWriter& json) const {
+  json.string("name", name());
+  json.number("readers_limit", reader_limit_);
+  json.number("payload_bytes", payload_bytes_);
+  json.number("readers_allowed", allowed_.load());
+  {
+    const std::lock_guard lock(mutex_);
+    json.number("readers_started", readers_.size());
+    json.number("readers_active", active_);
+  }
+  json.number("readers_grown", statistics_.reader_grown.get());
+  json.number("readers_shrunk", statistics_.reader_shrunk.get());
+  json.number("watcher_ticks", statistics_.watcher_ticks.get());
+  json.number("watcher_wakeups", statistics_.watcher_wakeups.get());
+}
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,110 @@
+// The transport over the device file: threads that read one /dev/fuse descriptor.
+// Owned by the Session; owns the descriptor and its threads.
+// Any thread may call send() and notify(); start(), initialized() and stop() are the Session's.
+//
+// How many threads read. Every request wakes the reader that has waited longest, so with many of them each request
+// lands on a cold thread with cold memory ("stealing": 8 readers moved less than half of what one moved). Only
+// `allowed` readers are therefore let into read(); the others sleep outside. A watcher looks once a millisecond while
+// there is traffic: requests waiting while every reader is busy lets one more in, and a reader that was not needed for
+// a while is sent to sleep. The data path pays two counters for this and no system call. Without traffic nothing runs.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <semaphore>
+#include <thread>
+#include <vector>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+#include "fuse/payload_memory.h"
+#include "fuse/statistics.h"
+#include "fuse/transport.h"
+
+namespace gpufs::fuse {
+
+struct DeviceTransportOptions {
+  std::size_t reader_threads = 0;         // at most; 0: chosen by the number of CPUs
+  std::size_t payload_bytes = 1 << 20;    // max_write
+  bool adaptive = true;                   // false: all readers always wait in read()
+  PinHooks pin_hooks;
+};
+
+class DeviceTransport : public Transport {
+ public:
+  DeviceTransport(UniqueFd device, const DeviceTransportOptions& options, Statistics& statistics);
+  ~DeviceTransport() override;
+
+  [[nodiscard]] const char* name() const override { return "device"; }
+  Status start(RequestHandler& handler) override;
+  void initialized() override;
+  void stop() override;
+  void close() override;
+  int send(std::uint64_t unique, int error, std::span<const iovec> body) override;
+  int notify(std::int32_t code, std::span<const std::byte> body) override;
+  void write_statistics(JsonWriter& json) const override;
+
+ private:
+  struct Reader {
+    explicit Reader(PayloadMemory payload) : memory(std::move(payload)) {}
+    PayloadMemory memory;
+    std::counting_semaphore<4> wake{0};  // released by allow_one_more(), and once more by stop()
+    std::atomic<bool> finished{false};
+    std::thread thread;
+  };
+
+  Status spawn_reader();
+  void read_loop(Reader& reader);
+  // False: the connection has ended.
+  bool read_one(Reader& reader);
+  bool serve(Reader& reader, std::size_t bytes);
+  void park_if_surplus(Reader& reader);
+  void allow_one_more();
+  void watch_loop();
+  // One look at the traffic; returns false when there has been none for long.
+  bool watch_tick();
+  void end_connection();
+  int write_message(std::uint64_t unique, std::int32_t error, std::span<const iovec> body);
+
+  UniqueFd device_;  // constant until close(), which nothing else may run beside
+  const std::size_t reader_limit_;
+  const std::size_t payload_bytes_;
+  const bool adaptive_;
+  const PinHooks pin_hooks_;
+  Statistics& statistics_;
+  RequestHandler* handler_ = nullptr;  // constant once start() has been called
+
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> ended_{false};
+  std::atomic<bool> ready_{false};  // the INIT reply has been written
+
+  // Written by the watcher, read by every reader before each read.
+  alignas(64) std::atomic<std::size_t> allowed_{1};
+  // Readers inside serve(), and the most at once since the watcher last asked; requests served.
+  alignas(64) std::atomic<std::size_t> busy_{0};
+  std::atomic<std::size_t> busy_peak_{0};
+  std::atomic<std::uint64_t> served_{0};
+  // The watcher sleeps until a reader finds this set and clears it.
+  alignas(64) std::atomic<bool> watcher_asleep_{false};
+
+  // Guards the lists below; nothing is called under it.
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Reader>> readers_;
+  std::vector<Reader*> parked_;  // the last one has slept for the shortest time: its memory is the warmest
+  std::size_t active_ = 0;       // readers that are not parked
+
+  // Used by the watcher alone, but for the condition, which stop() and readers signal under its mutex.
+  std::mutex watch_mutex_;
+  std::condition_variable watch_condition_;
+  std::thread watcher_;
+  std::uint64_t seen_served_ = 0;
+  unsigned idle_ticks_ = 0;
+  unsigned window_ticks_ = 0;
+  std::size_t window_peak_ = 0;
+};
+
+}  // namespace gpufs::fuse

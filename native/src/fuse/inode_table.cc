@@ -1,0 +1,277 @@
+#include "fuse/inode_table.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/thread.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::uint32_t kAllSetFlags = GPUFS_SET_MODE | GPUFS_SET_UID | GPUFS_SET_GID | GPUFS_SET_SIZE |
+                                       GPUFS_SET_ATIME | GPUFS_SET_MTIME | GPUFS_SET_CTIME | GPUFS_SET_ATIME_NOW |
+                                       GPUFS_SET_MTIME_NOW | GPUFS_SET_CTIME_NOW | GPUFS_SET_NLINK;
+constexpr std::uint32_t kPermissions = 07777;
+constexpr std::uint32_t kSecond = 1'000'000'000;
+
+Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
+
+}  // namespace
+
+Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer)
+    : ino_(attributes.ino), device_(attributes.device), buffer_(std::move(buffer)), attributes_(attributes) {}
+
+gpufs_attributes Inode::attributes() const {
+  gpufs_attributes copy;
+  {
+    const std::lock_guard lock(mutex_);
+    copy = attributes_;
+  }
+  if (buffer_) {
+    copy.size = buffer_->size();
+    copy.blocks = buffer_->bytes_held() / 512;
+  }
+  return copy;
+}
+
+void Inode::was_read() {
+  const Timestamp now = Timestamp::now();
+  const std::lock_guard lock(mutex_);
+  if (atime_is_due(attributes_, now)) set_atime(attributes_, now);
+}
+
+void Inode::was_written(bool drop_set_id) {
+  const Timestamp now = Timestamp::now();
+  const std::lock_guard lock(mutex_);
+  set_mtime(attributes_, now);
+  set_ctime(attributes_, now);
+  if (drop_set_id) attributes_.mode = mode_without_set_id(attributes_.mode);
+}
+
+InodeTable::InodeTable(std::shared_ptr<BufferSource> source) : source_(std::move(source)) {}
+
+InodeTable::~InodeTable() {
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    closing_ = true;
+  }
+  reap_wanted_.notify_all();
+  if (reaper_.joinable()) reaper_.join();
+}
+
+Status InodeTable::start() {
+  Result<std::thread> thread = start_thread("gpufs-reap", [this] { reap_loop(); });
+  if (thread.ok()) reaper_ = thread.take();
+  return thread.status();
+}
+
+Status InodeTable::add(const gpufs_attributes& attributes) {
+  if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
+  if (attributes.device < -1 || attributes.device >= source_->device_count()) {
+    return Status(EINVAL, "no device " + std::to_string(attributes.device));
+  }
+  std::shared_ptr<Buffer> buffer;
+  if (is_regular(attributes.mode) && attributes.device >= 0) {
+    Result<std::shared_ptr<Buffer>> created = source_->create(attributes.device);
+    if (!created.ok()) return created.status();
+    buffer = created.take();
+  }
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer));
+  const std::unique_lock lock(inodes_mutex_);
+  if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
+    return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
+  }
+  return {};
+}
+
+Status InodeTable::remove(std::uint64_t ino) {
+  std::shared_ptr<Inode> inode;
+  {
+    const std::unique_lock lock(inodes_mutex_);
+    const auto found = inodes_.find(ino);
+    if (found == inodes_.end()) return unknown_inode(ino);
+    inode = std::move(found->second);
+    inodes_.erase(found);
+  }
+  const std::lock_guard lock(inode->mutex_);
+  inode->removed_ = true;
+  update_orphan_locked(inode);
+  return {};
+}
+
+std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
+  const std::shared_lock lock(inodes_mutex_);
+  const auto found = inodes_.find(ino);
+  return found == inodes_.end() ? nullptr : found->second;
+}
+
+Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes) {
+  if ((set & ~kAllSetFlags) != 0) return Status(EINVAL, "unknown attributes to set");
+  if (attributes->atime_ns >= kSecond || attributes->mtime_ns >= kSecond || attributes->ctime_ns >= kSecond) {
+    return Status(EINVAL, "nanoseconds of a second or more");
+  }
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+
+  // The only part that can fail, so it comes first; it takes the buffer's locks and none of ours.
+  if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
+    if (Status status = inode->buffer_->resize(attributes->size); !status.ok()) return status;
+  }
+  {
+    const Timestamp now = Timestamp::now();
+    const std::lock_guard lock(inode->mutex_);
+    gpufs_attributes& ours = inode->attributes_;
+    if ((set & GPUFS_SET_MODE) != 0) ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
+    if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
+    if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
+    if ((set & GPUFS_SET_SIZE) != 0) {
+      if (!inode->buffer_) ours.size = attributes->size;
+      set_mtime(ours, now);
+    }
+    if ((set & GPUFS_SET_ATIME) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
+    if ((set & GPUFS_SET_MTIME) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
+    if ((set & GPUFS_SET_ATIME_NOW) != 0) set_atime(ours, now);
+    if ((set & GPUFS_SET_MTIME_NOW) != 0) set_mtime(ours, now);
+    if ((set & GPUFS_SET_NLINK) != 0) {
+      ours.nlink = attributes->nlink;
+      update_orphan_locked(inode);
+    }
+    if ((set & GPUFS_SET_CTIME) != 0) {
+      set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
+    } else if (set != 0) {
+      set_ctime(ours, now);
+    }
+  }
+  *attributes = inode->attributes();
+  return {};
+}
+
+Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
+  std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  if (!inode->buffer_) {
+    const bool directory = S_ISDIR(inode->attributes().mode);
+    return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
+  }
+  if ((flags & O_TRUNC) != 0) {
+    if (Status status = inode->buffer_->resize(0); !status.ok()) return status;
+    inode->was_written(false);
+  }
+  {
+    const std::lock_guard lock(inode->mutex_);
+    ++inode->open_files_;
+    update_orphan_locked(inode);
+  }
+  const std::unique_lock lock(files_mutex_);
+  const std::uint64_t fh = kHandleBit | next_file_++;
+  files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{std::move(inode), flags}));
+  return fh;
+}
+
+Status InodeTable::release(std::uint64_t fh) {
+  std::shared_ptr<OpenFile> file;
+  {
+    const std::unique_lock lock(files_mutex_);
+    const auto found = files_.find(fh);
+    if (found == files_.end()) return Status(EBADF, "no open file " + std::to_string(fh));
+    file = std::move(found->second);
+    files_.erase(found);
+  }
+  const std::shared_ptr<Inode> inode = file->inode;
+  const std::lock_guard lock(inode->mutex_);
+  --inode->open_files_;
+  update_orphan_locked(inode);
+  return {};
+}
+
+std::shared_ptr<OpenFile> InodeTable::file(std::uint64_t fh) const {
+  if ((fh & kHandleBit) == 0) return nullptr;
+  const std::shared_lock lock(files_mutex_);
+  const auto found = files_.find(fh);
+  return found == files_.end() ? nullptr : found->second;
+}
+
+void InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
+  if (!inode->buffer_) return;
+  const bool unused = inode->open_files_ == 0;
+  const std::lock_guard lock(orphan_mutex_);
+  if (!unused || (!inode->removed_ && inode->attributes_.nlink != 0)) {
+    orphans_.erase(inode.get());  // the caller's pointer keeps it alive
+    return;
+  }
+  orphans_.emplace(inode.get(), inode);
+  if (!inode->removed_) return;
+  // Freeing gigabytes takes long: on a thread that nobody waits for.
+  reap_queue_.push_back(inode);
+  reap_wanted_.notify_one();
+}
+
+void InodeTable::reap_loop() {
+  std::unique_lock lock(orphan_mutex_);
+  for (;;) {
+    reap_wanted_.wait(lock, [this] { return closing_ || !reap_queue_.empty(); });
+    if (closing_) return;  // the rest goes with the table
+    std::shared_ptr<Inode> inode = std::move(reap_queue_.front());
+    reap_queue_.pop_front();
+    // Not there: it was opened again at the last moment, and comes back when that file is released.
+    if (orphans_.erase(inode.get()) != 0) {
+      reaping_device_ = inode->device_;
+      reaping_bytes_ = inode->buffer_->bytes_held();
+    }
+    lock.unlock();
+    inode.reset();  // frees the memory, unless an operation or somebody's view still uses it
+    lock.lock();
+    reaping_bytes_ = 0;
+    ++reaped_;
+    orphan_changed_.notify_all();
+  }
+}
+
+std::uint64_t InodeTable::orphan_bytes_locked(std::int32_t device) const {
+  std::uint64_t bytes = device < 0 || device == reaping_device_ ? reaping_bytes_ : 0;
+  for (const auto& [key, inode] : orphans_) {
+    if (device < 0 || inode->device_ == device) bytes += inode->buffer_->bytes_held();
+  }
+  return bytes;
+}
+
+std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
+  const std::lock_guard lock(orphan_mutex_);
+  return orphan_bytes_locked(device);
+}
+
+std::uint64_t InodeTable::reaped() const {
+  const std::lock_guard lock(orphan_mutex_);
+  return reaped_;
+}
+
+InodeTable::Wait InodeTable::wait_for_orphans(std::int32_t device, std::uint64_t noted,
+                                              std::chrono::milliseconds patience) {
+  std::unique_lock lock(orphan_mutex_);
+  if (reaped_ != noted) return Wait::kFreed;
+  if (orphan_bytes_locked(device) == 0) return Wait::kNothing;
+  const bool freed = orphan_changed_.wait_for(lock, patience, [&] { return reaped_ != noted; });
+  return freed ? Wait::kFreed : Wait::kTimeOver;
+}
+
+InodeTable::Counts InodeTable::counts() const {
+  Counts counts;
+  {
+    const std::shared_lock lock(inodes_mutex_);
+    counts.inodes = inodes_.size();
+  }
+  {
+    const std::shared_lock lock(files_mutex_);
+    counts.files = files_.size();
+  }
+  const std::lock_guard lock(orphan_mutex_);
+  counts.orphans = orphans_.size();
+  return counts;
+}
+
+}  // namespace gpufs::fuse

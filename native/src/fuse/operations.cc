@@ -1,0 +1,509 @@
+#include "fuse/operations.h"
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::uint64_t kBlock = 4096;                        // of STATFS
+constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // between two looks for an INTERRUPT
+constexpr std::chrono::milliseconds kSpaceSlice{20};          // the same while waiting for space
+constexpr std::uint64_t kMaximumOffset = INT64_MAX;
+
+// COPY_FILE_RANGE answers with 32 bits: the largest multiple of a page that fits.
+constexpr std::uint64_t kCopyLimit32 = UINT32_MAX & ~std::uint64_t{0xfff};
+
+// What a client is told; the driver's own words go to the log.
+int client_error(const Status& status, const char* what) {
+  const int error = status.error();
+  if (error != ENOSPC && error != EFBIG && error != ENXIO && error != EINVAL && log_enabled(LogLevel::kWarning)) {
+    log_warning(std::string(what) + " failed: " + status.message() + " (errno " + std::to_string(error) +
+                ", device code " + std::to_string(status.device_code()) + ")");
+  }
+  return error;
+}
+
+// offset + bytes as a range that the kernel could mean.
+bool valid_range(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  return !add_overflows(offset, bytes, &end) && end <= kMaximumOffset;
+}
+
+}  // namespace
+
+Operations::Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
+                       const OperationOptions& options)
+    : table_(table), workers_(workers), cancellations_(cancellations), statistics_(statistics), options_(options) {}
+
+template <typename Body>
+void Operations::submit(Responder responder, Body body) {
+  std::shared_ptr<Operation> operation = cancellations_.begin(responder.unique());
+  workers_.submit(operation->unique, [this, operation, responder = std::move(responder),
+                                      body = std::move(body)](bool discarded) mutable {
+    if (discarded) {
+      responder.error(EINTR);
+    } else {
+      body(*operation, responder);
+    }
+    // After the reply: the kernel does not use the number for another request.
+    cancellations_.end(operation->unique);
+  });
+}
+
+bool Operations::serve(Request& request, Responder& responder) {
+  switch (request.header.opcode) {
+    case FUSE_READ:
+      return read(request, responder);
+    case FUSE_WRITE:
+      return write(request, responder);
+    case FUSE_LSEEK:
+      return lseek(request, responder);
+    case FUSE_FALLOCATE:
+      return fallocate(request, responder);
+    case FUSE_COPY_FILE_RANGE:
+    case kOpcodeCopyFileRange64:
+      return copy_file_range(request, responder);
+    case FUSE_FLUSH:
+    case FUSE_FSYNC:
+      return nothing_to_do(request, responder);
+    case FUSE_GETATTR:
+      return getattr(request, responder);
+    case FUSE_STATFS:
+      return statfs(request, responder);
+    case FUSE_GETXATTR:
+      return getxattr(request, responder);
+    case FUSE_IOCTL:
+      responder.error(ENOTTY);
+      return true;
+    case kOpcodeStatx:  // GETATTR says all there is
+      responder.error(ENOSYS);
+      return true;
+    default:
+      return false;
+  }
+}
+
+Operations::Source Operations::classify(std::uint64_t fh, std::shared_ptr<OpenFile>* file) const {
+  if ((fh & InodeTable::kHandleBit) == 0) return Source::kControl;
+  *file = table_.file(fh);
+  return *file ? Source::kNative : Source::kStale;
+}
+
+bool Operations::read(Request& request, Responder& responder) {
+  fuse_read_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  std::shared_ptr<OpenFile> file;
+  switch (classify(in.fh, &file)) {
+    case Source::kControl:
+      return false;
+    case Source::kStale:
+      responder.error(EBADF);
+      return true;
+    case Source::kNative:
+      break;
+  }
+  if (!valid_range(in.offset, in.size)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  Inode& inode = *file->inode;
+  const std::uint64_t wanted = std::min<std::uint64_t>(in.size, request.payload.size());
+  const bool keep_atime = (in.flags & O_NOATIME) != 0;
+
+  // Straight from the device's memory where the CPU can address it: the kernel copies, and nobody else.
+  Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, wanted);
+  if (gathered.ok() && gathered.value().pieces.size() <= Transport::kMaximumPieces) {
+    if (!keep_atime) inode.was_read();
+    statistics_.read_bytes.add(gathered.value().bytes);
+    responder.data(gathered.value().pieces);
+    return true;
+  }
+  if (!gathered.ok() && gathered.error() != EOPNOTSUPP) {
+    responder.error(client_error(gathered.status(), "read"));
+    return true;
+  }
+  // The request is no longer needed, and its payload memory is where devices copy fastest to.
+  const std::span<std::byte> target = request.payload.first(static_cast<std::size_t>(wanted));
+  Result<std::size_t> got = inode.buffer()->read(in.offset, target);
+  if (!got.ok()) {
+    responder.error(client_error(got.status(), "read"));
+    return true;
+  }
+  if (!keep_atime) inode.was_read();
+  statistics_.read_bytes.add(got.value());
+  const iovec part{target.data(), got.value()};
+  responder.data({&part, 1});
+  return true;
+}
+
+bool Operations::write(Request& request, Responder& responder) {
+  fuse_write_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  std::shared_ptr<OpenFile> file;
+  switch (classify(in.fh, &file)) {
+    case Source::kControl:
+      return false;
+    case Source::kStale:
+      responder.error(EBADF);
+      return true;
+    case Source::kNative:
+      break;
+  }
+  const std::span<const std::byte> data = request.message.subspan(kWriteHeaderBytes);
+  if (data.size() != in.size) {
+    statistics_.bad_requests.add();
+    responder.error(EINVAL);
+    return true;
+  }
+  if (!valid_range(in.offset, in.size)) {
+    responder.error(EFBIG);
+    return true;
+  }
+  const bool drop_set_id = (in.write_flags & kWriteKillSetId) != 0;
+  if (data.empty()) {
+    responder.body(fuse_write_out{});
+    return true;
+  }
+  Result<std::size_t> written = file->inode->buffer()->write(in.offset, data);
+  if (written.ok()) {
+    finish_write(*file, drop_set_id, written.value(), responder);
+    return true;
+  }
+  if (written.error() != ENOSPC) {
+    responder.error(client_error(written.status(), "write"));
+    return true;
+  }
+  // Slow from here on: not on a reader's thread, and the reader's memory is needed for the next request.
+  write_when_space(file, in.offset, drop_set_id, {data.begin(), data.end()}, std::move(responder));
+  return true;
+}
+
+void Operations::finish_write(OpenFile& file, bool drop_set_id, std::uint64_t bytes, Responder& responder) {
+  file.inode->was_written(drop_set_id);
+  statistics_.written_bytes.add(bytes);
+  fuse_write_out out{};
+  out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
+  responder.body(out);
+}
+
+void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
+                                  std::vector<std::byte> data, Responder responder) {
+  submit(std::move(responder), [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation,
+                                                                                         Responder& reply) {
+    const std::int32_t device = file->inode->device();
+    const std::uint64_t granule = table_.source().granule(device);
+    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+    bool waited = false;
+    for (;;) {
+      const std::uint64_t noted = table_.reaped();
+      Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
+      if (written.ok()) {
+        if (waited) statistics_.space_waits_won.add();
+        finish_write(*file, drop_set_id, written.value(), reply);
+        return;
+      }
+      if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
+      if (!waited) statistics_.space_waits.add();
+      waited = true;
+      if (!wait_for_space(device, noted, operation, deadline)) {
+        return reply.error(operation.cancelled ? EINTR : ENOSPC);
+      }
+    }
+  });
+}
+
+Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
+                                                std::span<const std::byte> data) {
+  Result<std::size_t> all = buffer.write(offset, data);
+  if (all.ok() || all.error() != ENOSPC || granule == 0) return all;
+  // As many granules from the front as there is room for: write(2) promises what fits.
+  std::size_t done = 0;
+  while (done < data.size()) {
+    const std::uint64_t at = offset + done;
+    const std::uint64_t bytes = std::min<std::uint64_t>(round_down(at, granule) + granule - at, data.size() - done);
+    Result<std::size_t> part = buffer.write(at, data.subspan(done, static_cast<std::size_t>(bytes)));
+    if (!part.ok()) {
+      if (done == 0) return part.status();
+      break;
+    }
+    done += part.value();
+  }
+  return done;
+}
+
+bool Operations::wait_for_space(std::int32_t device, std::uint64_t noted, const Operation& operation,
+                                std::chrono::steady_clock::time_point deadline) const {
+  while (!operation.cancelled && std::chrono::steady_clock::now() < deadline) {
+    const InodeTable::Wait outcome = table_.wait_for_orphans(device, noted, kSpaceSlice);
+    if (outcome != InodeTable::Wait::kTimeOver) return outcome == InodeTable::Wait::kFreed;
+  }
+  return false;
+}
+
+bool Operations::lseek(Request& request, Responder& responder) {
+  fuse_lseek_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || in.offset > kMaximumOffset) {
+    responder.error(EINVAL);
+    return true;
+  }
+  if (in.whence != SEEK_DATA && in.whence != SEEK_HOLE) {  // the kernel does the others itself
+    responder.error(EINVAL);
+    return true;
+  }
+  std::shared_ptr<OpenFile> file;
+  const Source source = classify(in.fh, &file);
+  fuse_lseek_out out{};
+  if (source == Source::kNative) {
+    Buffer& buffer = *file->inode->buffer();
+    Result<std::uint64_t> found = in.whence == SEEK_DATA ? buffer.seek_data(in.offset) : buffer.seek_hole(in.offset);
+    if (!found.ok()) {
+      responder.error(client_error(found.status(), "lseek"));
+      return true;
+    }
+    out.offset = found.value();
+    responder.body(out);
+    return true;
+  }
+  // The control plane does not know LSEEK, and its ENOSYS would end hole searches on the whole mount. Its files have no
+  // holes but the one at the end.
+  const std::shared_ptr<Inode> inode = source == Source::kControl ? table_.find(request.header.nodeid) : nullptr;
+  if (!inode) {
+    responder.error(EBADF);
+    return true;
+  }
+  const std::uint64_t size = inode->attributes().size;
+  if (in.offset >= size) {
+    responder.error(ENXIO);
+    return true;
+  }
+  out.offset = in.whence == SEEK_DATA ? in.offset : size;
+  responder.body(out);
+  return true;
+}
+
+bool Operations::fallocate(Request& request, Responder& responder) {
+  fuse_fallocate_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  std::shared_ptr<OpenFile> file;
+  const Source source = classify(in.fh, &file);
+  if (source != Source::kNative) {
+    // Not relayed: an ENOSYS would end fallocate() on the whole mount.
+    responder.error(source == Source::kStale ? EBADF : EOPNOTSUPP);
+    return true;
+  }
+  if (in.length == 0) {
+    responder.error(EINVAL);
+    return true;
+  }
+  if (!valid_range(in.offset, in.length)) {
+    responder.error(EFBIG);
+    return true;
+  }
+  submit(std::move(responder), [this, file, in](const Operation& operation, Responder& reply) {
+    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+    for (;;) {
+      const std::uint64_t noted = table_.reaped();
+      const Status status = allocate(*file->inode, in, operation);
+      if (status.ok()) {
+        file->inode->was_written(false);
+        return reply.ok();
+      }
+      if (status.error() != ENOSPC) return reply.error(client_error(status, "fallocate"));
+      statistics_.space_waits.add();
+      if (!wait_for_space(file->inode->device(), noted, operation, deadline)) {
+        return reply.error(operation.cancelled ? EINTR : ENOSPC);
+      }
+    }
+  });
+  return true;
+}
+
+// Long ranges go in chunks, so that an INTERRUPT ends them; what has been allocated until then stays, as elsewhere.
+// A range that the device has no room for is one call: it fails as a whole and leaves the file as it was.
+Status Operations::allocate(Inode& inode, const fuse_fallocate_in& in, const Operation& operation) const {
+  Buffer& buffer = *inode.buffer();
+  const bool keep_size = (in.mode & FALLOC_FL_KEEP_SIZE) != 0;
+  const std::uint32_t kind = in.mode & ~static_cast<std::uint32_t>(FALLOC_FL_KEEP_SIZE);
+  if (operation.cancelled) return Status(EINTR, "interrupted");
+  if (kind == FALLOC_FL_PUNCH_HOLE) {
+    if (!keep_size) return Status(EOPNOTSUPP, "punching a hole keeps the size");
+    return buffer.punch(in.offset, in.length);
+  }
+  if (kind != 0 && kind != FALLOC_FL_ZERO_RANGE) return Status(EOPNOTSUPP, "this mode of fallocate is not there");
+
+  const auto apply = [&](std::uint64_t offset, std::uint64_t bytes, bool keep) {
+    return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
+  };
+  if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
+  Result<MemoryInfo> memory = table_.source().memory(inode.device());
+  if (!memory.ok()) return memory.status();
+  if (memory.value().free_bytes < in.length) return apply(in.offset, in.length, keep_size);
+  for (std::uint64_t done = 0; done < in.length;) {
+    if (operation.cancelled) return Status(EINTR, "interrupted");
+    const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);
+    const bool last = done + bytes == in.length;
+    if (Status status = apply(in.offset + done, bytes, keep_size || !last); !status.ok()) return status;
+    done += bytes;
+  }
+  return {};
+}
+
+bool Operations::copy_file_range(Request& request, Responder& responder) {
+  fuse_copy_file_range_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || in.flags != 0) {
+    responder.error(EINVAL);
+    return true;
+  }
+  std::shared_ptr<OpenFile> from;
+  std::shared_ptr<OpenFile> to;
+  const Source from_source = classify(in.fh_in, &from);
+  const Source to_source = classify(in.fh_out, &to);
+  if (from_source == Source::kStale || to_source == Source::kStale) {
+    responder.error(EBADF);
+    return true;
+  }
+  if (from_source == Source::kControl || to_source == Source::kControl) {
+    // The kernel then copies by reads and writes. Never relayed: ENOSYS would be remembered for the whole mount.
+    responder.error(EXDEV);
+    return true;
+  }
+  const bool wide = request.header.opcode == kOpcodeCopyFileRange64;
+  if (!wide) in.len = std::min(in.len, kCopyLimit32);
+  if (!valid_range(in.off_in, in.len) || !valid_range(in.off_out, in.len)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  submit(std::move(responder), [this, from, to, in, wide](const Operation& operation, Responder& reply) {
+    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+    const std::int32_t device = to->inode->device();
+    for (;;) {
+      if (operation.cancelled) return reply.error(EINTR);
+      const std::uint64_t noted = table_.reaped();
+      Result<std::uint64_t> copied =
+          to->inode->buffer()->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, &operation.cancelled);
+      if (!copied.ok()) {
+        if (copied.error() == ECANCELED) return reply.error(EINTR);
+        if (copied.error() != ENOSPC) return reply.error(client_error(copied.status(), "copy_file_range"));
+        statistics_.space_waits.add();
+        if (wait_for_space(device, noted, operation, deadline)) continue;
+        return reply.error(operation.cancelled ? EINTR : ENOSPC);
+      }
+      if (copied.value() > 0) {
+        from->inode->was_read();
+        to->inode->was_written(false);
+        statistics_.copied_bytes.add(copied.value());
+      }
+      if (wide) return reply.body(CopyFileRangeOut{copied.value()});
+      fuse_write_out out{};
+      out.size = static_cast<std::uint32_t>(copied.value());
+      return reply.body(out);
+    }
+  });
+  return true;
+}
+
+bool Operations::nothing_to_do(Request& request, Responder& responder) {
+  // FLUSH and FSYNC both begin with the handle. Memory has nothing to write back.
+  std::uint64_t fh = 0;
+  if (!read_struct(request.message, sizeof(fuse_in_header), &fh)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  std::shared_ptr<OpenFile> file;
+  switch (classify(fh, &file)) {
+    case Source::kControl:
+      return false;
+    case Source::kStale:
+      responder.error(EBADF);
+      return true;
+    case Source::kNative:
+      break;
+  }
+  responder.ok();
+  return true;
+}
+
+bool Operations::getattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  fuse_attr_out out{};
+  double whole = 0;
+  const double fraction = std::modf(options_.attribute_timeout, &whole);
+  out.attr_valid = static_cast<std::uint64_t>(whole);
+  out.attr_valid_nsec = static_cast<std::uint32_t>(fraction * 1e9);
+  out.attr.ino = request.header.nodeid;
+  fill_attr(inode->attributes(), out.attr);
+  responder.body(out);
+  return true;
+}
+
+bool Operations::statfs(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  const std::int32_t device = inode->device();
+  const std::int32_t first = device < 0 ? 0 : device;
+  const std::int32_t last = device < 0 ? table_.source().device_count() : device + 1;
+  std::uint64_t total = 0;
+  std::uint64_t free = 0;
+  for (std::int32_t i = first; i < last; ++i) {
+    Result<MemoryInfo> memory = table_.source().memory(i);
+    if (!memory.ok()) {
+      responder.error(client_error(memory.status(), "statfs"));
+      return true;
+    }
+    total += memory.value().total_bytes;
+    free += std::min(memory.value().free_bytes + table_.orphan_bytes(i), memory.value().total_bytes);
+  }
+  fuse_statfs_out out{};
+  out.st.bsize = kBlock;
+  out.st.frsize = kBlock;
+  out.st.blocks = total / kBlock;
+  out.st.bfree = free / kBlock;
+  out.st.bavail = free / kBlock;
+  // Inodes are limited by memory alone; the number only has to look sane to who computes percentages.
+  constexpr std::uint64_t kInodes = std::uint64_t{1} << 30;
+  const std::uint64_t used = table_.counts().inodes;
+  out.st.files = kInodes;
+  out.st.ffree = kInodes - std::min<std::uint64_t>(used, kInodes);
+  out.st.namelen = NAME_MAX;
+  responder.body(out);
+  return true;
+}
+
+bool Operations::getxattr(Request& request, Responder& responder) {
+  // The kernel asks for security.capability before every write to a cached file; there are none here.
+  constexpr std::size_t kNameAt = sizeof(fuse_in_header) + sizeof(fuse_getxattr_in);
+  if (request.message.size() <= kNameAt) return false;
+  const std::span<const std::byte> rest = request.message.subspan(kNameAt);
+  const auto* text = reinterpret_cast<const char*>(rest.data());
+  const std::string_view name(text, ::strnlen(text, rest.size()));
+  if (!name.starts_with("security.") || !table_.find(request.header.nodeid)) return false;
+  responder.error(ENODATA);
+  return true;
+}
+
+}  // namespace gpufs::fuse

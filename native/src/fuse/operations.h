@@ -1,0 +1,71 @@
+// The operations that native threads serve: everything that moves or measures bytes, and nothing that names or permits.
+// Owned by the Session.
+// serve() is called on the transport's threads; what may take long goes on to the worker pool.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fuse/cancellation.h"
+#include "fuse/inode_table.h"
+#include "fuse/statistics.h"
+#include "fuse/transport.h"
+#include "fuse/worker_pool.h"
+
+namespace gpufs::fuse {
+
+struct OperationOptions {
+  double attribute_timeout = 1.0;  // seconds
+  // How long a write that finds the device full waits for removed files' memory to come back.
+  std::chrono::milliseconds space_patience{3000};
+};
+
+class Operations {
+ public:
+  Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
+             const OperationOptions& options);
+
+  // Answers the request and returns true, or leaves it to the control plane. The responder is used only if true.
+  bool serve(Request& request, Responder& responder);
+
+ private:
+  enum class Source { kNative, kControl, kStale };
+  // Whose handle this is. kNative fills in `file`.
+  Source classify(std::uint64_t fh, std::shared_ptr<OpenFile>* file) const;
+
+  bool read(Request& request, Responder& responder);
+  bool write(Request& request, Responder& responder);
+  bool lseek(Request& request, Responder& responder);
+  bool fallocate(Request& request, Responder& responder);
+  bool copy_file_range(Request& request, Responder& responder);
+  bool nothing_to_do(Request& request, Responder& responder);  // FLUSH, FSYNC
+  bool getattr(Request& request, Responder& responder);
+  bool statfs(Request& request, Responder& responder);
+  bool getxattr(Request& request, Responder& responder);
+
+  void finish_write(OpenFile& file, bool drop_set_id, std::uint64_t bytes, Responder& responder);
+  // Repeats a write that found no space as memory of removed files comes back; then writes what fits.
+  void write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
+                        std::vector<std::byte> data, Responder responder);
+  Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
+                                      std::span<const std::byte> data);
+  // True if memory has been given back since InodeTable::reaped() was noted, before the failed attempt; false when
+  // waiting is over.
+  bool wait_for_space(std::int32_t device, std::uint64_t noted, const Operation& operation,
+                      std::chrono::steady_clock::time_point deadline) const;
+  Status allocate(Inode& inode, const fuse_fallocate_in& in, const Operation& operation) const;
+
+  // Runs body(operation, discarded, responder) on the worker pool, registered for INTERRUPT.
+  template <typename Body>
+  void submit(Responder responder, Body body);
+
+  InodeTable& table_;
+  WorkerPool& workers_;
+  Cancellations& cancellations_;
+  Statistics& statistics_;
+  const OperationOptions options_;
+};
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,48 @@
+#include "fuse/payload_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "base/math.h"
+#include "fuse/protocol.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::size_t kPage = 65536;  // a multiple of the page size wherever Linux runs
+static_assert(kWriteHeaderBytes <= kPage);
+
+}  // namespace
+
+Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const PinHooks* hooks) {
+  const std::size_t bytes = kPage + round_up(payload_bytes, kPage);
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (base == MAP_FAILED) return Status::from_errno(errno, "memory for requests");
+  // A forked child must not share pages that a device reads: copy-on-write would take them from us.
+  static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
+  static_cast<void>(::mlock(base, bytes));  // refused to plain users beyond their limit; only speed is lost
+  PayloadMemory memory(static_cast<std::byte*>(base), bytes, hooks);
+  if (hooks != nullptr && hooks->pin) hooks->pin(memory.payload().data(), memory.payload().size());
+  return memory;
+}
+
+PayloadMemory::PayloadMemory(PayloadMemory&& other) noexcept
+    : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_), hooks_(other.hooks_) {}
+
+PayloadMemory::~PayloadMemory() {
+  if (base_ == nullptr) return;
+  if (hooks_ != nullptr && hooks_->unpin) hooks_->unpin(payload().data(), payload().size());
+  ::munmap(base_, bytes_);
+}
+
+std::span<std::byte> PayloadMemory::message() const {
+  return {base_ + kPage - kWriteHeaderBytes, bytes_ - kPage + kWriteHeaderBytes};
+}
+
+std::span<std::byte> PayloadMemory::payload() const { return {base_ + kPage, bytes_ - kPage}; }
+
+}  // namespace gpufs::fuse

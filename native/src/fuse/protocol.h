@@ -1,0 +1,84 @@
+// The kernel's FUSE protocol: the distribution's header, and the names that are newer than it.
+// Nobody owns it: constants, and reads of structures out of messages.
+// Any thread may use it.
+#pragma once
+
+#include <linux/fuse.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+namespace gpufs::fuse {
+
+// INIT flags as one 64-bit number: the upper half travels as flags2. Own names for all of them, since the kernel's are
+// macros in one release, enumerators in another and missing in a third.
+inline constexpr std::uint64_t kInitAsyncRead = 1ULL << 0;
+inline constexpr std::uint64_t kInitAtomicOTrunc = 1ULL << 3;
+inline constexpr std::uint64_t kInitExportSupport = 1ULL << 4;
+inline constexpr std::uint64_t kInitBigWrites = 1ULL << 5;
+inline constexpr std::uint64_t kInitDontMask = 1ULL << 6;
+inline constexpr std::uint64_t kInitSpliceWrite = 1ULL << 7;
+inline constexpr std::uint64_t kInitSpliceMove = 1ULL << 8;
+inline constexpr std::uint64_t kInitSpliceRead = 1ULL << 9;
+inline constexpr std::uint64_t kInitAutoInvalData = 1ULL << 12;
+inline constexpr std::uint64_t kInitDoReaddirplus = 1ULL << 13;
+inline constexpr std::uint64_t kInitReaddirplusAuto = 1ULL << 14;
+inline constexpr std::uint64_t kInitAsyncDio = 1ULL << 15;
+inline constexpr std::uint64_t kInitWritebackCache = 1ULL << 16;
+inline constexpr std::uint64_t kInitParallelDirops = 1ULL << 18;
+inline constexpr std::uint64_t kInitHandleKillpriv = 1ULL << 19;
+inline constexpr std::uint64_t kInitPosixAcl = 1ULL << 20;
+inline constexpr std::uint64_t kInitMaxPages = 1ULL << 22;
+inline constexpr std::uint64_t kInitCacheSymlinks = 1ULL << 23;
+inline constexpr std::uint64_t kInitExplicitInvalData = 1ULL << 25;
+inline constexpr std::uint64_t kInitHandleKillprivV2 = 1ULL << 28;
+inline constexpr std::uint64_t kInitExtended = 1ULL << 30;  // flags2 is meant
+inline constexpr std::uint64_t kInitDirectIoAllowMmap = 1ULL << 36;
+inline constexpr std::uint64_t kInitPassthrough = 1ULL << 37;
+inline constexpr std::uint64_t kInitOverIoUring = 1ULL << 41;
+
+inline constexpr std::uint32_t kOpenDirectIo = 1U << 0;
+inline constexpr std::uint32_t kOpenKeepCache = 1U << 1;
+inline constexpr std::uint32_t kOpenNoFlush = 1U << 5;
+inline constexpr std::uint32_t kOpenParallelDirectWrites = 1U << 6;
+
+inline constexpr std::uint32_t kWriteKillSetId = 1U << 2;  // FUSE_WRITE_KILL_SUIDGID
+
+inline constexpr std::uint32_t kOpcodeStatx = 52;
+inline constexpr std::uint32_t kOpcodeCopyFileRange64 = 53;
+
+// The reply to COPY_FILE_RANGE_64; COPY_FILE_RANGE is answered with fuse_write_out, whose count has 32 bits.
+struct CopyFileRangeOut {
+  std::uint64_t bytes_copied;
+};
+
+// The lowest bit of a unique number marks the INTERRUPT of the request that has it without this bit.
+inline constexpr std::uint64_t kUniqueInterruptBit = 1;
+
+// What precedes the payload of a WRITE.
+inline constexpr std::size_t kWriteHeaderBytes = sizeof(fuse_in_header) + sizeof(fuse_write_in);
+static_assert(kWriteHeaderBytes == 80);
+
+// Error numbers above this one are refused by the kernel in replies: the reply would be lost.
+inline constexpr int kMaximumErrno = 511;
+
+inline constexpr std::uint32_t kOpcodeNames = 54;  // opcodes below this have a name
+[[nodiscard]] const char* opcode_name(std::uint32_t opcode);  // "read"; "other" without a name
+
+// The structure at `offset` of a message, or false when the message ends before it does.
+template <typename T>
+[[nodiscard]] bool read_struct(std::span<const std::byte> message, std::size_t offset, T* out) {
+  if (offset > message.size() || message.size() - offset < sizeof(T)) return false;
+  std::memcpy(out, message.data() + offset, sizeof(T));
+  return true;
+}
+
+// Puts the structure back where read_struct() found it.
+template <typename T>
+void write_struct(std::span<std::byte> message, std::size_t offset, const T& value) {
+  std::memcpy(message.data() + offset, &value, sizeof(T));
+}
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,292 @@
+#include "fuse/relay.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "base/thread.h"
+#include "fuse/protocol.h"
+#include "fuse/relay_socket.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+// Headers of requests and replies, and entries that a directory's reply may exceed its size by: none, but be generous.
+constexpr std::size_t kHeaderRoom = 4096;
+
+}  // namespace
+
+Relay::Relay(UniqueFd socket, Statistics& statistics)
+    : socket_(std::move(socket)),
+      message_limit_(largest_message(socket_.get())),
+      payload_limit_(round_down(message_limit_ - kHeaderRoom, kPage)),
+      statistics_(statistics) {}
+
+Status Relay::start(RelayHandler& handler) {
+  handler_ = &handler;
+  Result<std::thread> receiver = start_thread("gpufs-relay-rx", [this] { receive_loop(); });
+  if (!receiver.ok()) return receiver.status();
+  receiver_ = receiver.take();
+  Result<std::thread> sender = start_thread("gpufs-relay-tx", [this] { overflow_loop(); });
+  if (!sender.ok()) {
+    stop();
+    return sender.status();
+  }
+  sender_ = sender.take();
+  return {};
+}
+
+void Relay::stop() {
+  {
+    const std::lock_guard lock(send_mutex_);
+    stopping_ = true;
+  }
+  overflow_wanted_.notify_all();
+  if (socket_.valid()) static_cast<void>(::shutdown(socket_.get(), SHUT_RDWR));  // both threads return from their calls
+  if (receiver_.joinable()) receiver_.join();
+  if (sender_.joinable()) sender_.join();
+  die();
+}
+
+bool Relay::alive() const {
+  const std::lock_guard lock(pending_mutex_);
+  return !dead_;
+}
+
+bool Relay::is_pending(std::uint64_t unique) const {
+  const std::lock_guard lock(pending_mutex_);
+  return pending_.contains(unique);
+}
+
+std::span<std::byte> Relay::clip(Request& request) {
+  const std::span<std::byte> whole = request.message;
+  const auto limit = static_cast<std::uint32_t>(payload_limit_);
+  switch (request.header.opcode) {
+    case FUSE_READ:
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS: {
+      fuse_read_in in{};
+      if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit) return whole;
+      in.size = limit;
+      write_struct(whole, sizeof(fuse_in_header), in);
+      statistics_.relay_clipped.add();
+      return whole;
+    }
+    case FUSE_WRITE: {
+      fuse_write_in in{};
+      if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit || whole.size() <= message_limit_) {
+        return whole;
+      }
+      // A short count is the answer; the kernel or the program writes the rest.
+      in.size = limit;
+      write_struct(whole, sizeof(fuse_in_header), in);
+      fuse_in_header header = request.header;
+      header.len = static_cast<std::uint32_t>(kWriteHeaderBytes + limit);
+      write_struct(whole, 0, header);
+      statistics_.relay_clipped.add();
+      return whole.first(header.len);
+    }
+    default:
+      return whole;
+  }
+}
+
+void Relay::forward(Request& request, Responder responder) {
+  const std::uint64_t unique = request.header.unique;
+  const std::span<std::byte> message = clip(request);
+  if (message.size() > message_limit_) {
+    responder.error(EMSGSIZE);
+    return;
+  }
+  bool dead = false;
+  bool twice = false;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    dead = dead_;
+    if (!dead) {
+      const auto [place, fresh] = pending_.try_emplace(unique);
+      twice = !fresh;
+      if (fresh) place->second = Pending{request.header.nodeid, std::move(responder)};
+    }
+  }
+  if (dead) {
+    statistics_.relay_refused.add();
+    handler_->orphaned(request, responder);
+    responder.error(ENOTCONN);
+    return;
+  }
+  if (twice) {
+    // The reply to the first one answers it.
+    statistics_.bad_requests.add();
+    log_error("the kernel sent a request twice");
+    responder.abandon();
+    return;
+  }
+  statistics_.of(request.header.opcode).relayed.add();
+  if (const int error = send(message); error != 0) {
+    Responder failed = take_pending(unique, nullptr);
+    failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
+  }
+}
+
+void Relay::forward_one_way(std::span<const std::byte> message) {
+  fuse_in_header header{};
+  if (!read_struct(message, 0, &header) || !alive()) return;
+  statistics_.of(header.opcode).relayed.add();
+  static_cast<void>(send(message));  // fails only when the control plane has gone, and then nobody needs it
+}
+
+int Relay::send(std::span<const std::byte> message) {
+  std::unique_lock lock(send_mutex_);
+  if (stopping_) return EPIPE;
+  if (overflow_.empty() && !sending_overflow_) {
+    for (;;) {
+      const ssize_t sent = ::send(socket_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (sent >= 0) return 0;
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) return errno;
+      break;
+    }
+  }
+  statistics_.relay_overflowed.add();
+  overflow_.emplace_back(message.begin(), message.end());
+  overflow_bytes_ += message.size();
+  statistics_.relay_overflow_peak.raise(overflow_bytes_);
+  lock.unlock();
+  overflow_wanted_.notify_one();
+  return 0;
+}
+
+void Relay::overflow_loop() {
+  std::unique_lock lock(send_mutex_);
+  for (;;) {
+    overflow_wanted_.wait(lock, [this] { return stopping_ || !overflow_.empty(); });
+    if (stopping_) return;
+    const std::vector<std::byte> message = std::move(overflow_.front());
+    overflow_.pop_front();
+    overflow_bytes_ -= message.size();
+    sending_overflow_ = true;
+    lock.unlock();
+    ssize_t sent = -1;
+    do {
+      sent = ::send(socket_.get(), message.data(), message.size(), MSG_NOSIGNAL);  // waits until there is room
+    } while (sent < 0 && errno == EINTR);
+    // On a failure the receiver sees the end of the connection, too, and answers what is pending.
+    lock.lock();
+    sending_overflow_ = false;
+  }
+}
+
+void Relay::receive_loop() {
+  std::vector<std::byte> buffer(message_limit_ + kPage);
+  for (;;) {
+    iovec part{buffer.data(), buffer.size()};
+    msghdr header{};
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    const ssize_t got = ::recvmsg(socket_.get(), &header, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) break;
+    receive(std::span(buffer).first(static_cast<std::size_t>(got)), (header.msg_flags & MSG_TRUNC) != 0);
+  }
+  {
+    const std::lock_guard lock(send_mutex_);
+    if (!stopping_) log_warning("the control plane has closed its connection; its requests fail from now on");
+  }
+  die();
+}
+
+void Relay::receive(std::span<std::byte> message, bool truncated) {
+  fuse_out_header header{};
+  if (!read_struct(message, 0, &header)) {
+    statistics_.relay_bad_replies.add();
+    log_error("a message of " + std::to_string(message.size()) + " bytes from the control plane is too short");
+    return;
+  }
+  if (header.unique == 0) {
+    if (truncated) {
+      statistics_.relay_truncated.add();
+    } else {
+      handler_->notification(message);
+    }
+    return;
+  }
+  // The library asks by EAGAIN to have an INTERRUPT again that found no request: it would only spin.
+  if ((header.unique & kUniqueInterruptBit) != 0) return;
+
+  std::uint64_t nodeid = 0;
+  Responder responder = take_pending(header.unique, &nodeid);
+  if (!responder.pending()) {
+    statistics_.relay_bad_replies.add();
+    log_warning("the control plane answered a request that is not there");
+    return;
+  }
+  const std::uint32_t opcode = responder.opcode();
+  statistics_.relay_replies.add();
+  if (truncated || header.len > message.size()) {
+    statistics_.relay_truncated.add();
+    log_error(std::string("a reply to ") + opcode_name(opcode) + " was too large for a message");
+    responder.error(EIO);
+    return;
+  }
+  if (header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
+      (header.error != 0 && header.len != sizeof(header))) {
+    statistics_.relay_bad_replies.add();
+    log_error(std::string("a reply to ") + opcode_name(opcode) + " makes no sense");
+    responder.error(EIO);
+    return;
+  }
+  if (header.error != 0) {
+    responder.error(-header.error);
+  } else {
+    handler_->amend(opcode, nodeid, message);
+    const std::span<std::byte> body = message.subspan(sizeof(header));
+    const iovec part{body.data(), body.size()};
+    responder.data({&part, 1});
+  }
+  handler_->replied(opcode, header.error == 0);
+}
+
+Responder Relay::take_pending(std::uint64_t unique, std::uint64_t* nodeid) {
+  const std::lock_guard lock(pending_mutex_);
+  const auto found = pending_.find(unique);
+  if (found == pending_.end()) return {};
+  if (nodeid != nullptr) *nodeid = found->second.nodeid;
+  Responder responder = std::move(found->second.responder);
+  pending_.erase(found);
+  return responder;
+}
+
+void Relay::die() {
+  std::unordered_map<std::uint64_t, Pending> pending;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    dead_ = true;
+    pending.swap(pending_);
+  }
+  for (auto& [unique, entry] : pending) {
+    statistics_.relay_refused.add();
+    entry.responder.error(ENOTCONN);
+  }
+}
+
+void Relay::write_statistics(JsonWriter& json) const {
+  json.boolean("alive", alive());
+  json.number("payload_limit", payload_limit_);
+  {
+    const std::lock_guard lock(pending_mutex_);
+    json.number("pending", pending_.size());
+  }
+  const std::lock_guard lock(send_mutex_);
+  json.number("overflow", overflow_.size());
+  json.number("overflow_bytes", overflow_bytes_);
+}
+
+}  // namespace gpufs::fuse

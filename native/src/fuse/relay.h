@@ -1,0 +1,98 @@
+// The way to the control plane and back: requests that native code does not serve go over a socket, replies come back.
+// Owned by the Session; owns the native end of the socket.
+// Any thread may forward; replies come on the relay's own thread, which never waits for anything but the socket.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+#include "fuse/statistics.h"
+#include "fuse/transport.h"
+
+namespace gpufs::fuse {
+
+// What the Session does with messages from the control plane; called on the relay's thread.
+class RelayHandler {
+ public:
+  virtual ~RelayHandler() = default;
+  // A reply that fits its request, as long as its header says and with an error number that the kernel takes. It may be
+  // changed in place, in length never.
+  virtual void amend(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> reply) = 0;
+  // The same reply has been written to the kernel.
+  virtual void replied(std::uint32_t opcode, bool success) = 0;
+  virtual void notification(std::span<const std::byte> message) = 0;
+  // A request that the control plane, being gone, cannot answer any more. The responder answers ENOTCONN unless used.
+  virtual void orphaned(Request& request, Responder& responder) = 0;
+};
+
+class Relay {
+ public:
+  Relay(UniqueFd socket, Statistics& statistics);
+  ~Relay() { stop(); }
+  Relay(const Relay&) = delete;
+  Relay& operator=(const Relay&) = delete;
+
+  Status start(RelayHandler& handler);
+  // Answers what is pending and all that comes later with ENOTCONN, and ends the threads. May be called twice.
+  void stop();
+
+  // A request that will have a reply. Shortened where its reply or payload would not fit into a message.
+  void forward(Request& request, Responder responder);
+  // A message without a reply; dropped when the control plane is gone.
+  void forward_one_way(std::span<const std::byte> message);
+  // Whether the control plane still owes a reply to it.
+  [[nodiscard]] bool is_pending(std::uint64_t unique) const;
+
+  // Bytes of payload that a relayed request or reply can carry.
+  [[nodiscard]] std::size_t payload_limit() const { return payload_limit_; }
+  [[nodiscard]] bool alive() const;
+  void write_statistics(JsonWriter& json) const;
+
+ private:
+  struct Pending {
+    std::uint64_t nodeid = 0;
+    Responder responder;
+  };
+
+  // Shortens the request in place; returns the part of the message to send.
+  std::span<std::byte> clip(Request& request);
+  // 0, or why it could be neither sent nor queued.
+  int send(std::span<const std::byte> message);
+  void receive_loop();
+  void receive(std::span<std::byte> message, bool truncated);
+  void overflow_loop();
+  void die();
+  Responder take_pending(std::uint64_t unique, std::uint64_t* nodeid);
+
+  const UniqueFd socket_;
+  const std::size_t message_limit_;
+  const std::size_t payload_limit_;
+  Statistics& statistics_;
+  RelayHandler* handler_ = nullptr;  // constant once start() has been called
+  std::thread receiver_;             // the Session's start and stop alone touch these two
+  std::thread sender_;
+
+  // Guards the two below; no reply is written under it.
+  mutable std::mutex pending_mutex_;
+  std::unordered_map<std::uint64_t, Pending> pending_;
+  bool dead_ = false;
+
+  // Guards the order of messages and all below; only sends that do not block are made under it.
+  mutable std::mutex send_mutex_;
+  std::condition_variable overflow_wanted_;
+  std::deque<std::vector<std::byte>> overflow_;
+  std::size_t overflow_bytes_ = 0;
+  bool sending_overflow_ = false;  // its first message is on its way: later ones must queue behind it
+  bool stopping_ = false;
+};
+
+}  // namespace gpufs::fuse

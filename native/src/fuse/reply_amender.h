@@ -1,0 +1,21 @@
+// Changes the control plane's replies on their way to the kernel: attributes from the inode table, open flags that its
+// library cannot set.
+// A function without state; the message is the caller's.
+// Any thread may call it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "fuse/inode_table.h"
+
+namespace gpufs::fuse {
+
+// message: a whole reply with its header, as long as the header says. A reply that carries an error, is of another
+// opcode or is shorter than it should be stays as it is: the kernel judges it.
+// nodeid: that of the request. direct_io: whether buffers are opened for direct input and output.
+void amend_reply(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> message, const InodeTable& table,
+                 bool direct_io);
+
+}  // namespace gpufs::fuse

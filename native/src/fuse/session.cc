@@ -1,0 +1,243 @@
+#include "fuse/session.h"
+
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "base/log.h"
+#include "fuse/device_transport.h"
+#include "fuse/protocol.h"
+#include "fuse/reply_amender.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::uint32_t kPage = 4096;
+constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
+constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
+constexpr std::size_t kDefaultWorkers = 4;
+constexpr std::size_t kLargestWorkers = 256;
+// FORGETs in one relayed message: the control plane works through a message without a pause.
+constexpr std::size_t kForgetsTogether = 1024;
+
+void close_on_exec(int fd) {
+  const int flags = ::fcntl(fd, F_GETFD);
+  if (flags >= 0) static_cast<void>(::fcntl(fd, F_SETFD, flags | FD_CLOEXEC));
+}
+
+}  // namespace
+
+Session::Session(InodeTable& table, const SessionOptions& options) : table_(table), options_(options) {}
+
+Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay, InodeTable& table,
+                                                 const SessionOptions& options) {
+  if (options.transport != "auto" && options.transport != "device") {
+    return Status(EINVAL, "unknown transport \"" + options.transport + "\"");
+  }
+  const std::uint32_t max_write = options.max_write == 0 ? kDefaultMaxWrite : options.max_write;
+  if (max_write % kPage != 0 || max_write > kLargestMaxWrite) {
+    return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
+  }
+  if (!(options.operations.attribute_timeout >= 0 && options.operations.attribute_timeout <= 1e9)) {
+    return Status(EINVAL, "the attribute time-out must be 0 or more seconds");
+  }
+  if (options.worker_threads > kLargestWorkers) return Status(EINVAL, "too many worker threads");
+  if (!device.valid() || !relay.valid()) return Status(EBADF, "a mount needs a FUSE device and a relay socket");
+  int type = 0;
+  socklen_t length = sizeof(type);
+  if (::getsockopt(relay.get(), SOL_SOCKET, SO_TYPE, &type, &length) != 0 || type != SOCK_SEQPACKET) {
+    return Status(EINVAL, "the relay must be a SOCK_SEQPACKET socket");
+  }
+  close_on_exec(device.get());
+  close_on_exec(relay.get());
+
+  std::unique_ptr<Session> session(new Session(table, options));
+  session->ended_ = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!session->ended_.valid()) return Status::from_errno(errno, "eventfd");
+
+  Statistics& statistics = session->statistics_;
+  session->relay_ = std::make_unique<Relay>(std::move(relay), statistics);
+  DeviceTransportOptions transport;
+  transport.reader_threads = options.reader_threads;
+  transport.payload_bytes = max_write;
+  transport.adaptive = options.adaptive_readers;
+  transport.pin_hooks = options.pin_hooks;
+  session->transport_ = std::make_unique<DeviceTransport>(std::move(device), transport, statistics);
+  session->workers_ = std::make_unique<WorkerPool>(
+      options.worker_threads == 0 ? kDefaultWorkers : options.worker_threads, statistics);
+  InitNegotiation::Options init;
+  init.max_write = max_write;
+  init.mask_flags = options.mask_flags;
+  init.relay_bytes = static_cast<std::uint32_t>(session->relay_->payload_limit());
+  session->init_ = std::make_unique<InitNegotiation>(init);
+  session->operations_ = std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics,
+                                                      options.operations);
+  session->notifier_ = std::make_unique<Notifier>(*session->transport_, statistics);
+  return session;
+}
+
+Session::~Session() { close(); }
+
+Status Session::start() {
+  Status status = notifier_->start();
+  if (status.ok()) status = relay_->start(*this);
+  if (status.ok()) status = transport_->start(*this);
+  if (!status.ok()) close();
+  return status;
+}
+
+void Session::close() {
+  const std::lock_guard lock(close_mutex_);
+  if (closed_ || !transport_) return;
+  closed_ = true;
+  // The readers go last: until then every request still finds somebody, so that none of the waits below can depend on
+  // one that nobody answers. First the control plane's requests are answered, then the notification that may have
+  // waited for one of them can end, then the long operations.
+  relay_->stop();
+  notifier_->stop();
+  cancellations_.cancel_all();
+  workers_->stop();
+  transport_->stop();
+  transport_->close();
+  connection_ended();
+}
+
+std::string Session::statistics() const {
+  JsonWriter json;
+  json.open("transport");
+  transport_->write_statistics(json);
+  json.close();
+  json.open("init");
+  json.boolean("done", init_done_.load());
+  if (init_done_.load()) init_->write_statistics(json);
+  json.close();
+  json.open("control_plane");
+  relay_->write_statistics(json);
+  json.close();
+  json.open("pool");
+  json.number("limit", workers_->limit());
+  json.number("running", workers_->running());
+  json.number("queued", workers_->queued());
+  json.close();
+  json.open("table");
+  const InodeTable::Counts counts = table_.counts();
+  json.number("inodes", counts.inodes);
+  json.number("open_files", counts.files);
+  json.number("orphans", counts.orphans);
+  json.number("orphan_bytes", table_.orphan_bytes(-1));
+  json.number("notifications_queued", notifier_->queued());
+  json.close();
+  fuse::write_statistics(statistics_, json);
+  return json.finish();
+}
+
+void Session::handle(Request& request) {
+  switch (request.header.opcode) {
+    case FUSE_FORGET:
+      return relay_->forward_one_way(request.message);
+    case FUSE_BATCH_FORGET:
+      return handle_batch_forget(request);
+    case FUSE_INTERRUPT:
+      return handle_interrupt(request);
+    case FUSE_NOTIFY_REPLY:  // to a notification that is never sent
+      return;
+    default:
+      break;
+  }
+  Responder responder(*transport_, statistics_, request.header.unique, request.header.opcode);
+  if (request.header.opcode == FUSE_INIT) return handle_init(request, std::move(responder));
+  if (!operations_->serve(request, responder)) return relay_->forward(request, std::move(responder));
+  statistics_.of(request.header.opcode).native.add();
+}
+
+void Session::handle_init(Request& request, Responder responder) {
+  if (Status status = init_->amend_request(request.message); !status.ok()) {
+    log_error("INIT: " + status.message());
+    responder.error(status.error());
+    return;
+  }
+  relay_->forward(request, std::move(responder));
+}
+
+void Session::handle_interrupt(Request& request) {
+  statistics_.interrupts.add();
+  fuse_interrupt_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
+    statistics_.bad_requests.add();
+    return;
+  }
+  if (relay_->is_pending(in.unique)) {
+    statistics_.interrupts_relayed.add();
+    relay_->forward_one_way(request.message);
+    return;
+  }
+  if (cancellations_.interrupt(in.unique)) {
+    statistics_.interrupts_cancelled.add();
+    // One that still waits for a worker is answered at once: the workers may be busy for long.
+    static_cast<void>(workers_->discard(in.unique));
+  } else {
+    statistics_.interrupts_remembered.add();
+  }
+}
+
+void Session::handle_batch_forget(Request& request) {
+  fuse_batch_forget_in in{};
+  constexpr std::size_t kFirst = sizeof(fuse_in_header) + sizeof(fuse_batch_forget_in);
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in) ||
+      (request.message.size() - kFirst) / sizeof(fuse_forget_one) < in.count) {
+    statistics_.bad_requests.add();
+    return;
+  }
+  std::array<std::byte, kFirst + kForgetsTogether * sizeof(fuse_forget_one)> part;
+  for (std::size_t done = 0; done < in.count;) {
+    const std::size_t count = std::min<std::size_t>(kForgetsTogether, in.count - done);
+    const std::size_t bytes = kFirst + count * sizeof(fuse_forget_one);
+    fuse_in_header header = request.header;
+    header.len = static_cast<std::uint32_t>(bytes);
+    write_struct(std::span(part), 0, header);
+    write_struct(std::span(part), sizeof(header), fuse_batch_forget_in{static_cast<std::uint32_t>(count), 0});
+    std::memcpy(part.data() + kFirst, request.message.data() + kFirst + done * sizeof(fuse_forget_one),
+                count * sizeof(fuse_forget_one));
+    relay_->forward_one_way(std::span(part).first(bytes));
+    done += count;
+  }
+}
+
+void Session::connection_ended() {
+  const std::uint64_t one = 1;
+  static_cast<void>(!::write(ended_.get(), &one, sizeof(one)));  // the counter cannot overflow
+}
+
+void Session::amend(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> reply) {
+  if (opcode == FUSE_INIT) {
+    if (Status status = init_->amend_reply(reply); !status.ok()) log_error("INIT: " + status.message());
+    return;
+  }
+  amend_reply(opcode, nodeid, reply, table_, init_->direct_io());
+}
+
+void Session::replied(std::uint32_t opcode, bool success) {
+  // The other readers may start only now: the kernel sizes requests by the reply.
+  if (opcode != FUSE_INIT || !success) return;
+  init_done_.store(true);
+  transport_->initialized();
+}
+
+void Session::notification(std::span<const std::byte> message) { notifier_->forward(message); }
+
+void Session::orphaned(Request& request, Responder& responder) {
+  // The memory of a file that is closed after the control plane's end is given back all the same.
+  fuse_release_in in{};
+  if (request.header.opcode != FUSE_RELEASE || !read_struct(request.message, sizeof(fuse_in_header), &in)) return;
+  if (table_.release(in.fh).ok()) responder.ok();
+}
+
+}  // namespace gpufs::fuse
