@@ -1,1 +1,80 @@
-"""The gpufs command: one module a command."""
+"""The gpufs command: one module a command, loaded when the command runs."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main", "run"]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line (the process's own by default) and returns its exit code.
+
+    0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
+    130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
+    """
+    import click
+
+    from gpufs.cli._errors import Failure
+    from gpufs.cli._main import program, rewrite_for_mount
+    from gpufs.config import ConfigError
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="surrogateescape")  # names of files are bytes; show them as they are
+    try:
+        code = program.main(
+            rewrite_for_mount(list(sys.argv[1:] if arguments is None else arguments)),
+            prog_name="gpufs",
+            standalone_mode=False,
+        )
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return 2
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "gpufs"
+        print(f"gpufs: {_one_line(error.format_message())} (see {command} --help)", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(f"gpufs: {error}", file=sys.stderr)
+        return 2
+    except Failure as error:
+        print(f"gpufs: {error}", file=sys.stderr)
+        return error.code
+    except (KeyboardInterrupt, click.Abort):
+        print("gpufs: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever reads our output has enough of it. Nothing may be written to it when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+        return 1
+    except OSError as error:
+        where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
+        print(f"gpufs: {_one_line(error.strerror or str(error))}{where}", file=sys.stderr)
+        _log_exception()
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last guard: a user sees a line, not a traceback
+        text = _one_line(f"{type(error).__name__}: {error}")
+        print(f"gpufs: internal error: {text} (GPUFS_LOG_LEVEL=debug shows more)", file=sys.stderr)
+        _log_exception()
+        return 1
+
+
+def _log_exception() -> None:
+    """The traceback of what was caught, for those who asked for it."""
+    if os.environ.get("GPUFS_LOG_LEVEL") == "debug":
+        import traceback
+
+        traceback.print_exc()
+
+
+def main() -> NoReturn:
+    """The entry point."""
+    sys.exit(run())

@@ -1,0 +1,52 @@
+# gpufs: everything that a developer runs. Each target may be run again; a second run does only what has changed.
+#   make demo      set up this machine, build, mount, move real data in and out, unmount
+#   make test      set up, build, all tests (native, Python, types, format); under 20 minutes on two cores
+#   make check     sanitizer builds of the native tests, clang-tidy, long campaigns
+#   make bench     the benchmark: a table, and JSON in bench/results/
+#   make build     set up and build;  make format, make lint, make clean
+#   make test-gpu, make bench-gpu    the same on a machine with a GPU
+#   make install-helpers             mount.gpufs, completions, manual page, systemd unit (PREFIX, DESTDIR)
+.DEFAULT_GOAL := build
+.PHONY: setup build demo test check bench lint format clean docs test-gpu bench-gpu install-helpers uninstall-helpers
+
+setup:
+	@scripts/setup
+
+build: setup
+	@scripts/build
+
+demo: build
+	@scripts/demo
+
+test: setup
+	@scripts/test
+
+check: setup
+	@scripts/check
+
+bench: build
+	@.venv/bin/python -m bench
+
+lint: setup
+	@scripts/lint
+
+format: setup
+	@scripts/lint --fix
+
+docs: setup
+	@.venv/bin/python -m gpufs.config >docs/knobs.md
+
+test-gpu: build
+	@scripts/test-gpu
+
+bench-gpu: build
+	@scripts/bench-gpu
+
+install-helpers: build
+	@scripts/install-helpers
+
+uninstall-helpers:
+	@scripts/install-helpers --remove
+
+clean:
+	rm -rf build .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis gpufs/engine/_native*.so

@@ -1,0 +1,153 @@
+"""Starts the process that serves a mount, and leaves nothing behind where it does not come up."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Final, NoReturn
+
+from gpufs import mounting
+from gpufs.cli._errors import Failure
+
+DAEMON: Final = (sys.executable, "-P", "-m", "gpufs.daemon")
+_GRACE = 3.0  # seconds between asking a process to end and ending it
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the process is told, as JSON on its standard input."""
+
+    mountpoint: str
+    source: str  # what mount(8) and df(1) show as the device
+    config: dict[str, Any]  # a value for each knob
+    foreground: bool = False
+
+    def encode(self) -> bytes:
+        """The JSON object."""
+        fields = {
+            "mountpoint": self.mountpoint,
+            "source": self.source,
+            "config": self.config,
+            "foreground": self.foreground,
+        }
+        return json.dumps(fields).encode()
+
+
+def run_in_foreground(request: Request, command: Sequence[str] = DAEMON) -> NoReturn:
+    """Becomes the process that serves the mount."""
+    with tempfile.TemporaryFile() as file:  # as standard input; unlike a pipe it takes any length
+        file.write(request.encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    os.execv(command[0], [*command, request.mountpoint])
+
+
+def launch(request: Request, timeout: float, command: Sequence[str] = DAEMON) -> dict[str, Any]:
+    """Starts the process in a session of its own and returns its answer once the mount answers.
+
+    Failure when it says that it cannot, ends, or does not answer within ``timeout`` seconds; then, and when we are
+    interrupted, it has ended and nothing is mounted.
+    """
+    answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [*command, "--answer-fd", str(daemon_end), request.mountpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            cwd="/",
+            pass_fds=(daemon_end,),
+            start_new_session=True,
+        )
+        os.close(daemon_end)
+        came_up = False
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(request.encode())
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it has ended; its answer, or the lack of one, says why
+            answer = _answer(process, answer_end, errors, timeout)
+            came_up = True
+            process.returncode = 0  # it lives on; it is not ours to wait for
+            return answer
+        finally:
+            os.close(answer_end)
+            if not came_up:
+                _end(process)
+                _unmount_left_over(request.mountpoint)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], timeout: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    line = b""
+    while not line.endswith(b"\n"):
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            raise Failure(f"the mount did not come up within {timeout:g} seconds{_last_line(errors)}")
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        line += part
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        raise Failure(f"the mount's process ended without an answer{_how(process)}{_last_line(errors)}") from None
+    if not isinstance(answer, dict) or not answer.get("ok"):
+        text = answer.get("message") if isinstance(answer, dict) else None
+        raise Failure(str(text or "the mount's process gave no reason"))
+    return answer
+
+
+def _how(process: "subprocess.Popen[bytes]") -> str:
+    try:
+        code = process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        return ""
+    if code < 0:
+        return f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else f" (signal {-code})"
+    return f" (exit code {code})"
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0, os.SEEK_END)
+    errors.seek(max(errors.tell() - 4096, 0))
+    lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1]}" if lines else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the process and what it started: all that is in its session's process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            pass
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            continue
+        if number == signal.SIGTERM:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # helpers that it left
+            except ProcessLookupError:
+                pass
+        return
+
+
+def _unmount_left_over(mountpoint: str) -> None:
+    if any(entry.mountpoint == mountpoint for entry in mounting.mounts()):
+        try:
+            mounting.unmount(mountpoint, force=True, lazy=True)
+        except OSError as error:
+            print(f"gpufs: {mountpoint} is still mounted: {error.strerror}", file=sys.stderr)

@@ -1,0 +1,169 @@
+"""The mounts of this machine and the processes that serve them, found without waiting for any of them."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from errno import ENOTCONN, ETIMEDOUT
+from typing import Final
+
+from gpufs import mounting
+from gpufs.cli._errors import Failure
+
+STATUS_FILE: Final = ".gpufs/status"
+
+
+def absolute(path: str) -> str:
+    """The path without symbolic links, except that a mount which does not answer is never asked.
+
+    The kernel may wait for ever for the attributes of a mount's root; those of the directory above it come from
+    another file system.
+    """
+    path = os.path.abspath(path)
+    parent, name = os.path.split(path)
+    if not name:
+        return path
+    candidate = os.path.join(os.path.realpath(parent), name)
+    if any(entry.mountpoint == candidate for entry in mounting.mounts()):
+        return candidate
+    return os.path.realpath(path)
+
+
+def find(path: str) -> "mounting.MountEntry":
+    """The gpufs mount at a path. Failure where there is none."""
+    mountpoint = absolute(path)
+    for entry in mounting.mounts():
+        if entry.mountpoint == mountpoint:
+            return entry
+    if not os.path.lexists(mountpoint):
+        raise Failure(f"{path}: there is no such directory")
+    raise Failure(f"{path}: no gpufs is mounted there")
+
+
+def daemons(mountpoint: str) -> list[int]:
+    """The processes that serve a mountpoint, by their command lines: also those that hang or have lost their mount."""
+    wanted = os.fsencode(mountpoint)
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().rstrip(b"\0").split(b"\0")
+        except OSError:
+            continue
+        if words[-1] == wanted and b"gpufs.daemon" in words and _same_namespace(name):
+            found.append(int(name))
+    return found
+
+
+def _same_namespace(pid: str) -> bool:
+    """Whether a process sees our mounts, as far as we may know."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return True
+
+
+def users(mountpoint: str, most: int = 5) -> list[str]:
+    """Processes with a file or directory below the mountpoint open, as "name (pid)", as far as we may look."""
+    prefix = mountpoint.rstrip("/") + "/"
+    found: list[str] = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
+        try:
+            links += [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+            with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+                mapped = prefix in file.read()
+            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
+                name = file.read().strip()
+        except OSError:
+            continue
+        if mapped or any(_points_below(link, prefix) for link in links):
+            found.append(f"{name} ({pid})")
+            if len(found) == most:
+                break
+    return found
+
+
+def _points_below(link: str, prefix: str) -> bool:
+    try:
+        return (os.readlink(link) + "/").startswith(prefix)
+    except OSError:
+        return False
+
+
+def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
+    """Waits until the processes have ended; returns those that have not when the time (in seconds) is over."""
+    deadline = time.monotonic() + timeout
+    left = []
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+                left.append(pid)
+        finally:
+            os.close(fd)
+    return left
+
+
+def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
+    """The contents of files that may never answer, all asked at once; OSError ETIMEDOUT for those that do not.
+
+    Each is read by a process of its own: one that waits for a hung mount cannot always be ended, not even by SIGKILL,
+    and we must be able to go.
+    """
+    readers = []
+    for path in paths:
+        source, sink = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            _read_and_exit(path, sink)
+        os.close(sink)
+        readers.append((pid, source))
+    deadline = time.monotonic() + timeout
+    results: list[bytes | OSError] = []
+    for (pid, source), path in zip(readers, paths, strict=True):
+        content = _receive(source, deadline)
+        os.close(source)
+        if content is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+            results.append(OSError(ETIMEDOUT, os.strerror(ETIMEDOUT), path))
+            continue
+        os.waitpid(pid, 0)
+        error = content[0] if content else ENOTCONN
+        results.append(OSError(error, os.strerror(error), path) if error else content[1:])
+    return results
+
+
+def _read_and_exit(path: str, sink: int) -> None:
+    """In the child: sends the errno as a byte, then the content."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            message = b"\0" + file.read()
+    except OSError as error:
+        message = bytes([(error.errno or ENOTCONN) & 0xFF])
+    try:
+        while message:
+            message = message[os.write(sink, message) :]
+    finally:
+        os._exit(0)
+
+
+def _receive(source: int, deadline: float) -> bytes | None:
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    content = b""
+    while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        part = os.read(source, 1 << 16)
+        if not part:
+            return content
+        content += part
+    return None

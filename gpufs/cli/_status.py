@@ -1,0 +1,59 @@
+"""What the mounts say about themselves, and what is known about those that do not answer."""
+
+import json
+import os
+from collections.abc import Sequence
+from errno import EACCES, ECONNABORTED, ENOTCONN, EPERM, ETIMEDOUT
+from typing import Any, Final
+
+from gpufs import mounting
+from gpufs.cli import _mounts
+
+# errno of reading the status file: state of the mount
+_STATES: Final = {
+    ENOTCONN: "dead",
+    ECONNABORTED: "dead",
+    EACCES: "no permission",
+    EPERM: "no permission",
+    ETIMEDOUT: "no answer",
+}
+
+
+def collect(entries: "Sequence[mounting.MountEntry]", timeout: float) -> list[dict[str, Any]]:
+    """The status of each mount, at most ``timeout`` seconds later.
+
+    Every one has mountpoint, source, state ("ok", "dead", "no permission", "no answer" or "error"), error (text or
+    None), pid, driver, transport and devices, None or an empty list where they are not known; one whose state is "ok"
+    has all that its `.gpufs/status` says.
+    """
+    files = _mounts.read_files([os.path.join(entry.mountpoint, _mounts.STATUS_FILE) for entry in entries], timeout)
+    return [_one(entry, content) for entry, content in zip(entries, files, strict=True)]
+
+
+def _one(entry: "mounting.MountEntry", content: bytes | OSError) -> dict[str, Any]:
+    status: dict[str, Any] = {
+        "mountpoint": entry.mountpoint,
+        "source": entry.source,
+        "state": "ok",
+        "error": None,
+        "pid": None,
+        "driver": None,
+        "transport": None,
+        "devices": [],
+    }
+    if isinstance(content, bytes):
+        try:
+            said = json.loads(content)
+            if not isinstance(said, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            status.update(state="error", error=f"{_mounts.STATUS_FILE} is not understood: {error}")
+        else:
+            status = {**status, **said, "mountpoint": entry.mountpoint, "source": entry.source}
+            return status
+    else:
+        status.update(state=_STATES.get(content.errno or 0, "error"), error=content.strerror)
+    pids = _mounts.daemons(entry.mountpoint)
+    if len(pids) == 1:
+        status["pid"] = pids[0]
+    return status

@@ -1,0 +1,67 @@
+"""gpufs df: the memory of the devices."""
+
+import sys
+from typing import Any
+
+import click
+
+from gpufs import mounting
+from gpufs.cli import _mounts, _status
+from gpufs.cli._errors import Failure
+from gpufs.cli._main import knob_options, settings
+from gpufs.cli._output import bytes_text, json_text, table
+
+
+@click.command(name="df")
+@click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
+@knob_options("df")
+def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+    """Show the memory of each device of all mounts, or of the MOUNTPOINTs."""
+    timeout: float = settings(arguments)["status_timeout"]
+    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else mounting.mounts()
+    found = _status.collect(entries, timeout)
+    devices = [_device(status, device) for status in found for device in status["devices"]]
+    if as_json:
+        print(json_text(devices))
+    elif devices:
+        _print(devices)
+    elif not entries:
+        print("no gpufs is mounted")
+    silent = [status for status in found if status["state"] != "ok"]
+    for status in silent:
+        print(f"gpufs: {status['mountpoint']}: {status['error']}", file=sys.stderr)
+    if mountpoints and silent:
+        raise Failure(f"{len(silent)} of {len(found)} mounts did not tell")
+
+
+def _device(status: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "path": f"{status['mountpoint'].rstrip('/')}/{device['name']}",
+        "mountpoint": status["mountpoint"],
+        "device": device["name"],
+        "description": device.get("description"),
+        "total_bytes": device["total_bytes"],
+        "used_bytes": device["held_bytes"],
+        "free_bytes": device["free_bytes"],
+        "files": device.get("files"),
+    }
+
+
+def _print(devices: list[dict[str, Any]]) -> None:
+    rows = []
+    for device in devices:
+        usable = device["used_bytes"] + device["free_bytes"]
+        rows.append(
+            (
+                device["path"],
+                bytes_text(device["total_bytes"]),
+                bytes_text(device["used_bytes"]),
+                bytes_text(device["free_bytes"]),
+                f"{100 * device['used_bytes'] / usable:.0f}%" if usable else "-",
+                "-" if device["files"] is None else str(device["files"]),
+                device["description"] or "-",
+            )
+        )
+    headers = ("DEVICE", "SIZE", "USED", "FREE", "USE%", "FILES", "IS")
+    table(headers, rows, right=frozenset({1, 2, 3, 4, 5}))

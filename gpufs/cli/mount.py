@@ -1,0 +1,99 @@
+"""gpufs mount: starts a mount and returns when it answers."""
+
+import os
+import shutil
+import stat
+import sys
+from errno import EACCES, ENODEV, ENOTCONN, ENXIO
+from typing import Any, NoReturn
+
+import click
+
+from gpufs import config, mounting
+from gpufs.cli import _mounts
+from gpufs.cli._errors import Failure, failed
+from gpufs.cli._launch import Request, launch, run_in_foreground
+from gpufs.cli._main import knob_options, settings
+
+FUSE_DEVICE = "/dev/fuse"
+
+
+@click.command(name="mount")
+@click.argument("mountpoint")
+@knob_options("mount")
+def command(mountpoint: str, **arguments: Any) -> None:
+    """Mount the devices' memory at MOUNTPOINT.
+
+    MOUNTPOINT is a directory. Below it each device is a directory, gpu0, gpu1, ...; a file there is memory of that
+    device. The mount is served by a process of its own; this command returns when it answers, or fails and leaves
+    nothing behind.
+    """
+    mount(mountpoint, settings(arguments))
+
+
+def mount(path: str, chosen: config.Settings, source: str = "gpufs") -> None:
+    """Mounts at a path. Failure or ConfigError, one line each, where that cannot be."""
+    mountpoint = _mounts.absolute(path)
+    _check_mountpoint(path, mountpoint)
+    _check_fuse(allow_other=chosen["allow_other"])
+    if chosen["driver"] == "host":
+        config.host_memory(chosen["memory"], chosen["devices"])
+    foreground = bool(chosen["foreground"])
+    request = Request(mountpoint, source, dict(chosen.values), foreground)
+    if foreground:
+        _become(request)
+    answer = launch(request, chosen["mount_timeout"])
+    for note in answer.get("notes", ()):
+        print(f"gpufs: {note}", file=sys.stderr)
+
+
+def _become(request: Request) -> NoReturn:
+    sys.stdout.flush()
+    run_in_foreground(request)
+
+
+def _check_mountpoint(path: str, mountpoint: str) -> None:
+    if any(entry.mountpoint == mountpoint for entry in mounting.mounts()):
+        how = "gpufs is mounted there already"
+        try:
+            os.stat(mountpoint)
+        except OSError as error:
+            if error.errno == ENOTCONN:
+                how = f"a gpufs whose process has died is mounted there: gpufs umount {mountpoint} cleans up"
+        raise Failure(f"{path}: {how}")
+    try:
+        mode = os.stat(mountpoint).st_mode
+    except OSError as error:
+        raise failed(error.errno or EACCES, path) from None
+    if not stat.S_ISDIR(mode):
+        raise Failure(f"{path}: not a directory")
+    if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
+        raise Failure(f"{path}: {os.strerror(EACCES)} (a user can only mount on a directory that he may write to)")
+
+
+def _check_fuse(*, allow_other: bool) -> None:
+    try:
+        fd = os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Failure(
+            f"there is no {FUSE_DEVICE}: this kernel or container offers no FUSE (as root: modprobe fuse)"
+        ) from None
+    except OSError as error:
+        if error.errno in (ENODEV, ENXIO):
+            raise Failure(f"{FUSE_DEVICE}: the kernel has no FUSE (as root: modprobe fuse)") from None
+        raise failed(error.errno or EACCES, FUSE_DEVICE) from None
+    os.close(fd)
+    if os.geteuid() == 0:
+        return
+    if not shutil.which("fusermount3"):
+        raise Failure("fusermount3 is needed to mount as a user: install the package fuse3")
+    if allow_other and not _users_may_allow_other():
+        raise Failure("--allow-other is for root alone here, as long as /etc/fuse.conf does not say user_allow_other")
+
+
+def _users_may_allow_other() -> bool:
+    try:
+        with open("/etc/fuse.conf", encoding="utf-8", errors="replace") as file:
+            return any(line.strip() == "user_allow_other" for line in file)
+    except OSError:
+        return False

@@ -1,0 +1,91 @@
+"""gpufs status: the mounts of this machine."""
+
+import time
+from typing import Any
+
+import click
+
+from gpufs import mounting
+from gpufs.cli import _mounts, _status
+from gpufs.cli._errors import Failure
+from gpufs.cli._main import knob_options, settings
+from gpufs.cli._output import bytes_text, json_text, table
+
+
+@click.command(name="status")
+@click.argument("mountpoint", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
+@knob_options("status")
+def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
+    """Show all mounts of this machine, or MOUNTPOINT in detail.
+
+    A mount that is dead or does not answer is shown as such; of another user's, what permissions allow.
+    """
+    timeout: float = settings(arguments)["status_timeout"]
+    if mountpoint is None:
+        found = _status.collect(mounting.mounts(), timeout)
+        if as_json:
+            print(json_text(found))
+        elif found:
+            _print_list(found)
+        else:
+            print("no gpufs is mounted")
+        return
+    (status,) = _status.collect([_mounts.find(mountpoint)], timeout)
+    if as_json:
+        print(json_text(status))
+    else:
+        _print_one(status)
+    if status["state"] != "ok":
+        raise Failure(f"{status['mountpoint']}: {status['error']}")
+
+
+def _text(value: object) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _print_list(mounts: list[dict[str, Any]]) -> None:
+    rows = []
+    for status in mounts:
+        devices = status["devices"]
+        known = status["state"] == "ok"
+        rows.append(
+            (
+                status["mountpoint"],
+                status["state"],
+                _text(status["pid"]),
+                _text(status["driver"]),
+                str(len(devices)) if known else "-",
+                bytes_text(sum(device["held_bytes"] for device in devices)) if known else "-",
+                bytes_text(sum(device["total_bytes"] for device in devices)) if known else "-",
+                _text(status["transport"]),
+            )
+        )
+    headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE", "TRANSPORT")
+    table(headers, rows, right=frozenset({2, 4, 5, 6}))
+
+
+def _print_one(status: dict[str, Any]) -> None:
+    facts = [(key, _text(status[key])) for key in ("mountpoint", "state", "pid", "driver", "transport")]
+    if "version" in status:
+        facts.append(("version", str(status["version"])))
+    if "started" in status:
+        facts.append(("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["started"]))))
+    width = max(len(key) for key, _ in facts)
+    for key, value in facts:
+        print(f"{key:<{width}}  {value}")
+    if status["devices"]:
+        print()
+        rows = [
+            (
+                device["name"],
+                bytes_text(device["total_bytes"]),
+                bytes_text(device["held_bytes"]),
+                bytes_text(device["free_bytes"]),
+                _text(device.get("files")),
+                _text(device.get("health") or "good"),
+                _text(device.get("description")),
+            )
+            for device in status["devices"]
+        ]
+        table(("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "IS"), rows, right=frozenset({1, 2, 3, 4}))

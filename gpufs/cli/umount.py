@@ -1,0 +1,88 @@
+"""gpufs umount: ends a mount and waits for its process."""
+
+import os
+import signal
+from errno import EBUSY, EINVAL, EPERM
+from typing import Any
+
+import click
+
+from gpufs import mounting
+from gpufs.cli import _mounts
+from gpufs.cli._errors import Failure
+from gpufs.cli._main import knob_options, settings
+
+_GRACE = 5.0  # seconds that a process which was asked to end has for that
+
+
+@click.command(name="umount")
+@click.argument("mountpoints", metavar="MOUNTPOINT...", nargs=-1, required=True)
+@click.option("--force", is_flag=True, help="End what runs: open files fail from now on. Also for a mount that hangs.")
+@click.option("--lazy", is_flag=True, help="Detach it now; it ends when the last user has gone. Does not wait.")
+@knob_options("umount")
+def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: Any) -> None:
+    """Unmount MOUNTPOINT and wait for the end of its process.
+
+    The files in it are gone then: they are memory. Refused while somebody uses it, unless --force or --lazy is given.
+    A mount whose process has died is cleaned up.
+    """
+    timeout: float = settings(arguments)["umount_timeout"]
+    for mountpoint in mountpoints:
+        umount(mountpoint, force=force, lazy=lazy, timeout=timeout)
+
+
+def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
+    """Unmounts one mountpoint. Failure, with one line, where that cannot be."""
+    mountpoint = _mounts.find(path).mountpoint
+    pids = _mounts.daemons(mountpoint)
+    if force:
+        _signal(pids, signal.SIGTERM)
+        _mounts.wait_for_end(pids, min(_GRACE, timeout))
+        if _is_mounted(mountpoint):
+            _unmount(mountpoint, force=True, lazy=lazy)
+    else:
+        _unmount(mountpoint, force=False, lazy=lazy)
+    if lazy and not force:
+        return
+    left = _mounts.wait_for_end(pids, timeout)
+    if left and force:
+        _signal(left, signal.SIGKILL)
+        left = _mounts.wait_for_end(left, _GRACE)
+    if left:
+        numbers = ", ".join(map(str, left))
+        raise Failure(f"{path}: unmounted, but its process ({numbers}) has not ended within {timeout:g} seconds")
+
+
+def _is_mounted(mountpoint: str) -> bool:
+    return any(entry.mountpoint == mountpoint for entry in mounting.mounts())
+
+
+def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
+    try:
+        mounting.unmount(mountpoint, force=force, lazy=lazy)
+    except OSError as error:
+        if error.errno == EBUSY and force and not lazy:
+            # Its connection has been cut; who still stands in it only keeps the name busy.
+            _unmount(mountpoint, force=True, lazy=True)
+            return
+        if error.errno == EBUSY:
+            users = _mounts.users(mountpoint)
+            by = f" by {', '.join(users)}" if users else ""
+            raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
+        if error.errno == EINVAL and not _is_mounted(mountpoint):
+            return  # somebody else was faster
+        if error.errno == EPERM:
+            raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
+        raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            raise Failure(
+                f"process {pid} serves the mount and is another user's: only he and root may end it"
+            ) from None
