@@ -101,7 +101,7 @@ gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, u
 
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
-  int32_t relay_fd;         /* native end of the SOCK_SEQPACKET pair whose other end pyfuse3 has; taken over too */
+  int32_t relay_fd;         /* native end of gpufs_relay_pair(), whose other end pyfuse3 has; taken over too */
   int32_t reader_threads;   /* 0: chosen by the number of CPUs */
   int32_t worker_threads;   /* bound of the pool for operations that may take long; 0: default */
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
@@ -109,6 +109,11 @@ typedef struct {
   double attribute_timeout; /* seconds, for natively answered GETATTR */
   const char *transport;    /* "auto", "device" (later: "io_uring") */
 } gpufs_mount_options;
+
+/* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
+ * system allows). native_fd is for gpufs_mount_options, control_fd is what pyfuse3 gets as /dev/fd/N; the caller owns
+ * both until then, and control_fd for good. */
+gpufs_status gpufs_relay_pair(int32_t *native_fd, int32_t *control_fd);
 
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options *options, gpufs_handle *mount);
 /* Starts the threads. Call after the descriptor is mounted and before pyfuse3.main. */
@@ -156,14 +161,20 @@ gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes *attribu
 /* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown. */
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes *attributes);
-/* Sets what `set` names, all or nothing, and returns the attributes as they are afterwards (attributes is in and out). */
+/* Sets what `set` names, all or nothing, and returns the attributes as they are afterwards (attributes is in and out).
+ * Of a mode only the permission bits are set. The change time becomes now unless it is set itself; a new size also sets
+ * the modification time unless that is set. */
 gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes *attributes);
 
 /* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
- * flags: as open(2); O_TRUNC empties it. */
+ * flags: as open(2); O_TRUNC empties it. Bit 62 of *fh is set: handles of Python's own must not have it. */
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t *fh);
 /* The answer to RELEASE. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
+
+/* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference
+ * only. EISDIR or EINVAL for what has no buffer. Closed with the mount. */
+gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle *buffer);
 
 /* Tells the kernel, on the notification thread: contents and attributes, or a name, are not what it has cached.
  * Returns once queued; never blocks. */

@@ -1,0 +1,277 @@
+// The mount, inode and file functions of the C interface: a Mount is a Session with its inode table.
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "abi/barrier.h"
+#include "abi/engine.h"
+#include "abi/handles.h"
+#include "base/log.h"
+#include "base/unique_fd.h"
+#include "device/device_context.h"
+#include "fuse/buffer_source.h"
+#include "fuse/inode_table.h"
+#include "fuse/relay_socket.h"
+#include "fuse/session.h"
+#include "gpufs.h"
+#include "memory/buffer.h"
+
+namespace gpufs {
+namespace {
+
+// The engine's devices as the inode table sees them. Keeps the contexts, not the engine.
+class EngineBuffers : public fuse::BufferSource {
+ public:
+  explicit EngineBuffers(std::vector<std::shared_ptr<DeviceContext>> devices) : devices_(std::move(devices)) {}
+
+  [[nodiscard]] std::int32_t device_count() const override { return static_cast<std::int32_t>(devices_.size()); }
+  Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
+    if (!known(device)) return unknown(device);
+    return Buffer::create(devices_[static_cast<std::size_t>(device)]);
+  }
+  Result<MemoryInfo> memory(std::int32_t device) override {
+    if (!known(device)) return unknown(device);
+    return devices_[static_cast<std::size_t>(device)]->device().memory();
+  }
+  std::uint64_t granule(std::int32_t device) override {
+    return known(device) ? devices_[static_cast<std::size_t>(device)]->info().granule : 0;
+  }
+
+ private:
+  [[nodiscard]] bool known(std::int32_t device) const { return device >= 0 && device < device_count(); }
+  static Status unknown(std::int32_t device) { return Status(EINVAL, "no device " + std::to_string(device)); }
+
+  const std::vector<std::shared_ptr<DeviceContext>> devices_;
+};
+
+// Copies of requests' payloads go from and to page-locked memory where a vendor's runtime makes them.
+fuse::PinHooks pin_hooks(const std::vector<std::shared_ptr<DeviceContext>>& devices) {
+  for (const std::shared_ptr<DeviceContext>& context : devices) {
+    if (context->info().cpu_addressable) continue;
+    // One device's pin serves all: drivers pin for every context.
+    return {[context](void* address, std::size_t bytes) {
+              if (Status status = context->device().pin(address, bytes); !status.ok()) {
+                log_warning("request memory is not pinned: " + status.message());
+              }
+            },
+            [context](void* address, std::size_t) { static_cast<void>(context->device().unpin(address)); }};
+  }
+  return {};
+}
+
+// Shared by the handle table and by calls under way.
+class Mount {
+ public:
+  static Result<std::shared_ptr<Mount>> open(const Engine& engine, UniqueFd device, UniqueFd relay,
+                                             const fuse::SessionOptions& options) {
+    std::shared_ptr<Mount> mount(new Mount(engine));
+    if (Status status = mount->table_.start(); !status.ok()) return status;
+    fuse::SessionOptions complete = options;
+    complete.pin_hooks = pin_hooks(engine.devices());
+    Result<std::unique_ptr<fuse::Session>> session =
+        fuse::Session::create(std::move(device), std::move(relay), mount->table_, complete);
+    if (!session.ok()) return session.status();
+    mount->session_ = session.take();
+    return mount;
+  }
+
+  [[nodiscard]] fuse::Session& session() { return *session_; }
+  [[nodiscard]] fuse::InodeTable& table() { return table_; }
+
+ private:
+  explicit Mount(const Engine& engine) : table_(std::make_shared<EngineBuffers>(engine.devices())) {}
+
+  fuse::InodeTable table_;
+  std::unique_ptr<fuse::Session> session_;  // uses the table, so it goes first
+};
+
+Result<std::shared_ptr<Mount>> find(gpufs_handle handle) { return HandleTable::instance().get<Mount>(handle); }
+
+Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
+
+}  // namespace
+}  // namespace gpufs
+
+using gpufs::guarded;
+using gpufs::HandleTable;
+using gpufs::Mount;
+using gpufs::Result;
+using gpufs::Status;
+
+extern "C" {
+
+gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd) {
+  return guarded([&]() -> Status {
+    if (native_fd == nullptr || control_fd == nullptr) return gpufs::null_argument();
+    Result<gpufs::fuse::RelayPair> pair = gpufs::fuse::make_relay_pair();
+    if (!pair.ok()) return pair.status();
+    *native_fd = pair.value().native.release();
+    *control_fd = pair.value().control.release();
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount) {
+  return guarded([&]() -> Status {
+    if (options == nullptr) return gpufs::null_argument();
+    gpufs::UniqueFd device(options->fuse_fd);
+    gpufs::UniqueFd relay(options->relay_fd);
+    if (mount == nullptr) return gpufs::null_argument();
+    if (options->reader_threads < 0 || options->worker_threads < 0) {
+      return Status(EINVAL, "a negative number of threads");
+    }
+    Result<std::shared_ptr<gpufs::Engine>> owner = HandleTable::instance().get<gpufs::Engine>(engine);
+    if (!owner.ok()) return owner.status();
+
+    gpufs::fuse::SessionOptions session;
+    if (options->transport != nullptr && options->transport[0] != '\0') session.transport = options->transport;
+    session.reader_threads = static_cast<std::size_t>(options->reader_threads);
+    session.worker_threads = static_cast<std::size_t>(options->worker_threads);
+    session.max_write = options->max_write;
+    session.mask_flags = options->mask_flags;
+    session.operations.attribute_timeout = options->attribute_timeout;
+    Result<std::shared_ptr<Mount>> opened =
+        Mount::open(*owner.value(), std::move(device), std::move(relay), session);
+    if (!opened.ok()) return opened.status();
+    Result<gpufs_handle> handle = HandleTable::instance().put<Mount>(
+        opened.take(), engine, [](Mount& open) { open.session().close(); });
+    if (!handle.ok()) return handle.status();
+    *mount = handle.value();
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_start(gpufs_handle mount) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    return found.ok() ? found.value()->session().start() : found.status();
+  });
+}
+
+gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
+  return guarded([&]() -> Status {
+    if (fd == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    *fd = found.value()->session().ended_fd();
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_close(gpufs_handle mount) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> taken = HandleTable::instance().take<Mount>(mount);
+    if (!taken.ok()) return taken.status();
+    taken.value()->session().close();
+    HandleTable::instance().close_owned(mount);
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
+  return guarded([&]() -> Status {
+    if (needed == nullptr || (text == nullptr && capacity > 0)) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    const std::string json = found.value()->session().statistics();
+    *needed = json.size() + 1;
+    if (capacity < *needed) return Status(ERANGE, "the statistics need " + std::to_string(*needed) + " bytes");
+    std::memcpy(text, json.c_str(), json.size() + 1);
+    return {};
+  });
+}
+
+gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes) {
+  return guarded([&]() -> Status {
+    if (attributes == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    return found.ok() ? found.value()->table().add(*attributes) : found.status();
+  });
+}
+
+gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    return found.ok() ? found.value()->table().remove(ino) : found.status();
+  });
+}
+
+gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes) {
+  return guarded([&]() -> Status {
+    if (attributes == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
+    *attributes = inode->attributes();
+    return {};
+  });
+}
+
+gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes) {
+  return guarded([&]() -> Status {
+    if (attributes == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    return found.ok() ? found.value()->table().set(ino, set, attributes) : found.status();
+  });
+}
+
+gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh) {
+  return guarded([&]() -> Status {
+    if (fh == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    Result<std::uint64_t> opened = found.value()->table().open(ino, flags);
+    if (opened.ok()) *fh = opened.value();
+    return opened.status();
+  });
+}
+
+gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    return found.ok() ? found.value()->table().release(fh) : found.status();
+  });
+}
+
+gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer) {
+  return guarded([&]() -> Status {
+    if (buffer == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
+    if (!inode->buffer()) {
+      const bool directory = (inode->attributes().mode & 0170000) == 0040000;
+      return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
+    }
+    Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Buffer>(inode->buffer(), mount);
+    if (handle.ok()) *buffer = handle.value();
+    return handle.status();
+  });
+}
+
+gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    return found.ok() ? found.value()->session().invalidate_inode(ino) : found.status();
+  });
+}
+
+gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes) {
+  return guarded([&]() -> Status {
+    if (name == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    return found.value()->session().invalidate_entry(parent,
+                                                     std::string_view(name, static_cast<std::size_t>(name_bytes)));
+  });
+}
+}
