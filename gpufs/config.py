@@ -10,7 +10,6 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
 4. the default.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -320,6 +319,8 @@ def _read_file(path: Path, required: bool) -> dict[str, str]:
     texts = {}
     for key, value in table.items():
         if key not in BY_NAME:
+            import difflib  # for this message alone
+
             near = difflib.get_close_matches(key, BY_NAME, 1)
             raise ConfigError(
                 f"configuration file {path}: unknown key {key!r}" + (f", is it {near[0]}?" if near else "")

@@ -15,7 +15,12 @@ from gpufs.cli.mount import mount
 
 # What mount(8) and fstab may say and what says nothing to a file system in memory.
 _IGNORED: Final = frozenset(
-    ["rw", "defaults", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "async", "dirsync", "atime", "noatime", "diratime", "nodiratime", "relatime", "norelatime", "strictatime", "nostrictatime", "lazytime", "nolazytime", "mand", "nomand", "silent", "loud", "iversion", "noiversion", "default_permissions", "nonempty", "auto_unmount"]
+    (
+        "rw defaults auto noauto nofail _netdev user nouser users nousers owner noowner group nogroup dev nodev suid "
+        "nosuid exec noexec sync async dirsync atime noatime diratime nodiratime relatime norelatime strictatime "
+        "nostrictatime lazytime nolazytime mand nomand silent loud iversion noiversion default_permissions nonempty "
+        "auto_unmount"
+    ).split()
 )
 _REFUSED: Final = frozenset({"ro", "remount", "bind", "move", "drop_privileges"})
 

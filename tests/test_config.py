@@ -1,0 +1,259 @@
+"""The knob table: what is read from where, what is refused and with which words, and the page made of it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gpufs import config, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+NOWHERE = Path("/nonexistent/gpufs.toml")
+
+
+def load(
+    arguments: dict[str, str | bool | None] | None = None,
+    environ: dict[str, str] | None = None,
+    config_file: Path | None = None,
+    system_file: Path = NOWHERE,
+) -> config.Settings:
+    return config.load(
+        arguments or {}, environ or {}, str(config_file) if config_file else None, system_file=system_file
+    )
+
+
+def test_page_is_up_to_date() -> None:
+    """`make docs` writes it."""
+    assert (ROOT / "docs/knobs.md").read_text() == config.page()
+
+
+def test_defaults_need_no_file() -> None:
+    chosen = load()
+    assert chosen["driver"] == "auto"
+    assert chosen["memory"] is None
+    assert set(chosen.values) == set(config.BY_NAME)
+    assert set(chosen.origins.values()) == {"default"}
+
+
+@pytest.mark.parametrize("knob", config.KNOBS, ids=lambda knob: knob.name)
+def test_every_default_is_allowed(knob: config.Knob) -> None:
+    if knob.default is not None:
+        assert knob.parse(str(knob.default).lower(), "test") == knob.default
+
+
+@pytest.mark.parametrize("knob", config.KNOBS, ids=lambda knob: knob.name)
+def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> None:
+    """Command line, variable and file give the same value for the same text."""
+    text = {
+        "driver": "host",
+        "log_level": "debug",
+        "transport": "device",
+        "log_file": "/tmp/a.log",
+        "allow_other": "true",
+        "foreground": "true",
+    }.get(knob.name, "1M" if knob.name == "max_write" else "64M" if knob.name == "memory" else "3")
+    text = "1M" if knob.name == "slab_file_bytes" else text
+    file = tmp_path / "a.toml"
+    file.write_text(f'{knob.name} = "{text}"\n')
+    values = [
+        load({knob.name: text})[knob.name],
+        load(environ={knob.variable: text})[knob.name],
+        load(config_file=file)[knob.name],
+    ]
+    assert values[0] == values[1] == values[2] != knob.default
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """Command line, environment, --config (instead of the other files), user's file, system's file, default."""
+    system, named = tmp_path / "system.toml", tmp_path / "named.toml"
+    user = tmp_path / "xdg/gpufs/config.toml"
+    user.parent.mkdir(parents=True)
+    system.write_text("devices = 1\nreader_threads = 1\n")
+    user.write_text("devices = 2\n")
+    named.write_text("devices = 3\n")
+    home = {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}
+
+    def devices(chosen: config.Settings) -> tuple[int, str]:
+        return chosen["devices"], chosen.origins["devices"]
+
+    assert devices(load(system_file=system)) == (1, str(system))
+    assert devices(load(environ=home, system_file=system)) == (2, str(user))
+    assert load(environ=home, system_file=system)["reader_threads"] == 1
+    assert devices(load(environ=home, config_file=named, system_file=system)) == (3, str(named))
+    assert load(environ=home, config_file=named, system_file=system)["reader_threads"] == 0
+    assert devices(load(environ={**home, "GPUFS_CONFIG": str(named)}, system_file=system)) == (3, str(named))
+    four = {**home, "GPUFS_DEVICES": "4"}
+    assert devices(load(environ=four, config_file=named, system_file=system)) == (4, "GPUFS_DEVICES")
+    assert devices(load({"devices": "5"}, four, named, system)) == (5, "--devices")
+    assert devices(load({"devices": None}, four, named, system)) == (4, "GPUFS_DEVICES")
+
+
+def test_home_has_the_users_file(tmp_path: Path) -> None:
+    file = tmp_path / ".config/gpufs/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('memory = "64M"\n')
+    assert load(environ={"HOME": str(tmp_path)})["memory"] == 64 << 20
+
+
+def test_numbers_and_booleans_of_toml(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("memory = 4194304\nallow_other = true\nattribute_timeout = 2.5\nforeground = false\n")
+    chosen = load(config_file=file)
+    values = [chosen[name] for name in ("memory", "allow_other", "attribute_timeout", "foreground")]
+    assert values == [4194304, True, 2.5, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("1M", 1 << 20),
+        ("1.5G", 3 << 29),
+        ("2GiB", 2 << 30),
+        ("1 T", 1 << 40),
+        ("0", 0),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert config.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "4X", "4GG", "1..5G", "0x10", "\u0661", "1,5G", "4G 1"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError):
+        config.parse_size(text)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 2 << 20, 3 << 29, 1 << 40])
+def test_size_text_is_read_back(size: int) -> None:
+    assert config.parse_size(config.size_text(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("driver", "nvidia"),
+        ("devices", "-1"),
+        ("devices", "65"),
+        ("devices", "two"),
+        ("memory", "0"),
+        ("memory", "1M"),
+        ("memory", "lots"),
+        ("max_write", "5000"),
+        ("attribute_timeout", "-1"),
+        ("attribute_timeout", "soon"),
+        ("allow_other", "maybe"),
+        ("log_level", "loud"),
+        ("mask_flags", "x"),
+        ("log_file", ""),
+        ("mount_timeout", "0"),
+        ("mount_timeout", "nan"),
+    ],
+)
+def test_bad_values_name_knob_origin_and_what_is_allowed(name: str, text: str, tmp_path: Path) -> None:
+    knob = config.BY_NAME[name]
+    file = tmp_path / "a.toml"
+    file.write_text(f'{name} = "{text}"\n')
+    origins: list[tuple[dict[str, str | bool | None], dict[str, str], Path | None, str]] = [
+        ({name: text}, {}, None, knob.option),
+        ({}, {knob.variable: text}, None, knob.variable),
+        ({}, {}, file, str(file)),
+    ]
+    for arguments, environ, config_file, origin in origins:
+        with pytest.raises(config.ConfigError) as error:
+            load(arguments, environ, config_file)
+        assert str(error.value) == f"{name}: {text!r} ({origin}) is not allowed: {knob.kind.allowed}"
+
+
+def test_bad_value_is_found_behind_a_good_one() -> None:
+    with pytest.raises(config.ConfigError, match="GPUFS_DEVICES"):
+        load({"devices": "1"}, {"GPUFS_DEVICES": "many"})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("memroy = 1\n", "unknown key 'memroy', is it memory?"),
+        ("xyzzy = 1\n", "unknown key 'xyzzy'"),
+        ("memory = [1]\n", "memory: [1] ("),
+        ("memory\n", "is not valid TOML"),
+        ("\xff", "is not valid TOML"),
+    ],
+)
+def test_bad_files(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(config.ConfigError) as error:
+        load(config_file=file)
+    assert words in str(error.value)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(config.ConfigError, match="No such file"):
+        load(config_file=tmp_path / "none.toml")
+
+
+def machine_root(tmp_path: Path, *, total: int, available: int, files: dict[str, str] | None = None) -> Path:
+    content = {
+        "proc/meminfo": f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n",
+        **(files or {}),
+    }
+    for name, text in content.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+GIB = 1 << 30
+
+
+def test_machine_without_limits(tmp_path: Path) -> None:
+    root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB)
+    assert machine.memory(root) == machine.Memory(8 * GIB, 6 * GIB)
+
+
+def test_cgroup_2_limits_count_at_every_level(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": "1\n",
+    }
+    root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files=files)
+    assert machine.memory(root) == machine.Memory(4 * GIB, 2 * GIB)
+
+
+def test_cgroup_1_limit(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:cpu:/x\n4:memory,foo:/a\n",
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{GIB}\n",
+    }
+    root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files=files)
+    assert machine.memory(root) == machine.Memory(2 * GIB, GIB)
+
+
+def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 * GIB, 6 * GIB))
+    assert config.host_memory(None, 0) == 3 * GIB
+    assert config.host_memory(None, 7) == 3 * GIB // 7 // config.GRANULE * config.GRANULE
+    assert config.host_memory(2 * GIB, 4) == 2 * GIB
+    with pytest.raises(config.ConfigError, match=r"memory: 3 x 3G is more than this machine has: 8.0 GiB"):
+        config.host_memory(3 * GIB, 3)
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 * GIB, 3 << 20))
+    with pytest.raises(config.ConfigError, match="too little for 2 devices"):
+        config.host_memory(None, 2)
+
+
+def test_settings_are_plain_values() -> None:
+    """They go to the mount's process as JSON."""
+    import json
+
+    assert json.loads(json.dumps(dict(load().values))) == dict(load().values)
+    assert dataclasses.is_dataclass(config.Settings)

@@ -1,0 +1,148 @@
+"""The dependency directions of the design, and that importing gpufs starts nothing."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpufs
+from gpufs import engine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A part may use those before it.
+NATIVE_ORDER = ["base", "drivers", "device", "memory", "io", "fuse", "abi"]
+
+# module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
+PYTHON_MAY_USE = {
+    "gpufs": {"_version", "client"},  # client: lazily
+    "gpufs.__main__": {"cli"},
+    "gpufs._version": set(),
+    "gpufs.machine": set(),
+    "gpufs.config": {"machine"},
+    "gpufs.engine": set(),
+    "gpufs.fs": {"engine", "_version"},
+    "gpufs.client": {"engine", "_version"},
+    "gpufs.mounting": {"machine"},
+    "gpufs.service": {"engine", "client", "mounting", "_version"},
+    "gpufs.daemon": {"_version", "machine", "config", "engine", "fs", "client", "mounting", "service"},
+    "gpufs.cli": {"_version", "machine", "config", "client", "mounting"},
+}
+
+
+def native_sources() -> list[Path]:
+    return sorted(p for p in (ROOT / "native/src").rglob("*") if p.suffix in (".h", ".cc"))
+
+
+def test_native_parts_depend_in_one_direction() -> None:
+    """base <- drivers <- device <- memory <- io <- fuse <- abi; only the C interface knows gpufs.h."""
+    bad = []
+    for path in native_sources():
+        inside = path.relative_to(ROOT / "native/src")
+        part = inside.parts[0]
+        assert part in NATIVE_ORDER, f"{inside}: an unknown part"
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+            used = name.split("/")[0]
+            if name == "gpufs.h":
+                if part not in ("abi", "fuse", "io"):
+                    bad.append(f"{inside} includes {name}")
+            elif used in NATIVE_ORDER and NATIVE_ORDER.index(used) > NATIVE_ORDER.index(part):
+                bad.append(f"{inside} includes {name}")
+    assert not bad
+
+
+def test_drivers_do_not_know_each_other() -> None:
+    bad = []
+    for path in native_sources():
+        inside = path.relative_to(ROOT / "native/src")
+        if inside.parts[0] != "drivers" or len(inside.parts) < 3:
+            continue
+        for name in re.findall(r'^\s*#\s*include\s+"drivers/(\w+)/', path.read_text(), re.MULTILINE):
+            if name != inside.parts[1]:
+                bad.append(f"{inside} includes drivers/{name}/")
+    assert not bad
+
+
+def test_headers_say_what_they_are() -> None:
+    """Each header opens with what it is for, who owns it, and which thread may call it."""
+    bad = []
+    for path in native_sources():
+        if path.suffix == ".h":
+            lines = path.read_text().splitlines()[:3]
+            if len(lines) < 3 or not all(line.startswith("//") for line in lines):
+                bad.append(str(path.relative_to(ROOT)))
+    assert not bad
+
+
+def imported_modules(path: Path, package: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - (node.level - 1)]
+                base = ".".join([*parents, *filter(None, [node.module])])
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "gpufs"}
+
+
+def allowed(module: str) -> tuple[str, set[str]]:
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        key = ".".join(parts[:end])
+        if key in PYTHON_MAY_USE and (key != "gpufs" or module == "gpufs"):
+            return key, PYTHON_MAY_USE[key]
+    raise AssertionError(f"{module}: say in this test what it may use")
+
+
+def test_python_modules_depend_in_one_direction() -> None:
+    """gpufs.engine <- gpufs.fs, gpufs.client <- gpufs.daemon <- gpufs.cli; a package may use itself."""
+    bad = []
+    for path in sorted((ROOT / "gpufs").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        package = ".".join(parts[:-1])
+        key, may_use = allowed(module)
+        for name in imported_modules(path, package):
+            second = name.split(".")[1]
+            own = key.split(".")[1] if "." in key else None
+            if second in ("__version__", own) or second in may_use:
+                continue
+            bad.append(f"{module} imports {name}")
+    assert not bad
+
+
+def in_fresh_python(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["gpufs", "gpufs.engine", "gpufs.config", "gpufs.cli"])
+def test_importing_starts_nothing(module: str) -> None:
+    """No thread, no socket, no driver: only the process's own three descriptors, and no vendor library mapped."""
+    text = in_fresh_python(
+        f"""
+import os, sys
+def opened():
+    links = ("/proc/self/fd/" + name for name in os.listdir("/proc/self/fd"))
+    return {{os.readlink(link) for link in links if os.path.lexists(link)}}
+before = opened()
+import {module}
+print(len(os.listdir("/proc/self/task")))
+print(sorted(path for path in opened() - before if not path.startswith("/proc/")))
+print([line for line in open("/proc/self/maps") if "libcuda" in line or "libamdhip" in line or "cufile" in line])
+print("numpy" in sys.modules, "trio" in sys.modules)
+"""
+    )
+    assert text.splitlines() == ["1", "[]", "[]", "False False"]
+
+
+def test_one_version() -> None:
+    assert engine.engine_version() == gpufs.__version__
