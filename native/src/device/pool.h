@@ -24,7 +24,7 @@ class DevicePool {
   struct Hooks {
     // Makes up to `count` objects with the device current; at least one, or the failure.
     std::function<Result<std::vector<std::unique_ptr<T>>>(std::size_t count)> create;
-    // Makes an object fit for its next user; a failure has it destroyed and another taken. May wait.
+    // Makes an object fit for its next user; a failure has it destroyed and another taken. May wait for the object.
     std::function<Status(T&)> reset;
     // Destroys objects with the device current. Also called after the context has gone.
     std::function<void(std::vector<std::unique_ptr<T>>)> destroy;

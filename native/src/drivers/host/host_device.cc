@@ -1,0 +1,91 @@
+#include "drivers/host/host_device.h"
+
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+#include "drivers/host/host_memory.h"
+#include "drivers/host/host_stream.h"
+
+namespace gpufs {
+
+bool HostLimit::take(std::uint64_t bytes) {
+  std::uint64_t used = used_.load(std::memory_order_relaxed);
+  do {
+    if (bytes > total_ - used) return false;
+  } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
+  return true;
+}
+
+Status HostPins::pin(void* address, std::size_t bytes) {
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  std::uintptr_t end = 0;
+  if (address == nullptr || bytes == 0 || __builtin_add_overflow(start, bytes, &end)) {
+    return Status(EINVAL, "pinning an empty range, or one that wraps around");
+  }
+  const std::lock_guard lock(mutex_);
+  const auto next = ranges_.lower_bound(start);
+  const bool overlaps_next = next != ranges_.end() && next->first < end;
+  const bool overlaps_previous =
+      next != ranges_.begin() && std::prev(next)->first + std::prev(next)->second > start;
+  if (overlaps_next || overlaps_previous) return Status(EEXIST, "the range, or a part of it, is pinned already");
+  ranges_.emplace(start, bytes);
+  return {};
+}
+
+Status HostPins::unpin(void* address) {
+  const std::lock_guard lock(mutex_);
+  if (ranges_.erase(reinterpret_cast<std::uintptr_t>(address)) == 0) return Status(EINVAL, "no pinned range starts there");
+  return {};
+}
+
+HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins)
+    : limit_(std::make_shared<HostLimit>(memory_bytes)), pins_(std::move(pins)) {
+  info_.index = index;
+  info_.name = "host memory";
+  info_.total_bytes = memory_bytes;
+  info_.granule = kHostGranule;
+  info_.cpu_addressable = true;
+  info_.binds_threads = false;
+}
+
+Result<MemoryInfo> HostDevice::memory() {
+  return MemoryInfo{limit_->total(), limit_->total() - limit_->used()};
+}
+
+Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
+
+Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }
+
+Result<std::unique_ptr<Event>> HostDevice::create_event() {
+  return std::unique_ptr<Event>(std::make_unique<HostEvent>());
+}
+
+Status HostDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
+  if (bytes != 0) std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
+  return {};
+}
+
+Status HostDevice::copy_out(void* destination, DeviceAddress source, std::size_t bytes) {
+  if (bytes != 0) std::memcpy(destination, reinterpret_cast<const void*>(source), bytes);
+  return {};
+}
+
+Status HostDevice::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
+  if (bytes != 0) std::memmove(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), bytes);
+  return {};
+}
+
+Status HostDevice::zero(DeviceAddress destination, std::size_t bytes) {
+  if (bytes != 0) std::memset(reinterpret_cast<void*>(destination), 0, bytes);
+  return {};
+}
+
+Status HostDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
+  // All devices here are one memory; the peer is checked for what a mistake would cost on a GPU.
+  if (!peer.info().cpu_addressable) return Status(EOPNOTSUPP, "the peer's memory cannot be addressed from here");
+  return copy_within(destination, source, bytes);
+}
+
+}  // namespace gpufs

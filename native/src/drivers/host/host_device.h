@@ -1,0 +1,73 @@
+// One simulated device of the host driver, and what its memory is accounted against.
+// Owned by the driver; the limit is shared with the memory that is charged to it.
+// Any thread may call any function.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+// Memory is taken in the size that the GPUs have, so that what works here works there.
+inline constexpr std::uint64_t kHostGranule = std::uint64_t{2} << 20;
+
+// How much of a device's memory is in use. Any thread.
+class HostLimit {
+ public:
+  explicit HostLimit(std::uint64_t total) : total_(total) {}
+  // False, and nothing taken, when that much is not free.
+  [[nodiscard]] bool take(std::uint64_t bytes);
+  void give(std::uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t total() const { return total_; }
+  [[nodiscard]] std::uint64_t used() const { return used_.load(std::memory_order_relaxed); }
+
+ private:
+  const std::uint64_t total_;
+  std::atomic<std::uint64_t> used_{0};
+};
+
+// The host ranges that are pinned, for all devices of a driver. Copies here are memcpy, which gains nothing from locked
+// pages, and locking would fail for plain users (RLIMIT_MEMLOCK): so pinning is bookkeeping alone, with the rules and
+// the errors that a GPU's driver has.
+class HostPins {
+ public:
+  Status pin(void* address, std::size_t bytes);
+  Status unpin(void* address);
+
+ private:
+  std::mutex mutex_;  // guards ranges_; innermost
+  std::map<std::uintptr_t, std::size_t> ranges_;
+};
+
+class HostDevice : public Device {
+ public:
+  HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins);
+
+  [[nodiscard]] const DeviceInfo& info() const override { return info_; }
+  Result<MemoryInfo> memory() override;
+  Status bind_thread() override { return {}; }
+  Status health() override { return {}; }
+  Result<std::unique_ptr<DeviceMemory>> create_memory() override;
+  Result<std::unique_ptr<Stream>> create_stream() override;
+  Result<std::unique_ptr<Event>> create_event() override;
+  Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
+  Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
+  Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
+  Status zero(DeviceAddress destination, std::size_t bytes) override;
+  Status copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
+  Status pin(void* address, std::size_t bytes) override { return pins_->pin(address, bytes); }
+  Status unpin(void* address) override { return pins_->unpin(address); }
+
+ private:
+  DeviceInfo info_;
+  std::shared_ptr<HostLimit> limit_;
+  std::shared_ptr<HostPins> pins_;
+};
+
+}  // namespace gpufs

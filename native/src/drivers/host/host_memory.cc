@@ -1,0 +1,224 @@
+#include "drivers/host/host_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+
+namespace gpufs {
+namespace {
+
+// fallocate(2) of a memfd undoes all its work when a signal interrupts it: in steps, a signal costs one step only.
+constexpr std::uint64_t kAllocateStep = std::uint64_t{256} << 20;
+
+int retrying_fallocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) {
+  while (::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+int free_file_memory(int fd, std::uint64_t offset, std::uint64_t bytes) {
+  return retrying_fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+}
+
+int protect(DeviceAddress address, std::uint64_t bytes, int protection) {
+  return ::mprotect(reinterpret_cast<void*>(address), bytes, protection) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+struct HostMemory::File {
+  File(UniqueFd descriptor, std::shared_ptr<HostLimit> charged_to) : fd(std::move(descriptor)), limit(std::move(charged_to)) {}
+  ~File() { limit->give(charged.load(std::memory_order_relaxed)); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  UniqueFd fd;
+  std::shared_ptr<HostLimit> limit;
+  std::atomic<std::uint64_t> charged{0};  // of the limit, given back with the last range
+};
+
+// The whole range maps the memfd from the start, without any access; what is populated is opened by mprotect. So a
+// stray access to a hole faults instead of allocating memory silently, and neighbours stay one mapping to the kernel,
+// however many granules they are (vm.max_map_count).
+class HostMemory::Range : public AddressRange {
+ public:
+  static Result<std::shared_ptr<Range>> map(std::shared_ptr<File> file, std::uint64_t bytes) {
+    // One granule more, to align: huge pages need it, and what runs on a GPU may rely on it.
+    std::uint64_t mapped_bytes = 0;
+    if (bytes == 0 || add_overflows(bytes, kHostGranule, &mapped_bytes)) {
+      return Status(ENOMEM, "reserving " + std::to_string(bytes) + " bytes of addresses");
+    }
+    void* const wide = ::mmap(nullptr, mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (wide == MAP_FAILED) {
+      return Status::from_errno(ENOMEM, "reserving " + std::to_string(bytes) + " bytes of addresses");
+    }
+    const auto start = reinterpret_cast<DeviceAddress>(wide);
+    const DeviceAddress base = round_up(start, kHostGranule);
+    const DeviceAddress end = base + bytes;
+    if (base > start) ::munmap(wide, base - start);
+    if (start + mapped_bytes > end) ::munmap(reinterpret_cast<void*>(end), start + mapped_bytes - end);
+    void* const address = ::mmap(reinterpret_cast<void*>(base), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                                 file->fd.get(), 0);
+    if (address == MAP_FAILED) {
+      const int error = errno;
+      ::munmap(reinterpret_cast<void*>(base), bytes);
+      return Status::from_errno(error, "mapping " + std::to_string(bytes) + " bytes of a memfd");
+    }
+    // A forked child must not keep a buffer's memory; huge pages are taken where the kernel's settings allow them.
+    ::madvise(address, bytes, MADV_DONTFORK);
+    ::madvise(address, bytes, MADV_HUGEPAGE);
+    return std::make_shared<Range>(std::move(file), base, bytes);
+  }
+
+  Range(std::shared_ptr<File> file, DeviceAddress base, std::uint64_t bytes)
+      : file_(std::move(file)), base_(base), bytes_(bytes) {}
+  ~Range() override { ::munmap(reinterpret_cast<void*>(base_), bytes_); }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  [[nodiscard]] DeviceAddress base() const override { return base_; }
+  [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
+
+ private:
+  std::shared_ptr<File> file_;
+  DeviceAddress base_;
+  std::uint64_t bytes_;
+};
+
+Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<HostLimit> limit) {
+  UniqueFd fd(::memfd_create("gpufs-buffer", MFD_CLOEXEC));
+  if (!fd.valid()) return Status::from_errno(errno, "creating a memfd");
+  auto file = std::make_shared<File>(std::move(fd), std::move(limit));
+  return std::unique_ptr<DeviceMemory>(new HostMemory(std::move(file)));
+}
+
+bool HostMemory::all_populated(std::uint64_t offset, std::uint64_t bytes) const {
+  auto next = populated_.upper_bound(offset);
+  if (next == populated_.begin()) return false;
+  const auto& [start, length] = *std::prev(next);
+  return offset + bytes <= start + length;
+}
+
+bool HostMemory::none_populated(std::uint64_t offset, std::uint64_t bytes) const {
+  auto next = populated_.upper_bound(offset);
+  if (next != populated_.end() && next->first < offset + bytes) return false;
+  return next == populated_.begin() || std::prev(next)->first + std::prev(next)->second <= offset;
+}
+
+Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
+  if (bytes > ~std::uint64_t{0} - kHostGranule) return Status(ENOMEM, "no address space of that size");
+  Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
+  if (!made.ok()) return made.status();
+  std::shared_ptr<Range> range = made.take();
+  for (const auto& [offset, length] : populated_) {
+    if (offset + length > range->bytes()) return Status(EINVAL, "the new range would not show all of the memory");
+    const int error = protect(range->base() + offset, length, PROT_READ | PROT_WRITE);
+    if (error != 0) return Status::from_errno(error, "mapping a buffer's memory at its new addresses");
+  }
+  range_ = range;
+  return std::shared_ptr<AddressRange>(std::move(range));
+}
+
+Status HostMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end) || range_ == nullptr ||
+      end > range_->bytes() || !none_populated(offset, bytes)) {
+    return Status(EINVAL, "populate: not whole granules of the range that have no memory yet");
+  }
+  if (!file_->limit->take(bytes)) {
+    return Status(ENOSPC, "the device has no room for " + std::to_string(bytes) + " bytes more");
+  }
+  // The map's entry first: it is the only step that could throw, and nothing has to be undone for it but the charge.
+  const auto entry = populated_.emplace(offset, bytes).first;
+  int error = 0;
+  for (std::uint64_t done = 0; done < bytes && error == 0; done += kAllocateStep) {
+    error = retrying_fallocate(file_->fd.get(), 0, offset + done, std::min(kAllocateStep, bytes - done));
+  }
+  if (error == 0) error = protect(range_->base() + offset, bytes, PROT_READ | PROT_WRITE);
+  if (error != 0) {
+    populated_.erase(entry);
+    file_->limit->give(bytes);
+    const int undone = free_file_memory(file_->fd.get(), offset, bytes);
+    if (undone != 0) log_error(Status::from_errno(undone, "giving back memory after a failure").message());
+    // The machine has less than the limit promised, or a limit of the process (RLIMIT_FSIZE) is lower: to a file's
+    // user both are a full device.
+    if (error == ENOMEM || error == EFBIG) error = ENOSPC;
+    return Status::from_errno(error, "taking " + std::to_string(bytes) + " bytes of memory");
+  }
+  file_->charged.fetch_add(bytes, std::memory_order_relaxed);
+  // Touched at once, in one call: page by page, while the first copy runs, costs more. Only speed depends on it.
+  ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
+
+  const auto next = std::next(entry);
+  if (next != populated_.end() && next->first == end) {
+    entry->second += next->second;
+    populated_.erase(next);
+  }
+  if (entry != populated_.begin()) {
+    const auto previous = std::prev(entry);
+    if (previous->first + previous->second == offset) {
+      previous->second += entry->second;
+      populated_.erase(entry);
+    }
+  }
+  return {};
+}
+
+Status HostMemory::release(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end) ||
+      !all_populated(offset, bytes)) {
+    return Status(EINVAL, "release: not whole granules that have memory");
+  }
+  const auto holder = std::prev(populated_.upper_bound(offset));
+  const std::uint64_t holder_end = holder->first + holder->second;
+  const bool splits = holder->first < offset && end < holder_end;
+  const auto tail = splits ? populated_.emplace(end, holder_end - end).first : populated_.end();
+  const int error = free_file_memory(file_->fd.get(), offset, bytes);
+  if (error != 0) {
+    if (splits) populated_.erase(tail);
+    return Status::from_errno(error, "giving back " + std::to_string(bytes) + " bytes of memory");
+  }
+  // This may fail where the process has too many mappings; the memory is given back all the same, and only the guard
+  // against stray accesses is missing.
+  if (protect(range_->base() + offset, bytes, PROT_NONE) != 0) log_debug("a hole of a buffer stays accessible");
+  file_->charged.fetch_sub(bytes, std::memory_order_relaxed);
+  file_->limit->give(bytes);
+
+  if (holder->first < offset) {
+    holder->second = offset - holder->first;
+  } else {
+    if (end < holder_end) {
+      // The front goes: a new key for the rest, without a new node, so that nothing can throw here.
+      auto node = populated_.extract(holder);
+      node.key() = end;
+      node.mapped() = holder_end - end;
+      populated_.insert(std::move(node));
+    } else {
+      populated_.erase(holder);
+    }
+  }
+  return {};
+}
+
+Result<std::vector<ExportedMemory>> HostMemory::export_memory() {
+  UniqueFd copy(::fcntl(file_->fd.get(), F_DUPFD_CLOEXEC, 3));
+  if (!copy.valid()) return Status::from_errno(errno, "duplicating a buffer's memfd");
+  const std::uint64_t end = populated_.empty() ? 0 : populated_.rbegin()->first + populated_.rbegin()->second;
+  std::vector<ExportedMemory> exported;
+  exported.push_back(ExportedMemory{0, end, std::move(copy)});
+  return exported;
+}
+
+}  // namespace gpufs

@@ -1,0 +1,73 @@
+// Streams and events of the host driver: really asynchronous, so that a missing wait shows here as on a GPU.
+// A stream owns its thread, which ends with it; a recording is shared by its event and by the streams that wait for it.
+// Any thread may call any function.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+// One record() of an event: done once the stream that it was recorded in has come to it.
+class HostRecording {
+ public:
+  void finish(Status outcome);
+  Status wait();
+  Result<bool> query();
+
+ private:
+  std::mutex mutex_;  // guards all below; innermost
+  std::condition_variable done_changed_;
+  bool done_ = false;
+  Status outcome_;
+};
+
+class HostEvent : public Event {
+ public:
+  Result<bool> query() override;
+  Status synchronize() override;
+
+  // Null: never recorded.
+  [[nodiscard]] std::shared_ptr<HostRecording> recording() const;
+  void set_recording(std::shared_ptr<HostRecording> recording);
+
+ private:
+  mutable std::mutex mutex_;  // guards recording_; innermost
+  std::shared_ptr<HostRecording> recording_;
+};
+
+class HostStream : public Stream {
+ public:
+  static Result<std::unique_ptr<Stream>> create(int device);
+  ~HostStream() override;
+  HostStream(const HostStream&) = delete;
+  HostStream& operator=(const HostStream&) = delete;
+
+  Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
+  Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
+  Status copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
+  Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
+  Status record(Event& event) override;
+  Status wait(Event& event) override;
+  Status synchronize() override;
+
+ private:
+  HostStream() = default;
+  void queue(std::function<void()> work);
+  void work_loop();
+
+  std::mutex mutex_;  // guards all below; nothing queued runs under it
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> work_;
+  bool ending_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace gpufs
