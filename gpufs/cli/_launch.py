@@ -8,14 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Final, NoReturn
+from typing import IO, Any, NoReturn
 
 from gpufs import mounting
 from gpufs.cli._errors import Failure
 
-DAEMON: Final = (sys.executable, "-P", "-m", "gpufs.daemon")
+DAEMON = (sys.executable, "-P", "-m", "gpufs.daemon")
 _GRACE = 3.0  # seconds between asking a process to end and ending it
 
 
@@ -39,16 +38,16 @@ class Request:
         return json.dumps(fields).encode()
 
 
-def run_in_foreground(request: Request, command: Sequence[str] = DAEMON) -> NoReturn:
+def run_in_foreground(request: Request) -> NoReturn:
     """Becomes the process that serves the mount."""
     with tempfile.TemporaryFile() as file:  # as standard input; unlike a pipe it takes any length
         file.write(request.encode())
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    os.execv(command[0], [*command, request.mountpoint])
+    os.execv(DAEMON[0], [*DAEMON, request.mountpoint])
 
 
-def launch(request: Request, timeout: float, command: Sequence[str] = DAEMON) -> dict[str, Any]:
+def launch(request: Request, timeout: float) -> dict[str, Any]:
     """Starts the process in a session of its own and returns its answer once the mount answers.
 
     Failure when it says that it cannot, ends, or does not answer within ``timeout`` seconds; then, and when we are
@@ -57,7 +56,7 @@ def launch(request: Request, timeout: float, command: Sequence[str] = DAEMON) ->
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [*command, "--answer-fd", str(daemon_end), request.mountpoint],
+            [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -1,0 +1,220 @@
+"""Wrong input of every kind: one clear line on standard error, the right exit code, nothing left behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.mounting import GpufsMount, Mounter
+from support.processes import NOBODY, errno_of, run
+from support.watchdog import mounted_at, rescue
+
+from gpufs import cli
+
+GPUFS = (sys.executable, "-m", "gpufs")
+
+
+def gpufs(*arguments: str | os.PathLike[str], **options: object) -> subprocess.CompletedProcess[str]:
+    return run(*GPUFS, *arguments, check=False, **options)  # type: ignore[arg-type]
+
+
+def fails(code: int, *arguments: str | os.PathLike[str], **options: object) -> str:
+    """The one line that a failing command prints."""
+    done = gpufs(*arguments, **options)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done
+    assert lines[0].startswith("gpufs: ")
+    return lines[0].removeprefix("gpufs: ")
+
+
+@pytest.fixture
+def mountpoint(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "mnt"
+    path.mkdir()
+    yield path
+    if mounted_at(str(path)):
+        rescue(str(path), None)
+        raise AssertionError("something was left mounted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nonsense"], "No such option"),
+        (["nonsense"], "No such command"),
+        (["mount"], "Missing argument 'MOUNTPOINT'"),
+        (["mount", "a", "b"], "unexpected extra argument"),
+        (["mount", "--memory"], "requires an argument"),
+        (["umount"], "Missing argument 'MOUNTPOINT...'"),
+        (["status", "--bogus"], "No such option"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], words: str) -> None:
+    line = fails(2, *arguments)
+    assert words in line
+    assert "--help)" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--memory", "lots", "a size such as"),
+        ("--memory", "0", "from 2M"),
+        ("--memory", "-1", "from 2M"),
+        ("--devices", "0x2", "a whole number from 0 to 64"),
+        ("--driver", "vulkan", "one of auto, cuda, hip, host"),
+        ("--log-level", "chatty", "one of debug, info"),
+        ("--transport", "pigeon", "one of auto"),
+        ("--mount-timeout", "0", "a time such as"),
+    ],
+)
+def test_values_that_are_not_allowed(mountpoint: Path, option: str, value: str, allowed: str) -> None:
+    line = fails(2, "mount", mountpoint, option, value)
+    name = option.removeprefix("--").replace("-", "_")
+    assert line.startswith(f"{name}: {value!r} ({option}) is not allowed: ")
+    assert allowed in line
+
+
+def test_values_from_the_environment_are_named(mountpoint: Path) -> None:
+    environment = dict(os.environ, GPUFS_MEMORY="lots")
+    assert "'lots' (GPUFS_MEMORY) is not allowed" in fails(2, "mount", mountpoint, env=environment)
+
+
+def test_more_memory_than_the_machine_has(mountpoint: Path) -> None:
+    line = fails(2, "mount", mountpoint, "--driver", "host", "--memory", "8T", "--devices", "3")
+    assert line.startswith("memory: 3 x 8T is more than this machine has: ")
+    if not Path("/dev/nvidiactl").exists():
+        assert "more than this machine has" in fails(1, "mount", mountpoint, "--memory", "8T")
+
+
+def test_mountpoint_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    assert fails(1, "mount", path, "--driver", "host") == f"{path}: No such file or directory"
+    assert fails(1, "umount", path) == f"{path}: there is no such directory"
+    assert fails(1, "status", path) == f"{path}: there is no such directory"
+
+
+def test_mountpoint_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert fails(1, "mount", path, "--driver", "host") == f"{path}: not a directory"
+    assert fails(1, "umount", path) == f"{path}: no gpufs is mounted there"
+
+
+def test_mounted_already(mount: Mounter, tmp_path: Path) -> None:
+    path = mount().path
+    assert fails(1, "mount", path, "--driver", "host") == f"{path}: gpufs is mounted there already"
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert fails(1, "mount", link, "--driver", "host") == f"{link}: gpufs is mounted there already"
+
+
+def test_mountpoint_of_another_user(tmp_path: Path) -> None:
+    before = os.stat("/dev/fuse").st_mode & 0o7777
+    os.chmod("/dev/fuse", 0o666)
+    try:
+        line = fails(1, "mount", "/usr", "--driver", "host", user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+    finally:
+        os.chmod("/dev/fuse", before)
+    assert line.startswith("/usr: Permission denied")
+
+
+def test_no_right_to_use_dev_fuse(tmp_path: Path) -> None:
+    before = os.stat("/dev/fuse").st_mode & 0o7777
+    os.chmod("/dev/fuse", 0o600)
+    try:
+        line = fails(1, "mount", "/tmp", "--driver", "host", user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+    finally:
+        os.chmod("/dev/fuse", before)
+    assert line == "/dev/fuse: Permission denied"
+
+
+def test_no_dev_fuse(mountpoint: Path) -> None:
+    """In a mount namespace of its own, where /dev is empty."""
+    script = 'mount -t tmpfs none /dev && mknod /dev/null c 1 3 && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", *GPUFS, "mount", str(mountpoint), "--driver", "host"]
+    done = run(*command, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpufs: there is no /dev/fuse: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("driver", ["cuda", "hip"])
+def test_driver_that_is_not_here(mountpoint: Path, driver: str) -> None:
+    if Path("/dev/nvidiactl" if driver == "cuda" else "/dev/kfd").exists():
+        pytest.skip("this machine has such a GPU")
+    line = fails(1, "mount", mountpoint, "--driver", driver)
+    assert "not available" in line
+    assert driver in line
+
+
+def test_auto_without_a_gpu_says_what_it_takes(mountpoint: Path) -> None:
+    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        pytest.skip("this machine has a GPU")
+    done = gpufs("mount", mountpoint, "--memory", "64M")
+    try:
+        assert done.returncode == 0, done
+        assert "host memory" in done.stderr
+    finally:
+        assert gpufs("umount", "--force", mountpoint).returncode == 0
+
+
+def test_unmounting_what_is_not_ours(tmp_path: Path) -> None:
+    assert fails(1, "umount", "/proc") == "/proc: no gpufs is mounted there"
+    assert fails(1, "df", tmp_path) == f"{tmp_path}: no gpufs is mounted there"
+
+
+def test_log_file_that_cannot_be_written(mountpoint: Path) -> None:
+    line = fails(1, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--log-file", mountpoint / "no" / "log")
+    assert "No such file or directory" in line
+
+
+def test_names_and_control_files(shared_mount: GpufsMount) -> None:
+    """Files of the mount refuse with the errno that programs expect."""
+    import errno
+
+    root = shared_mount.path
+    assert errno_of(open, root / "gpu0" / ("n" * 256), "w") == errno.ENAMETOOLONG
+    (root / "gpu0" / ("n" * 255)).touch()
+    (root / "gpu0" / ("n" * 255)).unlink()
+    assert errno_of(open, root / ".gpufs/version", "r+") in (errno.EACCES, errno.EPERM, errno.EROFS)
+    assert errno_of(open, root / ".gpufs/status", "w") in (errno.EACCES, errno.EPERM, errno.EROFS)
+    assert errno_of(open, root / "new", "w") in (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def test_output_that_cannot_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*GPUFS, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "gpufs: No space left on device\n"
+
+
+def test_reader_that_goes_away() -> None:
+    process = subprocess.Popen([*GPUFS, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) in (0, 1)
+    process.stderr.close()
+
+
+def test_no_traceback_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bug of ours is one line; the traceback is for those who ask for it."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("surprise")
+
+    from gpufs.cli import _status
+
+    monkeypatch.setattr(_status, "collect", broken)
+    assert cli.run(["status"]) == 1
+    error = capsys.readouterr().err
+    assert error == "gpufs: internal error: KeyError: 'surprise' (GPUFS_LOG_LEVEL=debug shows more)\n"
+    monkeypatch.setenv("GPUFS_LOG_LEVEL", "debug")
+    assert cli.run(["status"]) == 1
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,314 @@
+"""gpufs mount and umount: processes that come up, that do not, and that are gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.mounting import GpufsMount, Mounter
+from support.processes import plain_user, run, wait_until
+from support.watchdog import mounted_at, rescue
+
+from gpufs import cli
+from gpufs.cli import _launch, _mounts
+
+GPUFS = (sys.executable, "-m", "gpufs")
+NOBODY = 65534
+
+
+@pytest.fixture
+def mountpoint(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "mnt"
+    path.mkdir()
+    yield path
+    if mounted_at(str(path)):
+        rescue(str(path), None)
+        raise AssertionError("something was left mounted")
+
+
+def gpufs(*arguments: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
+    return run(*GPUFS, *map(str, arguments), check=check, **options)  # type: ignore[arg-type]
+
+
+def mount_it(mountpoint: Path, *options: str) -> int:
+    gpufs("mount", mountpoint, "--driver", "host", "--memory", "64M", *options)
+    (pid,) = _mounts.daemons(str(mountpoint))
+    return pid
+
+
+def ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z"
+
+
+def test_mount_and_umount(mountpoint: Path) -> None:
+    pid = mount_it(mountpoint, "--devices", "2")
+    assert sorted(os.listdir(mountpoint)) == [".gpufs", "gpu0", "gpu1"]
+    assert os.getsid(pid) != os.getsid(0)
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    for fd in (0, 1, 2):
+        assert os.readlink(f"/proc/{pid}/fd/{fd}") == "/dev/null"
+    (mountpoint / "gpu0/x").write_bytes(b"hello")
+    assert (mountpoint / "gpu0/x").read_bytes() == b"hello"
+    gpufs("umount", mountpoint)
+    assert not mounted_at(str(mountpoint))
+    assert ended(pid)
+    assert os.listdir(mountpoint) == []
+
+
+def test_relative_paths_and_links(mountpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("mnt")
+    gpufs("mount", "link", "--driver", "host", "--memory", "64M", cwd=tmp_path)
+    assert mounted_at(str(mountpoint))
+    gpufs("umount", "./link/../link/", cwd=tmp_path)
+
+
+def test_strange_names(tmp_path: Path) -> None:
+    """Blanks, newlines, backslashes and bytes that are no text, as mountinfo escapes them."""
+    path = os.fsencode(tmp_path) + b"/a b\tc\\134\n\xff"
+    os.mkdir(path)
+    try:
+        gpufs("mount", os.fsdecode(path), "--driver", "host", "--memory", "64M")
+        listed = json.loads(gpufs("status", "--json").stdout)
+        assert os.fsdecode(path) in [status["mountpoint"] for status in listed]
+        gpufs("status")
+    finally:
+        gpufs("umount", os.fsdecode(path))
+
+
+def test_in_use_is_refused_and_says_by_whom(mountpoint: Path) -> None:
+    mount_it(mountpoint)
+    with open(mountpoint / "gpu0/x", "w"):
+        done = gpufs("umount", mountpoint, check=False)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"gpufs: {mountpoint}: in use by ")
+        assert f"({os.getpid()})" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    gpufs("umount", mountpoint)
+
+
+def test_force_ends_what_runs(mountpoint: Path) -> None:
+    pid = mount_it(mountpoint)
+    with open(mountpoint / "gpu0/x", "rb+" if (mountpoint / "gpu0/x").exists() else "wb+", buffering=0) as file:
+        gpufs("umount", "--force", mountpoint)
+        assert ended(pid)
+        assert not mounted_at(str(mountpoint))
+        with pytest.raises(OSError):
+            file.write(b"x")
+
+
+def test_lazy_lets_users_finish(mountpoint: Path) -> None:
+    pid = mount_it(mountpoint)
+    with open(mountpoint / "gpu0/x", "wb+", buffering=0) as file:
+        gpufs("umount", "--lazy", mountpoint)
+        assert not mounted_at(str(mountpoint))
+        file.write(b"still here")
+        assert os.pread(file.fileno(), 100, 0) == b"still here"
+    wait_until(lambda: ended(pid), 30, "the end of the mount's process")
+
+
+def test_dead_mount_is_shown_and_cleaned(mountpoint: Path) -> None:
+    pid = mount_it(mountpoint)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: ended(pid), 10, "the end of the killed process")
+    if mounted_at(str(mountpoint)):  # a helper of the process may have cleaned up already
+        done = gpufs("mount", mountpoint, "--driver", "host", check=False)
+        assert done.returncode == 1
+        assert "umount" in done.stderr
+        (status,) = [s for s in json.loads(gpufs("status", "--json").stdout) if s["mountpoint"] == str(mountpoint)]
+        assert status["state"] == "dead"
+        gpufs("umount", mountpoint)
+    assert not mounted_at(str(mountpoint))
+    mount_it(mountpoint)
+    gpufs("umount", mountpoint)
+
+
+def test_hanging_mount_does_not_hang_us(mountpoint: Path) -> None:
+    pid = mount_it(mountpoint)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        done = gpufs("status", "--json", "--status-timeout", "500ms")
+        assert time.monotonic() - start < 10
+        (status,) = [s for s in json.loads(done.stdout) if s["mountpoint"] == str(mountpoint)]
+        assert (status["state"], status["pid"]) == ("no answer", pid)
+        done = gpufs("status", mountpoint, "--status-timeout", "500ms", check=False)
+        assert done.returncode == 1
+        assert "timed out" in done.stderr.lower()
+        gpufs("umount", "--force", mountpoint, "--umount-timeout", "1")
+    finally:
+        if not ended(pid):
+            os.kill(pid, signal.SIGKILL)
+    assert ended(pid)
+    assert not mounted_at(str(mountpoint))
+
+
+def test_sigterm_ends_cleanly(mountpoint: Path) -> None:
+    pid = mount_it(mountpoint)
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: ended(pid), 30, "the end of the process")
+    assert not mounted_at(str(mountpoint))
+
+
+def test_foreground(mount: Mounter) -> None:
+    """The fixture mounts with --foreground: the process is the one that we started."""
+    one = mount()
+    assert _mounts.daemons(str(one.path)) == [one.pid]
+    one.signal(signal.SIGINT)
+    one.wait_ended(30, 0)
+
+
+def test_foreground_failure_is_one_line(mountpoint: Path) -> None:
+    done = gpufs("mount", mountpoint, "--foreground", "--driver", "cuda", check=False)
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has such a GPU")
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpufs: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_as_a_plain_user(tmp_path: Path) -> None:
+    path = tmp_path / "mnt"
+    path.mkdir()
+    os.chown(path, NOBODY, NOBODY)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == 0 and folder not in (Path("/"), Path("/tmp")):
+            folder.chmod(0o755)
+    with plain_user() as environment:
+        environment = {**environment, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        user: dict[str, object] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
+        try:
+            gpufs("mount", path, "--driver", "host", "--memory", "64M", **user)
+            (status,) = [
+                s for s in json.loads(gpufs("status", "--json", **user).stdout) if s["mountpoint"] == str(path)
+            ]
+            assert (status["state"], status["driver"]) == ("ok", "host")
+            # Not even root may look into a user's mount without --allow-other; he sees that it is there and whose.
+            (status,) = [s for s in json.loads(gpufs("status", "--json").stdout) if s["mountpoint"] == str(path)]
+            assert status["state"] == "no permission"
+            assert status["pid"] == _mounts.daemons(str(path))[0]
+            gpufs("umount", path, **user)
+        finally:
+            if mounted_at(str(path)):
+                rescue(str(path), None)
+
+
+# ---- processes that do not come up: stand-ins for the real one ----
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
+    script = tmp_path / "stand_in.py"
+    script.write_text(f"import json, os, sys, time, signal\nfd = int(sys.argv[2])\n{body}\n")
+    monkeypatch.setattr(_launch, "DAEMON", (sys.executable, str(script)))
+
+
+def launch_fails(mountpoint: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
+    assert cli.run(["mount", str(mountpoint), "--driver", "host", "--memory", "64M", *options]) == 1
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    return output.err.removeprefix("gpufs: ").rstrip("\n")
+
+
+def left_over(tmp_path: Path) -> list[str]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(tmp_path / "stand_in.py") in command:
+            found.append(pid)
+    return found
+
+
+def test_hanging_start_is_ended(
+    mountpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ignores SIGTERM, has a child, and holds a mount: all of it is gone after the time-out."""
+    stand_in(
+        monkeypatch,
+        tmp_path,
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.fork() == 0: time.sleep(100)\ntime.sleep(100)",
+    )
+    start = time.monotonic()
+    line = launch_fails(mountpoint, capfd, "--mount-timeout", "500ms")
+    assert line == "the mount did not come up within 0.5 seconds"
+    assert time.monotonic() - start < 10
+    wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("sys.exit(3)", "the mount's process ended without an answer (exit code 3)"),
+        ("os.kill(os.getpid(), 11)", "the mount's process ended without an answer (SIGSEGV)"),
+        ("raise RuntimeError('boom')", "(exit code 1): RuntimeError: boom"),
+        ("os.write(fd, b'gibberish\\n'); time.sleep(100)", "without an answer"),
+        ("os.write(fd, json.dumps({'error': 28, 'message': 'no room'}).encode() + b'\\n')", "no room"),
+        ("os.write(fd, b'{}\\n')", "gave no reason"),
+    ],
+)
+def test_start_that_fails(
+    body: str,
+    words: str,
+    mountpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stand_in(monkeypatch, tmp_path, body)
+    assert words in launch_fails(mountpoint, capfd)
+    wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
+
+
+def test_process_gets_the_configuration(
+    mountpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As JSON on standard input, with every knob, and no descriptor but the standard ones and the answer's."""
+    body = (
+        "said = json.load(sys.stdin)\n"
+        "said['fds'] = sorted(int(n) for n in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + n))\n"
+        "said['answer'] = fd\n"
+        f"open({str(tmp_path / 'said')!r}, 'w').write(json.dumps(said))\n"
+        "os.write(fd, json.dumps({'ok': True, 'notes': ['a note']}).encode() + b'\\n')"
+    )
+    stand_in(monkeypatch, tmp_path, body)
+    assert cli.run(["mount", str(mountpoint), "--driver", "host", "--memory", "64M", "--devices", "3"]) == 0
+    assert capfd.readouterr().err == "gpufs: a note\n"
+    wait_until(lambda: (tmp_path / "said").exists(), 10, "the stand-in")
+    said = json.loads((tmp_path / "said").read_text())
+    assert said["mountpoint"] == str(mountpoint)
+    assert (said["config"]["memory"], said["config"]["devices"], said["foreground"]) == (64 << 20, 3, False)
+    assert set(said["fds"]) <= {0, 1, 2, said["answer"]}
+
+
+def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> None:
+    """Ctrl-C and SIGTERM while the mount comes up."""
+    script = tmp_path / "stand_in.py"
+    script.write_text("import time\ntime.sleep(100)\n")
+    launcher = (
+        f"import sys; from gpufs import cli; from gpufs.cli import _launch;"
+        f"_launch.DAEMON = (sys.executable, {str(script)!r});"
+        f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen([sys.executable, "-c", launcher], stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: left_over(tmp_path), 20, "the stand-in")
+        time.sleep(0.2)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=20)
+        assert process.returncode == (130 if number == signal.SIGINT else 143)
+        assert "Traceback" not in error
+        wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
+
+
+def test_mount_of_a_helper(shared_mount: GpufsMount) -> None:
+    """What `users` finds does not ask the mount anything."""
+    with open(shared_mount.device / "held", "w"):
+        assert any(f"({os.getpid()})" in user for user in _mounts.users(str(shared_mount.path), 100))
+    os.unlink(shared_mount.device / "held")

@@ -1,0 +1,165 @@
+"""gpufs status and df: what programs read (JSON) and what people read, on a mount and beside one."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import MIB
+from support.mounting import GPUFS, GpufsMount
+from support.processes import run
+
+import gpufs
+from gpufs.cli import _output
+
+STATUS: dict[str, type | tuple[type, ...]] = {
+    "mountpoint": str,
+    "source": str,
+    "state": str,
+    "error": type(None),
+    "pid": int,
+    "uid": int,
+    "driver": str,
+    "transport": str,
+    "version": str,
+    "started": (int, float),
+    "devices": list,
+    "knobs": dict,
+    "statistics": dict,
+}
+DEVICE: dict[str, type | tuple[type, ...]] = {
+    "index": int,
+    "name": str,
+    "description": str,
+    "pci_address": str,
+    "total_bytes": int,
+    "free_bytes": int,
+    "held_bytes": int,
+    "files": int,
+    "health": (str, type(None)),
+}
+DF: dict[str, type | tuple[type, ...]] = {
+    "path": str,
+    "mountpoint": str,
+    "device": str,
+    "description": str,
+    "total_bytes": int,
+    "used_bytes": int,
+    "free_bytes": int,
+    "files": int,
+}
+
+
+def assert_has(value: dict[str, Any], schema: dict[str, type | tuple[type, ...]]) -> None:
+    for key, kind in schema.items():
+        assert key in value, f"{key} is missing in {sorted(value)}"
+        assert isinstance(value[key], kind), f"{key} is {value[key]!r}"
+
+
+def status_of(mount: GpufsMount) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(run(*GPUFS, "status", "--json", mount.path).stdout)
+    return value
+
+
+def df_of(mount: GpufsMount) -> list[dict[str, Any]]:
+    value: list[dict[str, Any]] = json.loads(run(*GPUFS, "df", "--json", mount.path).stdout)
+    return value
+
+
+def test_status_json(shared_mount: GpufsMount) -> None:
+    status = status_of(shared_mount)
+    assert_has(status, STATUS)
+    for device in status["devices"]:
+        assert_has(device, DEVICE)
+    assert status["mountpoint"] == str(shared_mount.path)
+    assert (status["state"], status["pid"], status["version"]) == ("ok", shared_mount.pid, gpufs.__version__)
+    assert [device["name"] for device in status["devices"]] == ["gpu0", "gpu1"]
+    assert abs(status["started"] - time.time()) < 3600
+
+
+def test_list_has_all_mounts(shared_mount: GpufsMount) -> None:
+    listed = json.loads(run(*GPUFS, "status", "--json").stdout)
+    (mine,) = [status for status in listed if status["mountpoint"] == str(shared_mount.path)]
+    assert_has(mine, STATUS)
+
+
+def test_status_for_people(shared_mount: GpufsMount) -> None:
+    """Whole paths, also where the output is narrow; no colours in a pipe."""
+    for command in (["status"], ["status", shared_mount.path]):
+        text = run(*GPUFS, *command, env={**os.environ, "COLUMNS": "20"}).stdout
+        assert str(shared_mount.path) in text
+        assert str(shared_mount.pid) in text
+        assert "\x1b" not in text
+
+
+def test_df_counts_what_files_hold(shared_mount: GpufsMount) -> None:
+    before = df_of(shared_mount)
+    for device in before:
+        assert_has(device, DF)
+    path = shared_mount.device / "df-file"
+    path.write_bytes(bytes(range(256)) * (8 * MIB // 256))
+    try:
+        after = df_of(shared_mount)
+        assert after[0]["used_bytes"] - before[0]["used_bytes"] == 8 * MIB
+        assert before[0]["free_bytes"] - after[0]["free_bytes"] == 8 * MIB
+        assert after[0]["files"] - before[0]["files"] == 1
+        assert after[1] == before[1]
+        text = run(*GPUFS, "df", shared_mount.path).stdout
+        assert f"{shared_mount.path}/gpu0" in text
+    finally:
+        path.unlink()
+
+
+def test_start_up_is_fast() -> None:
+    """The best of several starts; what is measured is ours to keep small, not the load of the machine."""
+    best = 9.0
+    for _ in range(5):
+        start = time.monotonic()
+        run(*GPUFS, "status")
+        best = min(best, time.monotonic() - start)
+    assert best < 0.3
+
+
+def test_help_of_every_command() -> None:
+    text = run(*GPUFS, "--help").stdout
+    for command in ("mount", "umount", "status", "df"):
+        assert f"  {command} " in text
+        assert "Usage: gpufs " + command in run(*GPUFS, command, "--help").stdout
+    assert "mask-flags" not in run(*GPUFS, "mount", "--help").stdout
+    assert run(*GPUFS, "--version").stdout.strip().endswith(gpufs.__version__)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0"),
+        (1023, "1023"),
+        (1024, "1K"),
+        (1536, "1.5K"),
+        (100 << 20, "100M"),
+        (1 << 30, "1G"),
+        ((1 << 40) - 1, "1T"),
+        (None, "-"),
+    ],
+)
+def test_sizes_for_people(size: int | None, text: str) -> None:
+    assert _output.bytes_text(size) == text
+
+
+def test_manual_and_completions(tmp_path: Path) -> None:
+    """What `make install-helpers` installs, below another root, and takes away again."""
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "DESTDIR": str(tmp_path), "PREFIX": "/usr/local"}
+    run(root / "scripts/install-helpers", env=environment)
+    manual = (tmp_path / "usr/local/share/man/man1/gpufs.1").read_text()
+    for words in (".SS gpufs mount", "\\-\\-memory", "GPUFS_MEMORY", ".SS gpufs umount"):
+        assert words in manual
+    helper = tmp_path / "sbin/mount.gpufs"
+    assert "exec /usr/local/bin/gpufs mount-helper" in helper.read_text()
+    assert os.access(helper, os.X_OK)
+    assert "@GPUFS@" not in (tmp_path / "etc/systemd/system/gpufs@.service").read_text()
+    run("bash", "-n", tmp_path / "usr/local/share/bash-completion/completions/gpufs")
+    run(root / "scripts/install-helpers", "--remove", env=environment)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
