@@ -17,7 +17,10 @@ from gpufs.cli._output import bytes_text, json_text, table
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
 @knob_options("df")
 def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
-    """Show the memory of each device of all mounts, or of the MOUNTPOINTs."""
+    """Show the memory of each device.
+
+    Of all mounts, or of the MOUNTPOINTs.
+    """
     timeout: float = settings(arguments)["status_timeout"]
     entries = [_mounts.find(path) for path in mountpoints] if mountpoints else mounting.mounts()
     found = _status.collect(entries, timeout)

@@ -17,9 +17,9 @@ from gpufs.cli._output import bytes_text, json_text, table
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @knob_options("status")
 def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
-    """Show all mounts of this machine, or MOUNTPOINT in detail.
+    """Show the mounts of this machine.
 
-    A mount that is dead or does not answer is shown as such; of another user's, what permissions allow.
+    All of them in a list, or MOUNTPOINT in detail. A mount that is dead or does not answer is shown as such; of another user's, what permissions allow.
     """
     timeout: float = settings(arguments)["status_timeout"]
     if mountpoint is None:
