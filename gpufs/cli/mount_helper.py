@@ -40,6 +40,8 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
 
     The OPTIONS are the knobs by name (memory=4G,driver=host,allow_other), config=FILE, and mount's own.
     """
+    if mountpoint.startswith("/dev/fd/"):  # what mount.fuse3 makes of it
+        raise Failure("mount option drop_privileges is not supported", 2)
     chosen = settings(parse(",".join(options), sloppy=sloppy))
     if not fake:
         mount(mountpoint, chosen, source)
