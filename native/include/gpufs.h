@@ -181,6 +181,98 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle *
 gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char *name, uint64_t name_bytes);
 
+/* ---- backing files and transfers: bytes between files and device memory ---- */
+
+enum { GPUFS_AUTO = 0, GPUFS_ON = 1, GPUFS_OFF = 2, GPUFS_REQUIRE = 3 };
+
+typedef struct {
+  uint64_t chunk_bytes;  /* one piece of work and one pinned slot, a power of two; 0: 4 MiB */
+  uint64_t pinned_bytes; /* host memory that may be pinned at most; 0: 192 MiB */
+  int32_t workers;       /* threads that one client has at most on a NUMA node; 0: by the number of CPUs */
+  int32_t slots;         /* pinned slots of a thread; 0: 3 */
+  int32_t fastpath;      /* GPUFS_AUTO, GPUFS_OFF or GPUFS_REQUIRE */
+  int32_t fallback;      /* GPUFS_AUTO (on), GPUFS_ON or GPUFS_OFF */
+  int32_t pagecache;     /* copies straight from the page cache's pages: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
+  int32_t direct;        /* O_DIRECT on the fallback path: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
+} gpufs_io_options;
+
+/* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */
+gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options *options);
+/* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
+gpufs_status gpufs_io_statistics(gpufs_handle engine, char *text, uint64_t capacity, uint64_t *needed);
+
+typedef struct {
+  char file_system[32]; /* "ext4"; "" where its mount is not visible here */
+  int32_t block_device;
+  int32_t readable;
+  int32_t writable;
+  int32_t direct;             /* it could be opened with O_DIRECT too */
+  uint32_t offset_align;      /* of O_DIRECT */
+  uint32_t memory_align;
+  uint32_t fastpath_refusals; /* what about the file itself keeps it from the fastpath: see gpufs_refusal_name() */
+} gpufs_backing_info;
+
+/* A regular file or block device for transfers. Descriptors of its own are opened with the mode of `fd`, never wider;
+ * fd stays the caller's. May block for as long as the file's server does. EBADF: O_PATH. EISDIR, EINVAL: another kind of
+ * file. EDEADLK: on a mount of gpufs. */
+gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle *backing);
+/* Transfers under way go on. */
+gpufs_status gpufs_backing_close(gpufs_handle backing);
+gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info *info);
+/* The name of a bit (0, 1, ...) of a refusal mask; "" beyond the last. */
+const char *gpufs_refusal_name(int32_t bit);
+
+enum { GPUFS_LOAD = 0, GPUFS_STORE = 1 }; /* file to device, device to file */
+enum { GPUFS_SYNC_NONE = 0, GPUFS_SYNC_DATA = 1, GPUFS_SYNC_FULL = 2 };
+enum { GPUFS_TRANSFER_QUEUED = 0, GPUFS_TRANSFER_RUNNING = 1, GPUFS_TRANSFER_DONE = 2 };
+
+typedef struct {
+  gpufs_handle backing;
+  gpufs_handle buffer;    /* 0: device memory that the program allocated itself, named by the next three */
+  int32_t device;         /* its index in the engine */
+  uint64_t address;
+  uint64_t address_bytes;
+  uint64_t file_offset;
+  uint64_t buffer_offset; /* or the offset from address */
+  uint64_t bytes;         /* UINT64_MAX: to the end of the source */
+  int32_t direction;
+  int32_t sync;           /* after a store */
+  int32_t sparse;         /* store: holes of the buffer become holes of the file where it can have them */
+  int32_t fastpath;       /* GPUFS_AUTO: as configured; GPUFS_ON: auto; GPUFS_OFF, GPUFS_REQUIRE */
+  int32_t fallback;       /* GPUFS_AUTO: as configured; GPUFS_ON, GPUFS_OFF */
+  int32_t share;          /* threads at most, 0: the client's share */
+  uint64_t client;        /* whose it is: threads are shared evenly between clients */
+} gpufs_transfer_request;
+
+typedef struct {
+  int32_t state;
+  int32_t error;       /* once done: 0 or an errno, also after progress; ECANCELED if cancelled before its end */
+  int32_t device_code;
+  int32_t sync_failed; /* the error is that of the sync: nothing is known to be durable */
+  uint64_t total;      /* there is to move, as known so far */
+  uint64_t moved;      /* anywhere in the range */
+  uint64_t prefix;     /* from the start without a gap; once done, what counts */
+  uint64_t fastpath_bytes;
+  uint64_t fallback_bytes;
+  uint64_t pagecache_bytes; /* of fallback_bytes */
+  uint32_t refusals;        /* why fastpath did not take all of it */
+} gpufs_transfer_progress;
+
+/* Returns once it is queued. Device memory that is not a buffer must stay valid until the transfer is done, and a load
+ * into it or a store from it must not race with work that the program queued: finish that first. */
+gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request *request, gpufs_handle *transfer);
+/* Waits until it is done, up to timeout_ms (< 0: for ever); *done says whether it is. How it ended: see progress. */
+gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t *done);
+gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress *progress);
+/* The transfer's own outcome, with its text: EINPROGRESS while it runs. */
+gpufs_status gpufs_transfer_result(gpufs_handle transfer);
+/* Asks it to stop at its next piece; never blocks. */
+gpufs_status gpufs_transfer_cancel(gpufs_handle transfer);
+/* An eventfd of the transfer's, readable once it is done; valid until the transfer is closed. */
+gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int *fd);
+/* Cancels it if it still runs and waits for its end. */
+gpufs_status gpufs_transfer_close(gpufs_handle transfer);
+
 /* CFFI END */
 
 #ifdef __cplusplus

@@ -1,0 +1,336 @@
+// The backing file and transfer functions of the C interface.
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "abi/barrier.h"
+#include "abi/handles.h"
+#include "abi/transfers.h"
+#include "gpufs.h"
+#include "io/backing_file.h"
+#include "io/direct_path.h"
+#include "io/refusal.h"
+#include "io/transfer.h"
+
+namespace gpufs {
+namespace {
+
+// The engine's transfers, made with these options if they are not there yet; *made says whether.
+Result<std::shared_ptr<TransferEngine>> transfers_with(Engine& engine, const IoOptions& options, bool* made) {
+  *made = false;
+  Result<std::shared_ptr<TransferEngine>> transfers =
+      engine.transfers([&](const Engine& self) -> Result<std::shared_ptr<TransferEngine>> {
+        Result<std::shared_ptr<TransferEngine>> created =
+            TransferEngine::create(options, self.devices(), make_direct_path(self.driver_name()));
+        *made = created.ok();
+        return created;
+      });
+  if (*made) {
+    // Before the mounts go: a copy that one of them waits for must not hold that up.
+    engine.at_close([weak = std::weak_ptr<TransferEngine>(transfers.value())] {
+      if (const std::shared_ptr<TransferEngine> alive = weak.lock()) alive->shutdown();
+    });
+  }
+  return transfers;
+}
+
+Result<FastpathMode> fastpath_mode(std::int32_t value) {
+  switch (value) {
+    case GPUFS_AUTO:
+    case GPUFS_ON:
+      return FastpathMode::kAuto;
+    case GPUFS_OFF:
+      return FastpathMode::kOff;
+    case GPUFS_REQUIRE:
+      return FastpathMode::kRequire;
+    default:
+      return Status(EINVAL, "fastpath must be auto, off or require");
+  }
+}
+
+Result<Switch> three_way(std::int32_t value, const char* name) {
+  switch (value) {
+    case GPUFS_AUTO:
+      return Switch::kAuto;
+    case GPUFS_ON:
+      return Switch::kOn;
+    case GPUFS_OFF:
+      return Switch::kOff;
+    default:
+      return Status(EINVAL, std::string(name) + " must be auto, on or off");
+  }
+}
+
+Result<IoOptions> options_from(const gpufs_io_options& given) {
+  IoOptions options;
+  if (given.chunk_bytes > std::numeric_limits<std::size_t>::max()) return Status(EINVAL, "chunk_bytes is too large");
+  if (given.chunk_bytes != 0) options.chunk_bytes = static_cast<std::size_t>(given.chunk_bytes);
+  if (given.pinned_bytes != 0) options.pinned_bytes = given.pinned_bytes;
+  options.workers = given.workers;
+  if (given.slots != 0) options.slots = given.slots;
+  Result<FastpathMode> fastpath = fastpath_mode(given.fastpath);
+  if (!fastpath.ok()) return fastpath.status();
+  options.fastpath = fastpath.value();
+  Result<Switch> fallback = three_way(given.fallback, "fallback");
+  if (!fallback.ok()) return fallback.status();
+  options.fallback = fallback.value() != Switch::kOff;
+  Result<Switch> pagecache = three_way(given.pagecache, "pagecache");
+  if (!pagecache.ok()) return pagecache.status();
+  options.pagecache = pagecache.value();
+  Result<Switch> direct = three_way(given.direct, "direct");
+  if (!direct.ok()) return direct.status();
+  options.direct = direct.value();
+  return options;
+}
+
+Result<TransferRequest> request_from(const Engine& engine, const gpufs_transfer_request& given) {
+  HandleTable& handles = HandleTable::instance();
+  TransferRequest request;
+  Result<std::shared_ptr<BackingFile>> file = handles.get<BackingFile>(given.backing);
+  if (!file.ok()) return file.status();
+  request.file = file.take();
+  if (given.buffer != 0) {
+    Result<std::shared_ptr<Buffer>> buffer = handles.get<Buffer>(given.buffer);
+    if (!buffer.ok()) return buffer.status();
+    const auto& devices = engine.devices();
+    if (std::find(devices.begin(), devices.end(), buffer.value()->device()) == devices.end()) {
+      return Status(EXDEV, "the buffer belongs to another engine");
+    }
+    request.target = Target::of_buffer(buffer.take());
+  } else {
+    Result<std::shared_ptr<DeviceContext>> device = engine.device(given.device);
+    if (!device.ok()) return device.status();
+    if (given.address == 0) return Status(EINVAL, "neither a buffer nor an address was given");
+    if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
+      return Status(EINVAL, "the device memory's address and size overflow");
+    }
+    request.target = Target::of_range(device.take(), given.address, given.address_bytes, nullptr);
+  }
+  request.file_offset = given.file_offset;
+  request.target_offset = given.buffer_offset;
+  request.bytes = given.bytes;
+  if (given.direction != GPUFS_LOAD && given.direction != GPUFS_STORE) return Status(EINVAL, "unknown direction");
+  request.direction = given.direction == GPUFS_LOAD ? Direction::kLoad : Direction::kStore;
+  if (given.sync < GPUFS_SYNC_NONE || given.sync > GPUFS_SYNC_FULL) return Status(EINVAL, "unknown kind of sync");
+  // There is nothing to make durable on a device.
+  request.sync = request.direction == Direction::kStore ? static_cast<SyncMode>(given.sync) : SyncMode::kNone;
+  request.sparse = given.sparse != 0;
+  if (given.fastpath != GPUFS_AUTO) {
+    Result<FastpathMode> fastpath = fastpath_mode(given.fastpath);
+    if (!fastpath.ok()) return fastpath.status();
+    request.fastpath = fastpath.value();
+  }
+  if (given.fallback != GPUFS_AUTO) {
+    Result<Switch> fallback = three_way(given.fallback, "fallback");
+    if (!fallback.ok()) return fallback.status();
+    request.fallback = fallback.value() == Switch::kOn;
+  }
+  if (given.share < 0) return Status(EINVAL, "share must not be negative");
+  request.share = given.share;
+  request.client = given.client;
+  return request;
+}
+
+void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
+  to = {};
+  to.state = static_cast<std::int32_t>(from.state);
+  to.error = from.status.error();
+  to.device_code = from.status.device_code();
+  to.sync_failed = from.sync_failed ? 1 : 0;
+  to.total = from.total;
+  to.moved = from.moved;
+  to.prefix = from.prefix;
+  to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
+  to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
+  to.pagecache_bytes = from.pagecache_bytes;
+  to.refusals = from.refusals;
+}
+
+Status copy_text(const std::string& from, char* text, std::uint64_t capacity, std::uint64_t* needed) {
+  const std::uint64_t size = from.size() + 1;
+  if (needed != nullptr) *needed = size;
+  if (text == nullptr || capacity < size) return Status(ERANGE, "the text needs more room");
+  std::memcpy(text, from.c_str(), size);
+  return {};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<TransferEngine>> engine_transfers(Engine& engine) {
+  bool made = false;
+  return transfers_with(engine, IoOptions{}, &made);
+}
+
+}  // namespace gpufs
+
+using gpufs::BackingFile;
+using gpufs::Engine;
+using gpufs::guarded;
+using gpufs::HandleTable;
+using gpufs::Result;
+using gpufs::Status;
+using gpufs::Transfer;
+using gpufs::TransferEngine;
+
+gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options) {
+  return guarded([&]() -> Status {
+    if (options == nullptr) return Status(EINVAL, "no options were given");
+    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
+    if (!found.ok()) return found.status();
+    Result<gpufs::IoOptions> wanted = gpufs::options_from(*options);
+    if (!wanted.ok()) return wanted.status();
+    bool made = false;
+    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::transfers_with(*found.value(), wanted.value(), &made);
+    if (!transfers.ok()) return transfers.status();
+    return made ? Status{} : Status(EBUSY, "transfers of this engine have been used already");
+  });
+}
+
+gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
+    if (!found.ok()) return found.status();
+    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(*found.value());
+    if (!transfers.ok()) return transfers.status();
+    return gpufs::copy_text(transfers.value()->statistics_json(), text, capacity, needed);
+  });
+}
+
+gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing) {
+  return guarded([&]() -> Status {
+    if (backing == nullptr) return Status(EINVAL, "no place for the handle");
+    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
+    if (!found.ok()) return found.status();
+    Result<std::shared_ptr<BackingFile>> file = BackingFile::open(fd);
+    if (!file.ok()) return file.status();
+    Result<gpufs_handle> handle = HandleTable::instance().put<BackingFile>(file.take(), engine);
+    if (!handle.ok()) return handle.status();
+    *backing = handle.value();
+    return {};
+  });
+}
+
+gpufs_status gpufs_backing_close(gpufs_handle backing) {
+  return guarded([&]() -> Status { return HandleTable::instance().take<BackingFile>(backing).status(); });
+}
+
+gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info) {
+  return guarded([&]() -> Status {
+    if (info == nullptr) return Status(EINVAL, "no place for the information");
+    Result<std::shared_ptr<BackingFile>> file = HandleTable::instance().get<BackingFile>(backing);
+    if (!file.ok()) return file.status();
+    const gpufs::BackingFacts& facts = file.value()->facts();
+    *info = {};
+    facts.file_system.copy(info->file_system, sizeof info->file_system - 1);
+    info->block_device = facts.block_device ? 1 : 0;
+    info->readable = facts.readable ? 1 : 0;
+    info->writable = facts.writable ? 1 : 0;
+    info->direct = file.value()->direct_fd() >= 0 ? 1 : 0;
+    info->offset_align = facts.offset_align;
+    info->memory_align = facts.memory_align;
+    info->fastpath_refusals = facts.fastpath_refusals;
+    return {};
+  });
+}
+
+const char* gpufs_refusal_name(int32_t bit) {
+  if (bit < 0 || static_cast<std::size_t>(bit) >= gpufs::kRefusalCount) return "";
+  return gpufs::kRefusalNames[static_cast<std::size_t>(bit)].data();
+}
+
+gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer) {
+  return guarded([&]() -> Status {
+    if (request == nullptr || transfer == nullptr) return Status(EINVAL, "no request or no place for the handle");
+    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
+    if (!found.ok()) return found.status();
+    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(*found.value());
+    if (!transfers.ok()) return transfers.status();
+    Result<gpufs::TransferRequest> wanted = gpufs::request_from(*found.value(), *request);
+    if (!wanted.ok()) return wanted.status();
+    Result<std::shared_ptr<Transfer>> started = transfers.value()->start(wanted.value());
+    if (!started.ok()) return started.status();
+    const std::shared_ptr<Transfer> kept = started.value();
+    Result<gpufs_handle> handle = HandleTable::instance().put<Transfer>(started.take(), engine);
+    if (!handle.ok()) {
+      kept->cancel();
+      kept->wait();
+      return handle.status();
+    }
+    *transfer = handle.value();
+    return {};
+  });
+}
+
+gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
+    if (!found.ok()) return found.status();
+    bool ended = true;
+    if (timeout_ms < 0) {
+      found.value()->wait();
+    } else {
+      // A wait that overflowed the clock would end at once.
+      constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
+      ended = found.value()->wait(std::chrono::milliseconds(std::min(timeout_ms, kLongest)));
+    }
+    if (done != nullptr) *done = ended ? 1 : 0;
+    return {};
+  });
+}
+
+gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress) {
+  return guarded([&]() -> Status {
+    if (progress == nullptr) return Status(EINVAL, "no place for the progress");
+    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
+    if (!found.ok()) return found.status();
+    gpufs::fill_progress(found.value()->progress(), *progress);
+    return {};
+  });
+}
+
+gpufs_status gpufs_transfer_result(gpufs_handle transfer) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
+    if (!found.ok()) return found.status();
+    const gpufs::TransferProgress progress = found.value()->progress();
+    if (progress.state != gpufs::TransferState::kDone) return Status(EINPROGRESS, "the transfer is still running");
+    return progress.status;
+  });
+}
+
+gpufs_status gpufs_transfer_cancel(gpufs_handle transfer) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
+    if (!found.ok()) return found.status();
+    found.value()->cancel();
+    return {};
+  });
+}
+
+gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
+  return guarded([&]() -> Status {
+    if (fd == nullptr) return Status(EINVAL, "no place for the descriptor");
+    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
+    if (!found.ok()) return found.status();
+    Result<int> event = found.value()->event_fd();
+    if (!event.ok()) return event.status();
+    *fd = event.value();
+    return {};
+  });
+}
+
+gpufs_status gpufs_transfer_close(gpufs_handle transfer) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Transfer>> taken = HandleTable::instance().take<Transfer>(transfer);
+    if (!taken.ok()) return taken.status();
+    taken.value()->cancel();
+    taken.value()->wait();
+    return {};
+  });
+}

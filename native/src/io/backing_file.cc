@@ -1,0 +1,169 @@
+#include "io/backing_file.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/stat.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "io/mount_table.h"
+
+namespace gpufs {
+namespace {
+
+constexpr std::string_view kOwnType = "fuse.gpufs";
+constexpr std::uint32_t kPage = 4096;
+
+// The page cache is all there is of these files.
+constexpr std::array<std::string_view, 4> kInMemory = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"};
+// Behind a server or a user's process, which may stop answering.
+constexpr std::array<std::string_view, 11> kRemote = {"nfs",    "nfs4",   "cifs",   "smb3", "9p", "ceph",
+                                                      "lustre", "beegfs", "wekafs", "gpfs", "afs"};
+
+template <std::size_t N>
+bool contains(const std::array<std::string_view, N>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Opens the file behind `fd` again, with a description of its own. Not the caller's flags: a client could change those
+// of a shared description under a transfer. O_NONBLOCK: a file lease must not hold us up.
+UniqueFd open_again(int fd, int flags, int more) {
+  const int kept = flags & (O_ACCMODE | O_SYNC | O_DSYNC);
+  const std::string path = "/proc/self/fd/" + std::to_string(fd);
+  UniqueFd opened(::open(path.c_str(), kept | more | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
+  if (opened.valid() && ::fcntl(opened.get(), F_SETFL, kept | more) != 0) opened.reset();
+  return opened;
+}
+
+const MountEntry* find_mount(const std::vector<MountEntry>& mounts, const struct statx& status) {
+  for (const MountEntry& mount : mounts) {
+    if ((status.stx_mask & STATX_MNT_ID) != 0 && mount.id == status.stx_mnt_id) return &mount;
+  }
+  // Mounted in another namespace, or moved: the device number is the same everywhere.
+  for (const MountEntry& mount : mounts) {
+    if (mount.major == status.stx_dev_major && mount.minor == status.stx_dev_minor) return &mount;
+  }
+  return nullptr;
+}
+
+std::uint32_t valid_alignment(std::uint32_t value, std::uint32_t otherwise) {
+  return std::has_single_bit(value) && value <= (1U << 20) ? value : otherwise;
+}
+
+}  // namespace
+
+void judge_file_system(const std::string& type, const std::string& super_options, BackingFacts& facts) {
+  facts.file_system = type;
+  facts.always_hot = contains(kInMemory, type);
+  facts.may_hang = contains(kRemote, type) || type == "fuse" || type.starts_with("fuse.");
+  if (facts.block_device) return;  // whatever file system its node lies on
+  if (type == "xfs") return;
+  if (type != "ext4") {
+    facts.fastpath_refusals |= mask_of(Refusal::kFileSystem);
+    return;
+  }
+  const std::string_view journal = option_value(super_options, "data");  // not shown where it is the default, ordered
+  if (!journal.empty() && journal != "ordered") facts.fastpath_refusals |= mask_of(Refusal::kMountOptions);
+}
+
+Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
+  // From here on a descriptor that no other thread of the process can close or replace.
+  UniqueFd held(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
+  if (!held.valid()) return Status::from_errno(errno, "the backing file's descriptor");
+  const int flags = ::fcntl(held.get(), F_GETFL);
+  if (flags < 0) return Status::from_errno(errno, "the backing file's descriptor");
+  if ((flags & O_PATH) != 0) return Status(EBADF, "a descriptor opened with O_PATH gives no access to the file");
+  const int access = flags & O_ACCMODE;
+  if (access == O_ACCMODE) return Status(EBADF, "the descriptor is open for neither reading nor writing");
+
+  // Without synchronising, so that a file of our own mount answers from the kernel's memory.
+  struct statx status = {};
+  if (::statx(held.get(), "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_MNT_ID | STATX_DIOALIGN,
+              &status) != 0) {
+    return Status::from_errno(errno, "looking at the backing file");
+  }
+  if ((status.stx_mask & STATX_MNT_ID) == 0) {
+    Result<std::uint64_t> id = mount_id_of(held.get());
+    if (id.ok()) {
+      status.stx_mnt_id = id.value();
+      status.stx_mask |= STATX_MNT_ID;
+    }
+  }
+  Result<std::vector<MountEntry>> mounts = read_mount_table();
+  if (!mounts.ok()) return mounts.status();
+  const MountEntry* const mount = find_mount(mounts.value(), status);
+  if (mount != nullptr && mount->type == kOwnType) {
+    return Status(EDEADLK, "the backing file is on a mount of gpufs: a transfer would wait for itself");
+  }
+  if (S_ISDIR(status.stx_mode)) return Status(EISDIR, "the backing file is a directory");
+  if (!S_ISREG(status.stx_mode) && !S_ISBLK(status.stx_mode)) {
+    return Status(EINVAL, "the backing file is neither a regular file nor a block device");
+  }
+
+  BackingFacts facts;
+  facts.block_device = S_ISBLK(status.stx_mode);
+  facts.readable = access != O_WRONLY;
+  facts.writable = access != O_RDONLY;
+  facts.append = (flags & O_APPEND) != 0;
+  judge_file_system(mount == nullptr ? "" : mount->type, mount == nullptr ? "" : mount->super_options, facts);
+  if (facts.block_device) {
+    // The node's file system tells nothing about the device.
+    facts.always_hot = false;
+    facts.may_hang = false;
+  }
+
+  bool direct_possible = !facts.always_hot;
+  if ((status.stx_mask & STATX_DIOALIGN) != 0) {
+    if (status.stx_dio_offset_align == 0) direct_possible = false;
+    facts.offset_align = valid_alignment(status.stx_dio_offset_align, kPage);
+    facts.memory_align = valid_alignment(status.stx_dio_mem_align, kPage);
+  } else if (facts.block_device) {
+    int sector = 0;
+    if (::ioctl(held.get(), BLKSSZGET, &sector) == 0 && sector > 0) {
+      facts.offset_align = valid_alignment(static_cast<std::uint32_t>(sector), kPage);
+    }
+  }
+  facts.unit = std::max(facts.offset_align, kPage);
+
+  UniqueFd buffered = open_again(held.get(), flags & ~O_DIRECT, 0);
+  UniqueFd direct;
+  if (buffered.valid()) {
+    if (direct_possible) direct = open_again(held.get(), flags, O_DIRECT);
+  } else {
+    buffered = std::move(held);
+  }
+  if (!direct.valid()) facts.fastpath_refusals |= mask_of(Refusal::kNoDirectDescriptor);
+  return adopt(std::move(buffered), std::move(direct), std::move(facts), operations);
+}
+
+std::shared_ptr<BackingFile> BackingFile::adopt(UniqueFd buffered, UniqueFd direct, BackingFacts facts,
+                                                FileOps& operations) {
+  return std::shared_ptr<BackingFile>(
+      new BackingFile(std::move(buffered), std::move(direct), std::move(facts), operations));
+}
+
+Result<DirectFile*> BackingFile::direct_file(DirectPath& path) {
+  const std::lock_guard lock(direct_mutex_);
+  if (!direct_status_.ok()) return direct_status_;
+  if (direct_file_ == nullptr) {
+    Result<std::unique_ptr<DirectFile>> attached = path.attach(*this);
+    if (!attached.ok()) {
+      direct_status_ = attached.status();
+      return direct_status_;
+    }
+    direct_file_ = attached.take();
+  }
+  return direct_file_.get();
+}
+
+}  // namespace gpufs

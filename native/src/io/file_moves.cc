@@ -1,0 +1,130 @@
+#include "io/file_moves.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/math.h"
+
+namespace gpufs {
+namespace {
+
+// The kernel moves no more than this by one call; the rest is ours to ask for.
+constexpr std::uint64_t kKernelLimit = 0x7ffff000;
+
+constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
+alignas(4096) std::byte zeros[kZeroBytes];  // never written; all its pages are one page of the kernel's
+
+enum class Way { kBuffered, kDirect };
+
+template <typename Call>
+Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call call) {
+  Moved moved;
+  while (moved.bytes < bytes) {
+    const std::uint64_t limit = round_down(kKernelLimit, align);
+    const std::uint64_t want = std::min(bytes - moved.bytes, limit);
+    const ssize_t count = call(moved.bytes, static_cast<std::size_t>(want));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      moved.status = Status::from_errno(errno, what);
+      break;
+    }
+    if (count == 0) break;
+    moved.bytes += static_cast<std::uint64_t>(count);
+    if (static_cast<std::uint64_t>(count) % align != 0) break;
+  }
+  return moved;
+}
+
+Moved read_range(BackingFile& file, Way way, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
+  const int fd = way == Way::kDirect ? file.direct_fd() : file.buffered_fd();
+  const std::uint64_t align = way == Way::kDirect ? file.facts().offset_align : 1;
+  return move_all(bytes, align, "reading the file", [&](std::uint64_t done, std::size_t want) {
+    return file.operations().read_at(fd, destination + done, want, offset + done);
+  });
+}
+
+Moved write_range(BackingFile& file, Way way, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  const int fd = way == Way::kDirect ? file.direct_fd() : file.buffered_fd();
+  const std::uint64_t align = way == Way::kDirect ? file.facts().offset_align : 1;
+  Moved moved = move_all(bytes, align, "writing the file", [&](std::uint64_t done, std::size_t want) {
+    return file.operations().write_at(fd, source + done, want, offset + done);
+  });
+  // A file system that accepts nothing and gives no reason would keep us here for ever.
+  if (moved.status.ok() && moved.bytes < bytes && moved.bytes % align == 0) {
+    moved.status = Status(EIO, "writing the file: no progress");
+  }
+  return moved;
+}
+
+}  // namespace
+
+Moved read_buffered(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
+  return read_range(file, Way::kBuffered, destination, bytes, offset);
+}
+
+Moved write_buffered(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  return write_range(file, Way::kBuffered, source, bytes, offset);
+}
+
+Moved read_direct(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
+  return read_range(file, Way::kDirect, destination, bytes, offset);
+}
+
+Moved write_direct(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  return write_range(file, Way::kDirect, source, bytes, offset);
+}
+
+bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t bytes, std::uint64_t offset) {
+  const BackingFacts& facts = file.facts();
+  return file.direct_fd() >= 0 && bytes > 0 && offset % facts.unit == 0 && bytes % facts.unit == 0 &&
+         reinterpret_cast<std::uintptr_t>(memory) % facts.memory_align == 0;
+}
+
+Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  const std::uint64_t unit = file.facts().unit;
+  const std::uint64_t body_start = std::min(round_up(offset, unit), offset + bytes) - offset;
+  const std::uint64_t body_end = std::max(round_down(offset + bytes, unit), offset + body_start) - offset;
+  if (!direct_fits(file, source + body_start, body_end - body_start, offset + body_start)) {
+    return write_buffered(file, source, bytes, offset);
+  }
+  Moved moved = write_buffered(file, source, body_start, offset);
+  if (!moved.status.ok()) return moved;
+  const Moved body = write_direct(file, source + body_start, body_end - body_start, offset + body_start);
+  moved.bytes += body.bytes;
+  // EINVAL: the file system's alignment is not what it had said.
+  if (!body.status.ok() && body.status.error() != EINVAL) {
+    moved.status = body.status;
+    return moved;
+  }
+  const Moved rest = write_buffered(file, source + moved.bytes, bytes - moved.bytes, offset + moved.bytes);
+  moved.bytes += rest.bytes;
+  moved.status = rest.status;
+  return moved;
+}
+
+Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, bool sparse, std::uint64_t* holed) {
+  *holed = 0;
+  if (sparse) {
+    int outcome = 0;
+    do {
+      outcome =
+          file.operations().allocate(file.buffered_fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+    } while (outcome != 0 && errno == EINTR);
+    if (outcome == 0) {
+      *holed = bytes;
+      return Moved{bytes, Status{}};
+    }
+  }
+  Moved moved;
+  while (moved.bytes < bytes && moved.status.ok()) {
+    const std::uint64_t want = std::min<std::uint64_t>(bytes - moved.bytes, kZeroBytes);
+    const Moved part = write_buffered(file, zeros, want, offset + moved.bytes);
+    moved.bytes += part.bytes;
+    moved.status = part.status;
+  }
+  return moved;
+}
+
+}  // namespace gpufs

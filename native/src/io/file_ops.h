@@ -1,0 +1,30 @@
+// The system calls that transfers make on files, behind an interface so that tests can make each of them fail.
+// The system's own implementation is one object for the process; others belong to the test that made them.
+// Any thread may call any function; each may block for as long as the file's device or server does.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gpufs {
+
+// As the system calls of these names: -1 and errno on failure, EINTR and short counts included.
+class FileOps {
+ public:
+  virtual ~FileOps() = default;
+  virtual ssize_t read_at(int fd, void* destination, std::size_t bytes, std::uint64_t offset) = 0;
+  virtual ssize_t write_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) = 0;
+  virtual int sync(int fd, bool data_only) = 0;
+  virtual int truncate(int fd, std::uint64_t size) = 0;
+  virtual int allocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) = 0;
+  // The size of a regular file or a block device.
+  virtual int size(int fd, std::uint64_t* bytes) = 0;
+  // How many bytes of the range the page cache holds, counted in whole pages.
+  virtual int cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) = 0;
+
+  static FileOps& system();
+};
+
+}  // namespace gpufs

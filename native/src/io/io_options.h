@@ -1,0 +1,37 @@
+// What the operator can set about transfers; the knob table's defaults are these.
+// A value, fixed when the TransferEngine is made.
+// Any thread may read it.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace gpufs {
+
+enum class FastpathMode : int { kAuto, kOff, kRequire };
+enum class Switch : int { kAuto, kOn, kOff };
+
+struct IoOptions {
+  // One piece of work of a worker, and the size of a pinned slot: a power of two of at least 64 KiB.
+  std::size_t chunk_bytes = std::size_t{4} << 20;
+  // Host memory that may be pinned at most, by all transfers and the mount together.
+  std::uint64_t pinned_bytes = std::uint64_t{192} << 20;
+  // Threads that one transfer can have on a NUMA node; 0: by the number of CPUs. Half as many more exist there so that
+  // a client whose files hang does not stop the others.
+  int workers = 0;
+  int slots = 3;  // of a worker, at most: file and device work on different ones at the same time
+  FastpathMode fastpath = FastpathMode::kAuto;
+  bool fallback = true;
+  // Copying straight from registered pages of the page cache instead of through slots: auto takes it where there is
+  // one CPU only.
+  Switch pagecache = Switch::kAuto;
+  // O_DIRECT on the fallback path: auto decides for each chunk by what is cached; on wherever alignment allows.
+  Switch direct = Switch::kAuto;
+  // How long a cancelled transfer waits for file operations under way before it leaves them behind.
+  std::chrono::milliseconds cancel_grace{50};
+  // How long shutdown() waits for threads that hang in a file operation before it leaves them behind.
+  std::chrono::milliseconds shutdown_grace{5000};
+};
+
+}  // namespace gpufs

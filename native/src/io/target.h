@@ -1,0 +1,58 @@
+// The device memory that a transfer reads or writes: a buffer, or a range that the program allocated itself.
+// A value; it keeps what it names alive.
+// Any thread may call any function.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "memory/buffer.h"
+
+namespace gpufs {
+
+// Device memory that stays where it is for as long as this lives. Pieces as Buffer::Pinned's.
+struct PinnedRange {
+  std::vector<Buffer::Piece> pieces;
+  std::unique_ptr<Buffer::Pinned> keep;
+
+  // The pieces, cut to [offset, offset + bytes).
+  [[nodiscard]] std::vector<Buffer::Piece> part(std::uint64_t offset, std::uint64_t bytes) const;
+};
+
+class Target {
+ public:
+  Target() = default;
+  static Target of_buffer(std::shared_ptr<Buffer> buffer);
+  // keep: what must live as long as the memory is used (may be null).
+  static Target of_range(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes,
+                         std::shared_ptr<const void> keep);
+
+  [[nodiscard]] bool valid() const { return device_ != nullptr; }
+  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const { return device_; }
+  [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const { return buffer_; }  // null for a range
+
+  // A store's end: the buffer's size now, or the range's.
+  [[nodiscard]] std::uint64_t size() const { return buffer_ ? buffer_->size() : bytes_; }
+  // A load's end: how far one may write.
+  [[nodiscard]] std::uint64_t limit() const { return buffer_ ? Buffer::kMaximumBytes : bytes_; }
+  // The address of `offset` modulo `align`, as far as it is known before the memory is pinned.
+  [[nodiscard]] std::uint64_t phase(std::uint64_t offset, std::uint64_t align) const {
+    return (buffer_ ? offset : address_ + offset) % align;
+  }
+
+  // Clipped to size().
+  [[nodiscard]] Result<PinnedRange> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;
+  // Takes memory where there is none yet.
+  [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes) const;
+
+ private:
+  std::shared_ptr<DeviceContext> device_;
+  std::shared_ptr<Buffer> buffer_;
+  DeviceAddress address_ = 0;
+  std::uint64_t bytes_ = 0;
+  std::shared_ptr<const void> keep_;
+};
+
+}  // namespace gpufs

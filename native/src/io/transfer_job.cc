@@ -1,0 +1,569 @@
+#include "io/transfer_job.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "io/file_moves.h"
+#include "io/pipeline.h"
+
+namespace gpufs {
+namespace {
+
+constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+// Device memory is taken and pinned in parts of this size: one call for many pieces.
+constexpr std::uint64_t kWindowBytes = std::uint64_t{256} << 20;
+// A store to a file that may hang is given more time than a load: its last write may still arrive afterwards.
+constexpr int kStorePatience = 20;
+
+bool allocation_unsupported(int error) {
+  return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM || error == ENODEV;
+}
+
+bool by_fastpath(const Segment& segment) { return segment.path == Path::kFastpath; }
+
+bool has_hole(const Target& target, std::uint64_t offset, std::uint64_t bytes) {
+  if (target.buffer() == nullptr) return false;
+  Result<std::uint64_t> hole = target.buffer()->seek_hole(offset);
+  return hole.ok() && hole.value() < offset + bytes;
+}
+
+}  // namespace
+
+TransferJob::TransferJob(std::shared_ptr<TransferEngine> engine, std::shared_ptr<WorkerPool> pool,
+                         TransferRequest request)
+    : engine_(std::move(engine)),
+      pool_(std::move(pool)),
+      request_(std::move(request)),
+      device_(request_.target.device()),
+      counters_(engine_->statistics().of(device_->info().index, request_.direction)) {
+  const Switch wish = engine_->options().pagecache;
+  pagecache_ = request_.direction == Direction::kLoad && !device_->info().cpu_addressable &&
+               (wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) == 1));
+  count(counters_.transfers);
+}
+
+TransferProgress TransferJob::progress() const {
+  TransferProgress progress;
+  const std::lock_guard lock(mutex_);
+  switch (phase_) {
+    case Phase::kQueued:
+      progress.state = TransferState::kQueued;
+      break;
+    case Phase::kDone:
+      progress.state = TransferState::kDone;
+      progress.status = status_;
+      break;
+    default:
+      progress.state = TransferState::kRunning;
+  }
+  progress.total = total_;
+  progress.moved = moved_.load(std::memory_order_relaxed);
+  progress.prefix = phase_ == Phase::kDone ? count_ : prefix_locked();
+  for (std::size_t path = 0; path < path_bytes_.size(); ++path) {
+    progress.path_bytes[path] = path_bytes_[path].load(std::memory_order_relaxed);
+  }
+  progress.pagecache_bytes = pagecache_bytes_.load(std::memory_order_relaxed);
+  progress.refusals = refusals_;
+  progress.sync_failed = sync_failed_;
+  return progress;
+}
+
+void TransferJob::cancel() {
+  if (cancelled_.exchange(true)) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kDone) return;
+  }
+  engine_->supervise(shared_from_this(), abandon_delay());
+}
+
+bool TransferJob::wait(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  return done_.wait_for(lock, patience, [&] { return phase_ == Phase::kDone; });
+}
+
+void TransferJob::wait() {
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&] { return phase_ == Phase::kDone; });
+}
+
+Result<int> TransferJob::event_fd() {
+  const std::lock_guard lock(mutex_);
+  if (!event_.valid()) {
+    event_ = UniqueFd(::eventfd(phase_ == Phase::kDone ? 1 : 0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!event_.valid()) return Status::from_errno(errno, "an eventfd for the transfer");
+  }
+  return event_.get();
+}
+
+// ---- serving ----
+
+void TransferJob::serve(Turn& turn) {
+  if (!enter()) return;
+  run_session(*this, turn);
+  leave();
+}
+
+bool TransferJob::enter() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kRunning && claimable_locked()) {
+      ++sessions_;
+      return true;
+    }
+    if (phase_ != Phase::kQueued) return false;
+    phase_ = Phase::kPreparing;
+    ++sessions_;
+  }
+  const Status prepared = prepare();
+  {
+    const std::lock_guard lock(mutex_);
+    // Left behind in the meantime: leave() finds it done.
+    if (phase_ == Phase::kPreparing) {
+      phase_ = Phase::kRunning;
+      if (!prepared.ok()) {
+        stop_ = cursor_ = 0;
+        stop_status_ = prepared;
+      }
+      update_wanted_locked();
+    }
+  }
+  pool_->update();
+  return true;
+}
+
+void TransferJob::leave() {
+  {
+    const std::lock_guard lock(mutex_);
+    --sessions_;
+    update_wanted_locked();
+    if (sessions_ > 0 || phase_ != Phase::kRunning || claimable_locked()) return;
+    phase_ = Phase::kFinishing;
+  }
+  finish();
+}
+
+Status TransferJob::prepare() {
+  if (cancelled_) return Status(ECANCELED, "cancelled");
+  const Status health = device_->device().health();
+  if (!health.ok()) return health;
+  Status bound = device_->device().bind_thread();
+  if (!bound.ok()) return bound;
+  Result<std::uint64_t> total = extent();
+  if (!total.ok()) return total.status();
+  Result<Plan> plan = Plan{};
+  if (total.value() > 0) {
+    plan = make_plan(total.value());
+    if (!plan.ok()) return plan.status();
+    if (request_.direction == Direction::kStore) {
+      const Status room = preallocate(total.value(), plan.value());
+      if (!room.ok()) return room;
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  total_ = stop_ = total.value();
+  plan_ = plan.take();
+  return {};
+}
+
+// How much there is to move: the request, clipped at the end of its source.
+Result<std::uint64_t> TransferJob::extent() {
+  BackingFile& backing = file();
+  std::uint64_t file_size = 0;
+  if (request_.direction == Direction::kLoad || !backing.facts().block_device) {
+    if (backing.operations().size(backing.buffered_fd(), &file_size) != 0) {
+      return Status::from_errno(errno, "the backing file's size");
+    }
+  }
+  std::uint64_t available = 0;
+  if (request_.direction == Direction::kLoad) {
+    available = file_size > request_.file_offset ? file_size - request_.file_offset : 0;
+    if (file_size == 0 && request_.bytes > 0) {
+      // Empty, or a file that has bytes and states no size (/proc): then as much as one piece.
+      std::byte probe;
+      const Moved first = read_buffered(backing, &probe, 1, request_.file_offset);
+      if (!first.status.ok()) return first.status;
+      if (first.bytes > 0) available = options().chunk_bytes;
+    }
+  }
+  if (!begin_use()) return Status(ECANCELED, "cancelled");
+  if (request_.direction == Direction::kLoad) {
+    // A range is filled as far as it goes; a buffer that is asked for too much says so when it grows.
+    if (target().buffer() == nullptr) available = std::min(available, target().limit() - request_.target_offset);
+  } else {
+    const std::uint64_t size = target().size();
+    available = size > request_.target_offset ? size - request_.target_offset : 0;
+  }
+  end_use();
+  const std::uint64_t total = std::min(request_.bytes, available);
+  if (total > kLargestOffset - request_.file_offset) {
+    return Status(EFBIG, "the range ends beyond the largest file offset");
+  }
+  original_file_size_ = file_size;
+  return total;
+}
+
+// Room for a store by O_DIRECT, so that pieces written out of order do not wait for each other at the file's end, and
+// a full disk is found before the work. What is cached anyway gains nothing from it.
+Status TransferJob::preallocate(std::uint64_t total, const Plan& plan) {
+  BackingFile& backing = file();
+  const std::uint64_t end = request_.file_offset + total;
+  if (backing.facts().block_device || backing.facts().may_hang || backing.direct_fd() < 0) return {};
+  if (options().direct == Switch::kOff && std::none_of(plan.begin(), plan.end(), by_fastpath)) return {};
+  if (end <= original_file_size_ || total <= options().chunk_bytes) return {};
+  if (!begin_use()) return Status(ECANCELED, "cancelled");
+  const bool leave_holes = request_.sparse && has_hole(target(), request_.target_offset, total);
+  end_use();
+  if (leave_holes) return {};
+  int outcome = 0;
+  do {
+    outcome = backing.operations().allocate(backing.buffered_fd(), 0, request_.file_offset, total);
+  } while (outcome != 0 && errno == EINTR && !cancelled_);
+  if (outcome == 0) {
+    preallocated_end_ = end;
+    return {};
+  }
+  const int error = errno;
+  if (allocation_unsupported(error)) return {};
+  preallocated_end_ = end;  // some of it may be there
+  if (error == EINTR) return Status(ECANCELED, "cancelled");
+  return Status::from_errno(error, "room in the backing file");
+}
+
+Result<Plan> TransferJob::make_plan(std::uint64_t total) {
+  ScoredRequest scored;
+  scored.file = &file().facts();
+  scored.file_offset = request_.file_offset;
+  scored.bytes = total;
+  if (!begin_use()) return Status(ECANCELED, "cancelled");
+  scored.memory_phase = target().phase(request_.target_offset, file().facts().memory_align);
+  end_use();
+  scored.vendor_refusals = engine_->direct_path_->refusals();
+  scored.fastpath = request_.fastpath.value_or(options().fastpath);
+  scored.fallback = request_.fallback.value_or(options().fallback);
+  RefusalMask refusals = 0;
+  Result<Plan> plan = plan_request(scored, &refusals);
+  if (plan.ok() && std::any_of(plan.value().begin(), plan.value().end(), by_fastpath)) {
+    Result<DirectFile*> attached = file().direct_file(*engine_->direct_path_);
+    if (attached.ok()) {
+      direct_file_ = attached.value();
+    } else {
+      log_info("fastpath does not take a file: " + attached.status().message());
+      scored.vendor_refusals |= mask_of(Refusal::kNotAccepted);
+      plan = plan_request(scored, &refusals);
+    }
+  }
+  engine_->statistics().count_refusals(device_->info().index, request_.direction, refusals);
+  const std::lock_guard lock(mutex_);
+  refusals_ = refusals;
+  return plan;
+}
+
+// ---- pieces ----
+
+std::uint64_t TransferJob::chunk_bytes(Path path) const {
+  const std::uint64_t bytes = options().chunk_bytes;
+  // Pieces of the fastpath stay aligned, whatever the file asks for.
+  return path == Path::kFastpath ? std::max<std::uint64_t>(bytes, file().facts().unit) : bytes;
+}
+
+bool TransferJob::claimable_locked() const { return cursor_ < stop_; }
+
+std::optional<Chunk> TransferJob::claim() {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kRunning || !claimable_locked()) return std::nullopt;
+  if (cancelled_) {
+    stop_ = cursor_;
+    stop_status_ = Status(ECANCELED, "cancelled");
+    update_wanted_locked();
+    return std::nullopt;
+  }
+  while (cursor_ >= plan_[segment_].offset + plan_[segment_].bytes) ++segment_;
+  const Segment& segment = plan_[segment_];
+  Chunk chunk;
+  chunk.offset = cursor_;
+  // The edges of pieces are multiples in the file, so that a slot holds all that O_DIRECT must read for one.
+  const std::uint64_t unit = chunk_bytes(segment.path);
+  const std::uint64_t position = request_.file_offset + cursor_;
+  const std::uint64_t edge = position - position % unit + unit - request_.file_offset;
+  chunk.bytes = std::min({edge, segment.offset + segment.bytes, stop_}) - cursor_;
+  chunk.path = fastpath_given_up_ ? Path::kFallback : segment.path;
+  cursor_ += chunk.bytes;
+  in_flight_.insert(chunk.offset);
+  update_wanted_locked();
+  return chunk;
+}
+
+void TransferJob::complete(const Chunk& chunk, const Status& status) {
+  moved_.fetch_add(chunk.done, std::memory_order_relaxed);
+  if (!status.ok() && status.error() != ECANCELED) {
+    count(counters_.paths[static_cast<std::size_t>(chunk.path)].errors);
+  }
+  const std::lock_guard lock(mutex_);
+  in_flight_.erase(chunk.offset);
+  if (chunk.done < chunk.bytes && chunk.offset + chunk.done < stop_) {
+    stop_ = chunk.offset + chunk.done;
+    stop_status_ = status;
+  } else if (chunk.done < chunk.bytes && chunk.offset + chunk.done == stop_ && stop_status_.error() == ECANCELED &&
+             !status.ok()) {
+    stop_status_ = status;  // the reason why it ended there, rather than that nobody went on
+  }
+  update_wanted_locked();
+}
+
+void TransferJob::update_wanted_locked() {
+  if (phase_ == Phase::kDone) {
+    wanted_ = 0;
+    return;
+  }
+  if (phase_ != Phase::kRunning) {
+    wanted_ = std::max(sessions_, 1);
+    return;
+  }
+  const std::uint64_t chunk = options().chunk_bytes;
+  const std::uint64_t rest = claimable_locked() ? (stop_ - cursor_ + chunk - 1) / chunk : 0;
+  const int limit = request_.share > 0 ? std::min(request_.share, pool_->share()) : pool_->share();
+  const auto useful = static_cast<int>(std::min<std::uint64_t>(rest, static_cast<std::uint64_t>(limit)));
+  // Never 0 before the end: the last session still has to finish it.
+  wanted_ = std::max(std::min(sessions_ + useful, limit), 1);
+}
+
+std::uint64_t TransferJob::prefix_locked() const {
+  const std::uint64_t claimed = std::min(stop_, cursor_);
+  return in_flight_.empty() ? claimed : std::min(claimed, *in_flight_.begin());
+}
+
+bool TransferJob::begin_use() {
+  const std::lock_guard lock(mutex_);
+  if (abandoned_) return false;
+  ++uses_;
+  return true;
+}
+
+void TransferJob::end_use() {
+  const std::lock_guard lock(mutex_);
+  --uses_;
+}
+
+// Half a part ahead of the pieces, so that the others do not wait while one of them takes memory.
+Status TransferJob::populate(std::uint64_t needed, const std::function<void()>& settle) {
+  std::unique_lock lock(mutex_);
+  while (populated_end_ < total_ && needed + kWindowBytes / 2 > populated_end_) {
+    if (populating_ && needed <= populated_end_) break;
+    lock.unlock();
+    settle();
+    lock.lock();
+    if (populating_) {
+      memory_changed_.wait(lock, [&] { return !populating_; });
+      continue;
+    }
+    populating_ = true;
+    const std::uint64_t start = populated_end_;
+    const std::uint64_t end = std::min(total_, std::max(start + kWindowBytes, needed));
+    lock.unlock();
+    // Taken and let go at once: the memory stays.
+    const Status status = target().pin_for_write(request_.target_offset + start, end - start).status();
+    lock.lock();
+    populating_ = false;
+    memory_changed_.notify_all();
+    if (!status.ok()) return needed <= populated_end_ ? Status{} : status;
+    populated_end_ = end;
+  }
+  return {};
+}
+
+Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& chunk, std::uint64_t bytes,
+                                                                   const std::function<void()>& settle) {
+  const bool load = request_.direction == Direction::kLoad;
+  const std::uint64_t start = chunk.offset + chunk.done;
+  const std::uint64_t end = start + bytes;
+  if (load && target().buffer() != nullptr) {
+    const Status populated = populate(end, settle);
+    if (!populated.ok()) return populated;
+  }
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    std::shared_ptr<const PinnedRange> window = window_.lock();
+    if (window != nullptr && window_start_ <= start && end <= window_end_) return window;
+    lock.unlock();
+    window.reset();
+    settle();
+    lock.lock();
+    if (!pinning_) break;
+    memory_changed_.wait(lock, [&] { return !pinning_; });
+  }
+  pinning_ = true;
+  const std::uint64_t from = round_down(start, kWindowBytes);
+  const std::uint64_t to = std::min(total_, std::max(from + kWindowBytes, end));
+  lock.unlock();
+  const std::uint64_t offset = request_.target_offset + from;
+  Result<PinnedRange> pinned =
+      load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+  std::shared_ptr<const PinnedRange> window;
+  if (pinned.ok()) window = std::make_shared<const PinnedRange>(pinned.take());
+  lock.lock();
+  pinning_ = false;
+  memory_changed_.notify_all();
+  if (window == nullptr) return pinned.status();
+  window_ = window;
+  window_start_ = from;
+  window_end_ = to;
+  return window;
+}
+
+void TransferJob::give_up_fastpath(Refusal reason) {
+  const std::lock_guard lock(mutex_);
+  if (fastpath_given_up_) return;
+  fastpath_given_up_ = true;
+  refusals_ |= mask_of(reason);
+  engine_->statistics().count_refusals(device_->info().index, request_.direction, mask_of(reason));
+}
+
+void TransferJob::count_moved(Path path, std::uint64_t bytes) {
+  const auto index = static_cast<std::size_t>(path);
+  path_bytes_[index].fetch_add(bytes, std::memory_order_relaxed);
+  count(counters_.paths[index].bytes, bytes);
+}
+
+void TransferJob::count_pagecache(std::uint64_t bytes) {
+  pagecache_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  count(counters_.pagecache_bytes, bytes);
+}
+
+// ---- the end ----
+
+void TransferJob::finish() {
+  std::uint64_t reached = 0;
+  std::uint64_t touched = 0;
+  Status status;
+  {
+    const std::lock_guard lock(mutex_);
+    reached = stop_;
+    touched = std::max(populated_end_, cursor_);
+    status = stop_status_;
+  }
+  bool sync_failed = false;
+  if (request_.direction == Direction::kLoad) {
+    if (begin_use()) {
+      const Status finished = finish_load(target(), reached, touched);
+      end_use();
+      if (status.ok()) status = finished;
+    }
+  } else {
+    const Status finished = finish_store(reached, touched);
+    if (status.ok()) status = finished;
+    if (status.ok() && request_.sync != SyncMode::kNone) {
+      {
+        const std::lock_guard lock(mutex_);
+        syncing_ = true;
+      }
+      status = sync_file();
+      sync_failed = !status.ok();
+    }
+  }
+  conclude(reached, status, sync_failed);
+}
+
+Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) {
+  if (target.buffer() == nullptr) return {};
+  if (reached > 0) target.buffer()->publish(request_.target_offset + reached);
+  if (touched <= reached) return {};
+  return target.buffer()->discard_above_size(request_.target_offset + reached, touched - reached);
+}
+
+// The file ends where the store ended: neither short of a hole that was left at its end, nor long by what was made
+// ready or written beyond a failure.
+Status TransferJob::finish_store(std::uint64_t reached, std::uint64_t touched) {
+  BackingFile& backing = file();
+  if (backing.facts().block_device) return {};
+  const std::uint64_t highest = std::max(preallocated_end_, touched == 0 ? 0 : request_.file_offset + touched);
+  const std::uint64_t end = reached == 0 ? original_file_size_ : request_.file_offset + reached;
+  if (highest == 0) return {};
+  std::uint64_t size = 0;
+  if (backing.operations().size(backing.buffered_fd(), &size) != 0) {
+    return Status::from_errno(errno, "the backing file's size");
+  }
+  const std::uint64_t wanted_size = std::max(end, original_file_size_);
+  // A size that we cannot have caused is somebody else's.
+  const bool too_long = size > wanted_size && size <= highest;
+  const bool too_short = reached > 0 && size < end;
+  if (!too_long && !too_short) return {};
+  while (backing.operations().truncate(backing.buffered_fd(), wanted_size) != 0) {
+    if (errno != EINTR) return Status::from_errno(errno, "setting the backing file's size");
+  }
+  return {};
+}
+
+Status TransferJob::sync_file() {
+  BackingFile& backing = file();
+  while (backing.operations().sync(backing.buffered_fd(), request_.sync == SyncMode::kData) != 0) {
+    if (errno != EINTR) return Status::from_errno(errno, "syncing the backing file");
+  }
+  return {};
+}
+
+void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bool sync_failed) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kDone) return;
+    phase_ = Phase::kDone;
+    count_ = count_reached;
+    status_ = status;
+    sync_failed_ = sync_failed;
+    update_wanted_locked();
+    if (status.error() == ECANCELED) {
+      count(counters_.cancelled);
+    } else if (!status.ok()) {
+      count(counters_.failed);
+    }
+    if (event_.valid()) {
+      const std::uint64_t one = 1;
+      (void)!::write(event_.get(), &one, sizeof one);
+    }
+    done_.notify_all();
+  }
+  engine_->finished(*this);
+}
+
+std::chrono::milliseconds TransferJob::abandon_delay() const {
+  const bool patient = request_.direction == Direction::kStore && file().facts().may_hang;
+  return options().cancel_grace * (patient ? kStorePatience : 1);
+}
+
+bool TransferJob::abandon(bool forced) {
+  std::uint64_t reached = 0;
+  std::uint64_t touched = 0;
+  Target target;
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kDone || abandoned_) return true;
+    // A store to a disk comes back, and its last write must not arrive after somebody was told that it ended.
+    const bool harmless = request_.direction == Direction::kLoad || file().facts().may_hang || syncing_;
+    if (!forced && (!harmless || uses_ > 0)) return false;
+    abandoned_ = true;
+    phase_ = Phase::kFinishing;
+    reached = prefix_locked();
+    touched = std::max(populated_end_, cursor_);
+    // What hangs must not hold the device's memory.
+    if (uses_ == 0) target = std::exchange(request_.target, Target{});
+    count(counters_.abandoned);
+  }
+  log_warning(std::string("a cancelled ") + direction_name(request_.direction) +
+              " was left behind by threads that hang in its file");
+  if (request_.direction == Direction::kLoad && target.valid()) {
+    const Status finished = finish_load(target, reached, touched);
+    if (!finished.ok()) log_warning("after a cancelled load: " + finished.message());
+  }
+  conclude(reached, Status(ECANCELED, "cancelled"), false);
+  pool_->update();
+  return true;
+}
+
+}  // namespace gpufs
