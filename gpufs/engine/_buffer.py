@@ -1,7 +1,7 @@
 """Buffers: the contents of a file, on a device."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._engine import Engine
@@ -40,6 +40,14 @@ class Buffer(Handle):
         check(lib.gpufs_buffer_create(engine._handle, device, handle))
         self.engine = engine
         self._own(handle[0], lib.gpufs_buffer_close)
+
+    @classmethod
+    def _adopt(cls, engine: Engine, handle: int) -> Self:
+        """A buffer for a handle that the engine has given."""
+        buffer = cls.__new__(cls)
+        buffer.engine = engine
+        buffer._own(handle, lib.gpufs_buffer_close)
+        return buffer
 
     @property
     def info(self) -> BufferInfo:

@@ -6,6 +6,7 @@ from errno import ERANGE
 from typing import Any, Final
 
 from gpufs.engine._binding import Handle, check, failure
+from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
@@ -194,6 +195,20 @@ class Mount(Handle):
         if status.error:
             raise failure(status)
         return _unpack(changed)
+
+    def inode_written(self, ino: int) -> None:
+        """After contents were changed by other means than the mount's own operations: sets the times and tells the
+        kernel, queued; set-id bits go. EngineError ENOENT if unknown."""
+        check(lib.gpufs_inode_written(self._handle, ino))
+
+    def buffer(self, ino: int) -> Buffer:
+        """The buffer of a regular file, which lives at least as long as the result is open.
+
+        EngineError: ENOENT if unknown, EISDIR or EINVAL for what has no buffer.
+        """
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_mount_buffer(self._handle, ino, handle))
+        return Buffer._adopt(self.engine, handle[0])
 
     def file_open(self, ino: int, flags: int) -> int:
         """Opens a regular file, ``flags`` as for open(2); the result is pyfuse3's file handle."""

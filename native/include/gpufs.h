@@ -166,6 +166,10 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes 
  * the modification time unless that is set. */
 gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes *attributes);
 
+/* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
+ * become now, set-id bits go, and the kernel is told as by gpufs_mount_invalidate_inode(). ENOENT if unknown. */
+gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
+
 /* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
  * flags: as open(2); O_TRUNC empties it. Bit 62 of *fh is set: handles of Python's own must not have it. */
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t *fh);

@@ -223,6 +223,17 @@ gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpu
   });
 }
 
+gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
+    inode->was_written(/*drop_set_id=*/true);
+    return found.value()->session().invalidate_inode(ino);
+  });
+}
+
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh) {
   return guarded([&]() -> Status {
     if (fh == nullptr) return gpufs::null_argument();
