@@ -1,4 +1,4 @@
-"""The native engine from Python: devices, buffers and the data plane of a mount.
+"""The native engine from Python: devices, buffers, transfers and the data plane of a mount.
 
 A thin and typed layer over the engine's C interface (``native/include/gpufs.h``, where each call's contract is
 written down). Sizes and offsets are in bytes, times are integers of seconds and nanoseconds. Calls release the
@@ -25,6 +25,16 @@ from gpufs.engine._mount import (
     SET_UID,
     Attributes,
     Mount,
+    relay_pair,
+)
+from gpufs.engine._transfer import (
+    BackingFile,
+    BackingInfo,
+    DeviceRange,
+    Transfer,
+    TransferProgress,
+    io_configure,
+    refusal_names,
 )
 
 __all__ = [
@@ -45,14 +55,22 @@ __all__ = [
     "SET_UID",
     "ZERO_RANGE",
     "Attributes",
+    "BackingFile",
+    "BackingInfo",
     "Buffer",
     "BufferInfo",
     "Device",
     "DeviceInfo",
     "DeviceMemory",
+    "DeviceRange",
     "Engine",
     "EngineError",
     "Mount",
+    "Transfer",
+    "TransferProgress",
     "engine_version",
+    "io_configure",
     "log_configure",
+    "refusal_names",
+    "relay_pair",
 ]

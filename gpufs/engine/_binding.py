@@ -1,8 +1,10 @@
 """What every class of the binding needs: errors, handles and their end."""
 
+import json
 import os
 import weakref
 from collections.abc import Callable
+from errno import ERANGE
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,6 +54,20 @@ def engine_version() -> str:
     """The version of the native engine, the same as ``gpufs.__version__`` where the build is of one piece."""
     text: bytes = ffi.string(lib.gpufs_version())
     return text.decode()
+
+
+def json_of(call: Callable[[Any, int, Any], Any]) -> dict[str, Any]:
+    """The JSON object that a call (text, capacity, needed) writes, in as much room as it needs."""
+    capacity = 4096
+    while True:
+        text = ffi.new("char[]", capacity)
+        needed = ffi.new("uint64_t *")
+        status = call(text, capacity, needed)
+        if status.error != ERANGE:
+            check(status)
+            counters: dict[str, Any] = json.loads(ffi.string(text))
+            return counters
+        capacity = max(int(needed[0]), capacity * 2)
 
 
 def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> None:

@@ -1,8 +1,9 @@
 """The engine and its devices."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._native import ffi, lib
 
 
@@ -91,3 +92,7 @@ class Engine(Handle):
     def devices(self) -> tuple[Device, ...]:
         """The devices, by index."""
         return tuple(Device(self, index) for index in range(self._devices))
+
+    def io_statistics(self) -> dict[str, Any]:
+        """The counters of transfers."""
+        return json_of(lambda *room: lib.gpufs_io_statistics(self._handle, *room))

@@ -1,11 +1,9 @@
 """A mount's data plane and the inode table that both planes share."""
 
-import json
 from dataclasses import dataclass
-from errno import ERANGE
 from typing import Any, Final
 
-from gpufs.engine._binding import Handle, check, failure
+from gpufs.engine._binding import Handle, check, failure, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
@@ -98,11 +96,20 @@ def _unpack(c: Any) -> Attributes:
     )
 
 
+def relay_pair() -> tuple[int, int]:
+    """The socket pair between the planes: (relay_fd for Mount, what pyfuse3 gets as /dev/fd/N).
+
+    Both are close-on-exec and the caller's, the first until Mount takes it over.
+    """
+    native, control = ffi.new("int32_t *"), ffi.new("int32_t *")
+    check(lib.gpufs_relay_pair(native, control))
+    return int(native[0]), int(control[0])
+
+
 class Mount(Handle):
     """The data plane of one FUSE connection. It keeps its engine alive.
 
-    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of the SOCK_SEQPACKET pair whose other end
-    pyfuse3 has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and
+    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3 has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and
     ``max_write``: 0 for the engine's choice. ``mask_flags``: INIT flags to treat as not offered by the kernel.
     ``attribute_timeout`` is in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or
     "device".
@@ -157,16 +164,7 @@ class Mount(Handle):
 
     def statistics(self) -> dict[str, Any]:
         """The data plane's counters."""
-        capacity = 4096
-        while True:
-            text = ffi.new("char[]", capacity)
-            needed = ffi.new("uint64_t *")
-            status = lib.gpufs_mount_statistics(self._handle, text, capacity, needed)
-            if status.error != ERANGE:
-                check(status)
-                counters: dict[str, Any] = json.loads(ffi.string(text))
-                return counters
-            capacity = max(int(needed[0]), capacity * 2)
+        return json_of(lambda *room: lib.gpufs_mount_statistics(self._handle, *room))
 
     def inode_add(self, attributes: Attributes) -> None:
         """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known."""
@@ -223,6 +221,15 @@ class Mount(Handle):
         status = lib.gpufs_file_release(self._handle, fh)
         if status.error:
             raise failure(status)
+
+    def buffer(self, ino: int) -> Buffer:
+        """The buffer of a regular file, which lives at least as long as the result; closing drops this reference only.
+
+        EngineError ENOENT if unknown, EISDIR or EINVAL for what has no buffer.
+        """
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_mount_buffer(self._handle, ino, handle))
+        return Buffer.adopt(self.engine, handle[0])
 
     def invalidate_inode(self, ino: int) -> None:
         """Tells the kernel that contents and attributes are not what it has cached. Queued; never blocks."""
