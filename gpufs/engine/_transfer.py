@@ -1,0 +1,242 @@
+"""Transfers between files of the host and device memory."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._buffer import Buffer
+from gpufs.engine._engine import Engine
+from gpufs.engine._native import ffi, lib
+
+Switch = Literal["auto", "on", "off", "require"]
+Direction = Literal["load", "store"]
+Sync = Literal["none", "data", "full"]
+
+_SWITCHES: Final[dict[str, int]] = {
+    "auto": lib.GPUFS_AUTO,
+    "on": lib.GPUFS_ON,
+    "off": lib.GPUFS_OFF,
+    "require": lib.GPUFS_REQUIRE,
+}
+_DIRECTIONS: Final[dict[str, int]] = {"load": lib.GPUFS_LOAD, "store": lib.GPUFS_STORE}
+_SYNCS: Final[dict[str, int]] = {
+    "none": lib.GPUFS_SYNC_NONE,
+    "data": lib.GPUFS_SYNC_DATA,
+    "full": lib.GPUFS_SYNC_FULL,
+}
+_TO_THE_END: Final = (1 << 64) - 1
+
+
+def io_configure(
+    engine: Engine,
+    *,
+    chunk_bytes: int = 0,
+    pinned_bytes: int = 0,
+    workers: int = 0,
+    slots: int = 0,
+    fastpath: Switch = "auto",
+    fallback: Switch = "auto",
+    pagecache: Switch = "auto",
+    direct: Switch = "auto",
+) -> None:
+    """Sets how an engine's transfers run; 0 is the engine's choice. Before its first transfer, mount or statistics.
+
+    EngineError EBUSY afterwards, EINVAL for what is out of range.
+    """
+    options = {
+        "chunk_bytes": chunk_bytes,
+        "pinned_bytes": pinned_bytes,
+        "workers": workers,
+        "slots": slots,
+        "fastpath": _SWITCHES[fastpath],
+        "fallback": _SWITCHES[fallback],
+        "pagecache": _SWITCHES[pagecache],
+        "direct": _SWITCHES[direct],
+    }
+    check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
+
+
+def refusal_names(mask: int) -> list[str]:
+    """The names of the bits of a refusal mask: why the fastpath did not take something."""
+    bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
+    return [ffi.string(lib.gpufs_refusal_name(bit)).decode() or f"bit {bit}" for bit in bits]
+
+
+@dataclass(frozen=True, slots=True)
+class BackingInfo:
+    """What the engine knows about a file of the host."""
+
+    file_system: str  # "ext4"; "" where its mount is not visible here
+    block_device: bool
+    readable: bool
+    writable: bool
+    direct: bool  # it could be opened with O_DIRECT too
+    offset_align: int  # of O_DIRECT, bytes
+    memory_align: int
+    fastpath_refusals: tuple[str, ...]  # what about the file itself keeps it from the fastpath
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """Device memory that the program allocated itself: the index of its device in the engine, address and bytes."""
+
+    device: int
+    address: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """How far a transfer is, in bytes."""
+
+    state: Literal["queued", "running", "done"]
+    error: int  # once done: 0 or an errno, also after progress
+    device_code: int
+    sync_failed: bool  # the error is that of the sync: nothing is known to be durable
+    total: int  # there is to move, as known so far
+    moved: int  # anywhere in the range
+    prefix: int  # from the start without a gap; once done, what counts
+    fastpath_bytes: int
+    fallback_bytes: int
+    pagecache_bytes: int  # of fallback_bytes
+    refusals: tuple[str, ...]  # why the fastpath did not take all of it
+
+
+_STATES: Final[dict[int, Literal["queued", "running", "done"]]] = {
+    lib.GPUFS_TRANSFER_QUEUED: "queued",
+    lib.GPUFS_TRANSFER_RUNNING: "running",
+    lib.GPUFS_TRANSFER_DONE: "done",
+}
+
+
+class BackingFile(Handle):
+    """A regular file or block device of the host, for transfers. It keeps its engine alive.
+
+    ``fd`` stays the caller's; the engine opens descriptors of its own with the same access mode, never wider. This may
+    block for as long as the file's server does. EngineError EBADF for an O_PATH descriptor, EISDIR or EINVAL for another
+    kind of file, EDEADLK for a file on a mount of gpufs.
+    """
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: Engine, fd: int) -> None:
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_backing_open(engine._handle, fd, handle))
+        self.engine = engine
+        self._own(handle[0], lib.gpufs_backing_close)
+
+    @property
+    def info(self) -> BackingInfo:
+        """What is known about the file."""
+        info = ffi.new("gpufs_backing_info *")
+        check(lib.gpufs_backing_info_get(self._handle, info))
+        return BackingInfo(
+            file_system=ffi.string(info.file_system).decode(errors="replace"),
+            block_device=bool(info.block_device),
+            readable=bool(info.readable),
+            writable=bool(info.writable),
+            direct=bool(info.direct),
+            offset_align=info.offset_align,
+            memory_align=info.memory_align,
+            fastpath_refusals=tuple(refusal_names(info.fastpath_refusals)),
+        )
+
+
+class Transfer(Handle):
+    """A copy between a file and device memory, queued by making this object, which keeps both alive.
+
+    ``size`` None: to the end of the source. ``fastpath``, ``fallback``: "auto" is as configured. ``sync``: what a store
+    makes durable before it is done. ``sparse``: holes of the buffer become holes of the file where it can have them.
+    ``share``: threads at most, 0 for the client's share; ``client`` says whose it is: threads are shared evenly between
+    clients. Device memory that is not a buffer must stay valid, and free of the program's own queued work, until the
+    transfer is done. EngineError when it cannot be queued; how it ends is in progress() and result().
+
+    Closing cancels it if it still runs, and waits for its end.
+    """
+
+    __slots__ = ("backing", "memory")
+
+    def __init__(
+        self,
+        direction: Direction,
+        backing: BackingFile,
+        memory: Buffer | DeviceRange,
+        *,
+        file_offset: int = 0,
+        buffer_offset: int = 0,
+        size: int | None = None,
+        fastpath: Switch = "auto",
+        fallback: Switch = "auto",
+        sync: Sync = "none",
+        sparse: bool = False,
+        share: int = 0,
+        client: int = 0,
+    ) -> None:
+        request = ffi.new("gpufs_transfer_request *")
+        request.backing = backing._handle
+        if isinstance(memory, Buffer):
+            request.buffer = memory._handle
+        else:
+            request.device, request.address, request.address_bytes = memory.device, memory.address, memory.bytes
+        request.file_offset = file_offset
+        request.buffer_offset = buffer_offset
+        request.bytes = _TO_THE_END if size is None else size
+        request.direction = _DIRECTIONS[direction]
+        request.sync = _SYNCS[sync]
+        request.sparse = sparse
+        request.fastpath = _SWITCHES[fastpath]
+        request.fallback = _SWITCHES[fallback]
+        request.share = share
+        request.client = client
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_transfer_start(backing.engine._handle, request, handle))
+        self.backing = backing
+        self.memory = memory
+        self._own(handle[0], lib.gpufs_transfer_close)
+
+    @property
+    def event_fd(self) -> int:
+        """A descriptor of the transfer's, readable once it is done; valid until the transfer is closed."""
+        fd = ffi.new("int *")
+        check(lib.gpufs_transfer_event_fd(self._handle, fd))
+        return int(fd[0])
+
+    def progress(self) -> TransferProgress:
+        """How far it is."""
+        p = ffi.new("gpufs_transfer_progress *")
+        check(lib.gpufs_transfer_progress_get(self._handle, p))
+        return TransferProgress(
+            state=_STATES[p.state],
+            error=p.error,
+            device_code=p.device_code,
+            sync_failed=bool(p.sync_failed),
+            total=p.total,
+            moved=p.moved,
+            prefix=p.prefix,
+            fastpath_bytes=p.fastpath_bytes,
+            fallback_bytes=p.fallback_bytes,
+            pagecache_bytes=p.pagecache_bytes,
+            refusals=tuple(refusal_names(p.refusals)),
+        )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is done, up to ``timeout`` seconds (None: for ever); whether it is. Raises nothing of its."""
+        done = ffi.new("int32_t *")
+        check(lib.gpufs_transfer_wait(self._handle, -1 if timeout is None else max(int(timeout * 1000), 0), done))
+        return bool(done[0])
+
+    def result(self) -> None:
+        """Raises the transfer's own failure, if it failed. EngineError EINPROGRESS while it runs."""
+        check(lib.gpufs_transfer_result(self._handle))
+
+    def failure(self) -> EngineError | None:
+        """What result() would raise."""
+        try:
+            self.result()
+        except EngineError as error:
+            return error
+        return None
+
+    def cancel(self) -> None:
+        """Asks it to stop at its next piece; never blocks."""
+        check(lib.gpufs_transfer_cancel(self._handle))
