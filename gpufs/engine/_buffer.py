@@ -49,14 +49,6 @@ class Buffer(Handle):
         buffer._own(handle, lib.gpufs_buffer_close)
         return buffer
 
-    @classmethod
-    def adopt(cls, engine: Engine, handle: int) -> "Buffer":
-        """The buffer behind a handle of the engine's, which the result owns from now on."""
-        buffer = cls.__new__(cls)
-        buffer.engine = engine
-        buffer._own(handle, lib.gpufs_buffer_close)
-        return buffer
-
     @property
     def info(self) -> BufferInfo:
         """Size, memory held and device."""

@@ -109,10 +109,10 @@ def relay_pair() -> tuple[int, int]:
 class Mount(Handle):
     """The data plane of one FUSE connection. It keeps its engine alive.
 
-    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3 has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and
-    ``max_write``: 0 for the engine's choice. ``mask_flags``: INIT flags to treat as not offered by the kernel.
-    ``attribute_timeout`` is in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or
-    "device".
+    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
+    has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
+    for the engine's choice. ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
+    in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device".
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -195,18 +195,11 @@ class Mount(Handle):
         return _unpack(changed)
 
     def inode_written(self, ino: int) -> None:
-        """After contents were changed by other means than the mount's own operations: sets the times and tells the
-        kernel, queued; set-id bits go. EngineError ENOENT if unknown."""
-        check(lib.gpufs_inode_written(self._handle, ino))
+        """After its contents were changed by other means than the mount's own operations, by a transfer for example.
 
-    def buffer(self, ino: int) -> Buffer:
-        """The buffer of a regular file, which lives at least as long as the result is open.
-
-        EngineError: ENOENT if unknown, EISDIR or EINVAL for what has no buffer.
+        Sets the times, drops set-id bits and tells the kernel, queued. EngineError ENOENT if unknown.
         """
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_mount_buffer(self._handle, ino, handle))
-        return Buffer._adopt(self.engine, handle[0])
+        check(lib.gpufs_inode_written(self._handle, ino))
 
     def file_open(self, ino: int, flags: int) -> int:
         """Opens a regular file, ``flags`` as for open(2); the result is pyfuse3's file handle."""
@@ -223,13 +216,13 @@ class Mount(Handle):
             raise failure(status)
 
     def buffer(self, ino: int) -> Buffer:
-        """The buffer of a regular file, which lives at least as long as the result; closing drops this reference only.
+        """The buffer of a regular file, which lives at least as long as the result is open.
 
         EngineError ENOENT if unknown, EISDIR or EINVAL for what has no buffer.
         """
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_buffer(self._handle, ino, handle))
-        return Buffer.adopt(self.engine, handle[0])
+        return Buffer._adopt(self.engine, handle[0])
 
     def invalidate_inode(self, ino: int) -> None:
         """Tells the kernel that contents and attributes are not what it has cached. Queued; never blocks."""

@@ -113,8 +113,8 @@ class BackingFile(Handle):
     """A regular file or block device of the host, for transfers. It keeps its engine alive.
 
     ``fd`` stays the caller's; the engine opens descriptors of its own with the same access mode, never wider. This may
-    block for as long as the file's server does. EngineError EBADF for an O_PATH descriptor, EISDIR or EINVAL for another
-    kind of file, EDEADLK for a file on a mount of gpufs.
+    block for as long as the file's server does. EngineError EBADF for an O_PATH descriptor, EISDIR or EINVAL for
+    another kind of file, EDEADLK for a file on a mount of gpufs.
     """
 
     __slots__ = ("engine",)
