@@ -61,16 +61,18 @@ def parse_size(text: str) -> int:
     )
 
 
-def _size(least: int, most: int, multiple: int = 1) -> Kind:
+def _size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
     def parse(text: str) -> int:
         value = parse_size(text)
-        if not least <= value <= most or value % multiple:
+        if not least <= value <= most or value % multiple or (power_of_two and value & (value - 1)):
             raise ValueError(text)
         return value
 
     allowed = f"a size such as 4096, 512M or 1.5G, from {size_text(least)} to {size_text(most)}"
     if multiple > 1:
         allowed += f", a multiple of {size_text(multiple)}"
+    if power_of_two:
+        allowed += ", a power of two"
     return Kind(allowed, "SIZE", parse)
 
 
@@ -260,6 +262,51 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "mount_timeout", _duration(0.1, 3600), 60.0, "seconds", "How long `gpufs mount` waits until the mount answers."
     ),
     Knob(
+        "io_chunk_bytes",
+        _size(64 << 10, 64 << 20, power_of_two=True),
+        4 << 20,
+        "bytes",
+        "One piece of work of a copy between a file and a device, and the size of a pinned slot.",
+    ),
+    Knob(
+        "io_pinned_bytes",
+        _size(1 << 20, 1 << 40),
+        192 << 20,
+        "bytes",
+        "Host memory that may be pinned at most, by all copies and the mount together.",
+    ),
+    Knob(
+        "io_workers",
+        _integer(0, 256),
+        0,
+        "",
+        "Threads that one client's copies have at most on a NUMA node.",
+        default_text="0: chosen by the number of CPUs",
+    ),
+    Knob("io_slots", _integer(1, 16), 3, "", "Pinned slots of each of these threads: file and device work overlap."),
+    Knob(
+        "io_fastpath",
+        _choice("auto", "off", "require"),
+        "auto",
+        "",
+        "Copies directly between storage and device, by the vendor's way: where possible, never, or nothing else.",
+    ),
+    Knob("io_fallback", _choice("auto", "on", "off"), "auto", "", "Copies through pinned host memory; auto is on."),
+    Knob(
+        "io_pagecache",
+        _choice("auto", "on", "off"),
+        "auto",
+        "",
+        "Copies straight from the page cache's own pages; auto takes it where there is one CPU only.",
+    ),
+    Knob(
+        "io_direct",
+        _choice("auto", "on", "off"),
+        "auto",
+        "",
+        "O_DIRECT for copies through pinned memory; auto decides by what the page cache holds.",
+    ),
+    Knob(
         "umount_timeout",
         _duration(0.1, 3600),
         30.0,
@@ -388,6 +435,11 @@ def host_memory(memory: int | None, devices: int) -> int:
             f"of which {has.available_bytes / gib:.1f} GiB are available"
         )
     return memory
+
+
+def io_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs of transfers by the names that :func:`gpufs.engine.io_configure` has for them."""
+    return {name.removeprefix("io_"): values[name] for name in BY_NAME if name.startswith("io_")}
 
 
 def _page() -> Iterator[str]:

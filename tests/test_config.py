@@ -45,14 +45,23 @@ def test_every_default_is_allowed(knob: config.Knob) -> None:
 def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> None:
     """Command line, variable and file give the same value for the same text."""
     text = {
+        "io_chunk_bytes": "1M",
+        "io_pinned_bytes": "64M",
+        "io_slots": "4",
+        "io_fastpath": "off",
+        "io_fallback": "off",
+        "io_pagecache": "on",
+        "io_direct": "on",
+        "slab_file_bytes": "1M",
+        "max_write": "1M",
+        "memory": "64M",
         "driver": "host",
         "log_level": "debug",
         "transport": "device",
         "log_file": "/tmp/a.log",
         "allow_other": "true",
         "foreground": "true",
-    }.get(knob.name, "1M" if knob.name == "max_write" else "64M" if knob.name == "memory" else "3")
-    text = "1M" if knob.name == "slab_file_bytes" else text
+    }.get(knob.name, "3")
     file = tmp_path / "a.toml"
     file.write_text(f'{knob.name} = "{text}"\n')
     values = [
@@ -150,6 +159,8 @@ def test_size_text_is_read_back(size: int) -> None:
         ("log_file", ""),
         ("mount_timeout", "0"),
         ("mount_timeout", "nan"),
+        ("io_chunk_bytes", "3M"),
+        ("io_slots", "0"),
     ],
 )
 def test_bad_values_name_knob_origin_and_what_is_allowed(name: str, text: str, tmp_path: Path) -> None:
@@ -249,6 +260,15 @@ def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 * GIB, 3 << 20))
     with pytest.raises(config.ConfigError, match="too little for 2 devices"):
         config.host_memory(None, 2)
+
+
+def test_io_options_are_what_the_engine_takes() -> None:
+    import inspect
+
+    from gpufs.engine import io_configure
+
+    options = config.io_options(load().values)
+    assert set(options) == set(inspect.signature(io_configure).parameters) - {"engine"}
 
 
 def test_settings_are_plain_values() -> None:
