@@ -1,0 +1,156 @@
+"""A client's connection to the daemon of a mount: one request at a time, by one thread at a time."""
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+from gpufs._version import __version__
+from gpufs.client import _protocol
+from gpufs.client._protocol import Copy, Goodbye, Hello, ProtocolError, Result, ServerMessage, Welcome
+
+_HELLO_SECONDS: Final = 5.0
+# After a cancellation, and when an exception passes through: the daemon answers at once unless it hangs itself.
+_CANCEL_SECONDS: Final = 3.0
+
+
+class Cancellation:
+    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
+
+    __slots__ = ("_fd", "cancelled")
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """All copies that have this object end with CopyError ECANCELED, soon. A second call does nothing."""
+        if not self.cancelled:
+            self.cancelled = True
+            os.eventfd_write(self._fd, 1)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once cancelled."""
+        return self._fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class Connection:
+    """Speaks with a daemon over a connected socket, which it owns. OSError and ProtocolError end its use."""
+
+    __slots__ = ("_next", "_sock", "requests", "server")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._next = 1
+        try:
+            sock.settimeout(_HELLO_SECONDS)
+            _protocol.send(sock, Hello([_protocol.VERSION], f"gpufs {__version__}"))
+            message = self._receive()
+            if not isinstance(message, Welcome):
+                raise ProtocolError("the daemon does not greet")
+            sock.settimeout(None)
+            self.server = message.server
+            self.requests = message.requests
+        except BaseException:
+            sock.close()
+            raise
+
+    def usable(self) -> bool:
+        """False once the daemon has ended it; it says nothing unasked but goodbye."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Ends the connection; what it still asked for is cancelled."""
+        self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def copy(
+        self,
+        direction: str,
+        host_fd: int,
+        mount_fd: int,
+        *,
+        host_offset: int = 0,
+        offset: int = 0,
+        size: int | None = None,
+        fastpath: str | None = None,
+        sync: str = "none",
+        interval: float = 0.0,
+        progress: Callable[[_protocol.Progress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> Result:
+        """Has the daemon copy between two open files; both stay the caller's.
+
+        Returns the daemon's result, which may be a failure, and OSError ECONNRESET when the daemon ends before it. An
+        exception that passes through (KeyboardInterrupt, one of ``progress``) cancels the copy first.
+        """
+        request = Copy(self._next, direction, host_offset, offset, size, fastpath, sync, interval if progress else 0.0)
+        self._next += 1
+        _protocol.send(self._sock, request, (host_fd, mount_fd))
+        cancelled = False
+        try:
+            while True:
+                if cancel is not None and not cancelled and self._wait(cancel):
+                    cancelled = True
+                    _protocol.send(self._sock, _protocol.Cancel(request.id))
+                    self._sock.settimeout(_CANCEL_SECONDS)
+                message = self._receive()
+                if isinstance(message, Result) and message.id == request.id:
+                    self._sock.settimeout(None)
+                    return message
+                if isinstance(message, _protocol.Progress) and message.id == request.id and progress is not None:
+                    progress(message)
+        except BaseException as error:
+            if not isinstance(error, OSError):
+                self._abandon(request.id)
+            raise
+
+    def _wait(self, cancel: Cancellation) -> bool:
+        """Waits for a message or for the cancellation; True for the latter."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(cancel, select.POLLIN)
+        return any(fd == cancel.fileno() for fd, _ in poll.poll())
+
+    def _abandon(self, number: int) -> None:
+        """Cancels and waits a little for the end, so that the destination is at rest when the caller goes on."""
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        try:
+            _protocol.send(self._sock, _protocol.Cancel(number))
+            while (left := deadline - time.monotonic()) > 0:
+                self._sock.settimeout(left)
+                message = self._receive()
+                if isinstance(message, Result) and message.id == number:
+                    break
+        except OSError:
+            pass
+        self._sock.close()
+
+    def _receive(self) -> ServerMessage:
+        try:
+            data, descriptors = _protocol.receive(self._sock)
+        except TimeoutError:
+            raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer") from None
+        _protocol.close_all(descriptors)
+        if not data:
+            raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
+        message = _protocol.decode_server(data)
+        if isinstance(message, Goodbye):
+            raise OSError(message.error or errno.ECONNRESET, message.message)
+        return message

@@ -1,0 +1,645 @@
+"""Copies between files, at least one of them on a mount.
+
+Which way the bytes go:
+
+- between the host and a mount: the mount's daemon moves them ("transfer"); where its socket cannot be reached, and for
+  small files, they are read and written through the mount ("mount");
+- inside one mount: the kernel hands the whole range to the mount in one request ("kernel").
+"""
+
+import errno
+import hashlib
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from gpufs.client import _find, _linux
+from gpufs.client._connection import Cancellation, Connection
+from gpufs.client._find import MountPoint
+from gpufs.client._protocol import LOAD, STORE, Progress
+
+Fastpath = Literal["auto", "off", "require"]
+
+# Up to here one read and one write are faster than asking the daemon.
+_SMALL_BYTES: Final = 128 << 10
+_STREAM_BYTES: Final = 4 << 20
+_PROGRESS_SECONDS: Final = 0.1
+# One copy_file_range at a time should take about this long, so that a cancellation and the progress have their turn.
+_KERNEL_SECONDS: Final = 0.2
+_KERNEL_FIRST_BYTES: Final = 64 << 20
+_KERNEL_MOST_BYTES: Final = 16 << 30
+_NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# What the daemon answers about files that it has no buffer for: control files, files of backing directories, ends of
+# which the other is on some gpufs too. All can be read and written as files.
+_NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
+# Failures of the destination alone.
+_DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
+
+
+class CopyError(OSError):
+    """A copy that failed or was cancelled (ECANCELED).
+
+    ``errno`` and ``strerror`` as for any OSError; ``filename`` and ``filename2`` are the source and the destination, or
+    the one of them that failed and None. ``bytes_done``: what the destination now holds of the source, from its start;
+    its size is no more than that. ``device_code``: the vendor runtime's own code, 0 if the failure is not the device's.
+    """
+
+    def __init__(
+        self,
+        error: int,
+        message: str,
+        filename: str,
+        filename2: str | None = None,
+        *,
+        bytes_done: int = 0,
+        bytes_total: int = 0,
+        device_code: int = 0,
+    ) -> None:
+        super().__init__(error, message or os.strerror(error), filename, None, filename2)
+        self.bytes_done = bytes_done
+        self.bytes_total = bytes_total
+        self.device_code = device_code
+
+    def __str__(self) -> str:
+        where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
+        code = f" (device code {self.device_code})" if self.device_code else ""
+        done = f" ({self.bytes_done} of {self.bytes_total} bytes copied)" if self.bytes_done else ""
+        return f"{where}: {self.strerror}{code}{done}"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyProgress:
+    """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
+
+    ``phase`` is "copy", and then "verify" where that was asked for; the counts start again then.
+    """
+
+    moved: int
+    total: int
+    paths: dict[str, int]
+    phase: str = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """A copy that succeeded.
+
+    ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
+    written through the mount). ``paths``: bytes by "fastpath", "fallback", "page_cache", "kernel" and "mount".
+    ``refusals``: why not all went by the fastpath. ``sha256``: the hexadecimal checksum of both files, if verified.
+    """
+
+    source: str
+    destination: str
+    bytes: int
+    seconds: float
+    method: str
+    paths: dict[str, int]
+    refusals: tuple[str, ...] = ()
+    sha256: str | None = None
+
+
+@dataclass(slots=True)
+class _Moved:
+    """What has been copied so far, and how."""
+
+    total: int = 0
+    done: int = 0
+    method: str = "mount"
+    paths: dict[str, int] | None = None
+    refusals: tuple[str, ...] = ()
+    synced: bool = False
+
+
+class Copier:
+    """Copies files one after the other or from several threads, and keeps its connections to daemons for the next.
+
+    ``fastpath``: "off" and "require" instead of what the mount is configured for. ``fsync``: files of the host are on
+    their disk before a copy succeeds. ``verify``: both files are read again and compared by SHA-256, from the disk with
+    ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``notice``: called with one line,
+    once for each mount, where a daemon cannot be reached and its mount serves as a plain file system.
+    """
+
+    def __init__(
+        self,
+        *,
+        fastpath: Fastpath = "auto",
+        fsync: bool = False,
+        verify: bool = False,
+        preserve: bool = False,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        if fastpath not in ("auto", "off", "require"):
+            raise ValueError(f"fastpath: {fastpath!r} is not one of auto, off, require")
+        self._fastpath: Fastpath = fastpath
+        self._fsync = fsync
+        self._verify = verify
+        self._preserve = preserve
+        self._notice = notice
+        self._lock = threading.Lock()  # guards all below
+        self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
+        self._unreachable: dict[int, OSError] = {}
+        self._mounts: dict[int, list[MountPoint]] | None = None
+
+    def close(self) -> None:
+        """Ends the connections."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def mount_of(self, device: int) -> list[MountPoint] | None:
+        """Where the mount with this st_dev is mounted; None if it is no gpufs."""
+        with self._lock:
+            if self._mounts is None:
+                self._mounts = _find.mounts_by_device()
+            return self._mounts.get(device)
+
+    def copy_file(
+        self,
+        source: str,
+        destination: str,
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyResult:
+        """Copies one file to a name; what is there is overwritten. CopyError when that fails.
+
+        ``progress`` is called from this thread about ten times a second.
+        """
+        began = time.monotonic()
+        with ExitStack() as stack:
+            source_fd, before = _open_source(source)
+            stack.callback(os.close, source_fd)
+            source_mount = self.mount_of(before.st_dev)
+            self._refuse_host_to_host(source, destination, source_mount)
+            destination_fd, created = _open_destination(destination, before)
+            closing = stack.enter_context(_Closing(destination_fd))
+            after = os.fstat(destination_fd)
+            destination_mount = self.mount_of(after.st_dev)
+            moved = _Moved(total=_size_of(source_fd, before))
+            one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
+            try:
+                self._move(one, before, after, source_mount, destination_mount)
+            except OSError as error:
+                raise self._failure(one, error, after) from None
+            digest = None
+            try:
+                if destination_mount is not None:
+                    _settle_on_mount(destination_fd)
+                if self._preserve:
+                    _preserve(destination_fd, before)
+                if self._fsync and destination_mount is None:
+                    _make_durable(destination_fd, destination if created else None, synced=moved.synced)
+                if self._verify:
+                    digest = _compare(one)
+                closing.close()
+            except CopyError:
+                raise
+            except OSError as error:
+                raise CopyError(
+                    error.errno or errno.EIO,
+                    error.strerror or str(error),
+                    destination,
+                    bytes_done=moved.done,
+                    bytes_total=moved.total,
+                ) from None
+        return CopyResult(
+            source,
+            destination,
+            moved.done,
+            time.monotonic() - began,
+            moved.method,
+            moved.paths or {},
+            moved.refusals,
+            digest,
+        )
+
+    def _refuse_host_to_host(self, source: str, destination: str, source_mount: list[MountPoint] | None) -> None:
+        """Before the destination is touched."""
+        if source_mount is not None:
+            return
+        try:
+            device = os.stat(destination).st_dev
+        except FileNotFoundError:
+            try:
+                device = os.stat(os.path.dirname(destination) or ".").st_dev
+            except OSError as error:
+                raise CopyError(error.errno or errno.EIO, "", destination) from None
+        except OSError as error:
+            raise _open_failure(error, destination) from None
+        if self.mount_of(device) is None:
+            raise CopyError(errno.EXDEV, "neither of them is on a gpufs mount: use cp", source, destination)
+
+    def _move(
+        self,
+        one: "_One",
+        source: os.stat_result,
+        destination: os.stat_result,
+        source_mount: list[MountPoint] | None,
+        destination_mount: list[MountPoint] | None,
+    ) -> None:
+        if source_mount is not None and source.st_dev == destination.st_dev:
+            one.by_kernel()
+            return
+        if source_mount is not None and destination_mount is not None:
+            one.through_mount()
+            return
+        small = stat.S_ISREG(source.st_mode) and source.st_size <= _SMALL_BYTES and self._fastpath == "auto"
+        if small and source.st_size > 0:
+            one.through_mount()
+            return
+        if destination_mount is not None:
+            self._by_daemon(one, LOAD, destination.st_dev, destination_mount)
+        elif source_mount is not None:
+            self._by_daemon(one, STORE, source.st_dev, source_mount)
+        else:  # the destination's directory was another one when it was looked at
+            raise OSError(errno.EXDEV, "neither of them is on a gpufs mount: use cp")
+
+    def _by_daemon(self, one: "_One", direction: str, device: int, mounts: list[MountPoint]) -> None:
+        connection = self._connection(device, mounts)
+        if connection is None:
+            one.through_mount()
+            return
+        try:
+            answered = one.by_daemon(connection, direction, self._fastpath, fsync=self._fsync)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.setdefault(device, []).append(connection)
+        if not answered:
+            one.through_mount()
+
+    def _connection(self, device: int, mounts: list[MountPoint]) -> Connection | None:
+        """A connection to a mount's daemon; None where there is none to be had and the mount serves without."""
+        with self._lock:
+            idle = self._idle.get(device, [])
+            while idle:
+                connection = idle.pop()
+                if connection.usable():
+                    return connection
+                connection.close()
+            failure = self._unreachable.get(device)
+        if failure is None:
+            try:
+                return Connection(_find.connect(device, mounts))
+            except OSError as error:
+                failure = error
+        if self._fastpath == "require":
+            raise failure
+        with self._lock:
+            known = device in self._unreachable
+            self._unreachable[device] = failure
+        if not known and self._notice is not None:
+            why = failure.strerror or str(failure)
+            self._notice(
+                f"{mounts[0].path}: its copy service cannot be reached ({why}): copying through the mount instead"
+            )
+        return None
+
+    def _failure(self, one: "_One", error: OSError, destination: os.stat_result) -> CopyError:
+        """The error for the user, after the destination got the size that was really copied."""
+        moved = one.moved
+        if stat.S_ISREG(destination.st_mode):
+            try:
+                if _linux.refresh(one.destination_fd) > moved.done:
+                    os.ftruncate(one.destination_fd, moved.done)
+            except OSError:
+                pass  # its mount has died: there is nothing left to keep consistent
+        code = error.errno or errno.EIO
+        text = error.strerror or str(error)
+        if code == errno.ENOTCONN:
+            text = "the daemon of the gpufs mount has died (gpufs umount cleans up)"
+        names = (one.destination, None) if code in _DESTINATIONS else (one.source, one.destination)
+        return CopyError(
+            code,
+            text,
+            *names,
+            bytes_done=moved.done,
+            bytes_total=moved.total,
+            device_code=getattr(error, "device_code", 0),
+        )
+
+
+class _DeviceError(OSError):
+    """A failure that the daemon reported."""
+
+    def __init__(self, error: int, message: str, device_code: int) -> None:
+        super().__init__(error, message or os.strerror(error))
+        self.device_code = device_code
+
+
+class _Closing:
+    """A descriptor whose close() may tell of a failure, and which is closed in any case."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except OSError:
+            if error is None:
+                raise
+
+
+class _One:
+    """One copy under way: both ends open, and what has been moved."""
+
+    def __init__(
+        self,
+        source: str,
+        destination: str,
+        source_fd: int,
+        destination_fd: int,
+        moved: _Moved,
+        progress: Callable[[CopyProgress], None] | None,
+        cancel: Cancellation | None,
+    ) -> None:
+        self.source = source
+        self.destination = destination
+        self.source_fd = source_fd
+        self.destination_fd = destination_fd
+        self.moved = moved
+        self.cancel = cancel
+        self._progress = progress
+        self._told = 0.0
+
+    def by_daemon(self, connection: Connection, direction: str, fastpath: Fastpath, *, fsync: bool) -> bool:
+        """False when the daemon has no buffer for these files and nothing was moved."""
+        host, mount = self.source_fd, self.destination_fd
+        if direction == STORE:
+            host, mount = mount, host
+
+        def tell(progress: Progress) -> None:
+            self.moved.total = max(self.moved.total, progress.total)
+            if self._progress is not None:
+                self._progress(CopyProgress(progress.moved, self.moved.total, progress.paths))
+
+        result = connection.copy(
+            direction,
+            host,
+            mount,
+            fastpath=None if fastpath == "auto" else fastpath,
+            sync="full" if fsync and direction == STORE else "none",
+            interval=_PROGRESS_SECONDS,
+            progress=tell if self._progress is not None else None,
+            cancel=self.cancel,
+        )
+        if result.error in _NOT_BY_DAEMON and not result.done and fastpath != "require":
+            return False
+        self.moved.method = "transfer"
+        self.moved.done = result.done
+        self.moved.paths = result.paths
+        self.moved.refusals = tuple(result.refusals)
+        self.moved.synced = fsync
+        if result.error:
+            raise _DeviceError(result.error, result.message, result.device_code)
+        return True
+
+    def by_kernel(self) -> None:
+        """Inside one mount."""
+        self.moved.method = "kernel"
+        step = _KERNEL_FIRST_BYTES
+        while True:
+            self._check_cancelled()
+            began = time.monotonic()
+            try:
+                count = os.copy_file_range(self.source_fd, self.destination_fd, step, self.moved.done, self.moved.done)
+            except OSError as error:
+                if error.errno not in _NOT_BY_KERNEL:
+                    raise
+                count = 0
+            if not count:
+                break
+            self._count("kernel", count)
+            seconds = max(time.monotonic() - began, 1e-6)
+            step = int(min(max(count * min(_KERNEL_SECONDS / seconds, 4), 1 << 20), _KERNEL_MOST_BYTES))
+        # The rest, where the kernel or the mount could not: at the end that is nothing, and reading tells.
+        self.through_mount()
+
+    def through_mount(self) -> None:
+        """Reads and writes, from where the copy is up to the end of the source."""
+        buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.moved.total - self.moved.done, 4096))))
+        while True:
+            self._check_cancelled()
+            count = os.preadv(self.source_fd, [buffer], self.moved.done)
+            if not count:
+                return
+            written = 0
+            while written < count:
+                step = os.pwrite(self.destination_fd, buffer[written:count], self.moved.done)
+                written += step
+                self._count("mount", step)
+
+    def _check_cancelled(self) -> None:
+        if self.cancel is not None and self.cancel.cancelled:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    def _count(self, path: str, count: int) -> None:
+        self.moved.done += count
+        self.moved.total = max(self.moved.total, self.moved.done)
+        self.moved.paths = self.moved.paths or {}
+        self.moved.paths[path] = self.moved.paths.get(path, 0) + count
+        self.tell(self.moved.done)
+
+    def tell(self, moved: int, phase: str = "copy") -> None:
+        """Reports progress, unless that was done a moment ago."""
+        now = time.monotonic()
+        if self._progress is not None and now - self._told >= _PROGRESS_SECONDS:
+            self._told = now
+            self._progress(CopyProgress(moved, self.moved.total, dict(self.moved.paths or {}), phase))
+
+
+def _open_failure(error: OSError, path: str) -> CopyError:
+    text = ""
+    if error.errno == errno.ENOTCONN:
+        text = "the daemon of the gpufs mount has died (gpufs umount cleans up)"
+    return CopyError(error.errno or errno.EIO, text, path)
+
+
+def _open_source(path: str) -> tuple[int, os.stat_result]:
+    try:
+        kind = os.stat(path).st_mode  # opening a FIFO would wait for its writer
+        if stat.S_ISDIR(kind):
+            raise CopyError(errno.EISDIR, "is a directory", path)
+        if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
+            raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    except CopyError:
+        raise
+    except OSError as error:
+        raise _open_failure(error, path) from None
+    return fd, os.fstat(fd)
+
+
+def _size_of(fd: int, status: os.stat_result) -> int:
+    return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
+
+
+def _open_destination(path: str, source: os.stat_result) -> tuple[int, bool]:
+    """Open for writing and empty; True if it was not there before."""
+    try:
+        try:
+            there = os.stat(path)
+        except FileNotFoundError:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
+            return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
+        if os.path.samestat(there, source):
+            raise CopyError(errno.EINVAL, "is the same file as the source", path)
+        if stat.S_ISDIR(there.st_mode):
+            raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", path)
+        if not stat.S_ISREG(there.st_mode) and not stat.S_ISBLK(there.st_mode):
+            raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+        return os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
+    except CopyError:
+        raise
+    except FileExistsError:
+        if os.path.islink(path):
+            raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", path) from None
+        raise CopyError(errno.EEXIST, "", path) from None
+    except OSError as error:
+        raise _open_failure(error, path) from None
+
+
+def _settle_on_mount(fd: int) -> None:
+    """After a change that the kernel did not make: what it has cached of the file goes, before success is reported."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    _linux.refresh(fd)
+
+
+def _preserve(fd: int, source: os.stat_result) -> None:
+    """Owner as far as allowed, mode and times, as cp -p."""
+    mode = stat.S_IMODE(source.st_mode)
+    try:
+        os.fchown(fd, source.st_uid, source.st_gid)
+    except PermissionError:
+        try:
+            os.fchown(fd, -1, source.st_gid)
+        except PermissionError:
+            mode &= ~stat.S_ISGID
+        mode &= ~stat.S_ISUID
+    os.fchmod(fd, mode)
+    os.utime(fd, ns=(source.st_atime_ns, source.st_mtime_ns))
+
+
+def _make_durable(fd: int, created: str | None, *, synced: bool) -> None:
+    if not synced:
+        os.fsync(fd)
+    if created is not None:
+        directory = os.open(os.path.dirname(created) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _compare(one: _One) -> str:
+    """The checksum that both files have. CopyError EIO when they differ, ECANCELED when cancelled."""
+    # Through the descriptor, so that it is the file that was written whatever its name means now.
+    back = os.open(f"/proc/self/fd/{one.destination_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for fd in (one.destination_fd, back):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        digests: dict[int, str | OSError] = {}
+
+        def digest(fd: int, *, tell: bool) -> None:
+            try:
+                digests[fd] = _digest(fd, one, tell=tell)
+            except OSError as error:
+                digests[fd] = error
+
+        other = threading.Thread(target=digest, args=(back,), kwargs={"tell": False}, daemon=True)
+        other.start()
+        digest(one.source_fd, tell=True)
+        other.join()
+    finally:
+        os.close(back)
+    of_source, of_destination = digests[one.source_fd], digests[back]
+    done, total = one.moved.done, one.moved.total
+    for name, outcome in ((one.source, of_source), (one.destination, of_destination)):
+        if isinstance(outcome, OSError):
+            text = f"verifying: {outcome.strerror or outcome}"
+            raise CopyError(outcome.errno or errno.EIO, text, name, bytes_done=done, bytes_total=total)
+    if of_source != of_destination:
+        text = f"the copy differs: SHA-256 {of_source} was copied, {of_destination} was read back"
+        raise CopyError(errno.EIO, text, one.source, one.destination, bytes_done=done, bytes_total=total)
+    assert isinstance(of_source, str)
+    return of_source
+
+
+def _digest(fd: int, one: _One, *, tell: bool) -> str:
+    checksum = hashlib.sha256()
+    buffer = memoryview(bytearray(_STREAM_BYTES))
+    offset = 0
+    while True:
+        if one.cancel is not None and one.cancel.cancelled:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        count = os.preadv(fd, [buffer], offset)
+        if not count:
+            return checksum.hexdigest()
+        checksum.update(buffer[:count])
+        offset += count
+        if tell:
+            one.tell(offset, "verify")
+
+
+def copy(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    fastpath: Fastpath = "auto",
+    fsync: bool = False,
+    verify: bool = False,
+    preserve: bool = False,
+    progress: Callable[[CopyProgress], None] | None = None,
+    cancel: Cancellation | None = None,
+) -> CopyResult:
+    """Copies a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
+
+    An existing destination is overwritten; a directory gets a file of the source's name. ``fastpath``: "auto" (as the
+    mount is configured), "off" or "require". ``fsync``: a file of the host is on its disk afterwards. ``verify``: both
+    are read again and compared. ``preserve``: mode, times and, where allowed, owner. ``progress`` is called from this
+    thread about ten times a second. ``cancel``: ends the copy from another thread; so does KeyboardInterrupt.
+
+    CopyError, an OSError, tells of any failure, with the bytes that the destination holds. Several files at once: a
+    :class:`gpufs.client.Copier`, or this function, from several threads.
+    """
+    source, destination = os.fspath(source), os.fspath(destination)
+    if os.path.isdir(destination):
+        destination = os.path.join(destination, os.path.basename(source))
+    with Copier(fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, notice=_warn) as copier:
+        return copier.copy_file(source, destination, progress=progress, cancel=cancel)
+
+
+def _warn(text: str) -> None:
+    import warnings
+
+    warnings.warn(text, RuntimeWarning, stacklevel=sys.maxsize)

@@ -1,0 +1,103 @@
+"""From a file on a mount to the socket of the mount's daemon."""
+
+import errno
+import os
+import re
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+FILE_SYSTEM: Final = "fuse.gpufs"
+SOCKET_FILE: Final = ".gpufs/socket"
+_CONNECT_SECONDS: Final = 5.0
+_PATH_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MountPoint:
+    """One place where a gpufs is mounted. ``device``: as st_dev of its files. ``root``: the directory shown there."""
+
+    device: int
+    root: str
+    path: str
+    owner: int  # the user who mounted it
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def mount_points() -> list[MountPoint]:
+    """Where gpufs is mounted, as this process sees it; asks no mount anything."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            before, _, after = line.rstrip("\n").partition(" - ")
+            words, (kind, *rest) = before.split(" "), after.split(" ")
+            if kind != FILE_SYSTEM:
+                continue
+            major, minor = map(int, words[2].split(":"))
+            owner = re.search(r"(?:^|,)user_id=(\d+)", rest[-1])
+            found.append(
+                MountPoint(
+                    os.makedev(major, minor),
+                    _unescape(words[3]),
+                    _unescape(words[4]),
+                    int(owner[1]) if owner else 0,
+                )
+            )
+    return found
+
+
+def mounts_by_device() -> dict[int, list[MountPoint]]:
+    """The mounts by st_dev of their files."""
+    found: dict[int, list[MountPoint]] = {}
+    for entry in mount_points():
+        found.setdefault(entry.device, []).append(entry)
+    return found
+
+
+def connect(device: int, mounts: list[MountPoint]) -> socket.socket:
+    """A connection to the daemon of the mount with this st_dev.
+
+    OSError, with a text that says why, where it cannot be had: the mount's root is not visible here, there is no such
+    service, its socket is another user's (EACCES), or whoever listens there is not the mount's owner (EPERM).
+    """
+    for entry in mounts:
+        if entry.root != "/":
+            continue
+        path = _socket_path(entry, device)
+        if path is not None:
+            return _connect(path, entry)
+    raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+
+
+def _socket_path(entry: MountPoint, device: int) -> str | None:
+    """What the mount says, None where something else has been mounted over it."""
+    fd = os.open(os.path.join(entry.path, SOCKET_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_dev != device:
+            return None
+        return os.read(fd, _PATH_MAX).decode(errors="surrogateescape").strip()
+    finally:
+        os.close(fd)
+
+
+def _connect(path: str, entry: MountPoint) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(_CONNECT_SECONDS)
+        try:
+            sock.connect(path)
+        except TimeoutError:
+            raise OSError(errno.ETIMEDOUT, "the daemon does not answer") from None
+        except OSError as error:
+            raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
+        peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if peer[1] not in (entry.owner, 0, os.geteuid()):
+            raise OSError(errno.EPERM, f"{path}: who listens there (user {peer[1]}) does not own the mount")
+        return sock
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,275 @@
+"""The messages between a mount's daemon and its clients; docs/protocol.md describes them.
+
+A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes, its kind under "type". Every field of
+a kind is there, and no other: both sides know the version they speak.
+"""
+
+import array
+import errno
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final, TypeAlias
+
+import msgpack
+
+VERSION: Final = 1
+MAX_MESSAGE: Final = 16384
+MAX_DESCRIPTORS: Final = 2
+MAX_TEXT: Final = 1024  # characters of a text in a message
+MAX_OFFSET: Final = (1 << 63) - 1
+
+LOAD: Final = "load"  # from the host's file into the buffer
+STORE: Final = "store"  # from the buffer into the host's file
+FASTPATH: Final = ("auto", "off", "require")
+SYNC: Final = ("none", "data", "full")
+
+
+class ProtocolError(OSError):
+    """The other side sent what the protocol does not allow; nothing more can be said to it."""
+
+    def __init__(self, message: str, error: int = errno.EPROTO) -> None:
+        super().__init__(error, message)
+
+
+Check: TypeAlias = Callable[[Any], bool]
+
+
+def _integer(least: int, most: int) -> Check:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _one_of(*values: str) -> Check:
+    return lambda value: type(value) is str and value in values
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str and len(value) <= MAX_TEXT
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 3600
+
+
+def _versions(value: Any) -> bool:
+    return type(value) is list and 0 < len(value) <= 16 and all(_integer(1, 1 << 16)(item) for item in value)
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is dict and len(value) <= 16 and all(_text(key) and _count(item) for key, item in value.items())
+
+
+def _texts(value: Any) -> bool:
+    return type(value) is list and len(value) <= 64 and all(map(_text, value))
+
+
+_count = _integer(0, (1 << 64) - 1)
+_id = _integer(1, (1 << 32) - 1)
+_errno = _integer(0, 4095)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The client's first message: the versions it speaks and who it is, for logs."""
+
+    TYPE: ClassVar[str] = "hello"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"versions": _versions, "program": _text}
+    versions: list[int]
+    program: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The daemon's answer: the version that is spoken from now on and how many requests may be under way."""
+
+    TYPE: ClassVar[str] = "welcome"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"version": _id, "server": _text, "requests": _count}
+    version: int
+    server: str
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Asks for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
+
+    Offsets and size in bytes; size None: up to the end of the source. ``sync`` is for the host's file, after a store.
+    ``progress``: seconds between two progress messages, 0 for none.
+    """
+
+    TYPE: ClassVar[str] = "copy"
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "id": _id,
+        "direction": _one_of(LOAD, STORE),
+        "host_offset": _integer(0, MAX_OFFSET),
+        "offset": _integer(0, MAX_OFFSET),
+        "size": _optional(_integer(0, MAX_OFFSET)),
+        "fastpath": _optional(_one_of(*FASTPATH)),
+        "sync": _one_of(*SYNC),
+        "progress": _seconds,
+    }
+    id: int
+    direction: str
+    host_offset: int = 0
+    offset: int = 0
+    size: int | None = None
+    fastpath: str | None = None
+    sync: str = "none"
+    progress: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ends a copy; its result comes as ever. One that is not under way is not an error: it may just have ended."""
+
+    TYPE: ClassVar[str] = "cancel"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
+
+    TYPE: ClassVar[str] = "progress"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "total": _count, "moved": _count, "paths": _counts}
+    id: int
+    total: int
+    moved: int
+    paths: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
+
+    TYPE: ClassVar[str] = "result"
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "id": _id,
+        "error": _errno,
+        "device_code": _integer(-(1 << 31), (1 << 31) - 1),
+        "message": _text,
+        "done": _count,
+        "paths": _counts,
+        "refusals": _texts,
+        "seconds": lambda value: type(value) in (int, float) and value >= 0,
+    }
+    id: int
+    error: int
+    device_code: int
+    message: str
+    done: int
+    paths: dict[str, int]
+    refusals: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The daemon's last message on a connection that it ends, and why."""
+
+    TYPE: ClassVar[str] = "goodbye"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"error": _errno, "message": _text}
+    error: int
+    message: str
+
+
+ClientMessage: TypeAlias = Hello | Copy | Cancel
+ServerMessage: TypeAlias = Welcome | Progress | Result | Goodbye
+_CLIENT: Final[Mapping[str, type[ClientMessage]]] = {kind.TYPE: kind for kind in (Hello, Copy, Cancel)}
+_SERVER: Final[Mapping[str, type[ServerMessage]]] = {kind.TYPE: kind for kind in (Welcome, Progress, Result, Goodbye)}
+
+
+def encode(message: ClientMessage | ServerMessage) -> bytes:
+    """The packet of a message."""
+    content = {field.name: getattr(message, field.name) for field in fields(message)}
+    packet: bytes = msgpack.packb({"type": message.TYPE, **content})
+    return packet
+
+
+def _decode(data: bytes, kinds: Mapping[str, Any]) -> Any:
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
+    try:
+        content = msgpack.unpackb(data, ext_hook=_no_extension, timestamp=0)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
+        raise ProtocolError("a message that is not msgpack") from None
+    if type(content) is not dict:
+        raise ProtocolError("a message that is not a map")
+    name = content.pop("type", None)
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError("a message of an unknown type")
+    if content.keys() != kind.CHECKS.keys():
+        raise ProtocolError(f"a {name} message with missing or unknown fields")
+    for field, check in kind.CHECKS.items():
+        if not check(content[field]):
+            raise ProtocolError(f"a {name} message whose {field} is not allowed")
+    return kind(**content)
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError("extension types are not part of the protocol")
+
+
+def decode_client(data: bytes) -> ClientMessage:
+    """The message in a client's packet. ProtocolError when it is none."""
+    message: ClientMessage = _decode(data, _CLIENT)
+    return message
+
+
+def decode_server(data: bytes) -> ServerMessage:
+    """The message in the daemon's packet. ProtocolError when it is none."""
+    message: ServerMessage = _decode(data, _SERVER)
+    return message
+
+
+def shorten(text: str) -> str:
+    """A text that fits into a message."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """One packet and the descriptors that came with it, which are the caller's and close on exec; b"" at the end.
+
+    Waits as the socket does. ProtocolError for a packet that is too large or has too many descriptors, EMFILE where
+    this process can take no more of them; all that had come are closed then.
+    """
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    problem = None
+    if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
+        problem = ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
+    elif flags & socket.MSG_CTRUNC and len(descriptors) < MAX_DESCRIPTORS:
+        problem = ProtocolError("no descriptor is free to take those of a message", errno.EMFILE)
+    elif flags & socket.MSG_CTRUNC:
+        problem = ProtocolError(f"a message with more than {MAX_DESCRIPTORS} descriptors")
+    if problem:
+        close_all(descriptors)
+        raise problem
+    return data, list(descriptors)
+
+
+def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptors: Sequence[int] = ()) -> None:
+    """Sends one message, with copies of the descriptors. Waits as the socket does."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    sock.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes descriptors, whatever their closing says. May block as their file systems do."""
+    for fd in descriptors:
+        try:
+            os.close(fd)
+        except OSError:
+            pass

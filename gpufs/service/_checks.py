@@ -1,0 +1,93 @@
+"""What descriptors of a client may be used for.
+
+A descriptor carries the rights that the kernel gave when its owner opened the file, and the daemon may have more: so it
+is used for what it was opened for and for nothing else, and never for files whose meaning depends on who reads or
+writes them.
+"""
+
+import os
+import stat
+from dataclasses import dataclass
+from errno import EBADF, EDEADLK, EINVAL, EISDIR, EXDEV
+from typing import Final
+
+from gpufs.client._linux import Identity, file_system_type, identity, open_flags
+from gpufs.client._protocol import LOAD
+
+# File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
+_KERNEL_FILE_SYSTEMS: Final = frozenset(
+    {
+        0x9FA0,  # proc
+        0x62656572,  # sysfs
+        0x27E0EB,  # cgroup
+        0x63677270,  # cgroup2
+        0x64626720,  # debugfs
+        0x74726163,  # tracefs
+        0x73636673,  # securityfs
+        0xF97CFF8C,  # selinuxfs
+        0x43415D53,  # smackfs
+        0x5A3C69F0,  # apparmorfs
+        0x62656570,  # configfs
+        0xCAFE4A11,  # bpf
+        0xDE5E81E4,  # efivarfs
+        0x6165676C,  # pstore
+        0x42494E4D,  # binfmt_misc
+        0x65735543,  # fusectl
+        0x1CD1,  # devpts
+        0x7655821,  # resctrl
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The two ends of a copy that has been allowed. ``size``: of the host's file when it began, None for a device."""
+
+    ino: int
+    size: int | None
+
+
+def _check_mode(fd: int, *, write: bool, what: str) -> None:
+    flags = open_flags(fd)
+    if flags & os.O_PATH:
+        raise OSError(EBADF, f"{what} is an O_PATH descriptor")
+    access = flags & os.O_ACCMODE
+    if write and access not in (os.O_WRONLY, os.O_RDWR):
+        raise OSError(EBADF, f"{what} is not open for writing")
+    if not write and access not in (os.O_RDONLY, os.O_RDWR):
+        raise OSError(EBADF, f"{what} is not open for reading")
+    if write and flags & os.O_APPEND:
+        raise OSError(EBADF, f"{what} is open for appending")
+
+
+def check_modes(direction: str, host_fd: int, mount_fd: int) -> None:
+    """OSError EBADF unless both descriptors may be used for the direction. Asks no file system anything."""
+    load = direction == LOAD
+    _check_mode(host_fd, write=not load, what="the host's file")
+    _check_mode(mount_fd, write=load, what="the file on the mount")
+
+
+def identify(host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identity]:
+    """The identities of both files; ``device`` is the st_dev of our mount. Asks no file system anything.
+
+    OSError EDEADLK when the host's file is on our mount, EXDEV when the other is not, EINVAL or EISDIR for what is
+    neither a regular file nor, on the host's side, a block device.
+    """
+    host, mount = identity(host_fd), identity(mount_fd)
+    if mount.device != device:
+        raise OSError(EXDEV, "the file on the mount is not on this mount")
+    if host.device == device:
+        raise OSError(EDEADLK, "both files are on this mount: copy_file_range copies between them")
+    if stat.S_ISDIR(host.mode) or stat.S_ISDIR(mount.mode):
+        raise OSError(EISDIR, os.strerror(EISDIR))
+    if not stat.S_ISREG(mount.mode):
+        raise OSError(EINVAL, "the file on the mount is not a regular file")
+    if not stat.S_ISREG(host.mode) and not stat.S_ISBLK(host.mode):
+        raise OSError(EINVAL, "the host's file is neither a regular file nor a block device")
+    return host, mount
+
+
+def check_file_system(fd: int) -> None:
+    """OSError EINVAL for a file that is an interface of the kernel. May block as the file's server does."""
+    if file_system_type(fd) in _KERNEL_FILE_SYSTEMS:
+        raise OSError(EINVAL, "the host's file is an interface of the kernel, not storage")

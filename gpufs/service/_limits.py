@@ -1,0 +1,20 @@
+"""What clients may take."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may take. Times in seconds."""
+
+    connections: int = 128  # of all clients
+    connections_per_user: int = 32
+    requests: int = 16  # under way on one connection
+    threads: int = 4  # that one connection may have waiting for its files
+    messages_per_second: int = 500  # of one connection; more are read later
+    hello: float = 5.0  # until the first message
+    idle: float = 300.0  # without a message or a request under way
+    prepare: float = 30.0  # for a file's server to answer before a copy starts
+    send: float = 10.0  # for a client to take a result
+    progress: float = 0.02  # the least time between two progress messages
+    grace: float = 5.0  # for a cancelled copy to end

@@ -1,0 +1,166 @@
+"""The service of one mount: its socket and its clients."""
+
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from gpufs.client import _protocol
+from gpufs.service._backend import Backend, EngineBackend
+from gpufs.service._limits import Limits
+from gpufs.service._session import Counters, Peer, Session
+
+if TYPE_CHECKING:
+    from gpufs import engine
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 64
+# When this process is out of descriptors or a limit is reached: how long to wait before the next client is looked at.
+_ACCEPT_PAUSE = 0.05
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Service:
+    """A running service, as :func:`serve` hands it out."""
+
+    def __init__(self, backend: Backend, device: int, limits: Limits) -> None:
+        self._backend = backend
+        self._device = device
+        self._limits = limits
+        self._counters = Counters()
+        self._users: Counter[int] = Counter()  # connections of each user
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start, and what runs now; sizes in bytes. May be called from any thread."""
+        return asdict(self._counters)
+
+    async def _run(self, listener: socket.socket) -> None:
+        number = 0
+        async with trio.open_nursery() as nursery:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except BlockingIOError:
+                    await trio.lowlevel.wait_readable(listener)
+                    continue
+                except OSError as error:
+                    if error.errno in _OUT_OF_RESOURCES:
+                        log.error("no client can be accepted: %s", error.strerror)
+                        await trio.sleep(1)
+                    elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM):
+                        raise
+                    continue
+                number += 1
+                peer = _peer_of(sock)
+                if (
+                    self._counters.connections >= self._limits.connections
+                    or self._users[peer.uid] >= self._limits.connections_per_user
+                ):
+                    self._counters.rejected += 1
+                    _reject(sock)
+                    await trio.sleep(_ACCEPT_PAUSE)
+                    continue
+                self._counters.accepted += 1
+                self._counters.connections += 1
+                self._users[peer.uid] += 1
+                nursery.start_soon(self._serve_client, sock, peer, number)
+                await trio.lowlevel.checkpoint()
+
+    async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
+        session = Session(sock, peer, number, self._backend, self._device, self._limits, self._counters)
+        try:
+            await session.run()
+        except Exception:
+            # One client's bad luck must not end the mount.
+            log.exception("connection %d (%s) failed", number, peer)
+        finally:
+            self._counters.connections -= 1
+            self._users[peer.uid] -= 1
+            if not self._users[peer.uid]:
+                del self._users[peer.uid]
+
+
+def _peer_of(sock: socket.socket) -> Peer:
+    return Peer(*struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))))
+
+
+def _reject(sock: socket.socket) -> None:
+    with sock:
+        sock.setblocking(False)
+        try:
+            _protocol.send(sock, _protocol.Goodbye(errno.EBUSY, "too many connections to the copy service"))
+        except OSError:
+            pass
+
+
+def _listen(path: str, *, allow_other: bool) -> socket.socket:
+    """A listening socket at a path; one that a dead daemon left there goes."""
+    try:
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(path)
+        # Nobody can connect before listen(), so the mode is in force from the first moment on.
+        os.chmod(path, 0o666 if allow_other else 0o600)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def serve_backend(
+    backend: Backend,
+    *,
+    path: str,
+    device: int,
+    allow_other: bool = False,
+    limits: Limits | None = None,
+    task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """As :func:`serve`, over any :class:`Backend`."""
+    service = Service(backend, device, limits or Limits())
+    with _listen(path, allow_other=allow_other) as listener:
+        created = os.lstat(path)
+        try:
+            task_status.started(service)
+            await service._run(listener)
+        finally:
+            # Another daemon may have taken the name meanwhile.
+            try:
+                if os.path.samestat(created, os.lstat(path)):
+                    os.unlink(path)
+            except OSError:
+                pass
+
+
+async def serve(
+    mount: "engine.Mount",
+    *,
+    path: str,
+    device: int,
+    allow_other: bool = False,
+    limits: Limits | None = None,
+    task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serves copies for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
+
+    ``mount``: a :class:`gpufs.engine.Mount`, which must be open until this returns. ``path``: where the socket goes, at
+    most 107 bytes, for its owner alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found
+    without asking the mount. When cancelled, copies under way are cancelled, their clients told, and their files left
+    with the size that was really copied; that takes a few seconds at most. OSError when the socket cannot be made.
+    """
+    await serve_backend(
+        EngineBackend(mount), path=path, device=device, allow_other=allow_other, limits=limits, task_status=task_status
+    )
