@@ -1,0 +1,152 @@
+"""Fixtures of all tests.
+
+Tests that take `root` get an empty directory on a real gpufs mount, or below --gpufs-root=DIR (a directory of any
+file system: the contract must hold on tmpfs too). Where gpufs differs from tmpfs for a reason that lies in GPU memory
+or in FUSE, the test asks `on_gpufs` and says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
+from support.processes import session_processes
+from support.watchdog import mounted_at
+
+SESSION = pytest.StashKey[Session]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gpufs")
+    group.addoption("--driver", default="host", choices=["host", "cuda", "hip"], help="driver of the mounts")
+    group.addoption("--gpufs-root", metavar="DIR", help="run the contract tests in DIR instead of a mount")
+    group.addoption("--slow", action="store_true", help="also the campaigns, and the long profile of property tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "driver: depends on the driver; run it also with --driver cuda on a GPU host")
+    config.addinivalue_line("markers", "complains: the daemon is expected to log warnings")
+    config.stash[SESSION] = Session()
+    common: dict[str, Any] = {
+        "deadline": None,
+        "print_blob": True,
+        "suppress_health_check": list(hypothesis.HealthCheck),
+    }
+    hypothesis.settings.register_profile("short", derandomize=True, database=None, **common)
+    hypothesis.settings.register_profile("long", database=None, **common)
+    hypothesis.settings.load_profile("long" if config.getoption("--slow") else "short")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SESSION in config.stash:
+        text = config.stash[SESSION].close()
+        if text:
+            print(f"\nwatchdog:\n{text}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="a campaign: needs --slow"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Arms the watchdog a little beyond the test's own time-out: first Python has its chance, then the mount is cut."""
+    marker = item.get_closest_marker("timeout")
+    seconds = float(marker.args[0]) if marker and marker.args else float(item.config.getini("timeout") or 120)
+    session = item.config.stash[SESSION]
+    session.tell(do="arm", seconds=seconds + 10, what=item.nodeid)
+    try:
+        return (yield)
+    finally:
+        session.tell(do="disarm")
+
+
+@pytest.fixture(scope="session")
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """The run itself. At its end no mount and no process of it may be left."""
+    session: Session = request.config.stash[SESSION]
+    yield session
+    mounts = [str(path) for path in session.scratch.glob("mnt-*") if mounted_at(str(path))]
+    processes = session_processes(session.name)
+    assert not mounts, f"left mounted: {mounts}"
+    assert not processes, f"left running: {processes}"
+
+
+@pytest.fixture(scope="session")
+def driver(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--driver"))
+
+
+@pytest.fixture
+def mount(session: Session, driver: str) -> Iterator[Mounter]:
+    """Makes mounts of the test's own: mount("--option", memory=..., ...) -> GpufsMount. All end with the test."""
+    made: list[GpufsMount] = []
+
+    def make(*options: str, **named: object) -> GpufsMount:
+        made.append(GpufsMount(session, *options, **{"driver": driver, **named}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.rescue()
+
+
+@pytest.fixture(scope="session")
+def _shared(session: Session, driver: str) -> Iterator[SharedMount]:
+    shared = SharedMount(
+        lambda: GpufsMount(session, driver=driver, devices=2, memory=default_memory(), allow_other=True)
+    )
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def shared_mount(request: pytest.FixtureRequest, _shared: SharedMount) -> Iterator[GpufsMount]:
+    """The mount that tests share, with two devices on the host driver, open to all users."""
+    mount = _shared.get()
+    mount.complaints()
+    yield mount
+    if not request.node.get_closest_marker("complains"):
+        _shared.check()
+
+
+@pytest.fixture(scope="session")
+def on_gpufs(request: pytest.FixtureRequest) -> bool:
+    """False where the contract tests run on another file system."""
+    return request.config.getoption("--gpufs-root") is None
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest, on_gpufs: bool) -> Iterator[Path]:
+    """An empty directory, mode 777, on the file system under test."""
+    if on_gpufs:
+        base = request.getfixturevalue("shared_mount").device
+    else:
+        base = Path(request.config.getoption("--gpufs-root"))
+    path = Path(base) / f"t{os.getpid()}-{next(_numbers)}"
+    path.mkdir()
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def reference() -> Iterator[Path]:
+    """An empty directory, mode 777, on tmpfs."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-tests-", dir="/dev/shm"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)

@@ -1,0 +1,44 @@
+"""Data whose every byte is known, and comparisons that name the first difference."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GRANULE = 2 * MIB
+
+
+def noise(count: int, seed: int = 0) -> bytes:
+    """count bytes that look random and depend on the seed alone."""
+    return random.Random(seed).randbytes(count)
+
+
+def assert_same(actual: bytes | memoryview, expected: bytes | memoryview, what: str = "contents") -> None:
+    """Fails with the offset of the first difference, not with megabytes of bytes."""
+    if actual == expected:
+        return
+    if len(actual) != len(expected):
+        raise AssertionError(f"{what}: {len(actual)} bytes, expected {len(expected)}")
+    first = next(i for i in range(len(actual)) if actual[i] != expected[i])
+    there, wanted = bytes(actual[first : first + 16]).hex(), bytes(expected[first : first + 16]).hex()
+    raise AssertionError(f"{what}: first difference at {first}: {there}, expected {wanted}")
+
+
+def read_all(path: str | os.PathLike[str]) -> bytes:
+    return Path(path).read_bytes()
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """pwrite until everything is written."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

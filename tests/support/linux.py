@@ -1,0 +1,136 @@
+"""System calls that the os module does not offer, as functions that raise OSError."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from errno import ENXIO
+
+FALLOC_KEEP_SIZE = 1
+FALLOC_PUNCH_HOLE = 2
+FALLOC_COLLAPSE_RANGE = 8
+FALLOC_ZERO_RANGE = 16
+FALLOC_INSERT_RANGE = 32
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+RENAME_WHITEOUT = 4
+MS_ASYNC, MS_INVALIDATE, MS_SYNC = 1, 2, 4
+AT_FDCWD = -100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Dirent(ctypes.Structure):
+    _fields_ = (
+        ("ino", ctypes.c_uint64),
+        ("off", ctypes.c_int64),
+        ("reclen", ctypes.c_ushort),
+        ("type", ctypes.c_ubyte),
+        ("name", ctypes.c_char * 256),
+    )
+
+
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+_libc.opendir.restype = ctypes.c_void_p
+_libc.opendir.argtypes = (ctypes.c_char_p,)
+_libc.readdir.restype = ctypes.POINTER(_Dirent)
+_libc.readdir.argtypes = (ctypes.c_void_p,)
+_libc.telldir.restype = ctypes.c_long
+_libc.telldir.argtypes = (ctypes.c_void_p,)
+_libc.seekdir.argtypes = (ctypes.c_void_p, ctypes.c_long)
+_libc.seekdir.restype = None
+_libc.rewinddir.argtypes = (ctypes.c_void_p,)
+_libc.rewinddir.restype = None
+_libc.closedir.argtypes = (ctypes.c_void_p,)
+_libc.msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+_libc.pwrite.restype = ctypes.c_ssize_t
+_libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+_libc.pread.restype = ctypes.c_ssize_t
+_libc.copy_file_range.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_uint,
+)
+_libc.copy_file_range.restype = ctypes.c_ssize_t
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    _checked(_libc.fallocate(fd, mode, offset, length))
+
+
+def rename(old: str | bytes | os.PathLike[str], new: str | bytes | os.PathLike[str], flags: int) -> None:
+    _checked(_libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flags))
+
+
+def write_from_address(fd: int, address: int, length: int, offset: int) -> int:
+    return _checked(_libc.pwrite(fd, address, length, offset))
+
+
+def read_to_address(fd: int, address: int, length: int, offset: int) -> int:
+    return _checked(_libc.pread(fd, address, length, offset))
+
+
+def copy_file_range_flags(source: int, target: int, length: int, flags: int) -> int:
+    return _checked(_libc.copy_file_range(source, None, target, None, length, flags))
+
+
+def find_data(fd: int, at: int) -> int | None:
+    """SEEK_DATA from `at`; None where no data follows."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == ENXIO:
+            return None
+        raise
+
+
+def msync(address: int, length: int, flags: int) -> None:
+    _checked(_libc.msync(address, length, flags))
+
+
+class DirectoryStream:
+    """opendir(3) and its relatives; names are bytes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._stream = _libc.opendir(os.fsencode(path))
+        if not self._stream:
+            _checked(-1)
+
+    def read(self) -> bytes | None:
+        ctypes.set_errno(0)
+        entry = _libc.readdir(self._stream)
+        if not entry:
+            if ctypes.get_errno():
+                _checked(-1)
+            return None
+        return bytes(entry.contents.name)
+
+    def tell(self) -> int:
+        return int(_libc.telldir(self._stream))
+
+    def seek(self, position: int) -> None:
+        _libc.seekdir(self._stream, position)
+
+    def rewind(self) -> None:
+        _libc.rewinddir(self._stream)
+
+    def close(self) -> None:
+        _libc.closedir(self._stream)
+
+    def __enter__(self) -> DirectoryStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

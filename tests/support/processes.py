@@ -1,0 +1,211 @@
+"""Running programs, acting as another user, and counting what a process holds."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NOBODY = 65534
+OTHER = 65533
+# Every process a test session starts carries this variable, so that leftovers are found whoever their parent is.
+SESSION_VARIABLE = "GPUFS_TEST_SESSION"
+
+
+def run(
+    *command: str | os.PathLike[str], check: bool = True, timeout: float = 120, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end with its output captured as text; with check, a failure shows that output."""
+    everything: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+    everything |= {"stdin": subprocess.DEVNULL, "timeout": timeout} | options
+    done: subprocess.CompletedProcess[str] = subprocess.run([os.fspath(x) for x in command], **everything)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def shell(script: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a bash script that stops at its first failure."""
+    return run("bash", "-euo", "pipefail", "-c", script, **options)
+
+
+def in_child(action: Callable[[], Any], *, uid: int = 0, gid: int = 0, groups: Sequence[int] = ()) -> Any:
+    """What action returns when a forked child runs it as uid:gid; an exception of the child's is raised here.
+
+    Raises ChildKilled if a signal ended the child.
+    """
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(receive)
+            faulthandler.disable()
+            try:
+                if (uid, gid) != (os.getuid(), os.getgid()) or groups:
+                    os.setgroups(list(groups))
+                    os.setresgid(gid, gid, gid)
+                    os.setresuid(uid, uid, uid)
+                answer = (True, action())
+            except BaseException as error:  # noqa: BLE001 - the parent raises it
+                error.add_note("in the child:\n" + traceback.format_exc())
+                answer = (False, error)
+            with os.fdopen(send, "wb") as pipe:
+                pickle.dump(answer, pipe)
+        finally:
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        raise ChildKilled(signal.Signals(os.WTERMSIG(status)))
+    good, value = pickle.loads(data)
+    if not good:
+        raise value
+    return value
+
+
+def as_nobody(action: Callable[[], Any]) -> Any:
+    return in_child(action, uid=NOBODY, gid=NOBODY)
+
+
+def as_other(action: Callable[[], Any]) -> Any:
+    return in_child(action, uid=OTHER, gid=OTHER)
+
+
+class ChildKilled(Exception):
+    """A child of in_child was ended by a signal."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+def start_children(count: int, action: Callable[[int], Any]) -> list[int]:
+    """Forks count children that run action(index) and end with 0, or with 1 and a traceback on stderr."""
+    children = []
+    for index in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                action(index)
+                code = 0
+            except BaseException:  # noqa: BLE001 - shown, and the exit code tells
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        children.append(child)
+    return children
+
+
+def wait_children(children: Sequence[int]) -> None:
+    """Waits for all of them; fails if any did not end with 0."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * len(codes), f"children ended with {codes}"
+
+
+def errno_of(action: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+    """The errno that the call fails with; 0 if it succeeds."""
+    try:
+        action(*arguments, **options)
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Polls until condition() is true and returns it; AssertionError naming `what` when the time is up."""
+    deadline = time.monotonic() + seconds
+    pause = 0.005
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one process holds."""
+
+    descriptors: int
+    memfds: int
+    threads: int
+    resident_bytes: int
+    kinds: collections.Counter[str] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, pid: int) -> Snapshot:
+        kinds: collections.Counter[str] = collections.Counter()
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                kinds[os.readlink(f"/proc/{pid}/fd/{entry}").split("[")[0].split(":[")[0]] += 1
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return cls(
+            descriptors=kinds.total(),
+            memfds=sum(n for name, n in kinds.items() if name.startswith("/memfd:")),
+            threads=len(os.listdir(f"/proc/{pid}/task")),
+            resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
+            kinds=kinds,
+        )
+
+
+def session_processes(session: str) -> dict[int, str]:
+    """The living processes that carry the session's variable, other than this one: pid -> command line."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(process.name) == os.getpid():
+                continue
+            if f"{SESSION_VARIABLE}={session}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The direct children of a process."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(x) for x in (task / "children").read_text().split()]
+    return found
+
+
+@contextlib.contextmanager
+def plain_user() -> Iterator[dict[str, str]]:
+    """An environment in which nobody can mount: an own home, and /dev/fuse with mode 666 (restored), as Debian has it."""
+    before = os.stat("/dev/fuse").st_mode & 0o7777
+    os.chmod("/dev/fuse", 0o666)
+    home = tempfile.mkdtemp(prefix="gpufs-tests-home-")
+    os.chown(home, NOBODY, NOBODY)
+    os.chmod(home, 0o700)
+    try:
+        yield {
+            "HOME": home,
+            "USER": "nobody",
+            "LOGNAME": "nobody",
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "XDG_RUNTIME_DIR": home,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+    finally:
+        os.chmod("/dev/fuse", before)
+        subprocess.run(["rm", "-rf", "--one-file-system", home], check=False, timeout=30)

@@ -1,0 +1,309 @@
+"""Attributes: sizes and blocks, the three times with nanoseconds, extended attributes, statfs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from errno import E2BIG, EACCES, EEXIST, EINVAL, ENODATA, EOPNOTSUPP, EPERM, ERANGE
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import linux
+from support.data import GRANULE, MIB, noise
+from support.processes import NOBODY, as_nobody, as_other, errno_of, shell
+
+TIMES = ("atime", "mtime", "ctime")
+
+
+@pytest.fixture
+def file(root: Path) -> Path:
+    path = root / "file"
+    path.write_bytes(b"0123456789")
+    return path
+
+
+def times(path: Path) -> dict[str, int]:
+    found = os.lstat(path)
+    return {name: getattr(found, f"st_{name}_ns") for name in TIMES}
+
+
+def changed(path: Path, action: Callable[[], Any]) -> set[str]:
+    """Which of the three times the action changes; each change must be to the present."""
+    before = times(path)
+    time.sleep(0.012)  # the kernel's coarse clock ticks every 4 to 10 ms
+    begin = time.time_ns()
+    action()
+    after = times(path)
+    moved = {name for name in TIMES if before[name] != after[name]}
+    for name in moved:
+        assert begin - 15_000_000 <= after[name] <= time.time_ns() + 15_000_000, name
+    return moved
+
+
+# ---- times ----
+
+
+def test_new_files_have_the_present_as_their_times(root: Path) -> None:
+    begin = time.time_ns()
+    (root / "file").touch()
+    (root / "dir").mkdir()
+    os.symlink("x", root / "link")
+    for name in ("file", "dir", "link"):
+        for value in times(root / name).values():
+            assert begin - 15_000_000 <= value <= time.time_ns() + 15_000_000
+
+
+def test_what_changes_the_times_of_a_file(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    data = {"mtime", "ctime"}
+    assert changed(file, lambda: os.pwrite(fd, b"x", 0)) == data
+    assert changed(file, lambda: os.ftruncate(fd, 5)) == data
+    assert changed(file, lambda: os.truncate(file, 100)) == data
+    assert changed(file, lambda: linux.fallocate(fd, 3, 0, 50)) == data
+    assert changed(file, lambda: os.pwrite(fd, b"", 0)) == set()
+    assert changed(file, lambda: os.chmod(file, 0o600)) == {"ctime"}
+    assert changed(file, lambda: os.chown(file, 0, 0)) == {"ctime"}
+    assert changed(file, lambda: os.link(file, file.with_name("two"))) == {"ctime"}
+    assert changed(file, lambda: os.unlink(file.with_name("two"))) == {"ctime"}
+    assert changed(file, lambda: os.setxattr(file, "user.x", b"y")) == {"ctime"}
+    assert changed(file, lambda: os.stat(file)) == set()
+    assert changed(file, lambda: os.close(os.open(file, os.O_RDONLY))) == set()
+    assert changed(file, lambda: os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))) == data
+    os.close(fd)
+
+
+def test_copying_into_a_file_changes_its_times(file: Path) -> None:
+    target = file.with_name("target")
+    target.touch()
+    source_fd, target_fd = os.open(file, os.O_RDONLY), os.open(target, os.O_RDWR)
+    assert changed(target, lambda: os.copy_file_range(source_fd, target_fd, 5, 0, 0)) == {"mtime", "ctime"}
+    os.close(source_fd)
+    os.close(target_fd)
+
+
+def test_reading_changes_the_access_time(file: Path) -> None:
+    """As with relatime: the first read after a change counts, the next ones need not."""
+    fd = os.open(file, os.O_RDWR)
+    time.sleep(0.012)
+    os.pwrite(fd, b"new", 0)
+    assert changed(file, lambda: os.pread(fd, 3, 0)) == {"atime"}
+    quiet = os.open(file, os.O_RDONLY | os.O_NOATIME)
+    time.sleep(0.012)
+    os.pwrite(fd, b"new", 0)
+    # The kernel keeps O_NOATIME to itself when a FUSE server counts the access times.
+    assert changed(file, lambda: os.pread(quiet, 3, 0)) <= {"atime"}
+    os.close(quiet)
+    os.close(fd)
+
+
+def test_what_changes_the_times_of_a_directory(root: Path) -> None:
+    inner = root / "dir"
+    inner.mkdir()
+    entries = {"mtime", "ctime"}
+    assert changed(inner, (inner / "file").touch) == entries
+    assert changed(inner, (inner / "sub").mkdir) == entries
+    assert changed(inner, lambda: os.symlink("x", inner / "link")) == entries
+    assert changed(inner, lambda: os.link(inner / "file", inner / "hard")) == entries
+    assert changed(inner, lambda: os.rename(inner / "hard", inner / "moved")) == entries
+    assert changed(inner, (inner / "moved").unlink) == entries
+    assert changed(inner, (inner / "sub").rmdir) == entries
+    assert changed(inner, lambda: (inner / "file").write_text("x")) == set()
+    assert changed(inner, lambda: os.chmod(inner, 0o700)) == {"ctime"}
+
+
+def test_setting_times(file: Path) -> None:
+    for atime, mtime in ((0, 1), (1, 0), (1_234_567_890_123_456_789, 987_654_321_987_654_321), (2**32 * 10**9, 5)):
+        os.utime(file, ns=(atime, mtime))
+        found = times(file)
+        assert (found["atime"], found["mtime"]) == (atime, mtime)
+    os.utime(file, ns=(-1_500_000_000, -1))
+    assert (times(file)["atime"], times(file)["mtime"]) == (-1_500_000_000, -1)
+    assert changed(file, lambda: os.utime(file)) == set(TIMES)
+    fd = os.open(file, os.O_RDONLY)
+    os.utime(fd, ns=(7, 8))
+    os.close(fd)
+    assert (times(file)["atime"], times(file)["mtime"]) == (7, 8)
+    link = file.with_name("link")
+    link.symlink_to("file")
+    os.utime(link, ns=(11, 12), follow_symlinks=False)
+    assert (times(link)["mtime"], times(file)["mtime"]) == (12, 8)
+
+
+def utimensat(path: Path, *specs: tuple[int, int]) -> int:
+    """The raw call, for UTIME_NOW and UTIME_OMIT; returns the errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    array = (ctypes.c_long * 4)(*[part for spec in specs for part in spec])
+    return 0 if libc.utimensat(-100, os.fsencode(path), array, 0) == 0 else ctypes.get_errno()
+
+
+NOW, OMIT = (0, (1 << 30) - 1), (0, (1 << 30) - 2)
+
+
+def test_now_and_omit(file: Path) -> None:
+    os.utime(file, ns=(5, 6))
+    assert changed(file, lambda: utimensat(file, NOW, OMIT)) == {"atime", "ctime"}
+    assert changed(file, lambda: utimensat(file, OMIT, NOW)) == {"mtime", "ctime"}
+    assert changed(file, lambda: utimensat(file, OMIT, OMIT)) == set()
+    assert utimensat(file, (1, 10**9), OMIT) == EINVAL
+
+
+def test_who_may_set_times(file: Path) -> None:
+    os.chown(file, NOBODY, NOBODY)
+    file.chmod(0o602)
+    assert as_nobody(lambda: errno_of(os.utime, file, ns=(1, 2))) == 0
+    assert as_other(lambda: errno_of(os.utime, file, ns=(1, 2))) == EPERM
+    assert as_other(lambda: utimensat(file, NOW, NOW)) == 0  # who may write may touch
+    assert as_other(lambda: utimensat(file, NOW, OMIT)) == EPERM
+    assert as_other(lambda: utimensat(file, OMIT, OMIT)) == 0
+    file.chmod(0o600)
+    assert as_other(lambda: utimensat(file, NOW, NOW)) == EACCES
+
+
+def test_a_copy_with_its_attributes(file: Path, reference: Path) -> None:
+    file.chmod(0o4751)
+    os.chown(file, NOBODY, 4321)
+    file.chmod(0o4751)
+    os.utime(file, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
+    wanted = os.stat(file)
+    for target in (reference / "copy", file.with_name("copy")):
+        shell(f"cp -a {file} {target}")
+        found = os.stat(target)
+        assert (found.st_mode, found.st_uid, found.st_gid, found.st_mtime_ns, found.st_size) == (
+            wanted.st_mode,
+            wanted.st_uid,
+            wanted.st_gid,
+            wanted.st_mtime_ns,
+            wanted.st_size,
+        )
+
+
+# ---- sizes ----
+
+
+@pytest.mark.driver
+def test_blocks_tell_the_memory_held(root: Path) -> None:
+    fd = os.open(root / "file", os.O_RDWR | os.O_CREAT)
+    assert os.fstat(fd).st_blocks == 0
+    os.pwrite(fd, noise(4 * MIB), 0)
+    assert os.fstat(fd).st_blocks * 512 == 4 * MIB
+    os.ftruncate(fd, 400 * MIB)
+    assert os.fstat(fd).st_blocks * 512 == 4 * MIB
+    os.pwrite(fd, b"x", 300 * MIB)
+    assert 4 * MIB < os.fstat(fd).st_blocks * 512 <= 4 * MIB + GRANULE
+    linux.fallocate(fd, 3, 0, 2 * MIB)
+    assert os.fstat(fd).st_blocks * 512 <= 2 * MIB + GRANULE
+    assert 4096 <= os.fstat(fd).st_blksize <= MIB
+    assert int(shell(f"du -k {root}/file | cut -f1").stdout) * 1024 == os.fstat(fd).st_blocks * 512
+    assert int(shell(f"du -k --apparent-size {root}/file | cut -f1").stdout) * 1024 == 400 * MIB
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_statfs_follows_what_is_held(root: Path, on_gpufs: bool) -> None:
+    before = os.statvfs(root)
+    (root / "file").write_bytes(noise(32 * MIB))
+    after = os.statvfs(root)
+    taken = (before.f_bfree - after.f_bfree) * after.f_frsize
+    assert taken == 32 * MIB or not on_gpufs
+    assert after.f_blocks == before.f_blocks
+    assert after.f_bavail <= after.f_bfree <= after.f_blocks
+    assert after.f_namemax == 255
+    os.unlink(root / "file")
+    if on_gpufs:  # freeing device memory runs behind the last close
+        deadline = time.monotonic() + 10
+        while os.statvfs(root).f_bfree != before.f_bfree and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert os.statvfs(root).f_bfree == before.f_bfree
+
+
+def test_directories_and_links_have_attributes(root: Path) -> None:
+    (root / "dir").mkdir()
+    assert (root / "dir").stat().st_size >= 0
+    assert os.path.getsize(root) >= 0
+    assert os.stat(root).st_blksize >= 512
+
+
+# ---- extended attributes ----
+
+
+def test_extended_attributes(file: Path, root: Path) -> None:
+    (root / "dir").mkdir()
+    for path in (file, root / "dir"):
+        assert [x for x in os.listxattr(path) if not x.startswith("user.gpufs.")] == []
+        os.setxattr(path, "user.one", b"1")
+        os.setxattr(path, "user.empty", b"")
+        os.setxattr(path, "user.binary", bytes(range(256)))
+        os.setxattr(path, b"user.\xff\xfe", b"name of bytes")
+        assert os.getxattr(path, "user.one") == b"1"
+        assert os.getxattr(path, "user.empty") == b""
+        assert os.getxattr(path, "user.binary") == bytes(range(256))
+        assert os.getxattr(path, b"user.\xff\xfe") == b"name of bytes"
+        found = [x for x in os.listxattr(path) if not x.startswith("user.gpufs.")]
+        assert sorted(found) == sorted(["user.one", "user.empty", "user.binary", os.fsdecode(b"user.\xff\xfe")])
+        os.setxattr(path, "user.one", b"two")
+        assert os.getxattr(path, "user.one") == b"two"
+        os.removexattr(path, "user.one")
+        assert errno_of(os.getxattr, path, "user.one") == ENODATA
+        assert errno_of(os.removexattr, path, "user.one") == ENODATA
+
+
+def test_creating_and_replacing_attributes(file: Path) -> None:
+    assert errno_of(os.setxattr, file, "user.x", b"1", os.XATTR_REPLACE) == ENODATA
+    os.setxattr(file, "user.x", b"1", os.XATTR_CREATE)
+    assert errno_of(os.setxattr, file, "user.x", b"2", os.XATTR_CREATE) == EEXIST
+    os.setxattr(file, "user.x", b"3", os.XATTR_REPLACE)
+    assert os.getxattr(file, "user.x") == b"3"
+
+
+def test_limits_of_attributes(file: Path, on_gpufs: bool) -> None:
+    assert errno_of(os.setxattr, file, "user." + "n" * 251, b"1") == ERANGE
+    os.setxattr(file, "user." + "n" * 250, b"1")
+    assert errno_of(os.setxattr, file, "user.big", bytes(65537)) == E2BIG
+    os.setxattr(file, "user.big", bytes(65536) if on_gpufs else bytes(4096))
+    assert len(os.getxattr(file, "user.big")) >= 4096
+    assert errno_of(os.setxattr, file, "nonsense.x", b"1") == EOPNOTSUPP
+    assert errno_of(os.setxattr, file, "user.", b"1") == EINVAL
+    libc = ctypes.CDLL(None, use_errno=True)
+    small = ctypes.create_string_buffer(10)
+    assert libc.getxattr(os.fsencode(file), b"user.big", small, 10) == -1
+    assert ctypes.get_errno() == ERANGE
+    assert libc.listxattr(os.fsencode(file), small, 3) == -1
+    assert ctypes.get_errno() == ERANGE
+    assert libc.getxattr(os.fsencode(file), b"user.big", None, 0) >= 4096
+
+
+def test_who_may_use_attributes(file: Path) -> None:
+    os.setxattr(file, "user.x", b"1")
+    file.chmod(0o644)
+    assert as_nobody(lambda: os.getxattr(file, "user.x")) == b"1"
+    assert as_nobody(lambda: errno_of(os.setxattr, file, "user.y", b"1")) == EACCES
+    file.chmod(0o600)
+    assert as_nobody(lambda: errno_of(os.getxattr, file, "user.x")) == EACCES
+    link = file.with_name("link")
+    link.symlink_to("file")
+    assert errno_of(os.setxattr, link, "user.x", b"1", follow_symlinks=False) == EPERM
+
+
+def test_attributes_follow_the_file(file: Path, root: Path) -> None:
+    os.setxattr(file, "user.x", b"kept")
+    os.link(file, root / "hard")
+    os.rename(file, root / "moved")
+    assert os.getxattr(root / "moved", "user.x") == b"kept"
+    assert os.getxattr(root / "hard", "user.x") == b"kept"
+    fd = os.open(root / "moved", os.O_RDONLY)
+    os.unlink(root / "moved")
+    os.unlink(root / "hard")
+    assert os.getxattr(fd, "user.x") == b"kept"
+    os.close(fd)
+
+
+def test_attributes_that_describe_a_buffer(file: Path, on_gpufs: bool) -> None:
+    if not on_gpufs:
+        return  # tmpfs has no device
+    assert os.getxattr(file, "user.gpufs.device") == b"0"
+    assert int(os.getxattr(file, "user.gpufs.bytes_held")) == file.stat().st_blocks * 512
+    assert errno_of(os.setxattr, file, "user.gpufs.device", b"1") in (EPERM, EACCES)
+    assert errno_of(os.removexattr, file, "user.gpufs.device") in (EPERM, EACCES)

@@ -1,0 +1,543 @@
+"""Reading and writing files: every way a program has to move bytes, sizes and offsets at the edges, open flags."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+from errno import (
+    EAGAIN,
+    EBADF,
+    EEXIST,
+    EFAULT,
+    EFBIG,
+    EINVAL,
+    EISDIR,
+    ELOOP,
+    ENOENT,
+    ENOTDIR,
+    EOPNOTSUPP,
+    ESPIPE,
+    ETXTBSY,
+)
+from pathlib import Path
+
+import pytest
+from support import linux
+from support.data import GIB, GRANULE, KIB, MIB, assert_same, noise, read_all, write_all
+from support.processes import errno_of, in_child, run, start_children, wait_children
+
+SIZES = [
+    0,
+    1,
+    511,
+    4095,
+    4096,
+    4097,
+    65535,
+    65537,
+    MIB - 1,
+    MIB,
+    MIB + 1,
+    GRANULE - 1,
+    GRANULE,
+    GRANULE + 1,
+    5 * MIB + 7,
+]
+
+
+@pytest.fixture
+def file(root: Path) -> Path:
+    return root / "file"
+
+
+def open_new(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o644)
+
+
+@pytest.mark.driver
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_written_is_read_back(file: Path, size: int) -> None:
+    data = noise(size, size)
+    file.write_bytes(data)
+    assert file.stat().st_size == size
+    assert_same(read_all(file), data)
+
+
+@pytest.mark.driver
+@pytest.mark.parametrize("at", [1, 4095, 4096, 65536 - 7, MIB + 3, GRANULE - 1, GRANULE, 2 * GRANULE + 5])
+@pytest.mark.parametrize("size", [1, 4096, 12345, MIB + 1])
+def test_positioned_write_changes_its_range_alone(file: Path, at: int, size: int) -> None:
+    before = bytearray(noise(3 * GRANULE, 1))
+    file.write_bytes(before)
+    fd = os.open(file, os.O_RDWR)
+    data = noise(size, 2)
+    assert os.pwrite(fd, data, at) == size
+    before[at : at + size] = data
+    assert_same(os.pread(fd, len(before) + 1, 0), bytes(before[: max(len(before), at + size)]))
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_end_of_file(file: Path) -> None:
+    file.write_bytes(b"0123456789")
+    fd = os.open(file, os.O_RDONLY)
+    assert os.pread(fd, 100, 5) == b"56789"
+    assert os.pread(fd, 100, 10) == b""
+    assert os.pread(fd, 100, GIB) == b""
+    assert os.read(fd, 4) == b"0123"
+    assert os.lseek(fd, 0, os.SEEK_CUR) == 4
+    assert os.read(fd, 100) == b"456789"
+    assert os.read(fd, 100) == b""
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_write_past_the_end_leaves_zeros_between(file: Path) -> None:
+    fd = open_new(file)
+    os.write(fd, b"begin")
+    os.pwrite(fd, b"end", 3 * MIB + 1)
+    assert os.fstat(fd).st_size == 3 * MIB + 4
+    assert_same(os.pread(fd, 4 * MIB, 0), b"begin" + bytes(3 * MIB + 1 - 5) + b"end")
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_shrunk_bytes_do_not_come_back(file: Path) -> None:
+    fd = open_new(file)
+    for cut in (1, 4095, 4096, 100_001, GRANULE - 1, GRANULE, GRANULE + 1):
+        write_all(fd, noise(2 * GRANULE, cut), 0)
+        os.ftruncate(fd, cut)
+        os.ftruncate(fd, 2 * GRANULE)
+        assert_same(
+            os.pread(fd, 2 * GRANULE, 0), noise(2 * GRANULE, cut)[:cut] + bytes(2 * GRANULE - cut), f"cut {cut}"
+        )
+        os.ftruncate(fd, cut)
+        os.pwrite(fd, b"x", cut + 5000)
+        assert_same(os.pread(fd, 9000, cut), bytes(5000) + b"x", f"write beyond, cut {cut}")
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_vectors(file: Path) -> None:
+    fd = open_new(file)
+    parts = [noise(n, n) for n in (1, 0, 4096, 333, 65537, 3 * MIB + 5, 17)]
+    whole = b"".join(parts)
+    assert os.pwritev(fd, parts, 77) == len(whole)
+    assert_same(os.pread(fd, len(whole) + 100, 0), bytes(77) + whole)
+    into = [bytearray(n) for n in (3, 4097, 1, MIB, 3 * MIB)]
+    count = os.preadv(fd, into, 70)
+    assert count == len(whole) + 7
+    assert_same(b"".join(into)[:count], bytes(7) + whole)
+    assert os.lseek(fd, 0, os.SEEK_CUR) == 0
+    assert os.writev(fd, [b"ab", b"cd"]) == 4
+    assert os.lseek(fd, 0, os.SEEK_CUR) == 4
+    assert os.pread(fd, 5, 0) == b"abcd\0"
+    many = [b"%04d" % i for i in range(1024)]
+    assert os.pwritev(fd, many, 0) == 4096
+    assert os.pread(fd, 4096, 0) == b"".join(many)
+    os.close(fd)
+
+
+def test_flags_of_vector_calls(file: Path) -> None:
+    fd = open_new(file)
+    assert os.pwritev(fd, [b"abc"], 0, os.RWF_DSYNC) == 3
+    assert os.pwritev(fd, [b"def"], 0, os.RWF_SYNC) == 3
+    assert os.pwritev(fd, [b"ghi"], 0, os.RWF_APPEND) == 3
+    assert os.pread(fd, 10, 0) == b"defghi"
+    # a file system may decline to promise not to wait
+    assert errno_of(os.preadv, fd, [bytearray(6)], 0, os.RWF_NOWAIT) in (0, EOPNOTSUPP, EAGAIN)
+    os.close(fd)
+
+
+def test_zero_bytes_change_nothing(file: Path) -> None:
+    fd = open_new(file)
+    os.write(fd, b"abc")
+    before = os.fstat(fd)
+    assert os.write(fd, b"") == 0
+    assert os.pwrite(fd, b"", 1000) == 0
+    assert os.pread(fd, 0, 0) == b""
+    after = os.fstat(fd)
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    os.close(fd)
+
+
+def test_wrong_descriptors(file: Path, root: Path) -> None:
+    file.write_bytes(b"abc")
+    reader, writer = os.open(file, os.O_RDONLY), os.open(file, os.O_WRONLY)
+    path = os.open(file, os.O_PATH)
+    directory = os.open(root, os.O_RDONLY)
+    assert errno_of(os.write, reader, b"x") == EBADF
+    assert errno_of(os.read, writer, 1) == EBADF
+    assert errno_of(os.read, path, 1) == EBADF
+    assert errno_of(os.read, directory, 1) == EISDIR
+    assert errno_of(os.ftruncate, reader, 0) == EINVAL
+    assert errno_of(os.posix_fallocate, reader, 0, 10) == EBADF
+    assert errno_of(os.pwrite, writer, b"x", -1) == EINVAL
+    assert errno_of(os.lseek, reader, -1, os.SEEK_SET) == EINVAL
+    assert errno_of(os.lseek, reader, -4, os.SEEK_END) == EINVAL
+    for fd in (reader, writer, path, directory):
+        os.close(fd)
+    assert file.read_bytes() == b"abc"
+
+
+def test_memory_that_is_not_there(file: Path) -> None:
+    fd = open_new(file)
+    os.write(fd, bytes(8192))
+    assert errno_of(linux.write_from_address, fd, 4096, 100, 0) == EFAULT
+    assert errno_of(linux.read_to_address, fd, 4096, 100, 0) == EFAULT
+    assert os.fstat(fd).st_size == 8192
+    # half there: what could be moved is reported, or nothing was
+    area = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    libc = ctypes.CDLL(None)
+    libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0)
+    area[:4096] = b"x" * 4096
+    try:
+        done, code = linux.write_from_address(fd, address, 8192, 0), 0
+    except OSError as error:
+        done, code = 0, error.errno or 0
+    assert 0 < done <= 4096 or code == EFAULT
+    content = os.pread(fd, 9000, 0)
+    assert len(content) == 8192
+    assert content.strip(b"x") == b"\0" * (8192 - content.count(b"x"))
+    libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+    os.close(fd)
+
+
+# ---- open flags ----
+
+
+def test_append_ignores_the_position(file: Path) -> None:
+    file.write_bytes(b"one")
+    fd = os.open(file, os.O_RDWR | os.O_APPEND)
+    os.write(fd, b"two")
+    os.lseek(fd, 0, os.SEEK_SET)
+    os.write(fd, b"three")
+    assert os.pwrite(fd, b"four", 0) == 4  # Linux: appends in spite of the offset
+    assert file.read_bytes() == b"onetwothreefour"
+    os.truncate(file, 3)
+    os.write(fd, b"!")
+    assert file.read_bytes() == b"one!"
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_appending_processes_do_not_overwrite_each_other(file: Path) -> None:
+    file.touch()
+    records, writers = 150, 4
+
+    def append(index: int) -> None:
+        fd = os.open(file, os.O_WRONLY | os.O_APPEND)
+        for number in range(records):
+            body = bytes([65 + index]) * (1 + (number * 977 + index * 131) % 9000)
+            line = b"%d %d %d " % (index, number, len(body)) + body + b"\n"
+            assert os.write(fd, line) == len(line)
+        os.close(fd)
+
+    wait_children(start_children(writers, append))
+    seen: dict[int, int] = dict.fromkeys(range(writers), 0)
+    for line in file.read_bytes().splitlines():
+        index, number, length, body = line.split(b" ")
+        assert int(number) == seen[int(index)]
+        assert body == bytes([65 + int(index)]) * int(length)
+        seen[int(index)] += 1
+    assert set(seen.values()) == {records}
+
+
+def test_truncating_and_exclusive_open(file: Path) -> None:
+    file.write_bytes(noise(3 * MIB))
+    reader = os.open(file, os.O_RDONLY)
+    os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))
+    assert os.fstat(reader).st_size == 0
+    assert os.read(reader, 10) == b""
+    os.close(reader)
+    assert errno_of(os.open, file, os.O_CREAT | os.O_EXCL | os.O_WRONLY) == EEXIST
+    link = file.with_name("dangling")
+    link.symlink_to("nowhere")
+    assert errno_of(os.open, link, os.O_CREAT | os.O_EXCL | os.O_WRONLY) == EEXIST
+    assert errno_of(os.open, link, os.O_RDONLY) == ENOENT
+
+
+def test_exclusive_creation_has_one_winner(root: Path) -> None:
+    def race(index: int) -> None:
+        won = 0
+        for number in range(50):
+            try:
+                os.close(os.open(root / f"prize{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                won += 1
+            except FileExistsError:
+                pass
+        (root / f"won{index}").write_text(str(won))
+
+    wait_children(start_children(4, race))
+    assert sum(int((root / f"won{i}").read_text()) for i in range(4)) == 50
+
+
+def test_open_refusals(root: Path) -> None:
+    (root / "file").touch()
+    (root / "dir").mkdir()
+    (root / "link").symlink_to("file")
+    assert errno_of(os.open, root / "file", os.O_RDONLY | os.O_DIRECTORY) == ENOTDIR
+    assert errno_of(os.open, root / "link", os.O_RDONLY | os.O_NOFOLLOW) == ELOOP
+    assert errno_of(os.open, root / "dir", os.O_WRONLY) == EISDIR
+    assert errno_of(os.open, root / "dir", os.O_RDONLY | os.O_CREAT) == EISDIR
+    assert errno_of(os.open, root / "none", os.O_RDONLY) == ENOENT
+    assert errno_of(os.open, root / "file" / "x", os.O_RDONLY) == ENOTDIR
+    assert errno_of(os.open, root / "file" / "x", os.O_CREAT | os.O_WRONLY) == ENOTDIR
+    assert errno_of(os.truncate, root / "dir", 0) == EISDIR
+    assert errno_of(os.truncate, root / "none", 0) == ENOENT
+
+
+@pytest.mark.parametrize("flag", [os.O_SYNC, os.O_DSYNC, os.O_NOATIME, os.O_NONBLOCK, os.O_DIRECT])
+def test_flags_that_change_nothing_visible(file: Path, flag: int) -> None:
+    fd = open_new(file, flag)
+    area = mmap.mmap(-1, 2 * MIB)  # page aligned, as O_DIRECT may ask for
+    area[:] = noise(2 * MIB, 3)
+    assert os.pwrite(fd, area, 0) == 2 * MIB
+    assert os.preadv(fd, [area], 0) == 2 * MIB
+    os.fsync(fd)
+    os.close(fd)
+    assert_same(read_all(file), noise(2 * MIB, 3))
+
+
+@pytest.mark.driver
+def test_direct_io_needs_no_alignment(file: Path) -> None:
+    fd = open_new(file, os.O_DIRECT)
+    data = noise(123_457, 4)
+    assert os.pwrite(fd, data, 4321) == len(data)
+    assert_same(os.pread(fd, 200_000, 4320), b"\0" + data)
+    os.close(fd)
+
+
+def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
+    """O_TMPFILE is optional; its refusal has one errno, which programs know how to work around."""
+    code = errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)))
+    if on_gpufs and code:
+        assert code == EOPNOTSUPP
+        return
+    fd = os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.write(fd, b"unnamed")
+    assert os.fstat(fd).st_nlink == 0
+    assert os.listdir(root) == []
+    os.close(fd)
+
+
+def test_running_a_program_from_it(root: Path) -> None:
+    program = root / "true"
+    program.write_bytes(Path("/bin/true").read_bytes())
+    program.chmod(0o755)
+    run(program)
+    script = root / "script"
+    script.write_text("#!/bin/sh\necho from $0\n")
+    script.chmod(0o755)
+    assert run(script).stdout == f"from {script}\n"
+    (root / "sleep").write_bytes(Path("/bin/sleep").read_bytes())
+    (root / "sleep").chmod(0o755)
+    child = os.posix_spawn(root / "sleep", ["sleep", "30"], {})
+    try:
+        assert errno_of(os.open, root / "sleep", os.O_WRONLY) in (0, ETXTBSY)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# ---- truncate ----
+
+
+@pytest.mark.driver
+def test_truncate_to_any_size(file: Path) -> None:
+    data = noise(5 * MIB, 5)
+    file.write_bytes(data)
+    for size in (5 * MIB - 1, 4 * MIB + 1, 4 * MIB, 3 * MIB + 4097, GRANULE + 1, GRANULE, GRANULE - 1, 4096, 1, 0):
+        os.truncate(file, size)
+        assert file.stat().st_size == size
+        assert_same(read_all(file), data[:size])
+    for size in (1, 4096, GRANULE - 1, GRANULE + 1, 5 * MIB):
+        os.truncate(file, size)
+        assert_same(read_all(file), bytes(size))
+    assert errno_of(os.truncate, file, -1) == EINVAL
+
+
+def test_truncated_file_gives_its_memory_back(file: Path) -> None:
+    file.write_bytes(noise(16 * MIB))
+    assert file.stat().st_blocks * 512 >= 16 * MIB
+    os.truncate(file, 8 * MIB)
+    assert 8 * MIB <= file.stat().st_blocks * 512 < 16 * MIB
+    os.truncate(file, 0)
+    assert file.stat().st_blocks == 0
+    os.truncate(file, GIB)
+    assert file.stat().st_blocks * 512 <= GRANULE
+
+
+# ---- large files and the end of the number line ----
+
+
+@pytest.mark.driver
+def test_files_larger_than_four_gibibytes(file: Path) -> None:
+    fd = open_new(file)
+    places = [0, 2 * GIB - 3, 4 * GIB - 3, 4 * GIB + 5 * MIB, 9 * GIB + 1]
+    for index, place in enumerate(places):
+        os.pwrite(fd, noise(10_000, index), place)
+    for index, place in enumerate(places):
+        assert_same(os.pread(fd, 10_000, place), noise(10_000, index), f"at {place}")
+    assert os.fstat(fd).st_size == 9 * GIB + 1 + 10_000
+    assert os.fstat(fd).st_blocks * 512 <= 10 * 2 * GRANULE
+    assert os.pread(fd, 100, 3 * GIB) == bytes(100)
+    assert os.lseek(fd, 5 * GIB, os.SEEK_DATA) > 8 * GIB
+    os.ftruncate(fd, 4 * GIB + 1)
+    assert_same(os.pread(fd, 10_000, 4 * GIB - 3), noise(10_000, 2)[:4])
+    os.close(fd)
+
+
+@pytest.mark.driver
+def test_offsets_near_the_end_of_the_number_line(file: Path, on_gpufs: bool) -> None:
+    fd = open_new(file)
+    os.write(fd, b"abc")
+    last = 2**63 - 1
+    assert errno_of(os.pwrite, fd, b"xx", last) in (EFBIG, EINVAL)
+    assert errno_of(os.pwrite, fd, b"x", last - 1) in (EFBIG, EINVAL) or not on_gpufs
+    assert errno_of(linux.fallocate, fd, 0, last - 1, 2) == EFBIG
+    assert errno_of(linux.fallocate, fd, 0, 0, 0) == EINVAL
+    assert errno_of(linux.fallocate, fd, 0, -1, 1) == EINVAL
+    assert errno_of(os.pread, fd, 10, last) in (0, EINVAL)
+    if on_gpufs:
+        # A buffer has a stated largest size, 64 TiB: a device's address space is smaller than tmpfs's numbers.
+        assert errno_of(os.truncate, file, 2**62) == EFBIG
+        assert errno_of(os.truncate, file, 2**46 + 1) == EFBIG
+        assert errno_of(os.pwrite, fd, b"x", 2**46) == EFBIG
+        assert errno_of(linux.fallocate, fd, 0, 2**46, 1) == EFBIG
+        os.truncate(file, 2**46)
+    else:
+        os.truncate(file, 2**62)
+    assert os.pread(fd, 10, 2**46 - 4) == bytes(10)[: file.stat().st_size - (2**46 - 4)]
+    assert os.pread(fd, 4, 0) == b"abc\0"
+    os.close(fd)
+
+
+def test_file_size_limit_of_a_process(file: Path) -> None:
+    def limited() -> tuple[int, int, int, int]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        fd = open_new(file)
+        short = os.pwrite(fd, bytes(200_000), 0)
+        return (
+            short,
+            errno_of(os.pwrite, fd, b"x", 100_000),
+            errno_of(os.ftruncate, fd, 100_001),
+            errno_of(linux.fallocate, fd, 0, 0, 100_001),
+        )
+
+    assert in_child(limited) == (100_000, EFBIG, EFBIG, EFBIG)
+    assert file.stat().st_size == 100_000
+
+
+# ---- other system calls that move data ----
+
+
+@pytest.mark.driver
+def test_sendfile_and_splice(root: Path) -> None:
+    data = noise(3 * MIB + 11, 6)
+    (root / "in").write_bytes(data)
+    source = os.open(root / "in", os.O_RDONLY)
+    target = open_new(root / "out")
+    done = 0
+    while done < len(data):
+        done += os.sendfile(target, source, done, len(data) - done)
+    assert_same(read_all(root / "out"), data)
+
+    reader, writer = os.pipe()
+    spliced = open_new(root / "spliced")
+    offset = 0
+    while offset < len(data):
+        count = os.splice(source, writer, 65536, offset_src=offset)
+        moved = 0
+        while moved < count:
+            moved += os.splice(reader, spliced, count - moved, offset_dst=offset + moved)
+        offset += count
+    assert_same(read_all(root / "spliced"), data)
+    for fd in (source, target, spliced, reader, writer):
+        os.close(fd)
+
+
+@pytest.mark.driver
+def test_writing_a_mapping_of_the_same_file(file: Path) -> None:
+    """The data of the write must be paged in from the very file that is being written."""
+    data = noise(4 * MIB, 7)
+    file.write_bytes(data)
+    fd = os.open(file, os.O_RDWR)
+    for flags in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
+        with mmap.mmap(fd, 4 * MIB, flags=flags, prot=mmap.PROT_READ) as area:
+            assert os.pwrite(fd, area, 6 * MIB) == 4 * MIB
+            assert_same(os.pread(fd, 4 * MIB, 6 * MIB), data)
+    with mmap.mmap(fd, 4 * MIB, flags=mmap.MAP_SHARED) as area:
+        assert os.preadv(fd, [area], 6 * MIB) == 4 * MIB
+        area.flush()
+    assert_same(read_all(file), data + bytes(2 * MIB) + data)
+    os.close(fd)
+
+
+def test_hints_and_syncs(file: Path, root: Path) -> None:
+    fd = open_new(file)
+    os.write(fd, noise(100_000))
+    for advice in (os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_WILLNEED, os.POSIX_FADV_DONTNEED):
+        os.posix_fadvise(fd, 0, 0, advice)
+    os.fsync(fd)
+    os.fdatasync(fd)
+    os.sync()
+    assert_same(os.pread(fd, 100_001, 0), noise(100_000))
+    os.close(fd)
+    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(directory)
+    assert errno_of(os.lseek, directory, 0, os.SEEK_SET) == 0
+    os.close(directory)
+    pipe, other = os.pipe()
+    assert errno_of(os.pread, pipe, 1, 0) == ESPIPE
+    os.close(pipe)
+    os.close(other)
+
+
+@pytest.mark.driver
+def test_an_unlinked_open_file_lives_until_closed(file: Path) -> None:
+    fd = open_new(file)
+    os.write(fd, b"alive")
+    file.unlink()
+    assert not file.exists()
+    assert os.fstat(fd).st_nlink == 0
+    os.pwrite(fd, noise(GRANULE + 5, 8), 5)
+    assert_same(os.pread(fd, 4 * MIB, 0), b"alive" + noise(GRANULE + 5, 8))
+    os.ftruncate(fd, 3)
+    assert os.fstat(fd).st_size == 3
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    assert os.pread(again, 10, 0) == b"ali"
+    file.write_bytes(b"a new one")
+    assert os.pread(fd, 10, 0) == b"ali"
+    os.close(again)
+    os.close(fd)
+    assert file.read_bytes() == b"a new one"
+
+
+def test_descriptors_outlive_each_other(file: Path) -> None:
+    first = open_new(file)
+    second = os.dup(first)
+    os.write(first, b"abc")
+    os.close(first)
+    os.write(second, b"def")
+    received = in_child(lambda: os.pread(second, 10, 0))
+    assert received == b"abcdef"
+    os.close(second)
+
+
+@pytest.mark.parametrize("buffering", [0, 1000, 128 * KIB])
+def test_python_file_objects(file: Path, buffering: int) -> None:
+    with open(file, "w+b", buffering=buffering) as stream:
+        for number in range(2000):
+            stream.write(b"%05d\n" % number)
+        stream.seek(600)
+        assert stream.read(6) == b"00100\n"
+        stream.seek(-6, os.SEEK_END)
+        assert stream.read() == b"01999\n"
+        stream.seek(0)
+        assert len(stream.readlines()) == 2000

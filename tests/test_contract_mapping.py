@@ -1,0 +1,223 @@
+"""Mappings: shared and private, coherent with read and write, at and beyond the end, under truncation."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+from errno import EACCES, EINVAL
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import linux
+from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all
+from support.processes import ChildKilled, errno_of, in_child, start_children, wait_children
+
+pytestmark = pytest.mark.driver
+PAGE = mmap.PAGESIZE
+SIZE = 3 * MIB + 100
+
+
+@pytest.fixture
+def file(root: Path) -> Path:
+    path = root / "file"
+    path.write_bytes(noise(SIZE, 1))
+    return path
+
+
+def test_shared_mapping_reads_and_writes(file: Path) -> None:
+    data = bytearray(noise(SIZE, 1))
+    with open(file, "r+b", buffering=0) as stream, mmap.mmap(stream.fileno(), 0) as area:
+        assert_same(bytes(area), bytes(data))
+        for at, text in ((0, b"begin"), (PAGE - 2, b"over a page"), (GRANULE - 3, b"granule"), (SIZE - 3, b"end")):
+            area[at : at + len(text)] = text
+            data[at : at + len(text)] = text
+        area.flush()
+        assert_same(os.pread(stream.fileno(), SIZE + 1, 0), bytes(data))
+    assert_same(read_all(file), bytes(data))
+    assert file.stat().st_size == SIZE
+
+
+def test_private_mapping_does_not_write(file: Path) -> None:
+    with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE) as area:
+        area[100:200] = b"x" * 100
+        assert area[99:201] == noise(SIZE, 1)[99:100] + b"x" * 100 + noise(SIZE, 1)[200:201]
+        area.flush()
+    assert_same(read_all(file), noise(SIZE, 1))
+
+
+def test_what_is_written_shows_in_a_mapping(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    with mmap.mmap(fd, 0) as area:
+        assert area[:4] == noise(SIZE, 1)[:4]
+        for number in range(50):
+            at = (number * 700_001) % (SIZE - 20)
+            os.pwrite(fd, b"number %06d" % number, at)
+            assert area[at : at + 13] == b"number %06d" % number
+    os.close(fd)
+
+
+def test_what_is_stored_shows_in_reads(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    other = os.open(file, os.O_RDONLY)
+    with mmap.mmap(fd, 0) as area:
+        for number in range(50):
+            at = (number * 700_001) % (SIZE - 20)
+            area[at : at + 13] = b"number %06d" % number
+            assert os.pread(fd, 13, at) == b"number %06d" % number
+            assert os.pread(other, 13, at) == b"number %06d" % number
+    os.close(fd)
+    os.close(other)
+
+
+def test_stores_and_writes_to_one_page_both_stay(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    with mmap.mmap(fd, 0) as area:
+        for number in range(30):
+            area[5 * number : 5 * number + 5] = b"store"
+            os.pwrite(fd, b"write", 2000 + 5 * number)
+        assert area[:150] == b"store" * 30
+        assert area[2000:2150] == b"write" * 30
+    os.close(fd)
+    content = read_all(file)
+    assert content[:150] == b"store" * 30
+    assert content[2000:2150] == b"write" * 30
+
+
+def test_two_mappings_of_one_file_share_their_pages(file: Path) -> None:
+    with open(file, "r+b") as one, open(file, "r+b") as two:
+        with mmap.mmap(one.fileno(), 0) as first, mmap.mmap(two.fileno(), 0) as second:
+            first[GRANULE] = 77
+            assert second[GRANULE] == 77
+            second[5] = 88
+            assert first[5] == 88
+
+
+def test_a_mapping_outlives_its_descriptor_and_its_name(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    area = mmap.mmap(fd, 0)
+    os.close(fd)
+    file.unlink()
+    area[0:4] = b"last"
+    area.flush()
+    assert area[:4] == b"last"
+    assert_same(area[4:SIZE], noise(SIZE, 1)[4:])
+    area.close()
+
+
+def test_mapping_of_a_sparse_file(root: Path) -> None:
+    with open(root / "sparse", "w+b") as stream:
+        stream.truncate(GIB)
+        with mmap.mmap(stream.fileno(), 0) as area:
+            assert area[500 * MIB : 500 * MIB + PAGE] == bytes(PAGE)
+            area[700 * MIB] = 1
+            area.flush()
+        assert os.pread(stream.fileno(), 2, 700 * MIB) == b"\1\0"
+        assert os.fstat(stream.fileno()).st_blocks * 512 <= 64 * MIB
+
+
+def test_rest_of_the_last_page_is_zero_and_stays_out_of_the_file(file: Path, on_gpufs: bool) -> None:
+    with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), SIZE) as area:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        beyond = ctypes.string_at(address + SIZE, PAGE - SIZE % PAGE)
+        assert beyond == bytes(len(beyond))
+        ctypes.memset(address + SIZE, 7, len(beyond))
+        linux.msync(address // PAGE * PAGE, (SIZE + PAGE - 1) // PAGE * PAGE, linux.MS_SYNC)
+        assert os.fstat(stream.fileno()).st_size == SIZE
+        stream.truncate(SIZE + PAGE)
+        if on_gpufs:  # POSIX asks for zeros; tmpfs shows what was stored there
+            assert_same(os.pread(stream.fileno(), 2 * PAGE, SIZE), bytes(PAGE))
+
+
+def test_beyond_the_end_is_a_bus_error(file: Path) -> None:
+    def touch() -> int:
+        fd = os.open(file, os.O_RDONLY)
+        os.ftruncate(os.open(file, os.O_WRONLY), 4 * PAGE)
+        with mmap.mmap(fd, 4 * PAGE, prot=mmap.PROT_READ) as area:
+            os.truncate(file, PAGE + 1)
+            assert area[PAGE] == noise(SIZE, 1)[PAGE]
+            return area[2 * PAGE]
+
+    with pytest.raises(ChildKilled) as caught:
+        in_child(touch)
+    assert caught.value.number == signal.SIGBUS
+
+
+def test_truncation_and_growth_under_a_mapping(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    with mmap.mmap(fd, 0) as area:
+        assert area[GRANULE : GRANULE + 3] == noise(SIZE, 1)[GRANULE : GRANULE + 3]
+        area[MIB + 10] = 99
+        os.ftruncate(fd, MIB + 5)
+        assert_same(area[: MIB + 5], noise(SIZE, 1)[: MIB + 5])
+        os.ftruncate(fd, SIZE)
+        assert area[MIB + 5 : MIB + 20] == bytes(15)
+        assert area[GRANULE : GRANULE + PAGE] == bytes(PAGE)
+        area[GRANULE] = 5
+        assert os.pread(fd, 1, GRANULE) == b"\5"
+    os.close(fd)
+
+
+def test_punching_under_a_mapping(file: Path) -> None:
+    fd = os.open(file, os.O_RDWR)
+    with mmap.mmap(fd, 0) as area:
+        assert any(area[MIB : MIB + PAGE])
+        linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, MIB, MIB)
+        assert area[MIB : 2 * MIB] == bytes(MIB)
+        area[MIB] = 3
+        assert os.pread(fd, 2, MIB) == b"\3\0"
+    os.close(fd)
+
+
+def test_copying_a_range_under_mappings(file: Path, root: Path) -> None:
+    """copy_file_range must see what was stored into its source, and show in a mapping of its target."""
+    with open(file, "r+b") as source, open(root / "target", "w+b") as target:
+        target.truncate(SIZE)
+        with mmap.mmap(source.fileno(), 0) as before, mmap.mmap(target.fileno(), 0) as after:
+            assert after[:10] == bytes(10)
+            before[:10] = b"just saved"
+            assert os.copy_file_range(source.fileno(), target.fileno(), SIZE, 0, 0) == SIZE
+            assert after[:10] == b"just saved"
+            assert_same(after[10:], noise(SIZE, 1)[10:])
+
+
+def test_access_modes_of_mappings(file: Path) -> None:
+    reader, writer = os.open(file, os.O_RDONLY), os.open(file, os.O_WRONLY)
+    assert errno_of(mmap.mmap, reader, PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE) == EACCES
+    assert errno_of(mmap.mmap, writer, PAGE, prot=mmap.PROT_READ) == EACCES
+    mmap.mmap(reader, PAGE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
+    with mmap.mmap(reader, 2 * PAGE, prot=mmap.PROT_READ, offset=mmap.ALLOCATIONGRANULARITY) as area:
+        assert_same(bytes(area), noise(SIZE, 1)[PAGE : 3 * PAGE])
+        address = 4097
+        assert errno_of(linux.msync, address, 10, linux.MS_SYNC) == EINVAL
+    os.close(reader)
+    os.close(writer)
+
+
+def test_processes_share_a_mapping(file: Path) -> None:
+    def store(index: int) -> None:
+        with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as area:
+            for page in range(index, SIZE // PAGE, 4):
+                area[page * PAGE : page * PAGE + 8] = b"page%04d" % page
+
+    wait_children(start_children(4, store))
+    content = read_all(file)
+    for page in range(SIZE // PAGE):
+        assert content[page * PAGE : page * PAGE + 8] == b"page%04d" % page
+
+
+def test_numpy_memmap(root: Path) -> None:
+    made = np.memmap(root / "array", dtype=np.float32, mode="w+", shape=(1000, 777))
+    made[:] = np.arange(777_000, dtype=np.float32).reshape(1000, 777)
+    made.flush()
+    again = np.memmap(root / "array", dtype=np.float32, mode="r+", shape=(1000, 777))
+    assert np.array_equal(again, made)
+    again[500] *= -1
+    again.flush()
+    assert np.array_equal(np.fromfile(root / "array", dtype=np.float32)[500 * 777 : 501 * 777], again[500])
+    copy = np.memmap(root / "array", dtype=np.float32, mode="c", shape=(1000, 777))
+    copy[:] = 0
+    assert np.array_equal(np.memmap(root / "array", dtype=np.float32, mode="r", shape=(1000, 777)), again)
+    del made, again, copy

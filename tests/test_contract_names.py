@@ -1,0 +1,460 @@
+"""Names and the tree: any name, links, renames of every kind, removal, directories that change while they are read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from errno import (
+    EEXIST,
+    EINVAL,
+    EISDIR,
+    ELOOP,
+    ENAMETOOLONG,
+    ENOENT,
+    ENOTDIR,
+    ENOTEMPTY,
+    EPERM,
+    EXDEV,
+)
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import linux
+from support.data import noise
+from support.linux import RENAME_EXCHANGE, RENAME_NOREPLACE, DirectoryStream
+from support.processes import errno_of, start_children, wait_children
+
+
+def names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+# ---- names ----
+
+
+def test_any_byte_in_a_name(root: Path) -> None:
+    base = os.fsencode(root)
+    wanted = [bytes([byte]) for byte in range(1, 256) if byte not in b"/."]
+    wanted += [b"...", b". .", b"new\nline", b"\xff\xfe", "größe".encode(), b"-rf", b"a" * 255, b"\x80" * 255]
+    for name in wanted:
+        with open(base + b"/" + name, "wb") as file:
+            file.write(name)
+    assert sorted(os.listdir(base)) == sorted(wanted)
+    for name in wanted:
+        with open(base + b"/" + name, "rb") as file:
+            assert file.read() == name
+
+
+def test_length_of_a_name(root: Path) -> None:
+    fits, long = root / ("n" * 255), root / ("n" * 256)
+    fits.touch()
+    operations: list[Callable[[Path], Any]] = [
+        lambda p: os.open(p, os.O_CREAT | os.O_WRONLY),
+        os.mkdir,
+        os.stat,
+        os.unlink,
+        os.rmdir,
+        os.mkfifo,
+        lambda p: os.symlink("x", p),
+        lambda p: os.link(fits, p),
+        lambda p: os.rename(fits, p),
+        lambda p: os.rename(p, fits),
+    ]
+    for operation in operations:
+        assert errno_of(operation, long) == ENAMETOOLONG
+        assert errno_of(operation, root / ("n" * 1500)) == ENAMETOOLONG
+    assert os.pathconf(root, "PC_NAME_MAX") == 255
+    assert os.statvfs(root).f_namemax == 255
+    assert names(root) == ["n" * 255]
+
+
+def test_length_of_a_path(root: Path) -> None:
+    deep = root
+    depth = 0
+    while len(str(deep)) + 101 < 4095:
+        deep = deep / ("d" * 100)
+        deep.mkdir()
+        depth += 1
+    assert depth >= 30
+    last = deep / ("f" * (4095 - len(str(deep)) - 1))
+    assert len(str(last)) == 4095
+    last.write_text("deep")
+    assert last.read_text() == "deep"
+    assert errno_of(os.stat, str(last) + "x") == ENAMETOOLONG
+    assert sum(len(files) for _, _, files in os.walk(root)) == 1
+
+
+def test_dot_and_dot_dot(root: Path) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+    assert os.stat(root / "a" / "b" / "..").st_ino == os.stat(root / "a").st_ino
+    assert os.stat(root / "a" / ".").st_ino == os.stat(root / "a").st_ino
+    here = os.open(root / "a" / "b", os.O_RDONLY)
+    os.rename(root / "a" / "b", root / "c")
+    assert os.stat("..", dir_fd=here).st_ino == root.stat().st_ino
+    os.close(here)
+    assert errno_of(os.rmdir, str(root / "a") + "/.") == EINVAL
+    assert errno_of(os.rmdir, str(root / "a") + "/..") == ENOTEMPTY
+    with DirectoryStream(root) as stream:
+        seen = []
+        while (name := stream.read()) is not None:
+            seen.append(name)
+    assert sorted(seen) == [b".", b"..", b"a", b"c"]
+
+
+# ---- hard links ----
+
+
+def test_hard_links_are_one_file(root: Path) -> None:
+    (root / "dir").mkdir()
+    (root / "one").write_bytes(b"content")
+    os.link(root / "one", root / "two")
+    os.link(root / "two", root / "dir" / "three")
+    found = [os.stat(root / name) for name in ("one", "two", "dir/three")]
+    assert len({x.st_ino for x in found}) == 1
+    assert [x.st_nlink for x in found] == [3, 3, 3]
+    (root / "two").write_bytes(b"changed through two")
+    assert (root / "dir" / "three").read_bytes() == b"changed through two"
+    os.chmod(root / "one", 0o600)
+    assert stat.S_IMODE(os.stat(root / "two").st_mode) == 0o600
+    os.unlink(root / "one")
+    assert os.stat(root / "two").st_nlink == 2
+    os.unlink(root / "two")
+    assert (root / "dir" / "three").read_bytes() == b"changed through two"
+    assert os.stat(root / "dir" / "three").st_nlink == 1
+
+
+def test_hard_link_refusals(root: Path) -> None:
+    (root / "dir").mkdir()
+    (root / "file").touch()
+    assert errno_of(os.link, root / "dir", root / "x") == EPERM
+    assert errno_of(os.link, root / "none", root / "x") == ENOENT
+    assert errno_of(os.link, root / "file", root / "file") == EEXIST
+    assert errno_of(os.link, root / "file", root / "dir") == EEXIST
+    assert errno_of(os.link, root / "file", root / "none" / "x") == ENOENT
+    assert errno_of(os.link, root / "file", root / "file" / "x") == ENOTDIR
+    (root / "symlink").symlink_to("file")
+    os.link(root / "symlink", root / "second", follow_symlinks=False)
+    assert os.readlink(root / "second") == "file"
+    fd = os.open(root / "file", os.O_RDWR)
+    os.unlink(root / "file")
+    assert errno_of(os.link, f"/proc/self/fd/{fd}", root / "back", follow_symlinks=True) in (ENOENT, EXDEV)
+    os.close(fd)
+
+
+# ---- symbolic links ----
+
+
+def test_symbolic_links(root: Path) -> None:
+    (root / "dir").mkdir()
+    (root / "dir" / "file").write_bytes(b"target")
+    targets = ["file", "../dir/file", str(root / "dir" / "file"), "nowhere", "t" * 4095, "with space\n", "./././file"]
+    for number, target in enumerate(targets):
+        link = root / "dir" / f"link{number}"
+        link.symlink_to(target)
+        assert os.readlink(link) == target
+        assert os.lstat(link).st_size == len(target)
+        assert stat.S_ISLNK(os.lstat(link).st_mode)
+        assert stat.S_IMODE(os.lstat(link).st_mode) == 0o777
+    for number in (0, 1, 2, 6):
+        assert (root / "dir" / f"link{number}").read_bytes() == b"target"
+    os.symlink(b"\xff\xfe", os.fsencode(root / "bytes"))
+    assert os.readlink(os.fsencode(root / "bytes")) == b"\xff\xfe"
+    (root / "todir").symlink_to("dir")
+    assert names(root / "todir") == names(root / "dir")
+    (root / "loop1").symlink_to("loop2")
+    (root / "loop2").symlink_to("loop1")
+    assert errno_of(os.stat, root / "loop1") == ELOOP
+    assert errno_of(os.symlink, "", root / "empty") == ENOENT
+    assert errno_of(os.symlink, "t" * 4096, root / "long") == ENAMETOOLONG
+    assert errno_of(os.symlink, "x", root / "dir") == EEXIST
+    assert errno_of(os.readlink, root / "dir") == EINVAL
+    os.unlink(root / "todir")
+    assert (root / "dir" / "file").exists()
+
+
+# ---- rename ----
+
+
+def test_rename_moves_a_file(root: Path) -> None:
+    (root / "a").mkdir()
+    (root / "b").mkdir()
+    (root / "a" / "file").write_bytes(b"content")
+    ino = (root / "a" / "file").stat().st_ino
+    os.rename(root / "a" / "file", root / "b" / "moved")
+    assert names(root / "a") == []
+    assert (root / "b" / "moved").read_bytes() == b"content"
+    assert (root / "b" / "moved").stat().st_ino == ino
+    assert errno_of(os.stat, root / "a" / "file") == ENOENT
+    assert errno_of(os.rename, root / "a" / "file", root / "x") == ENOENT
+
+
+def test_rename_over_what_is_there(root: Path) -> None:
+    (root / "new").write_bytes(b"new")
+    (root / "old").write_bytes(b"old")
+    os.link(root / "old", root / "other")
+    held = os.open(root / "old", os.O_RDWR)
+    os.rename(root / "new", root / "old")
+    assert (root / "old").read_bytes() == b"new"
+    assert os.pread(held, 10, 0) == b"old"
+    assert os.fstat(held).st_nlink == 1
+    os.unlink(root / "other")
+    assert os.fstat(held).st_nlink == 0
+    os.pwrite(held, b"still", 0)
+    assert os.pread(held, 10, 0) == b"still"
+    os.close(held)
+    assert names(root) == ["old"]
+
+
+def test_rename_of_links_to_the_same_file_does_nothing(root: Path) -> None:
+    (root / "one").write_bytes(b"x")
+    os.link(root / "one", root / "two")
+    os.rename(root / "one", root / "two")
+    assert names(root) == ["one", "two"]
+    os.rename(root / "one", root / "one")
+    assert names(root) == ["one", "two"]
+
+
+def test_rename_of_directories(root: Path) -> None:
+    for path in ("full/inner", "empty", "target"):
+        (root / path).mkdir(parents=True)
+    (root / "file").touch()
+    (root / "full" / "inner" / "file").write_text("deep")
+    os.rename(root / "full", root / "target")  # over an empty directory
+    assert (root / "target" / "inner" / "file").read_text() == "deep"
+    assert errno_of(os.rename, root / "empty", root / "target") == ENOTEMPTY
+    assert errno_of(os.rename, root / "empty", root / "file") == ENOTDIR
+    assert errno_of(os.rename, root / "file", root / "empty") == EISDIR
+    assert errno_of(os.rename, root / "target", root / "target" / "inner" / "x") == EINVAL
+    assert errno_of(os.rename, root / "target", root / "target" / "inner") in (EINVAL, ENOTEMPTY)
+    assert errno_of(os.rename, root / "target" / "inner", root / "target") == ENOTEMPTY
+    links = root.stat().st_nlink
+    os.rename(root / "target", root / "empty" / "target")
+    assert root.stat().st_nlink == links - 1
+    assert (root / "empty").stat().st_nlink == 3
+    assert (root / "empty" / "target" / "inner" / "file").read_text() == "deep"
+
+
+def test_rename_flags(root: Path) -> None:
+    (root / "a").write_text("a")
+    (root / "b").write_text("b")
+    (root / "dir" / "sub").mkdir(parents=True)
+    assert errno_of(linux.rename, root / "a", root / "b", RENAME_NOREPLACE) == EEXIST
+    linux.rename(root / "a", root / "c", RENAME_NOREPLACE)
+    assert names(root) == ["b", "c", "dir"]
+    linux.rename(root / "b", root / "c", RENAME_EXCHANGE)
+    assert ((root / "b").read_text(), (root / "c").read_text()) == ("a", "b")
+    assert errno_of(linux.rename, root / "b", root / "none", RENAME_EXCHANGE) == ENOENT
+    assert errno_of(linux.rename, root / "b", root / "c", RENAME_EXCHANGE | RENAME_NOREPLACE) == EINVAL
+    assert errno_of(linux.rename, root / "b", root / "c", 64) == EINVAL
+    linux.rename(root / "b", root / "dir" / "sub", RENAME_EXCHANGE)  # a file for a directory
+    assert (root / "b").is_dir()
+    assert (root / "dir" / "sub").read_text() == "a"
+    assert (root / "dir").stat().st_nlink == 2
+    assert errno_of(linux.rename, root / "dir", root / "dir" / "sub" / "x", RENAME_NOREPLACE) == ENOTDIR
+    os.mkdir(root / "dir" / "inner")
+    assert errno_of(linux.rename, root / "dir", root / "dir" / "inner", RENAME_EXCHANGE) == EINVAL
+
+
+def test_rename_to_another_file_system(root: Path, on_gpufs: bool, request: pytest.FixtureRequest) -> None:
+    (root / "file").touch()
+    assert errno_of(os.rename, root / "file", "/proc/x") == EXDEV
+    if on_gpufs:  # memory does not change its device by a change of name
+        other = request.getfixturevalue("shared_mount").path / "gpu1"
+        if other.exists():
+            (root / "dir").mkdir()
+            assert errno_of(os.rename, root / "file", other / "file") == EXDEV
+            assert errno_of(os.rename, root / "dir", other / "dir") == EXDEV
+            assert errno_of(os.link, root / "file", other / "file") == EXDEV
+
+
+def test_rename_is_atomic_for_those_who_look(root: Path) -> None:
+    """A name that is replaced all the time is there all the time, with one of its contents."""
+    (root / "name").write_bytes(bytes([65]) * 5000)
+    stop = root / "stop"
+
+    def replace(index: int) -> None:
+        for number in range(300):
+            fresh = root / f"fresh{index}"
+            fresh.write_bytes(bytes([65 + number % 26]) * 5000)
+            os.rename(fresh, root / "name")
+        if index == 0:
+            stop.touch()
+
+    def look(_: int) -> None:
+        while not stop.exists():
+            content = (root / "name").read_bytes()
+            assert len(content) == 5000
+            assert len(set(content)) == 1
+
+    wait_children(start_children(2, replace) + start_children(2, look))
+    assert names(root) == ["name", "stop"]
+
+
+# ---- directories ----
+
+
+def test_making_and_removing_directories(root: Path) -> None:
+    (root / "dir").mkdir(0o751)
+    assert stat.S_ISDIR((root / "dir").stat().st_mode)
+    assert (root / "dir").stat().st_nlink == 2
+    assert errno_of(os.mkdir, root / "dir") == EEXIST
+    assert errno_of(os.mkdir, root / "none" / "x") == ENOENT
+    (root / "dir" / "file").touch()
+    assert errno_of(os.rmdir, root / "dir") == ENOTEMPTY
+    assert errno_of(os.unlink, root / "dir") in (EISDIR, EPERM)
+    assert errno_of(os.rmdir, root / "dir" / "file") == ENOTDIR
+    assert errno_of(os.mkdir, root / "dir" / "file" / "x") == ENOTDIR
+    assert errno_of(os.rmdir, root / "none") == ENOENT
+    assert errno_of(os.unlink, root / "none") == ENOENT
+    (root / "dir" / "file").unlink()
+    for name in ("a", "b", "c"):
+        (root / "dir" / name).mkdir()
+    assert (root / "dir").stat().st_nlink == 5
+    for name in ("a", "b", "c"):
+        (root / "dir" / name).rmdir()
+    assert (root / "dir").stat().st_nlink == 2
+    (root / "dir").rmdir()
+    assert names(root) == []
+
+
+def test_a_removed_directory_that_is_open(root: Path) -> None:
+    (root / "dir").mkdir()
+    fd = os.open(root / "dir", os.O_RDONLY)
+    (root / "dir").rmdir()
+    assert os.fstat(fd).st_nlink == 0
+    assert errno_of(os.open, "x", os.O_CREAT | os.O_WRONLY, dir_fd=fd) == ENOENT
+    assert errno_of(os.mkdir, "x", dir_fd=fd) == ENOENT
+    assert os.listdir(fd) == []
+    (root / "dir").mkdir()
+    assert os.fstat(fd).st_ino != (root / "dir").stat().st_ino
+    os.close(fd)
+
+
+def test_entry_types_in_listings(root: Path) -> None:
+    (root / "file").touch()
+    (root / "dir").mkdir()
+    (root / "link").symlink_to("file")
+    os.mkfifo(root / "fifo")
+    with os.scandir(root) as entries:
+        kinds = {
+            x.name: (x.is_file(follow_symlinks=False), x.is_dir(follow_symlinks=False), x.is_symlink()) for x in entries
+        }
+    assert kinds == {
+        "file": (True, False, False),
+        "dir": (False, True, False),
+        "link": (False, False, True),
+        "fifo": (False, False, False),
+    }
+    with os.scandir(root) as entries:
+        for entry in entries:
+            assert entry.inode() == os.lstat(entry.path).st_ino
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_thousand_entries(root: Path) -> None:
+    count = 100_000
+    fd = os.open(root, os.O_RDONLY)
+    for number in range(count):
+        os.mknod(f"entry-{number:06d}", 0o600 | stat.S_IFREG, dir_fd=fd)
+    assert len(set(os.listdir(root))) == count
+    for number in (0, 1, 500, 99_999):
+        assert os.stat(f"entry-{number:06d}", dir_fd=fd).st_size == 0
+    assert errno_of(os.stat, "entry-100000", dir_fd=fd) == ENOENT
+    for number in range(0, count, 2):
+        os.unlink(f"entry-{number:06d}", dir_fd=fd)
+    left = os.listdir(root)
+    assert len(left) == count // 2
+    assert all(int(x[6:]) % 2 for x in left)
+    for name in left:
+        os.unlink(name, dir_fd=fd)
+    assert os.listdir(root) == []
+    os.close(fd)
+
+
+def test_reading_a_directory_that_changes(root: Path) -> None:
+    """What was there all the time is listed exactly once, whatever comes and goes meanwhile."""
+    stays = {b"stays-%04d" % i for i in range(3000)}
+    for name in stays:
+        os.mknod(os.fsencode(root) + b"/" + name)
+    for round_ in range(5):
+        seen: list[bytes] = []
+        with DirectoryStream(root) as stream:
+            step = 0
+            while (entry := stream.read()) is not None:
+                seen.append(entry)
+                step += 1
+                if step % 50 == 0:
+                    (root / f"new-{round_}-{step}").touch()
+                if step % 70 == 0:
+                    (root / f"new-{round_}-{step - step % 50}").unlink(missing_ok=True)
+        for name in stays:
+            assert seen.count(name) == 1
+        assert len(seen) == len(set(seen))
+
+
+def test_removing_while_reading(root: Path) -> None:
+    for number in range(2500):
+        os.mknod(root / f"entry{number}")
+    with DirectoryStream(root) as stream:
+        while (name := stream.read()) is not None:
+            if name not in (b".", b".."):
+                os.unlink(os.fsencode(root) + b"/" + name)
+    assert names(root) == []
+
+
+def test_directory_positions(root: Path) -> None:
+    for number in range(700):
+        os.mknod(root / f"entry{number}")
+    with DirectoryStream(root) as stream:
+        order, positions = [], []
+        while True:
+            positions.append(stream.tell())
+            name = stream.read()
+            if name is None:
+                break
+            order.append(name)
+        assert len(order) == 702
+        for index in (0, 1, 2, 77, 350, 701):
+            stream.seek(positions[index])
+            assert stream.read() == order[index]
+        stream.rewind()
+        assert stream.read() == order[0]
+        (root / "late").touch()
+        stream.rewind()
+        again = []
+        while (name := stream.read()) is not None:
+            again.append(name)
+        assert b"late" in again
+        assert len(again) == 703
+
+
+def test_creation_in_many_processes(root: Path) -> None:
+    def create(index: int) -> None:
+        for number in range(200):
+            (root / f"p{index}-{number}").write_bytes(noise(100, number))
+
+    wait_children(start_children(4, create))
+    assert len(names(root)) == 800
+    assert all((root / f"p{i}-{n}").read_bytes() == noise(100, n) for i in range(4) for n in range(0, 200, 20))
+
+
+def test_case_and_form_of_names_matter(root: Path) -> None:
+    for name in ("Name", "name", "NAME", "\u00e9", "e\u0301"):
+        (root / name).write_text(name)
+    assert len(names(root)) == 5
+    assert (root / "Name").read_text() == "Name"
+
+
+def test_inode_numbers_are_stable_and_unique(root: Path) -> None:
+    paths = []
+    for number in range(50):
+        path = root / f"f{number}"
+        path.mkdir() if number % 3 == 0 else path.touch()
+        paths.append(path)
+    numbers = [p.stat().st_ino for p in paths]
+    assert len(set(numbers)) == 50
+    assert 0 not in numbers
+    assert [p.stat().st_ino for p in paths] == numbers
+    assert {p.stat().st_dev for p in paths} == {root.stat().st_dev}

@@ -1,0 +1,230 @@
+"""Who may do what: mode bits for plain users, umask, set-id bits, sticky and set-gid directories, ownership."""
+
+from __future__ import annotations
+
+import os
+import stat
+from errno import EACCES, EPERM
+from pathlib import Path
+
+import pytest
+from support import linux
+from support.processes import NOBODY, OTHER, as_nobody, as_other, errno_of, in_child, run
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def test_mode_bits_decide_for_plain_users(root: Path) -> None:
+    file = root / "file"
+    file.write_bytes(b"secret")
+    for bits, may_read, may_write in (
+        (0o600, False, False),
+        (0o604, True, False),
+        (0o602, False, True),
+        (0o606, True, True),
+    ):
+        file.chmod(bits)
+        assert as_nobody(lambda: errno_of(os.open, file, os.O_RDONLY)) == (0 if may_read else EACCES)
+        assert as_nobody(lambda: errno_of(os.open, file, os.O_WRONLY)) == (0 if may_write else EACCES)
+        assert as_nobody(lambda: os.access(file, os.R_OK)) == may_read
+        assert as_nobody(lambda: os.access(file, os.W_OK)) == may_write
+        assert as_nobody(lambda: errno_of(os.truncate, file, 6)) == (0 if may_write else EACCES)
+
+
+def test_owner_group_and_others(root: Path) -> None:
+    file = root / "file"
+    file.write_bytes(b"x")
+    os.chown(file, NOBODY, OTHER)
+    file.chmod(0o400)
+    assert as_nobody(lambda: errno_of(os.open, file, os.O_RDONLY)) == 0
+    assert as_other(lambda: errno_of(os.open, file, os.O_RDONLY)) == EACCES
+    file.chmod(0o040)
+    assert as_nobody(lambda: errno_of(os.open, file, os.O_RDONLY)) == EACCES
+    assert as_other(lambda: errno_of(os.open, file, os.O_RDONLY)) == 0
+    assert in_child(lambda: errno_of(os.open, file, os.O_RDONLY), uid=1000, gid=1000, groups=[OTHER]) == 0
+    assert in_child(lambda: errno_of(os.open, file, os.O_RDONLY), uid=1000, gid=1000) == EACCES
+
+
+def test_directory_permissions(root: Path) -> None:
+    inner = root / "dir"
+    inner.mkdir()
+    (inner / "file").write_text("x")
+    inner.chmod(0o701)  # may be walked through, not listed, not changed
+    assert as_nobody(lambda: (inner / "file").read_text()) == "x"
+    assert as_nobody(lambda: errno_of(os.listdir, inner)) == EACCES
+    assert as_nobody(lambda: errno_of(os.unlink, inner / "file")) == EACCES
+    assert as_nobody(lambda: errno_of(os.mkdir, inner / "x")) == EACCES
+    assert as_nobody(lambda: errno_of(os.rename, inner / "file", root / "x")) == EACCES
+    assert as_nobody(lambda: errno_of(os.link, inner / "file", inner / "x")) in (EACCES, EPERM)
+    inner.chmod(0o704)  # may be listed, not walked through
+    assert as_nobody(lambda: os.listdir(inner)) == ["file"]
+    assert as_nobody(lambda: errno_of(os.stat, inner / "file")) == EACCES
+    inner.chmod(0o703)
+    as_nobody(lambda: (inner / "new").touch())
+    assert (inner / "new").stat().st_uid == NOBODY
+
+
+def test_new_files_belong_to_their_maker(root: Path) -> None:
+    def make() -> None:
+        os.umask(0o027)
+        (root / "file").touch(0o666)
+        os.mkdir(root / "dir", 0o777)
+        os.mkfifo(root / "fifo", 0o666)
+        os.symlink("x", root / "link")
+        os.mknod(root / "node", stat.S_IFREG | 0o777)
+
+    as_nobody(make)
+    for name, bits in (("file", 0o640), ("dir", 0o750), ("fifo", 0o640), ("link", 0o777), ("node", 0o750)):
+        found = os.lstat(root / name)
+        assert (found.st_uid, found.st_gid) == (NOBODY, NOBODY), name
+        assert mode(root / name) == bits, name
+
+
+def test_the_maker_may_write_what_the_mode_forbids(root: Path) -> None:
+    def make() -> bytes:
+        fd = os.open(root / "file", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o000)
+        os.write(fd, b"abc")
+        return os.pread(fd, 3, 0)
+
+    assert as_nobody(make) == b"abc"
+    assert as_nobody(lambda: errno_of(os.open, root / "file", os.O_RDONLY)) == EACCES
+
+
+def test_changing_modes(root: Path) -> None:
+    file = root / "file"
+    file.touch()
+    for bits in (0o000, 0o777, 0o4755, 0o2755, 0o1644, 0o6711):
+        file.chmod(bits)
+        assert mode(file) == bits
+    os.chown(file, NOBODY, NOBODY)
+    as_nobody(lambda: file.chmod(0o640))
+    assert mode(file) == 0o640
+    assert as_other(lambda: errno_of(os.chmod, file, 0o777)) == EPERM
+    fd = os.open(file, os.O_RDONLY)
+    os.fchmod(fd, 0o600)
+    assert mode(file) == 0o600
+    os.close(fd)
+
+
+def test_changing_owners(root: Path) -> None:
+    file = root / "file"
+    file.touch()
+    os.chown(file, NOBODY, 1234)
+    assert (file.stat().st_uid, file.stat().st_gid) == (NOBODY, 1234)
+    os.chown(file, -1, 77)
+    assert (file.stat().st_uid, file.stat().st_gid) == (NOBODY, 77)
+    os.chown(file, -1, -1)
+    assert as_nobody(lambda: errno_of(os.chown, file, OTHER, -1)) == EPERM
+    assert as_nobody(lambda: errno_of(os.chown, file, -1, OTHER)) == EPERM
+    assert as_nobody(lambda: errno_of(os.chown, file, -1, NOBODY)) == 0  # a group of one's own
+    assert in_child(lambda: errno_of(os.chown, file, -1, 88), uid=NOBODY, gid=NOBODY, groups=[88]) == 0
+    assert file.stat().st_gid == 88
+    assert as_other(lambda: errno_of(os.chown, file, OTHER, -1)) == EPERM
+    (root / "link").symlink_to("file")
+    os.lchown(root / "link", 5, 6)
+    assert (os.lstat(root / "link").st_uid, file.stat().st_uid) == (5, NOBODY)
+
+
+def test_set_id_bits_are_dropped_by_writers(root: Path) -> None:
+    file = root / "file"
+    actions = {
+        "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
+        "pwrite": lambda: os.pwrite(os.open(file, os.O_WRONLY), b"x", 5),
+        "truncate": lambda: os.truncate(file, 1),
+        "O_TRUNC": lambda: os.open(file, os.O_WRONLY | os.O_TRUNC),
+        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
+    }
+    for name, action in actions.items():
+        file.write_bytes(b"program")
+        file.chmod(0o6777)
+        as_nobody(action)
+        assert mode(file) == 0o777, name
+    file.chmod(0o6777)
+    file.write_bytes(b"root may")
+    assert mode(file) == 0o6777
+
+
+def test_set_id_bits_are_dropped_by_a_new_owner(root: Path) -> None:
+    file = root / "file"
+    file.touch()
+    for bits, left in ((0o6755, 0o755), (0o2745, 0o2745), (0o4711, 0o711)):
+        os.chown(file, 0, 0)
+        file.chmod(bits)
+        os.chown(file, NOBODY, NOBODY)
+        assert mode(file) == left, oct(bits)
+
+
+def test_set_gid_needs_the_group(root: Path) -> None:
+    file = root / "file"
+    file.touch()
+    os.chown(file, NOBODY, OTHER)
+    as_nobody(lambda: file.chmod(0o2755))
+    assert mode(file) == 0o755
+    in_child(lambda: file.chmod(0o2755), uid=NOBODY, gid=NOBODY, groups=[OTHER])
+    assert mode(file) == 0o2755
+
+
+def test_set_gid_directories_give_their_group_on(root: Path) -> None:
+    shared = root / "shared"
+    shared.mkdir()
+    os.chown(shared, 0, 4321)
+    shared.chmod(0o2777)
+
+    def make() -> None:
+        (shared / "file").touch()
+        (shared / "dir").mkdir(0o755)
+        os.symlink("x", shared / "link")
+
+    as_nobody(make)
+    assert (shared / "file").stat().st_gid == 4321
+    assert (shared / "dir").stat().st_gid == 4321
+    assert os.lstat(shared / "link").st_gid == 4321
+    assert mode(shared / "dir") & 0o2000
+    assert not mode(shared / "file") & 0o2000
+    as_nobody(lambda: (shared / "dir" / "deeper").mkdir())
+    assert (shared / "dir" / "deeper").stat().st_gid == 4321
+    as_nobody(lambda: os.close(os.open(shared / "program", os.O_CREAT | os.O_WRONLY, 0o2755)))
+    assert mode(shared / "program") == 0o755  # not a member of the group: no set-gid program
+
+
+def test_sticky_directories(root: Path) -> None:
+    sticky = root / "sticky"
+    sticky.mkdir()
+    sticky.chmod(0o1777)
+    as_nobody(lambda: (sticky / "mine").write_text("x"))
+    as_nobody(lambda: (sticky / "dir").mkdir())
+    assert as_other(lambda: errno_of(os.unlink, sticky / "mine")) == EPERM
+    assert as_other(lambda: errno_of(os.rmdir, sticky / "dir")) == EPERM
+    assert as_other(lambda: errno_of(os.rename, sticky / "mine", sticky / "yours")) == EPERM
+    as_other(lambda: (sticky / "yours").write_text("y"))
+    assert as_other(lambda: errno_of(os.rename, sticky / "yours", sticky / "mine")) == EPERM
+    assert as_nobody(lambda: errno_of(os.unlink, sticky / "mine")) == 0
+    assert as_nobody(lambda: errno_of(os.rmdir, sticky / "dir")) == 0
+    os.chown(sticky, NOBODY, NOBODY)
+    assert as_nobody(lambda: errno_of(os.unlink, sticky / "yours")) == 0  # the directory's owner may
+
+
+def test_device_nodes(root: Path, on_gpufs: bool) -> None:
+    os.mknod(root / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    os.mknod(root / "disk", stat.S_IFBLK | 0o600, os.makedev(7, 200))
+    found = os.stat(root / "null")
+    assert stat.S_ISCHR(found.st_mode)
+    assert found.st_rdev == os.makedev(1, 3)
+    assert os.stat(root / "disk").st_rdev == os.makedev(7, 200)
+    assert stat.S_ISBLK(os.stat(root / "disk").st_mode)
+    assert as_nobody(lambda: errno_of(os.mknod, root / "mine", stat.S_IFCHR | 0o666, os.makedev(1, 3))) == EPERM
+    # A mount that anybody's daemon may answer is nodev: the node is shown, and cannot be opened.
+    assert errno_of(os.open, root / "null", os.O_WRONLY) == (EACCES if on_gpufs else 0)
+
+
+def test_a_set_id_program_is_not_obeyed(root: Path, on_gpufs: bool) -> None:
+    """The mount is nosuid: its files' owners are what the daemon says."""
+    program = root / "id"
+    program.write_bytes(Path("/usr/bin/id").read_bytes())
+    program.chmod(0o4755)
+    found = as_nobody(lambda: run(program, "-u").stdout.strip())
+    assert found == (str(NOBODY) if on_gpufs else "0")

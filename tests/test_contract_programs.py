@@ -1,0 +1,351 @@
+"""Real programs on the mount, compared with the same done on tmpfs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.data import KIB, MIB, assert_same, noise, read_all, sha256
+from support.processes import run, shell
+
+LARGE = 520 * MIB
+
+
+@pytest.fixture
+def tree(reference: Path) -> Path:
+    """A small project: directories, links, modes, sparse and empty files, odd names."""
+    base = reference / "tree"
+    for directory in ("src/deep/er", "empty", "data"):
+        (base / directory).mkdir(parents=True)
+    for number in range(60):
+        (base / "src" / f"file{number}.c").write_bytes(noise(number * 137, number))
+    (base / "data" / "big").write_bytes(noise(3 * MIB + 17, 99))
+    (base / "data" / "none").touch()
+    with open(base / "data" / "sparse", "wb") as file:
+        file.truncate(20 * MIB)
+        file.seek(9 * MIB)
+        file.write(b"island")
+    (base / "src" / "deep" / "er" / "name with\nnewline").write_text("x")
+    (base / "link").symlink_to("src/file1.c")
+    (base / "broken").symlink_to("nowhere")
+    os.link(base / "src" / "file5.c", base / "hard")
+    (base / "src" / "file7.c").chmod(0o755)
+    (base / "src" / "file8.c").chmod(0o400)
+    os.utime(base / "src" / "file9.c", ns=(10**18, 10**18 + 123456789))
+    return base
+
+
+def assert_same_trees(one: Path, two: Path) -> None:
+    run("diff", "-r", "--no-dereference", one, two)
+
+    def listing(base: Path) -> list[str]:
+        lines = []
+        for kind, form in (("f", "%P %m %U %G %s %n %T@\\n"), ("l", "%P %l\\n"), ("d", "%P %m %U %G\\n")):
+            lines += run("find", base, "-mindepth", "1", "-type", kind, "-printf", form).stdout.splitlines()
+        return sorted(lines)
+
+    assert listing(one) == listing(two)
+
+
+@pytest.fixture(scope="module")
+def large(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file of random bytes, larger than 500 MiB, on tmpfs."""
+    directory = Path("/dev/shm") / f"gpufs-tests-large-{os.getpid()}"
+    directory.mkdir()
+    try:
+        run("dd", "if=/dev/urandom", f"of={directory}/large", "bs=4M", f"count={LARGE // (4 * MIB)}", "status=none")
+        yield directory / "large"
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.mark.driver
+@pytest.mark.timeout(240)
+def test_a_large_file_in_and_out(large: Path, root: Path, reference: Path) -> None:
+    wanted = sha256(large)
+    run("cp", large, root / "copy")
+    run("cmp", large, root / "copy")
+    assert run("sha256sum", root / "copy").stdout.split()[0] == wanted
+    assert (root / "copy").stat().st_size == LARGE
+    run("cp", root / "copy", reference / "back")
+    assert sha256(reference / "back") == wanted
+    run("cp", root / "copy", root / "inside")  # by copy_file_range, where the file system has it
+    assert sha256(root / "inside") == wanted
+    shell(f"cat {root}/inside > {reference}/cat")
+    assert sha256(reference / "cat") == wanted
+
+
+DD = [
+    "bs=12345 count=7",
+    "bs=12345 skip=3 count=11",
+    "bs=12345 seek=5 count=9",
+    "bs=12345 skip=2 seek=7 count=5 conv=notrunc",
+    "bs=1 skip=4095 seek=4097 count=3 conv=notrunc",
+    "bs=1M skip=1 count=2",
+    "bs=3M count=1 seek=1 conv=notrunc",
+    "bs=777 skip=100 seek=3000 count=2000 conv=notrunc",
+    "bs=64k oflag=append conv=notrunc count=3",
+    "ibs=512 obs=1M count=5000",
+    "bs=128k iflag=skip_bytes,count_bytes skip=1001 count=1000003",
+    "bs=128k oflag=seek_bytes seek=70001 conv=notrunc count=10",
+    "bs=100k conv=sparse",
+    "bs=1M oflag=direct count=3",
+    "bs=1M oflag=sync count=2",
+    "bs=33333 conv=fsync",
+    "bs=4k count=0 seek=1000",
+    "bs=1M conv=swab,notrunc count=1",
+]
+
+
+@pytest.mark.driver
+@pytest.mark.parametrize("words", DD)
+def test_dd_as_on_tmpfs(root: Path, reference: Path, words: str) -> None:
+    for base in (root, reference):
+        (base / "in").write_bytes(noise(5 * MIB + 1234, 1))
+        (base / "out").write_bytes(noise(3 * MIB + 77, 2))
+    for source, target, place in ((root, root, "inside"), (reference, root, "in"), (root, reference, "out")):
+        work = target / f"out-{place}"
+        shutil.copyfile(target / "out", work)
+        run("dd", f"if={source}/in", f"of={work}", "status=none", *words.split())
+    shutil.copyfile(reference / "out", reference / "expected")
+    run("dd", f"if={reference}/in", f"of={reference}/expected", "status=none", *words.split())
+    wanted = read_all(reference / "expected")
+    for found in (root / "out-inside", root / "out-in", reference / "out-out"):
+        assert_same(read_all(found), wanted, f"{found.name}: dd {words}")
+
+
+def test_dd_reports_bad_requests(root: Path) -> None:
+    (root / "file").write_bytes(noise(1000))
+    assert run("dd", f"if={root}/file", "of=/dev/null", "bs=1", "skip=2000", check=False).returncode == 0
+    assert run("dd", f"if={root}/none", "of=/dev/null", check=False).returncode == 1
+    assert run("dd", "if=/dev/zero", f"of={root}", "count=1", check=False).returncode == 1
+
+
+def test_tail_head_xxd_and_others(root: Path, reference: Path) -> None:
+    for base in (root, reference):
+        (base / "file").write_bytes(noise(MIB + 345, 3))
+        (base / "text").write_text("".join(f"line {n} of the text\n" for n in range(20_000)))
+    for command in (
+        "xxd file",
+        "xxd -s 1000000 -l 100 file",
+        "xxd -s -50 file",
+        "tail -c 1000 file",
+        "tail -c +1048000 file",
+        "tail -n 7 text",
+        "head -c 70000 file",
+        "head -n 3 text",
+        "od -A d -t x8 -j 65531 -N 100 file",
+        "wc text file",
+        "sort -r text",
+        "tac text",
+        "grep -n 'line 199' text",
+        "split -b 100000 file part- && cat part-* | sha256sum",
+        "sed -i 's/text/TEXT/' text && md5sum text",
+        "awk '{s += $2} END {print s}' text",
+        "gzip -k file && gunzip -c file.gz | cmp - file && echo same",
+        "truncate -s 5000 file && truncate -s +10 file && truncate -s %4096 file && wc -c file && md5sum file",
+        "cat file file > twice && wc -c twice && cat file >> twice && md5sum twice",
+        "install -m 600 text installed && stat -c %a installed",
+        "mkdir -p a/b/c && touch a/b/c/d && mv a z && find z | sort && rm -r z && ls",
+        "ln text hard && ln -s text soft && readlink soft && stat -c %h text && cat soft | md5sum && rm hard soft",
+        "tee copy < text | md5sum && md5sum copy",
+        "shred -u copy; ls",
+        "mktemp -p . -d > /dev/null; mktemp -p . > /dev/null; ls | wc -l",
+    ):
+        found = [shell(command, cwd=base).stdout for base in (root, reference)]
+        assert found[0] == found[1], command
+
+
+@pytest.mark.parametrize("mode", ["always", "auto", "never"])
+def test_cp_of_sparse_files(root: Path, reference: Path, mode: str) -> None:
+    with open(root / "sparse", "wb") as file:
+        file.truncate(64 * MIB)
+        for at in (0, 10 * MIB + 5, 40 * MIB):
+            file.seek(at)
+            file.write(noise(100_000, at))
+    for target in (root, reference):
+        run("cp", f"--sparse={mode}", root / "sparse", target / "copy")
+        run("cmp", root / "sparse", target / "copy")
+        blocks = (target / "copy").stat().st_blocks * 512
+        assert blocks >= 64 * MIB if mode == "never" else blocks <= 16 * MIB
+    run("cp", f"--sparse={mode}", reference / "copy", root / "back")
+    run("cmp", root / "sparse", root / "back")
+
+
+def test_mv_between_file_systems(root: Path, reference: Path) -> None:
+    (reference / "file").write_bytes(noise(2 * MIB + 3, 5))
+    run("mv", reference / "file", root / "moved")
+    run("mv", root / "moved", root / "again")
+    run("mv", root / "again", reference / "back")
+    assert_same(read_all(reference / "back"), noise(2 * MIB + 3, 5))
+    assert os.listdir(root) == []
+
+
+def test_rsync_both_ways(root: Path, reference: Path, tree: Path) -> None:
+    run("rsync", "-aHS", f"{tree}/", root / "copy")
+    assert_same_trees(tree, root / "copy")
+    run("rsync", "-aH", f"{root}/copy/", reference / "back")
+    assert_same_trees(tree, reference / "back")
+    assert run("rsync", "-aH", "--checksum", "--itemize-changes", f"{tree}/", root / "copy").stdout == ""
+    with open(tree / "data" / "big", "r+b") as file:
+        file.seek(MIB)
+        file.write(b"changed in the middle")
+    run("rsync", "-a", "--inplace", "--no-whole-file", f"{tree}/", root / "copy")
+    (tree / "src" / "file3.c").unlink()
+    run("rsync", "-aH", "--delete", f"{tree}/", root / "copy")
+    assert_same_trees(tree, root / "copy")
+
+
+def test_tar_both_ways(root: Path, reference: Path, tree: Path) -> None:
+    shell(f"tar -C {tree} --format=posix -cf - . | (mkdir {root}/copy && tar -C {root}/copy -xpf -)")
+    assert_same_trees(tree, root / "copy")
+    run("tar", "-C", root / "copy", "--format=posix", "-cSf", root / "archive.tar", ".")
+    (reference / "back").mkdir()
+    run("tar", "-C", reference / "back", "-xpf", root / "archive.tar")
+    assert_same_trees(tree, reference / "back")
+    run("tar", "-C", root / "copy", "-df", root / "archive.tar")
+
+
+def test_cp_of_a_tree(root: Path, reference: Path, tree: Path) -> None:
+    run("cp", "-a", tree, root / "copy")
+    run("cp", "-a", root / "copy", root / "second")
+    run("cp", "-a", root / "second", reference / "back")
+    for copy in (root / "copy", root / "second", reference / "back"):
+        assert_same_trees(tree, copy)
+    run("rm", "-rf", root / "copy", root / "second")
+    assert os.listdir(root) == []
+
+
+@pytest.mark.timeout(240)
+def test_git(root: Path) -> None:
+    environment = dict(os.environ, GIT_CONFIG_GLOBAL="/dev/null", HOME=str(root))
+    script = """
+    git init -q repo && cd repo
+    git config user.name Nobody && git config user.email nobody@example.org
+    for n in $(seq 60); do mkdir -p d$((n % 7)); seq $n 3000 > d$((n % 7))/f$n; done
+    git add . && git commit -qm one
+    for n in $(seq 1 3 60); do echo more >> d$((n % 7))/f$n; done
+    git commit -qam two && git gc -q && git fsck --full --strict
+    cd .. && git clone -q --no-hardlinks repo clone && git -C clone fsck --full && git -C clone log --oneline
+    git -C clone checkout -q HEAD~1 && git -C clone status --porcelain && rm -rf repo clone
+    """
+    assert "two" in shell(script, cwd=root, env=environment, timeout=200).stdout
+
+
+@pytest.mark.parametrize("journal", ["delete", "truncate", "persist", "wal"])
+def test_sqlite(root: Path, journal: str) -> None:
+    """Two writers and a reader at once, in each of its journal modes (wal maps a file into all of them)."""
+    script = f"""
+    db={root}/db.sqlite
+    sqlite3 $db "PRAGMA journal_mode={journal}; CREATE TABLE t (who INT, n INT, text TEXT);" > /dev/null
+    for who in 1 2; do
+      (for n in $(seq 25); do
+        echo ".timeout 30000"
+        echo "BEGIN IMMEDIATE; INSERT INTO t VALUES ($who, $n, hex(randomblob(3000))); COMMIT;"
+      done | sqlite3 -bail $db "PRAGMA journal_mode={journal}" -cmd ".timeout 30000" > /dev/null; ) &
+      pids="${{pids:-}} $!"
+    done
+    for pid in $pids; do wait $pid; done
+    sqlite3 $db "PRAGMA integrity_check; SELECT who, count(*) FROM t GROUP BY who; VACUUM; PRAGMA integrity_check;"
+    """
+    # the shell's way of giving commands and reading standard input exclude each other: use one process for each writer
+    script = script.replace(
+        f"""sqlite3 -bail $db "PRAGMA journal_mode={journal}" -cmd ".timeout 30000\"""", "sqlite3 -bail $db"
+    )
+    assert shell(script).stdout.split() == ["ok", "1|25", "2|25", "ok"]
+
+
+@pytest.mark.timeout(240)
+def test_a_compiler(root: Path) -> None:
+    for number in range(12):
+        (root / f"part{number}.c").write_text(f"int part{number}(int x) {{ return x * {number} + 1; }}\n")
+    declarations = "".join(f"int part{n}(int);\n" for n in range(12))
+    (root / "main.c").write_text(
+        "#include <stdio.h>\n"
+        + declarations
+        + "int main(void) { int s = 0;"
+        + "".join(f" s += part{n}(2);" for n in range(12))
+        + ' printf("%d\\n", s); return 0; }\n'
+    )
+    (root / "Makefile").write_text(
+        "objects := $(patsubst %.c,%.o,$(wildcard *.c))\nprogram: $(objects)\n\tgcc -o $@ $^\n"
+        "%.o: %.c\n\tgcc -O1 -g -c -o $@ $<\n"
+    )
+    run("make", "-C", root, "-j4", timeout=200)
+    assert run(root / "program").stdout == f"{sum(2 * n + 1 for n in range(12))}\n"
+    assert "up to date" in run("make", "-C", root).stdout
+    shell(
+        "ar rcs libparts.a part*.o && gcc -shared -fPIC -o libparts.so part0.c && strip program && ./program", cwd=root
+    )
+
+
+def test_python_on_it(root: Path) -> None:
+    """Compiling modules, zip archives, shelves, temporary files: a good deal of the standard library's use of files."""
+    (root / "module.py").write_text("VALUE = 42\n")
+    script = f"""
+import sys, tempfile, zipfile, shelve, shutil, pathlib
+root = pathlib.Path({str(root)!r})
+sys.path.insert(0, str(root))
+import module
+assert module.VALUE == 42 and (root / "__pycache__").exists()
+with zipfile.ZipFile(root / "z.zip", "w", zipfile.ZIP_DEFLATED) as z:
+    z.write(root / "module.py", "m.py")
+assert zipfile.ZipFile(root / "z.zip").read("m.py") == b"VALUE = 42\\n"
+with tempfile.NamedTemporaryFile(dir=root) as f:
+    f.write(b"x" * 100000); f.flush()
+    assert pathlib.Path(f.name).stat().st_size == 100000
+with tempfile.TemporaryDirectory(dir=root) as d:
+    shutil.copytree(root / "__pycache__", d + "/c")
+with shelve.open(str(root / "shelf")) as s:
+    s["key"] = list(range(1000))
+with shelve.open(str(root / "shelf")) as s:
+    assert s["key"] == list(range(1000))
+"""
+    run(
+        "/usr/bin/env",
+        "python3",
+        "-c",
+        script,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+    )
+
+
+@pytest.mark.parametrize("engine", ["psync", "libaio", "mmap", "io_uring"])
+@pytest.mark.driver
+def test_fio_verifies(root: Path, engine: str) -> None:
+    options = [
+        "--size=16M",
+        "--bsrange=512-256k",
+        "--blockalign=512",
+        "--io_size=48M",
+        "--norandommap",
+        "--serialize_overlap=1",
+    ]
+    if engine != "mmap":
+        options.append("--direct=1")
+    if engine in ("libaio", "io_uring"):
+        options.append("--iodepth=8")
+    output = run(
+        "fio",
+        "--name=verify",
+        f"--directory={root}",
+        f"--ioengine={engine}",
+        "--rw=randwrite",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--numjobs=2",
+        "--thread",
+        "--group_reporting",
+        "--randseed=7",
+        *options,
+        check=False,
+    )
+    if engine == "io_uring" and "not permitted" in output.stderr + output.stdout:
+        pytest.skip("io_uring is switched off on this machine")
+    assert output.returncode == 0, output.stdout + output.stderr
+    sizes = [x.stat().st_size for x in root.iterdir()]
+    assert sizes
+    assert max(sizes) <= 16 * MIB + 256 * KIB

@@ -1,0 +1,189 @@
+"""FIFOs, sockets, locks, notifications: what the kernel does on top of any file system must work on this one."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import threading
+import time
+from errno import EACCES, EAGAIN, EINVAL, ENXIO, EWOULDBLOCK
+from pathlib import Path
+
+from support.data import noise
+from support.processes import errno_of, in_child, start_children, wait_children
+
+
+def test_fifos(root: Path) -> None:
+    fifo = root / "fifo"
+    os.mkfifo(fifo, 0o640)
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+    assert errno_of(os.open, fifo, os.O_WRONLY | os.O_NONBLOCK) == ENXIO
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append(fifo.read_bytes()))
+    reader.start()
+    fifo.write_bytes(noise(300_000))
+    reader.join()
+    assert received == [noise(300_000)]
+    assert fifo.stat().st_size == 0
+    os.rename(fifo, root / "moved")
+    os.unlink(root / "moved")
+
+
+def test_sockets(root: Path) -> None:
+    path = root / "socket"
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(str(path))
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        server.listen()
+        client.connect(str(path))
+        connection, _ = server.accept()
+        with connection:
+            client.sendall(b"through a socket on the mount")
+            assert connection.recv(100) == b"through a socket on the mount"
+        assert errno_of(os.open, path, os.O_RDONLY) == ENXIO
+
+
+def test_whole_file_locks(root: Path) -> None:
+    (root / "file").touch()
+    first, second = os.open(root / "file", os.O_RDWR), os.open(root / "file", os.O_RDWR)
+    fcntl.flock(first, fcntl.LOCK_SH)
+    fcntl.flock(second, fcntl.LOCK_SH)
+    assert errno_of(fcntl.flock, second, fcntl.LOCK_EX | fcntl.LOCK_NB) == EWOULDBLOCK
+    fcntl.flock(first, fcntl.LOCK_UN)
+    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert errno_of(fcntl.flock, first, fcntl.LOCK_SH | fcntl.LOCK_NB) == EWOULDBLOCK
+    os.close(second)
+    fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(first)
+
+
+def test_range_locks_between_processes(root: Path) -> None:
+    path = root / "file"
+    path.write_bytes(bytes(1000))
+    fd = os.open(path, os.O_RDWR)
+    fcntl.lockf(fd, fcntl.LOCK_EX, 100, 50)
+
+    def probe() -> tuple[int, int, int, int]:
+        other = os.open(path, os.O_RDWR)
+        held = fcntl.fcntl(other, fcntl.F_GETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        return (
+            errno_of(fcntl.lockf, other, fcntl.LOCK_EX | fcntl.LOCK_NB, 50, 0),
+            errno_of(fcntl.lockf, other, fcntl.LOCK_EX | fcntl.LOCK_NB, 50, 100),
+            errno_of(fcntl.lockf, other, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 149),
+            struct.unpack("hhqqi4x", held)[4],
+        )
+
+    before, inside, edge, owner = in_child(probe)
+    assert before == 0
+    assert inside in (EAGAIN, EACCES)
+    assert edge in (EAGAIN, EACCES)
+    assert owner == os.getpid()
+    os.close(os.open(path, os.O_RDONLY))  # POSIX: closing any descriptor of the file drops the process's locks
+    assert in_child(probe)[:3] == (0, 0, 0)
+    os.close(fd)
+
+
+def test_locks_of_open_file_descriptions(root: Path) -> None:
+    path = root / "file"
+    path.write_bytes(bytes(100))
+    one, two = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
+    setlk, request = 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0)
+    fcntl.fcntl(one, setlk, request)
+    assert errno_of(fcntl.fcntl, two, setlk, request) in (EAGAIN, EACCES)
+    os.close(one)
+    fcntl.fcntl(two, setlk, request)
+    os.close(two)
+
+
+def test_waiting_for_a_lock(root: Path) -> None:
+    (root / "counter").write_text("0")
+
+    def count(_: int) -> None:
+        for _ in range(50):
+            with open(root / "counter", "r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+                value = int(file.read())
+                file.seek(0)
+                file.write(str(value + 1))
+                file.flush()
+                fcntl.lockf(file, fcntl.LOCK_UN)
+
+    wait_children(start_children(4, count))
+    assert (root / "counter").read_text() == "200"
+
+
+def test_a_signal_ends_the_wait_for_a_lock(root: Path) -> None:
+    (root / "file").touch()
+    fd = os.open(root / "file", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    child = os.fork()
+    if child == 0:
+        fcntl.flock(os.open(root / "file", os.O_RDWR), fcntl.LOCK_EX)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    os.close(fd)
+
+
+def test_regular_files_are_always_ready(root: Path) -> None:
+    (root / "file").write_bytes(b"x")
+    fd = os.open(root / "file", os.O_RDWR)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN | select.POLLOUT)
+    assert poll.poll(1000) == [(fd, select.POLLIN | select.POLLOUT)]
+    os.close(fd)
+
+
+def test_leases(root: Path) -> None:
+    """A lease is given, or refused with EINVAL; either way the file stays usable."""
+    (root / "file").write_bytes(b"x")
+    fd = os.open(root / "file", os.O_RDONLY)
+    code = errno_of(fcntl.fcntl, fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    assert code in (0, EINVAL, EAGAIN)
+    if code == 0:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    os.close(fd)
+    (root / "file").write_bytes(b"y")
+
+
+def test_changes_are_notified(root: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    assert libc.inotify_add_watch(fd, os.fsencode(root), 0xFFF) > 0
+    (root / "file").write_bytes(b"x")
+    os.rename(root / "file", root / "moved")
+    os.unlink(root / "moved")
+    (root / "dir").mkdir()
+    events, data, at = [], os.read(fd, 65536), 0
+    while at < len(data):
+        _, mask, _, length = struct.unpack_from("iIII", data, at)
+        events.append((mask & 0xFFF, data[at + 16 : at + 16 + length].rstrip(b"\0")))
+        at += 16 + length
+    os.close(fd)
+    create, modify, moved_from, moved_to, delete = 0x100, 0x2, 0x40, 0x80, 0x200
+    for wanted in (
+        (create, b"file"),
+        (modify, b"file"),
+        (moved_from, b"file"),
+        (moved_to, b"moved"),
+        (delete, b"moved"),
+        (create, b"dir"),
+    ):
+        assert wanted in events
+
+
+def test_ioctls_are_refused(root: Path) -> None:
+    (root / "file").write_bytes(b"x")
+    fd = os.open(root / "file", os.O_RDWR)
+    for request in (0x5401, 0x40046601, 0x12345678):  # TCGETS, FS_IOC_SETFLAGS, nobody's
+        assert errno_of(fcntl.ioctl, fd, request, bytes(64)) in (25, 95, EINVAL)  # ENOTTY, EOPNOTSUPP
+    assert os.isatty(fd) is False
+    os.close(fd)
