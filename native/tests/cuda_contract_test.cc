@@ -1,0 +1,409 @@
+// What the driver interface promises, asked of the CUDA driver: over the fake library with and without virtual memory,
+// and over the real one where there is a GPU.
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "cuda_test_support.h"
+
+namespace gpufs::cuda_test {
+namespace {
+
+enum class Library { kFake, kFakePlain, kReal };
+
+class CudaContract : public ::testing::TestWithParam<Library> {
+ protected:
+  void SetUp() override {
+    Result<std::unique_ptr<Driver>> driver = open();
+    if (!driver.ok() && GetParam() == Library::kReal) GTEST_SKIP() << driver.status().message();
+    ASSERT_TRUE(driver.ok()) << driver.status().message();
+    driver_ = driver.take();
+    device_ = driver_->devices().at(0).get();
+    ASSERT_OK(device_->bind_thread());
+    granule_ = device_->info().granule;
+  }
+
+  void TearDown() override {
+    driver_.reset();
+    FakeCudaSetup setup;
+    if (GetParam() != Library::kReal) {
+      EXPECT_EQ(fake().reset(&setup), 0) << "something was left open";
+    }
+  }
+
+  Result<std::unique_ptr<Driver>> open(const DriverOptions& options = {}) {
+    if (GetParam() == Library::kReal) return open_cuda_driver(options);
+    FakeCudaSetup setup;
+    setup.devices = 2;
+    setup.virtual_memory = GetParam() == Library::kFake;
+    fake().reset(&setup);
+    return open_cuda_driver_from(GPUFS_FAKE_CUDA, options);
+  }
+
+  bool plain() const { return device_->info().reserve_copies; }
+
+  std::vector<std::byte> read(DeviceAddress address, std::size_t bytes) {
+    std::vector<std::byte> data(bytes, std::byte{0xEE});
+    EXPECT_OK(device_->copy_out(data.data(), address, bytes));
+    return data;
+  }
+  void write(DeviceAddress address, const std::vector<std::byte>& data) {
+    EXPECT_OK(device_->copy_in(address, data.data(), data.size()));
+  }
+  bool all_zero(DeviceAddress address, std::size_t bytes) {
+    const std::vector<std::byte> data = read(address, bytes);
+    return std::all_of(data.begin(), data.end(), [](std::byte byte) { return byte == std::byte{0}; });
+  }
+
+  std::unique_ptr<Driver> driver_;
+  Device* device_ = nullptr;
+  std::uint64_t granule_ = 0;
+};
+
+std::string name_of(const ::testing::TestParamInfo<Library>& tested) {
+  switch (tested.param) {
+    case Library::kFake:
+      return "Fake";
+    case Library::kFakePlain:
+      return "FakePlain";
+    default:
+      return "Real";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Libraries, CudaContract,
+                         ::testing::Values(Library::kFake, Library::kFakePlain, Library::kReal), name_of);
+
+TEST_P(CudaContract, DescribesItsDevices) {
+  EXPECT_STREQ(driver_->name(), "cuda");
+  const DeviceInfo& info = device_->info();
+  EXPECT_EQ(info.index, 0);
+  EXPECT_FALSE(info.name.empty());
+  EXPECT_NE(info.pci_address.find(':'), std::string::npos);
+  EXPECT_EQ(info.pci_address, [&] {
+    std::string lower = info.pci_address;
+    std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
+    return lower;
+  }());
+  EXPECT_GT(info.total_bytes, granule_);
+  EXPECT_EQ(granule_ & (granule_ - 1), 0U);
+  EXPECT_FALSE(info.cpu_addressable);
+  const MemoryInfo memory = must(device_->memory());
+  EXPECT_LE(memory.free_bytes, memory.total_bytes);
+  EXPECT_OK(device_->health());
+  RecordProperty("device", info.name + " at " + info.pci_address);
+}
+
+TEST_P(CudaContract, CopiesEverySizeInAndOut) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(8 * granule_));
+  ASSERT_OK(memory->populate(0, 4 * granule_));
+  EXPECT_TRUE(all_zero(range->base(), 4 * granule_));
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{4095}, std::size_t{65537}, 3 * granule_ + 17}) {
+    const std::vector<std::byte> data = pattern(bytes, static_cast<unsigned>(bytes));
+    write(range->base() + 5, data);
+    EXPECT_EQ(read(range->base() + 5, bytes), data) << bytes;
+  }
+  EXPECT_OK(device_->copy_in(range->base(), nullptr, 0));
+  EXPECT_OK(device_->copy_out(nullptr, range->base(), 0));
+}
+
+TEST_P(CudaContract, CopiesAndZeroesWithin) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(4 * granule_));
+  ASSERT_OK(memory->populate(0, 4 * granule_));
+  const std::vector<std::byte> data = pattern(granule_, 7);
+  write(range->base(), data);
+  ASSERT_OK(device_->copy_within(range->base() + 2 * granule_ + 3, range->base(), granule_));
+  EXPECT_EQ(read(range->base() + 2 * granule_ + 3, granule_), data);
+  ASSERT_OK(device_->zero(range->base() + 100, granule_ - 200));
+  EXPECT_TRUE(all_zero(range->base() + 100, granule_ - 200));
+  EXPECT_EQ(read(range->base() + 99, 1)[0], data[99]);
+  EXPECT_EQ(read(range->base() + granule_ - 100, 1)[0], data[granule_ - 100]);
+}
+
+TEST_P(CudaContract, FreshMemoryIsZeroAlsoWhenPopulatedAgain) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(8 * granule_));
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_OK(memory->populate(granule_, 6 * granule_));
+    EXPECT_TRUE(all_zero(range->base() + granule_, 6 * granule_));
+    write(range->base() + granule_, pattern(6 * granule_, 1));
+    ASSERT_OK(memory->release(2 * granule_, granule_));
+    ASSERT_OK(memory->populate(2 * granule_, granule_));
+    EXPECT_TRUE(all_zero(range->base() + 2 * granule_, granule_));
+    ASSERT_OK(memory->release(granule_, 6 * granule_));
+  }
+}
+
+TEST_P(CudaContract, ALargerRangeShowsWhatWasThere) {
+  auto memory = must(device_->create_memory());
+  auto first = must(memory->reserve(2 * granule_));
+  ASSERT_OK(memory->populate(granule_, granule_));
+  const std::vector<std::byte> data = pattern(granule_, 3);
+  write(first->base() + granule_, data);
+  auto second = must(memory->reserve(16 * granule_));
+  EXPECT_GE(second->bytes(), 16 * granule_);
+  EXPECT_EQ(read(second->base() + granule_, granule_), data);
+  EXPECT_EQ(read(first->base() + granule_, granule_), data);  // the earlier one keeps showing it
+  ASSERT_OK(memory->populate(8 * granule_, granule_));
+  EXPECT_TRUE(all_zero(second->base() + 8 * granule_, granule_));
+  if (!plain()) {
+    write(second->base() + granule_, pattern(64, 9));  // both show the same memory
+    EXPECT_EQ(read(first->base() + granule_, 64), pattern(64, 9));
+  }
+  memory.reset();
+  EXPECT_EQ(read(second->base() + granule_ + 64, granule_ - 64),
+            std::vector<std::byte>(data.begin() + 64, data.end()));  // ranges outlive the memory they show
+}
+
+TEST_P(CudaContract, ReleasingAPartKeepsTheRest) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(32 * granule_));
+  auto later = must(memory->reserve(64 * granule_));
+  const std::uint64_t before = must(device_->memory()).free_bytes;
+  ASSERT_OK(memory->populate(0, 16 * granule_));
+  const std::vector<std::byte> data = pattern(16 * granule_, 5);
+  write(later->base(), data);
+  const MemorySpan span = memory->release_span(4 * granule_, 3 * granule_);
+  EXPECT_LE(span.offset, 4 * granule_);
+  EXPECT_GE(span.offset + span.bytes, 7 * granule_);
+  ASSERT_OK(memory->release(4 * granule_, 3 * granule_));
+  EXPECT_EQ(read(later->base(), 4 * granule_),
+            std::vector<std::byte>(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(4 * granule_)));
+  EXPECT_EQ(read(later->base() + 7 * granule_, 9 * granule_),
+            std::vector<std::byte>(data.begin() + static_cast<std::ptrdiff_t>(7 * granule_), data.end()));
+  if (!plain()) {
+    EXPECT_LE(must(device_->memory()).free_bytes, before - 13 * granule_);
+  }
+  if (GetParam() == Library::kFake) {
+    EXPECT_EQ(fake_state().bytes_used, 13 * granule_);
+  }
+  EXPECT_EQ(memory->release(4 * granule_, granule_).error(), EINVAL);
+  EXPECT_EQ(memory->populate(0, granule_).error(), EINVAL);
+  ASSERT_OK(memory->release(0, 4 * granule_));
+  ASSERT_OK(memory->release(7 * granule_, 9 * granule_));
+  if (GetParam() == Library::kFake) {
+    EXPECT_EQ(fake_state().bytes_used, 0U);
+  }
+}
+
+TEST_P(CudaContract, WhatIsFixedIsNotMoved) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(16 * granule_));
+  ASSERT_OK(memory->populate(0, 8 * granule_));
+  memory->fix_in_place();
+  const std::vector<std::byte> data = pattern(8 * granule_, 11);
+  write(range->base(), data);
+  const MemorySpan span = memory->release_span(granule_, granule_);
+  EXPECT_EQ(span.offset, granule_);
+  EXPECT_EQ(span.bytes, granule_);
+  ASSERT_OK(memory->release(granule_, granule_));
+  EXPECT_EQ(read(range->base() + 2 * granule_, granule_),
+            std::vector<std::byte>(data.begin() + static_cast<std::ptrdiff_t>(2 * granule_),
+                                   data.begin() + static_cast<std::ptrdiff_t>(3 * granule_)));
+  ASSERT_OK(memory->populate(granule_, granule_));
+  EXPECT_TRUE(all_zero(range->base() + granule_, granule_));
+  ASSERT_OK(memory->release(0, 8 * granule_));
+  if (GetParam() == Library::kFake) {
+    EXPECT_EQ(fake_state().bytes_used, 0U);
+  }
+}
+
+TEST_P(CudaContract, ExportsEveryPiece) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(512 * kMiB));
+  ASSERT_OK(memory->populate(0, 2 * granule_));
+  ASSERT_OK(memory->populate(4 * granule_, 300 * kMiB));
+  Result<std::vector<ExportedMemory>> exported = memory->export_memory();
+  if (plain()) {
+    EXPECT_EQ(exported.error(), EOPNOTSUPP);
+    return;
+  }
+  if (GetParam() == Library::kReal && exported.error() == EOPNOTSUPP) GTEST_SKIP() << exported.status().message();
+  ASSERT_OK(exported.status());
+  ASSERT_EQ(exported.value().size(), 3U);
+  EXPECT_EQ(exported.value()[0].bytes, 2 * granule_);
+  EXPECT_EQ(exported.value()[1].offset, 4 * granule_);
+  EXPECT_EQ(exported.value()[1].bytes, 256 * kMiB);
+  EXPECT_EQ(exported.value()[2].offset, 4 * granule_ + 256 * kMiB);
+  EXPECT_EQ(exported.value()[2].bytes, 44 * kMiB);
+  for (const ExportedMemory& part : exported.value()) {
+    EXPECT_EQ(::fcntl(part.descriptor.get(), F_GETFD), FD_CLOEXEC);
+  }
+}
+
+TEST_P(CudaContract, StreamsAndEventsKeepOrder) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(64 * kMiB));
+  ASSERT_OK(memory->populate(0, 64 * kMiB));
+  auto one = must(device_->create_stream());
+  auto two = must(device_->create_stream());
+  auto loaded = must(device_->create_event());
+  auto stored = must(device_->create_event());
+  EXPECT_TRUE(must(stored->query()));  // never recorded: nothing to wait for
+
+  const std::size_t bytes = 16 * kMiB;
+  void* pinned = ::mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(pinned, MAP_FAILED);
+  ASSERT_OK(device_->pin(pinned, 2 * bytes));
+  EXPECT_EQ(device_->pin(pinned, 2 * bytes).error(), EEXIST);
+  auto* host = static_cast<std::byte*>(pinned);
+  for (unsigned round = 0; round < 4; ++round) {
+    const std::vector<std::byte> data = pattern(bytes, round);
+    std::memcpy(host, data.data(), bytes);
+    std::memset(host + bytes, 0xEE, bytes);
+    ASSERT_OK(one->fill_zero(range->base(), 2 * bytes));
+    ASSERT_OK(one->copy_to_device(range->base(), host, bytes));
+    ASSERT_OK(one->copy_on_device(range->base() + bytes, range->base(), bytes));
+    ASSERT_OK(one->record(*loaded));
+    ASSERT_OK(two->wait(*loaded));
+    ASSERT_OK(two->copy_to_host(host + bytes, range->base() + bytes, bytes));
+    ASSERT_OK(two->record(*stored));
+    // Any thread may ask and wait, also one that was never bound.
+    std::thread waiter([&] { EXPECT_OK(stored->synchronize()); });
+    waiter.join();
+    EXPECT_TRUE(must(stored->query()));
+    EXPECT_EQ(std::memcmp(host + bytes, data.data(), bytes), 0);
+  }
+  ASSERT_OK(one->synchronize());
+  EXPECT_OK(device_->unpin(pinned));
+  EXPECT_EQ(device_->unpin(pinned).error(), ENOENT);
+  ::munmap(pinned, 2 * bytes);
+}
+
+TEST_P(CudaContract, PinsFileMappingsThatAreReadOnly) {
+  std::vector<std::byte> data = pattern(8 * kMiB, 2);
+  UniqueFd file(::memfd_create("contents", MFD_CLOEXEC));
+  ASSERT_EQ(::write(file.get(), data.data(), data.size()), static_cast<ssize_t>(data.size()));
+  void* mapping = ::mmap(nullptr, data.size(), PROT_READ, MAP_SHARED, file.get(), 0);
+  ASSERT_NE(mapping, MAP_FAILED);
+  const Status pinned = device_->pin_read_only(mapping, data.size());
+  if (pinned.ok()) {
+    auto memory = must(device_->create_memory());
+    auto range = must(memory->reserve(data.size()));
+    ASSERT_OK(memory->populate(0, data.size()));
+    ASSERT_OK(device_->copy_in(range->base(), mapping, data.size()));
+    EXPECT_EQ(read(range->base(), data.size()), data);
+    EXPECT_OK(device_->unpin(mapping));
+  } else {
+    EXPECT_EQ(GetParam(), Library::kReal) << pinned.message();
+    RecordProperty("pin_read_only", pinned.message());
+  }
+  ::munmap(mapping, data.size());
+}
+
+TEST_P(CudaContract, ManyThreadsCopyWithoutBinding) {
+  constexpr int kThreads = 6;
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(kThreads * granule_));
+  ASSERT_OK(memory->populate(0, kThreads * granule_));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      const DeviceAddress address = range->base() + static_cast<std::uint64_t>(i) * granule_;
+      for (unsigned round = 0; round < 20; ++round) {
+        const std::vector<std::byte> data = pattern(100000, static_cast<unsigned>(i) * 100 + round);
+        std::vector<std::byte> back(data.size());
+        EXPECT_OK(device_->copy_in(address + round, data.data(), data.size()));
+        EXPECT_OK(device_->copy_out(back.data(), address + round, back.size()));
+        EXPECT_EQ(data, back);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_P(CudaContract, TheCapIsTheLimitAndNotSticky) {
+  driver_.reset();
+  DriverOptions options;
+  options.memory_bytes = 64 * kMiB;
+  driver_ = must(open(options));
+  Device& device = *driver_->devices().at(0);
+  EXPECT_EQ(device.info().total_bytes, 64 * kMiB);
+  EXPECT_EQ(must(device.memory()).free_bytes, 64 * kMiB);
+  auto memory = must(device.create_memory());
+  auto other = must(device.create_memory());
+  auto range = must(memory->reserve(48 * kMiB));
+  ASSERT_OK(memory->populate(0, 48 * kMiB));
+  EXPECT_EQ(must(device.memory()).free_bytes, 16 * kMiB);
+  Result<std::shared_ptr<AddressRange>> second = other->reserve(32 * kMiB);
+  if (device.info().reserve_copies) {
+    EXPECT_EQ(second.error(), ENOSPC);
+  } else {
+    ASSERT_OK(second.status());
+    EXPECT_EQ(other->populate(0, 32 * kMiB).error(), ENOSPC);
+  }
+  EXPECT_EQ(must(device.memory()).free_bytes, 16 * kMiB);
+  EXPECT_OK(device.health());
+  memory.reset();
+  range.reset();
+  EXPECT_EQ(must(device.memory()).free_bytes, 64 * kMiB);
+  if (device.info().reserve_copies) second = other->reserve(32 * kMiB);
+  EXPECT_OK(other->populate(0, 32 * kMiB));
+}
+
+TEST_P(CudaContract, MoreThanThereIsIsNoSpace) {
+  auto memory = must(device_->create_memory());
+  const std::uint64_t too_much = must(device_->memory()).total_bytes + 4 * granule_;
+  const std::uint64_t before = must(device_->memory()).free_bytes;
+  Result<std::shared_ptr<AddressRange>> range = memory->reserve(too_much / granule_ * granule_);
+  if (plain()) {
+    EXPECT_EQ(range.error(), ENOSPC);
+  } else {
+    ASSERT_OK(range.status());
+    EXPECT_EQ(memory->populate(0, too_much / granule_ * granule_).error(), ENOSPC);
+  }
+  EXPECT_OK(device_->health());
+  EXPECT_GE(must(device_->memory()).free_bytes + 64 * kMiB, before);
+  auto small = must(device_->create_memory());
+  auto place = must(small->reserve(granule_));
+  EXPECT_OK(small->populate(0, granule_));
+}
+
+TEST_P(CudaContract, CopiesToPeers) {
+  if (driver_->devices().size() < 2) GTEST_SKIP() << "one device only";
+  Device& peer = *driver_->devices().at(1);
+  auto here = must(device_->create_memory());
+  auto here_range = must(here->reserve(32 * kMiB));
+  ASSERT_OK(here->populate(0, 32 * kMiB));
+  auto there = must(peer.create_memory());
+  auto there_range = must(there->reserve(32 * kMiB));
+  ASSERT_OK(there->populate(0, 32 * kMiB));
+  const std::vector<std::byte> data = pattern(32 * kMiB, 21);
+  write(here_range->base(), data);
+  const Status copied = device_->copy_to_peer(peer, there_range->base(), here_range->base(), data.size());
+  if (copied.error() == EOPNOTSUPP) GTEST_SKIP() << copied.message();
+  ASSERT_OK(copied);
+  std::vector<std::byte> back(data.size());
+  ASSERT_OK(peer.copy_out(back.data(), there_range->base(), back.size()));
+  EXPECT_EQ(back, data);
+  EXPECT_OK(device_->copy_to_peer(*device_, here_range->base() + 16 * kMiB, here_range->base(), 4096));
+}
+
+TEST_P(CudaContract, RangesMayBeGivenBackByAnyThread) {
+  for (int round = 0; round < 20; ++round) {
+    auto memory = must(device_->create_memory());
+    auto first = must(memory->reserve(8 * granule_));
+    ASSERT_OK(memory->populate(0, 8 * granule_));
+    auto second = must(memory->reserve(16 * granule_));
+    std::thread other([range = std::move(first)]() mutable { range.reset(); });
+    ASSERT_OK(memory->release(2 * granule_, granule_));
+    ASSERT_OK(memory->release(0, granule_));
+    other.join();
+    EXPECT_TRUE(all_zero(second->base() + granule_, granule_));
+    std::thread last([memory = std::move(memory), range = std::move(second)]() mutable {
+      memory.reset();
+      range.reset();
+    });
+    last.join();
+  }
+}
+
+}  // namespace
+}  // namespace gpufs::cuda_test

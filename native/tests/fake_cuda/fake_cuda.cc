@@ -1,0 +1,650 @@
+#include "fake_cuda.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "drivers/cuda/cuda_api.h"
+
+using namespace gpufs::cuda;
+
+namespace gpufs::cuda {
+struct CuContextObject {
+  int device = 0;
+  int retained = 0;
+  CuResult poison = kCuSuccess;  // what every call in this context answers since a fatal failure
+};
+struct CuStreamObject {
+  CuContext context = nullptr;
+};
+struct CuEventObject {
+  CuContext context = nullptr;
+};
+}  // namespace gpufs::cuda
+
+namespace {
+
+constexpr std::uint64_t kGranule = std::uint64_t{2} << 20;
+constexpr int kMaximumDevices = 8;
+
+struct Physical {
+  int fd = -1;
+  int device = 0;
+  std::uint64_t bytes = 0;
+  bool released = false;
+  int mappings = 0;
+};
+
+struct Mapping {
+  std::uint64_t bytes = 0;
+  CuMemoryHandle handle = 0;
+  std::set<int> devices;  // that have access
+};
+
+struct Fault {
+  int skip = 0;
+  int code = 0;
+  int times = 0;
+};
+
+struct State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  FakeCudaSetup setup;
+  bool initialised = false;
+  CuContextObject contexts[kMaximumDevices];
+  std::map<CuMemoryHandle, Physical> physical;
+  CuMemoryHandle next_handle = 1;
+  std::map<CuAddress, std::uint64_t> reservations;
+  std::map<CuAddress, Mapping> mappings;
+  std::map<CuAddress, std::pair<int, std::uint64_t>> allocations;
+  std::set<CuStream> streams;
+  std::set<CuEvent> events;
+  std::map<void*, std::uint64_t> pinned;
+  std::uint64_t used[kMaximumDevices] = {};
+  std::map<std::string, Fault> faults;
+  std::map<std::string, int> calls;
+  bool held = false;
+  int leaked = 0;  // what was open at the last reset
+};
+
+State& state() {
+  static State* const instance = new State;  // never destroyed: the library may be called until the process ends
+  return *instance;
+}
+
+thread_local std::vector<CuContext> stack;
+
+CuContext current() { return stack.empty() ? nullptr : stack.back(); }
+
+// Counts a call and answers its planned failure, if there is one. The state's mutex is held.
+CuResult enter(const char* symbol) {
+  State& s = state();
+  ++s.calls[symbol];
+  const auto fault = s.faults.find(symbol);
+  if (fault == s.faults.end()) return kCuSuccess;
+  if (fault->second.skip > 0) {
+    --fault->second.skip;
+    return kCuSuccess;
+  }
+  const CuResult code = fault->second.code;
+  if (--fault->second.times <= 0) s.faults.erase(fault);
+  const bool fatal = code == kCuIllegalAddress || code == kCuLaunchTimeout || code == kCuContextIsDestroyed ||
+                     code == kCuUnknown || (code >= kCuHardwareStackError && code <= kCuLaunchFailed);
+  if (fatal && current() != nullptr) current()->poison = code;
+  return code;
+}
+
+#define ENTER(symbol)             \
+  State& s = state();             \
+  std::unique_lock lock(s.mutex); \
+  if (const CuResult planned = enter(symbol); planned != kCuSuccess) return planned
+
+#define ENTER_WITH_CONTEXT(symbol)                    \
+  ENTER(symbol);                                      \
+  if (current() == nullptr) return kCuInvalidContext; \
+  if (current()->poison != kCuSuccess) return current()->poison
+
+void* pointer(CuAddress address) { return reinterpret_cast<void*>(address); }
+
+void punch(CuAddress address, std::uint64_t bytes) {
+  ::mmap(pointer(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+}
+
+void free_physical_if_unused(std::map<CuMemoryHandle, Physical>::iterator it) {
+  if (!it->second.released || it->second.mappings != 0) return;
+  State& s = state();
+  s.used[it->second.device] -= it->second.bytes;
+  ::close(it->second.fd);
+  s.physical.erase(it);
+}
+
+// Whether the device of the current context may touch all of [address, address + bytes).
+bool reachable(CuAddress address, std::uint64_t bytes, CuContext context) {
+  State& s = state();
+  const CuAddress end = address + bytes;
+  while (address < end) {
+    auto mapping = s.mappings.upper_bound(address);
+    if (mapping != s.mappings.begin() && std::prev(mapping)->first + std::prev(mapping)->second.bytes > address) {
+      --mapping;
+      if (!mapping->second.devices.contains(context->device)) return false;
+      address = mapping->first + mapping->second.bytes;
+      continue;
+    }
+    auto allocation = s.allocations.upper_bound(address);
+    if (allocation == s.allocations.begin()) return false;
+    --allocation;
+    if (allocation->first + allocation->second.second <= address) return false;
+    address = allocation->first + allocation->second.second;
+  }
+  return true;
+}
+
+// A stray access kills the context, as on a device.
+CuResult checked(std::initializer_list<CuAddress> addresses, std::uint64_t bytes, CuStream stream) {
+  State& s = state();
+  if (!s.streams.contains(stream) || stream->context != current()) return kCuInvalidHandle;
+  for (const CuAddress address : addresses) {
+    if (reachable(address, bytes, current())) continue;
+    current()->poison = kCuIllegalAddress;
+    return kCuIllegalAddress;
+  }
+  return kCuSuccess;
+}
+
+const char* name_of(CuResult code) {
+  switch (code) {
+    case kCuSuccess:
+      return "CUDA_SUCCESS";
+    case kCuInvalidValue:
+      return "CUDA_ERROR_INVALID_VALUE";
+    case kCuOutOfMemory:
+      return "CUDA_ERROR_OUT_OF_MEMORY";
+    case kCuNoDevice:
+      return "CUDA_ERROR_NO_DEVICE";
+    case kCuIllegalAddress:
+      return "CUDA_ERROR_ILLEGAL_ADDRESS";
+    case kCuLaunchFailed:
+      return "CUDA_ERROR_LAUNCH_FAILED";
+    default:
+      return nullptr;
+  }
+}
+
+int reset(const FakeCudaSetup* setup) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  int open = static_cast<int>(s.physical.size() + s.mappings.size() + s.reservations.size() + s.allocations.size() +
+                              s.streams.size() + s.events.size() + s.pinned.size());
+  for (const CuContextObject& context : s.contexts) open += context.retained;
+  const int leaked = open - s.leaked;
+  s.leaked = open;
+  s.setup = *setup;
+  for (int i = 0; i < kMaximumDevices; ++i) {
+    s.contexts[i].device = i;
+    s.contexts[i].poison = kCuSuccess;
+  }
+  s.faults.clear();
+  s.calls.clear();
+  s.held = false;
+  return leaked;
+}
+
+void fail(const char* symbol, int n, int code, int times) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  s.faults[symbol] = Fault{n - 1, code, times};
+}
+
+int calls(const char* symbol) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  const auto found = s.calls.find(symbol);
+  return found == s.calls.end() ? 0 : found->second;
+}
+
+void read_state(FakeCudaState* out) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  *out = {};
+  for (const std::uint64_t used : s.used) out->bytes_used += used;
+  for (const CuContextObject& context : s.contexts) out->contexts += context.retained;
+  for (const auto& physical : s.physical) out->handles += physical.second.released ? 0 : 1;
+  out->mappings = static_cast<int>(s.mappings.size());
+  out->reservations = static_cast<int>(s.reservations.size());
+  out->allocations = static_cast<int>(s.allocations.size());
+  out->streams = static_cast<int>(s.streams.size());
+  out->events = static_cast<int>(s.events.size());
+  out->pinned = static_cast<int>(s.pinned.size());
+}
+
+void hold(bool held) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  s.held = held;
+  s.changed.notify_all();
+}
+
+int read_current(int* depth) {
+  if (depth != nullptr) *depth = static_cast<int>(stack.size());
+  return current() == nullptr ? -1 : current()->device;
+}
+
+constexpr FakeCudaControl kControl{reset, fail, calls, read_state, hold, read_current};
+
+}  // namespace
+
+extern "C" {
+
+const FakeCudaControl* fake_cuda_control() { return &kControl; }
+
+CuResult cuInit(unsigned /*flags*/) {
+  ENTER("cuInit");
+  s.initialised = true;
+  return kCuSuccess;
+}
+
+CuResult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return kCuSuccess;
+}
+
+CuResult cuGetErrorName(CuResult code, const char** name) {
+  *name = name_of(code);
+  return *name != nullptr ? kCuSuccess : kCuInvalidValue;
+}
+
+CuResult cuGetErrorString(CuResult code, const char** text) {
+  *text = name_of(code) != nullptr ? "as the test planned" : nullptr;
+  return *text != nullptr ? kCuSuccess : kCuInvalidValue;
+}
+
+CuResult cuDeviceGetCount(int* count) {
+  ENTER("cuDeviceGetCount");
+  *count = s.setup.devices;
+  return kCuSuccess;
+}
+
+CuResult cuDeviceGet(CuDevice* device, int ordinal) {
+  ENTER("cuDeviceGet");
+  if (ordinal < 0 || ordinal >= s.setup.devices) return kCuInvalidDevice;
+  *device = ordinal;
+  return kCuSuccess;
+}
+
+CuResult cuDeviceGetName(char* name, int bytes, CuDevice device) {
+  ENTER("cuDeviceGetName");
+  std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", device);
+  return kCuSuccess;
+}
+
+CuResult cuDeviceGetPCIBusId(char* text, int bytes, CuDevice device) {
+  ENTER("cuDeviceGetPCIBusId");
+  std::snprintf(text, static_cast<std::size_t>(bytes), "FFFF:%02X:00.0", 0xA0 + device);
+  return kCuSuccess;
+}
+
+CuResult cuDeviceTotalMem_v2(std::size_t* bytes, CuDevice /*device*/) {
+  ENTER("cuDeviceTotalMem_v2");
+  *bytes = s.setup.memory_bytes;
+  return kCuSuccess;
+}
+
+CuResult cuDeviceGetAttribute(int* value, int attribute, CuDevice /*device*/) {
+  ENTER("cuDeviceGetAttribute");
+  switch (attribute) {
+    case kCuAttributeVirtualMemory:
+      *value = s.setup.virtual_memory ? 1 : 0;
+      return kCuSuccess;
+    case kCuAttributeExportDescriptor:
+      *value = s.setup.export_descriptors ? 1 : 0;
+      return kCuSuccess;
+    case kCuAttributeReadOnlyHostRegister:
+      *value = 1;
+      return kCuSuccess;
+    default:
+      return kCuInvalidValue;
+  }
+}
+
+CuResult cuDeviceCanAccessPeer(int* value, CuDevice a, CuDevice b) {
+  ENTER("cuDeviceCanAccessPeer");
+  *value = s.setup.peers && a != b ? 1 : 0;
+  return kCuSuccess;
+}
+
+CuResult cuDevicePrimaryCtxRetain(CuContext* context, CuDevice device) {
+  ENTER("cuDevicePrimaryCtxRetain");
+  *context = &s.contexts[device];
+  ++s.contexts[device].retained;
+  return kCuSuccess;
+}
+
+CuResult cuDevicePrimaryCtxRelease_v2(CuDevice device) {
+  ENTER("cuDevicePrimaryCtxRelease_v2");
+  if (s.contexts[device].retained == 0) return kCuInvalidContext;
+  --s.contexts[device].retained;
+  return kCuSuccess;
+}
+
+CuResult cuCtxGetCurrent(CuContext* context) {
+  ENTER("cuCtxGetCurrent");
+  *context = current();
+  return kCuSuccess;
+}
+
+CuResult cuCtxSetCurrent(CuContext context) {
+  ENTER("cuCtxSetCurrent");
+  if (!stack.empty()) stack.pop_back();
+  if (context != nullptr) stack.push_back(context);
+  return kCuSuccess;
+}
+
+CuResult cuCtxPushCurrent_v2(CuContext context) {
+  ENTER("cuCtxPushCurrent_v2");
+  stack.push_back(context);
+  return kCuSuccess;
+}
+
+CuResult cuCtxPopCurrent_v2(CuContext* context) {
+  ENTER("cuCtxPopCurrent_v2");
+  if (stack.empty()) return kCuInvalidContext;
+  *context = stack.back();
+  stack.pop_back();
+  return kCuSuccess;
+}
+
+CuResult cuCtxEnablePeerAccess(CuContext /*peer*/, unsigned /*flags*/) {
+  ENTER_WITH_CONTEXT("cuCtxEnablePeerAccess");
+  return kCuSuccess;
+}
+
+CuResult cuMemGetInfo_v2(std::size_t* free_bytes, std::size_t* total) {
+  ENTER_WITH_CONTEXT("cuMemGetInfo_v2");
+  *total = s.setup.memory_bytes;
+  *free_bytes = s.setup.memory_bytes - s.used[current()->device];
+  return kCuSuccess;
+}
+
+CuResult cuMemAlloc_v2(CuAddress* address, std::size_t bytes) {
+  ENTER_WITH_CONTEXT("cuMemAlloc_v2");
+  const int device = current()->device;
+  if (bytes == 0) return kCuInvalidValue;
+  if (s.used[device] + bytes > s.setup.memory_bytes) return kCuOutOfMemory;
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return kCuOutOfMemory;
+  std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kGranule));  // fresh memory is not zero
+  *address = reinterpret_cast<CuAddress>(memory);
+  s.allocations[*address] = {device, bytes};
+  s.used[device] += bytes;
+  return kCuSuccess;
+}
+
+CuResult cuMemFree_v2(CuAddress address) {
+  ENTER_WITH_CONTEXT("cuMemFree_v2");
+  const auto allocation = s.allocations.find(address);
+  if (allocation == s.allocations.end()) return kCuInvalidValue;
+  ::munmap(pointer(address), allocation->second.second);
+  s.used[allocation->second.first] -= allocation->second.second;
+  s.allocations.erase(allocation);
+  return kCuSuccess;
+}
+
+#ifndef FAKE_CUDA_OLD
+CuResult cuMemHostRegister_v2(void* address, std::size_t bytes, unsigned /*flags*/) {
+  ENTER_WITH_CONTEXT("cuMemHostRegister_v2");
+  if (!s.pinned.emplace(address, bytes).second) return kCuHostMemoryAlreadyRegistered;
+  return kCuSuccess;
+}
+#endif
+
+CuResult cuMemHostUnregister(void* address) {
+  ENTER_WITH_CONTEXT("cuMemHostUnregister");
+  return s.pinned.erase(address) == 1 ? kCuSuccess : kCuHostMemoryNotRegistered;
+}
+
+CuResult cuMemcpyHtoDAsync_v2(CuAddress destination, const void* source, std::size_t bytes, CuStream stream) {
+  ENTER_WITH_CONTEXT("cuMemcpyHtoDAsync_v2");
+  if (const CuResult code = checked({destination}, bytes, stream); code != kCuSuccess) return code;
+  lock.unlock();
+  std::memcpy(pointer(destination), source, bytes);
+  return kCuSuccess;
+}
+
+CuResult cuMemcpyDtoHAsync_v2(void* destination, CuAddress source, std::size_t bytes, CuStream stream) {
+  ENTER_WITH_CONTEXT("cuMemcpyDtoHAsync_v2");
+  if (const CuResult code = checked({source}, bytes, stream); code != kCuSuccess) return code;
+  lock.unlock();
+  std::memcpy(destination, pointer(source), bytes);
+  return kCuSuccess;
+}
+
+CuResult cuMemcpyDtoDAsync_v2(CuAddress destination, CuAddress source, std::size_t bytes, CuStream stream) {
+  ENTER_WITH_CONTEXT("cuMemcpyDtoDAsync_v2");
+  if (const CuResult code = checked({source, destination}, bytes, stream); code != kCuSuccess) return code;
+  lock.unlock();
+  std::memmove(pointer(destination), pointer(source), bytes);
+  return kCuSuccess;
+}
+
+CuResult cuMemcpyPeerAsync(CuAddress destination, CuContext destination_context, CuAddress source,
+                           CuContext source_context, std::size_t bytes, CuStream stream) {
+  ENTER_WITH_CONTEXT("cuMemcpyPeerAsync");
+  if (source_context != current() || destination_context == current()) return kCuInvalidContext;
+  if (destination_context->poison != kCuSuccess) return destination_context->poison;
+  if (!reachable(destination, bytes, destination_context)) return kCuInvalidValue;
+  if (const CuResult code = checked({source, destination}, bytes, stream); code != kCuSuccess) return code;
+  std::memcpy(pointer(destination), pointer(source), bytes);
+  return kCuSuccess;
+}
+
+CuResult cuMemsetD8Async(CuAddress destination, unsigned char value, std::size_t bytes, CuStream stream) {
+  ENTER_WITH_CONTEXT("cuMemsetD8Async");
+  if (const CuResult code = checked({destination}, bytes, stream); code != kCuSuccess) return code;
+  lock.unlock();
+  // Large fills with zero give the pages back instead of touching them all: pieces are hundreds of MiB.
+  const bool pages = value == 0 && bytes >= kGranule && destination % kGranule == 0 && bytes % kGranule == 0;
+  if (!pages || ::madvise(pointer(destination), bytes, MADV_REMOVE) != 0) {
+    std::memset(pointer(destination), value, bytes);
+  }
+  return kCuSuccess;
+}
+
+CuResult cuStreamCreate(CuStream* stream, unsigned flags) {
+  ENTER_WITH_CONTEXT("cuStreamCreate");
+  if (flags != kCuStreamNonBlocking) return kCuInvalidValue;
+  *stream = new CuStreamObject{current()};
+  s.streams.insert(*stream);
+  return kCuSuccess;
+}
+
+CuResult cuStreamDestroy_v2(CuStream stream) {
+  ENTER("cuStreamDestroy_v2");
+  if (s.streams.erase(stream) == 0) return kCuInvalidHandle;
+  delete stream;
+  return kCuSuccess;
+}
+
+CuResult cuStreamSynchronize(CuStream stream) {
+  ENTER_WITH_CONTEXT("cuStreamSynchronize");
+  return s.streams.contains(stream) && stream->context == current() ? kCuSuccess : kCuInvalidHandle;
+}
+
+CuResult cuStreamWaitEvent(CuStream stream, CuEvent event, unsigned /*flags*/) {
+  ENTER_WITH_CONTEXT("cuStreamWaitEvent");
+  return s.streams.contains(stream) && s.events.contains(event) ? kCuSuccess : kCuInvalidHandle;
+}
+
+CuResult cuEventCreate(CuEvent* event, unsigned flags) {
+  ENTER_WITH_CONTEXT("cuEventCreate");
+  if ((flags & kCuEventDisableTiming) == 0) return kCuInvalidValue;
+  *event = new CuEventObject{current()};
+  s.events.insert(*event);
+  return kCuSuccess;
+}
+
+CuResult cuEventDestroy_v2(CuEvent event) {
+  ENTER("cuEventDestroy_v2");
+  if (s.events.erase(event) == 0) return kCuInvalidHandle;
+  delete event;
+  return kCuSuccess;
+}
+
+CuResult cuEventRecord(CuEvent event, CuStream stream) {
+  ENTER_WITH_CONTEXT("cuEventRecord");
+  if (!s.events.contains(event) || !s.streams.contains(stream)) return kCuInvalidHandle;
+  return event->context == stream->context ? kCuSuccess : kCuInvalidHandle;
+}
+
+CuResult cuEventQuery(CuEvent event) {
+  ENTER_WITH_CONTEXT("cuEventQuery");
+  if (!s.events.contains(event)) return kCuInvalidHandle;
+  return s.held ? kCuNotReady : kCuSuccess;
+}
+
+CuResult cuEventSynchronize(CuEvent event) {
+  ENTER_WITH_CONTEXT("cuEventSynchronize");
+  if (!s.events.contains(event)) return kCuInvalidHandle;
+  s.changed.wait(lock, [&s] { return !s.held; });
+  return kCuSuccess;
+}
+
+CuResult cuMemGetAllocationGranularity(std::size_t* bytes, const CuAllocationProperties* properties,
+                                       unsigned /*option*/) {
+  ENTER("cuMemGetAllocationGranularity");
+  if (properties->type != kCuAllocationPinned || properties->location.type != kCuLocationDevice) return kCuInvalidValue;
+  *bytes = kGranule;
+  return kCuSuccess;
+}
+
+CuResult cuMemAddressReserve(CuAddress* address, std::size_t bytes, std::size_t /*alignment*/, CuAddress /*where*/,
+                             unsigned long long /*flags*/) {
+  ENTER("cuMemAddressReserve");
+  if (bytes == 0 || bytes % kGranule != 0) return kCuInvalidValue;
+  std::uint64_t reserved = 0;
+  for (const auto& reservation : s.reservations) reserved += reservation.second;
+  if (reserved + bytes > s.setup.address_space_bytes) return kCuOutOfMemory;
+  void* memory = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return kCuOutOfMemory;
+  *address = reinterpret_cast<CuAddress>(memory);
+  s.reservations[*address] = bytes;
+  return kCuSuccess;
+}
+
+CuResult cuMemAddressFree(CuAddress address, std::size_t bytes) {
+  ENTER("cuMemAddressFree");
+  const auto reservation = s.reservations.find(address);
+  if (reservation == s.reservations.end() || reservation->second != bytes) return kCuInvalidValue;
+  const auto mapping = s.mappings.lower_bound(address);
+  if (mapping != s.mappings.end() && mapping->first < address + bytes) return kCuInvalidValue;
+  ::munmap(pointer(address), bytes);
+  s.reservations.erase(reservation);
+  return kCuSuccess;
+}
+
+CuResult cuMemCreate(CuMemoryHandle* handle, std::size_t bytes, const CuAllocationProperties* properties,
+                     unsigned long long /*flags*/) {
+  ENTER("cuMemCreate");
+  const int device = properties->location.id;
+  if (bytes == 0 || bytes % kGranule != 0 || device < 0 || device >= s.setup.devices) return kCuInvalidValue;
+  if (s.used[device] + bytes > s.setup.memory_bytes) return kCuOutOfMemory;
+  const int fd = ::memfd_create("fake_cuda", MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kCuOutOfMemory;
+  // Fresh memory is not zero, in every granule.
+  for (std::uint64_t at = 0; at < bytes; at += kGranule) {
+    if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return kCuOutOfMemory;
+  }
+  *handle = s.next_handle++;
+  s.physical[*handle] = Physical{fd, device, bytes, false, 0};
+  s.used[device] += bytes;
+  return kCuSuccess;
+}
+
+CuResult cuMemRelease(CuMemoryHandle handle) {
+  ENTER("cuMemRelease");
+  const auto physical = s.physical.find(handle);
+  if (physical == s.physical.end() || physical->second.released) return kCuInvalidValue;
+  physical->second.released = true;
+  free_physical_if_unused(physical);
+  return kCuSuccess;
+}
+
+CuResult cuMemMap(CuAddress address, std::size_t bytes, std::size_t offset, CuMemoryHandle handle,
+                  unsigned long long /*flags*/) {
+  ENTER("cuMemMap");
+  const auto physical = s.physical.find(handle);
+  if (physical == s.physical.end() || physical->second.released || offset != 0 || bytes != physical->second.bytes) {
+    return kCuInvalidValue;
+  }
+  const auto next = s.mappings.lower_bound(address);
+  if (next != s.mappings.end() && next->first < address + bytes) return kCuInvalidValue;
+  if (next != s.mappings.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) {
+    return kCuInvalidValue;
+  }
+  auto reservation = s.reservations.upper_bound(address);
+  if (reservation == s.reservations.begin()) return kCuInvalidValue;
+  --reservation;
+  if (address + bytes > reservation->first + reservation->second) return kCuInvalidValue;
+  if (::mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->second.fd, 0) == MAP_FAILED) {
+    return kCuOutOfMemory;
+  }
+  s.mappings[address] = Mapping{bytes, handle, {}};
+  ++physical->second.mappings;
+  return kCuSuccess;
+}
+
+CuResult cuMemUnmap(CuAddress address, std::size_t bytes) {
+  ENTER("cuMemUnmap");
+  const CuAddress end = address + bytes;
+  CuAddress at = address;
+  while (at < end) {
+    const auto mapping = s.mappings.find(at);
+    if (mapping == s.mappings.end() || at + mapping->second.bytes > end) return kCuInvalidValue;
+    at += mapping->second.bytes;
+  }
+  for (auto mapping = s.mappings.find(address); mapping != s.mappings.end() && mapping->first < end;) {
+    punch(mapping->first, mapping->second.bytes);
+    const auto physical = s.physical.find(mapping->second.handle);
+    --physical->second.mappings;
+    free_physical_if_unused(physical);
+    mapping = s.mappings.erase(mapping);
+  }
+  return kCuSuccess;
+}
+
+CuResult cuMemSetAccess(CuAddress address, std::size_t bytes, const CuAccess* access, std::size_t count) {
+  ENTER("cuMemSetAccess");
+  const CuAddress end = address + bytes;
+  for (CuAddress at = address; at < end;) {
+    const auto mapping = s.mappings.find(at);
+    if (mapping == s.mappings.end() || at + mapping->second.bytes > end) return kCuInvalidValue;
+    at += mapping->second.bytes;
+  }
+  if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return kCuInvalidValue;
+  for (auto mapping = s.mappings.find(address); mapping != s.mappings.end() && mapping->first < end; ++mapping) {
+    for (std::size_t i = 0; i < count; ++i) mapping->second.devices.insert(access[i].location.id);
+  }
+  return kCuSuccess;
+}
+
+CuResult cuMemExportToShareableHandle(void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/) {
+  ENTER("cuMemExportToShareableHandle");
+  const auto physical = s.physical.find(handle);
+  if (physical == s.physical.end() || type != kCuHandleDescriptor) return kCuInvalidValue;
+  const int fd = ::dup(physical->second.fd);
+  if (fd < 0) return kCuOutOfMemory;
+  std::memcpy(out, &fd, sizeof fd);
+  return kCuSuccess;
+}
+
+}  // extern "C"
