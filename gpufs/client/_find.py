@@ -84,6 +84,10 @@ def _socket_path(entry: MountPoint, device: int) -> str | None:
         os.close(fd)
 
 
+def _trusted(uid: int, owner: int) -> bool:
+    return uid in (owner, 0, os.geteuid())
+
+
 def _connect(path: str, entry: MountPoint) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
@@ -95,7 +99,7 @@ def _connect(path: str, entry: MountPoint) -> socket.socket:
         except OSError as error:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
         peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if peer[1] not in (entry.owner, 0, os.geteuid()):
+        if not _trusted(peer[1], entry.owner):
             raise OSError(errno.EPERM, f"{path}: who listens there (user {peer[1]}) does not own the mount")
         return sock
     except BaseException:

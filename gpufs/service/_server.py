@@ -7,7 +7,7 @@ import socket
 import stat
 import struct
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -40,7 +40,8 @@ class Service:
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and what runs now; sizes in bytes. May be called from any thread."""
-        return asdict(self._counters)
+        counters = {field.name: getattr(self._counters, field.name) for field in fields(self._counters)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
 
     async def _run(self, listener: socket.socket) -> None:
         number = 0

@@ -324,26 +324,22 @@ class Session:
         transfer, copy = request.transfer, request.copy
         assert transfer is not None
         interval = max(copy.progress, self._limits.progress) if copy.progress else math.inf
-        try:
-            ended = False
-            while not ended:
-                with trio.move_on_after(interval):
-                    await trio.lowlevel.wait_readable(transfer.event_fd)
-                    ended = True
-                if copy.progress:
-                    state = transfer.state()
-                    self._send_if_possible(_protocol.Progress(copy.id, state.total, state.moved, state.paths))
-        except trio.Cancelled:
-            request.cancel()
-            with trio.move_on_after(self._limits.grace, shield=True):
+        ended = False
+        while not ended:
+            with trio.move_on_after(interval):
                 await trio.lowlevel.wait_readable(transfer.event_fd)
-            raise
+                ended = True
+            if copy.progress:
+                state = transfer.state()
+                self._send_if_possible(_protocol.Progress(copy.id, state.total, state.moved, state.paths))
 
     async def _finish(self, request: _Request, host: Descriptor) -> State:
-        """After the transfer: the file's length, times and what the kernel knows of it."""
+        """After the transfer, which has ended or was cancelled: the file's length, times and what the kernel knows."""
         transfer, ends, copy = request.transfer, request.ends, request.copy
         assert transfer is not None
         assert ends is not None
+        with trio.move_on_after(self._limits.grace):
+            await trio.lowlevel.wait_readable(transfer.event_fd)
         state = transfer.state()
         if not state.ended:
             return dataclasses.replace(

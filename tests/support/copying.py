@@ -174,7 +174,7 @@ class FakeMount:
     def _main(self) -> None:
         try:
             trio.run(self._serve)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by who waits for it
             self.failure = error
         finally:
             self._started.set()
@@ -232,6 +232,12 @@ class FakeMount:
         path = (folder or self.host) / name
         path.write_bytes(content)
         path.chmod(0o666)
+        return path
+
+    def hollow(self, name: str, size: int, folder: Path | None = None) -> Path:
+        """A file of zeros that takes no space."""
+        path = self.file(name, b"", folder)
+        os.truncate(path, size)
         return path
 
     def quiet(self) -> bool:
