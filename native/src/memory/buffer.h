@@ -93,7 +93,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
   // never moves again.
   virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
-  virtual Result<UniqueFd> export_descriptor() = 0;
+  // Descriptors of the memory for other processes: see DeviceMemory::export_memory().
+  virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
 };
 
 }  // namespace gpufs

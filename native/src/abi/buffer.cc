@@ -1,0 +1,130 @@
+// The buffer functions of the C interface.
+
+#include "memory/buffer.h"
+
+#include <cerrno>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "abi/barrier.h"
+#include "abi/engine.h"
+#include "abi/handles.h"
+#include "gpufs.h"
+
+namespace gpufs {
+namespace {
+
+Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
+
+// Runs `body` on the buffer behind a handle.
+template <typename Body>
+gpufs_status on_buffer(gpufs_handle handle, Body&& body) noexcept {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Buffer>> found = HandleTable::instance().get<Buffer>(handle);
+    return found.ok() ? body(*found.value()) : found.status();
+  });
+}
+
+}  // namespace
+}  // namespace gpufs
+
+using gpufs::Buffer;
+using gpufs::guarded;
+using gpufs::HandleTable;
+using gpufs::Result;
+using gpufs::Status;
+
+extern "C" {
+
+gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
+  return guarded([&]() -> Status {
+    if (buffer == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<gpufs::Engine>> owner = HandleTable::instance().get<gpufs::Engine>(engine);
+    if (!owner.ok()) return owner.status();
+    Result<std::shared_ptr<gpufs::DeviceContext>> context = owner.value()->device(device);
+    if (!context.ok()) return context.status();
+    Result<std::shared_ptr<Buffer>> created = Buffer::create(context.take());
+    if (!created.ok()) return created.status();
+    Result<gpufs_handle> handle = HandleTable::instance().put<Buffer>(created.take(), engine);
+    if (handle.ok()) *buffer = handle.value();
+    return handle.status();
+  });
+}
+
+gpufs_status gpufs_buffer_close(gpufs_handle buffer) {
+  return guarded([&]() -> Status { return HandleTable::instance().take<Buffer>(buffer).status(); });
+}
+
+gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+    if (info == nullptr) return gpufs::null_argument();
+    *info = {found.size(), found.bytes_held(), found.device()->info().index};
+    return {};
+  });
+}
+
+gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) { return found.resize(size); });
+}
+
+gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+    const bool keep_size = (mode & GPUFS_KEEP_SIZE) != 0;
+    switch (mode & ~static_cast<std::uint32_t>(GPUFS_KEEP_SIZE)) {
+      case 0:
+        return found.allocate(offset, bytes, keep_size);
+      case GPUFS_PUNCH_HOLE:
+        if (!keep_size) return Status(EOPNOTSUPP, "punching needs KEEP_SIZE");
+        return found.punch(offset, bytes);
+      case GPUFS_ZERO_RANGE:
+        return found.zero_range(offset, bytes, keep_size);
+      default:
+        return Status(EOPNOTSUPP, "this mode of fallocate is not supported");
+    }
+  });
+}
+
+gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* position) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+    if (position == nullptr) return gpufs::null_argument();
+    if (whence != GPUFS_SEEK_DATA && whence != GPUFS_SEEK_HOLE) return Status(EINVAL, "not SEEK_DATA or SEEK_HOLE");
+    const Result<std::uint64_t> result =
+        whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset);
+    if (result.ok()) *position = result.value();
+    return result.status();
+  });
+}
+
+gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes,
+                               uint64_t* done) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+    if (done == nullptr || (destination == nullptr && bytes > 0)) return gpufs::null_argument();
+    *done = 0;
+    const Result<std::size_t> count = found.read(offset, std::span(static_cast<std::byte*>(destination), bytes));
+    if (count.ok()) *done = count.value();
+    return count.status();
+  });
+}
+
+gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
+                                uint64_t* done) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+    if (done == nullptr || (source == nullptr && bytes > 0)) return gpufs::null_argument();
+    *done = 0;
+    const Result<std::size_t> count = found.write(offset, std::span(static_cast<const std::byte*>(source), bytes));
+    if (count.ok()) *done = count.value();
+    return count.status();
+  });
+}
+
+gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address) {
+  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+    if (address == nullptr) return gpufs::null_argument();
+    const Result<gpufs::DeviceAddress> promised = found.pin_address(maximum_bytes);
+    if (promised.ok()) *address = promised.value();
+    return promised.status();
+  });
+}
+}

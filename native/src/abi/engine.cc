@@ -1,0 +1,183 @@
+#include "abi/engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "abi/barrier.h"
+#include "abi/handles.h"
+#include "gpufs.h"
+#include "io/transfer.h"
+
+namespace gpufs {
+
+Result<std::shared_ptr<Engine>> Engine::open(const EngineOptions& options) {
+  Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, options.driver_options);
+  if (!driver.ok()) return driver.status();
+  return open(std::shared_ptr<Driver>(driver.take()), options.slab_file_bytes);
+}
+
+Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, std::uint64_t /*slab_file_bytes*/) {
+  std::shared_ptr<Engine> engine(new Engine());
+  engine->driver_ = std::move(driver);
+  for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
+    Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
+    if (!device.ok()) return device.status();
+    engine->devices_.push_back(device.take());
+  }
+  return engine;
+}
+
+Result<std::shared_ptr<DeviceContext>> Engine::device(std::int32_t index) const {
+  if (index < 0 || static_cast<std::size_t>(index) >= devices_.size()) {
+    return Status(EINVAL, "no device " + std::to_string(index) + ": there are " + std::to_string(devices_.size()));
+  }
+  return devices_[static_cast<std::size_t>(index)];
+}
+
+Result<std::shared_ptr<TransferEngine>> Engine::transfers(
+    const std::function<Result<std::shared_ptr<TransferEngine>>(const Engine&)>& make) {
+  const std::lock_guard making(transfers_mutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return Status(ESHUTDOWN, "the engine is closed");
+    if (transfers_) return transfers_;
+  }
+  Result<std::shared_ptr<TransferEngine>> made = make(*this);
+  if (!made.ok()) return made;
+  const std::lock_guard lock(mutex_);
+  if (closed_) return Status(ESHUTDOWN, "the engine is closed");
+  transfers_ = made.value();
+  return made;
+}
+
+void Engine::at_close(std::function<void()> work) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      at_close_.push_back(std::move(work));
+      return;
+    }
+  }
+  work();
+}
+
+void Engine::close() {
+  std::vector<std::function<void()>> work;
+  std::shared_ptr<TransferEngine> transfers;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    work.swap(at_close_);
+    transfers.swap(transfers_);
+  }
+  for (auto item = work.rbegin(); item != work.rend(); ++item) (*item)();
+}
+
+namespace {
+
+Result<std::shared_ptr<Engine>> find(gpufs_handle handle) { return HandleTable::instance().get<Engine>(handle); }
+
+Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
+
+// The text as far as it fits, always terminated.
+template <std::size_t N>
+void fill(char (&field)[N], const std::string& text) {
+  const std::size_t length = std::min(text.size(), N - 1);
+  std::memcpy(field, text.data(), length);
+  std::fill(field + length, std::end(field), '\0');
+}
+
+}  // namespace
+}  // namespace gpufs
+
+using gpufs::Engine;
+using gpufs::guarded;
+using gpufs::HandleTable;
+using gpufs::Result;
+using gpufs::Status;
+
+extern "C" {
+
+gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine) {
+  return guarded([&]() -> Status {
+    if (options == nullptr || options->driver == nullptr || engine == nullptr) return gpufs::null_argument();
+    constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
+    if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
+    gpufs::EngineOptions opening;
+    opening.driver = options->driver;
+    opening.driver_options = {options->devices, options->memory_bytes};
+    opening.slab_file_bytes = options->slab_file_bytes;
+    Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
+    if (!opened.ok()) return opened.status();
+    Result<gpufs_handle> handle = HandleTable::instance().put<Engine>(opened.take());
+    if (handle.ok()) *engine = handle.value();
+    return handle.status();
+  });
+}
+
+gpufs_status gpufs_engine_close(gpufs_handle engine) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Engine>> taken = HandleTable::instance().take<Engine>(engine);
+    if (!taken.ok()) return taken.status();
+    taken.value()->close();
+    HandleTable::instance().close_owned(engine);
+    return {};
+  });
+}
+
+gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
+  return guarded([&]() -> Status {
+    if (count == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (found.ok()) *count = static_cast<int32_t>(found.value()->device_count());
+    return found.status();
+  });
+}
+
+gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {
+  return guarded([&]() -> Status {
+    if (info == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (!found.ok()) return found.status();
+    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.value()->device(device);
+    if (!context.ok()) return context.status();
+    const gpufs::DeviceInfo& known = context.value()->info();
+    gpufs::fill(info->name, known.name);
+    gpufs::fill(info->pci_address, known.pci_address);
+    info->index = known.index;
+    info->numa_node = known.numa_node;
+    info->total_bytes = known.total_bytes;
+    info->granule = known.granule;
+    info->cpu_addressable = known.cpu_addressable ? 1 : 0;
+    return {};
+  });
+}
+
+gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
+  return guarded([&]() -> Status {
+    if (memory == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (!found.ok()) return found.status();
+    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.value()->device(device);
+    if (!context.ok()) return context.status();
+    *memory = {};
+    memory->held_bytes = context.value()->held_bytes();
+    const Status health = context.value()->device().health();
+    memory->health_error = health.error();
+    memory->health_device_code = health.device_code();
+    Result<gpufs::MemoryInfo> now = context.value()->device().memory();
+    if (now.ok()) {
+      memory->total_bytes = now.value().total_bytes;
+      memory->free_bytes = now.value().free_bytes;
+      return {};
+    }
+    // A device that is out of service cannot say more, and its health is what the caller wants to see.
+    memory->total_bytes = context.value()->info().total_bytes;
+    return health.ok() ? now.status() : Status();
+  });
+}
+}
