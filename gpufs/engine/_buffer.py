@@ -1,14 +1,18 @@
 """Buffers: the contents of a file, on a device."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer as MemoryBuffer
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer as Protocol
+
+    # Before Python 3.12 numpy does not declare that its arrays have the buffer protocol.
+    MemoryBuffer = Protocol | NDArray[Any]
 
 SEEK_DATA: Final[int] = lib.GPUFS_SEEK_DATA
 SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE
