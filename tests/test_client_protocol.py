@@ -49,9 +49,9 @@ def test_neither_side_takes_the_messages_of_its_own_kind() -> None:
     for message in CLIENT:
         with pytest.raises(ProtocolError):
             _protocol.decode_server(_protocol.encode(message))
-    for message in SERVER:
+    for answer in SERVER:
         with pytest.raises(ProtocolError):
-            _protocol.decode_client(_protocol.encode(message))
+            _protocol.decode_client(_protocol.encode(answer))
 
 
 def copy_with(**changes: Any) -> dict[str, Any]:

@@ -1,0 +1,582 @@
+"""`gpufs cp` and the copy service on real mounts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.copying import opened
+from support.data import GIB, MIB, assert_same, noise, sha256
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import NOBODY, Snapshot, as_nobody, errno_of, run, wait_until
+
+from gpufs import client
+from gpufs.client import _find, _protocol
+from gpufs.client._connection import Connection
+from gpufs.client._protocol import Copy, Hello, Result
+
+pytestmark = pytest.mark.driver
+
+GPUFS_CP = (*GPUFS, "cp")
+READ, WRITE, BOTH = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
+
+
+@pytest.fixture
+def host() -> Iterator[Path]:
+    """An empty directory, mode 777, on a disk."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/var/tmp"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+def cp(*words: str | Path, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run(*GPUFS_CP, *words, check=check, **options)
+
+
+def transfers(mount: GpufsMount) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads((mount.path / ".gpufs" / "status").read_text())
+    counters: dict[str, Any] = status["transfers"]
+    return counters
+
+
+def connect(path: Path) -> Connection:
+    """As any client: from a file on the mount."""
+    device = os.stat(path).st_dev
+    return Connection(_find.connect(device, _find.mounts_by_device()[device]))
+
+
+def started(mount: GpufsMount, child: subprocess.Popen[Any]) -> None:
+    """Waits until the daemon copies for the child (or the child has ended: it was too fast)."""
+    wait_until(lambda: transfers(mount)["running"] or child.poll() is not None, 20, "the start of the copy")
+
+
+def idle(mount: GpufsMount, seconds: float = 10) -> None:
+    wait_until(lambda: transfers(mount)["running"] == 0, seconds, "the end of all copies")
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 128 << 10, (128 << 10) + 1, MIB, 2 * MIB, 5 * MIB + 7, 33 * MIB])
+def test_there_and_back(root: Path, host: Path, size: int) -> None:
+    content = noise(size, size)
+    (host / "source").write_bytes(content)
+    there = client.copy(host / "source", root / "file", fastpath="off")
+    assert (root / "file").stat().st_size == size
+    assert_same((root / "file").read_bytes(), content, "on the device")
+    back = client.copy(root / "file", host / "back", fastpath="off")
+    assert_same((host / "back").read_bytes(), content, "back on the host")
+    for result in (there, back):
+        assert result.bytes == size
+        assert sum(result.paths.values()) == size
+        assert result.method == "transfer"
+
+
+def test_any_source_file_system(root: Path, host: Path, reference: Path) -> None:
+    content = noise(9 * MIB + 1)
+    for folder in (host, reference):
+        (folder / "source").write_bytes(content)
+        client.copy(folder / "source", root / "file", verify=True)
+        client.copy(root / "file", folder / "back", verify=True, fsync=True)
+        assert_same((folder / "back").read_bytes(), content)
+
+
+def test_the_attributes_are_right_at_once(root: Path, host: Path) -> None:
+    """Though the kernel had older ones in its cache, and whoever asks."""
+    (host / "source").write_bytes(noise(7 * MIB))
+    target = root / "file"
+    target.write_bytes(b"old contents")
+    os.utime(target, (1, 1))
+    before = time.time()
+    for _ in range(20):
+        target.write_bytes(b"old contents")
+        assert target.stat().st_size == 12
+        client.copy(host / "source", target)
+        assert run("stat", "-c", "%s", target).stdout.strip() == str(7 * MIB)
+        status = target.stat()
+        assert status.st_blocks * 512 >= 7 * MIB
+        assert before - 1 <= status.st_mtime <= time.time() + 1
+        assert before - 1 <= status.st_ctime <= time.time() + 1
+
+
+def test_a_longer_destination_is_emptied_first(root: Path, host: Path) -> None:
+    (host / "source").write_bytes(noise(MIB))
+    (root / "file").write_bytes(noise(5 * MIB, 1))
+    client.copy(host / "source", root / "file")
+    assert_same((root / "file").read_bytes(), noise(MIB))
+
+
+def test_who_has_the_file_open_sees_the_copy(root: Path, host: Path) -> None:
+    (host / "source").write_bytes(noise(3 * MIB))
+    target = root / "file"
+    with open(target, "wb+", buffering=0) as file:
+        file.write(b"x" * 100)
+        client.copy(host / "source", target)
+        assert os.fstat(file.fileno()).st_size == 3 * MIB
+        assert_same(os.pread(file.fileno(), 3 * MIB, 0), noise(3 * MIB))
+
+
+def test_offsets(root: Path, host: Path) -> None:
+    content = noise(4 * MIB)
+    (host / "source").write_bytes(content)
+    (root / "file").write_bytes(b"z" * 6 * MIB)
+    with opened(host / "source") as source, opened(root / "file", WRITE) as target, connect(root) as daemon:
+        result = daemon.copy("load", source, target, host_offset=12345, offset=MIB + 3, size=2 * MIB + 1)
+    assert (result.error, result.done) == (0, 2 * MIB + 1)
+    expected = bytearray(b"z" * 6 * MIB)
+    expected[MIB + 3 : 3 * MIB + 4] = content[12345 : 12345 + 2 * MIB + 1]
+    assert_same((root / "file").read_bytes(), bytes(expected))
+
+
+def test_into_a_file_past_its_end(root: Path, host: Path) -> None:
+    (host / "source").write_bytes(b"12345")
+    (root / "file").write_bytes(b"abc")
+    with opened(host / "source") as source, opened(root / "file", WRITE) as target, connect(root) as daemon:
+        assert daemon.copy("load", source, target, offset=10).done == 5
+    assert (root / "file").read_bytes() == b"abc" + bytes(7) + b"12345"
+
+
+def test_between_devices_by_the_kernel(shared_mount: GpufsMount, root: Path) -> None:
+    content = noise(11 * MIB + 5)
+    (root / "file").write_bytes(content)
+    other = shared_mount.path / "gpu1" / f"other-{os.getpid()}"
+    try:
+        result = client.copy(root / "file", other, verify=True)
+        assert (result.method, result.paths) == ("kernel", {"kernel": len(content)})
+        assert_same(other.read_bytes(), content)
+    finally:
+        other.unlink(missing_ok=True)
+
+
+def test_control_files_can_be_copied_out(shared_mount: GpufsMount, host: Path) -> None:
+    client.copy(shared_mount.path / ".gpufs" / "version", host / "version")
+    assert (host / "version").read_text() == (shared_mount.path / ".gpufs" / "version").read_text()
+
+
+def test_sparse_files_stay_sparse(root: Path, host: Path) -> None:
+    with open(root / "file", "wb") as file:
+        file.truncate(64 * MIB)
+        os.pwrite(file.fileno(), b"data", 40 * MIB)
+    client.copy(root / "file", host / "back")
+    assert (host / "back").stat().st_size == 64 * MIB
+    assert (host / "back").stat().st_blocks * 512 < 32 * MIB
+    assert_same((host / "back").read_bytes(), (root / "file").read_bytes())
+
+
+def test_an_unlinked_file_can_be_loaded_and_its_memory_goes(shared_mount: GpufsMount, root: Path, host: Path) -> None:
+    (host / "source").write_bytes(noise(8 * MIB))
+    with opened(host / "source") as source, connect(root) as daemon:
+        with opened(root / "file", BOTH | os.O_CREAT) as target:
+            (root / "file").unlink()
+            assert daemon.copy("load", source, target).done == 8 * MIB
+            assert_same(os.pread(target, 8 * MIB, 0), noise(8 * MIB))
+        status = json.loads((shared_mount.path / ".gpufs" / "status").read_text())
+        held = status["devices"][0]["held_bytes"]
+
+        def freed() -> bool:
+            status = json.loads((shared_mount.path / ".gpufs" / "status").read_text())
+            return bool(status["devices"][0]["held_bytes"] <= max(held - 8 * MIB, 0)) or held < 8 * MIB
+
+        wait_until(freed, 10, "the memory of an unlinked file")
+
+
+def test_the_counters_tell_which_path_served(shared_mount: GpufsMount, root: Path, reference: Path) -> None:
+    before = transfers(shared_mount)
+    (reference / "source").write_bytes(noise(6 * MIB))
+    result = client.copy(reference / "source", root / "file")  # tmpfs has no O_DIRECT that helps
+    after = transfers(shared_mount)
+    assert after["completed"] == before["completed"] + 1
+    assert after["loaded_bytes"] - before["loaded_bytes"] == 6 * MIB
+    for path, count in result.paths.items():
+        assert after["path_bytes"][path] - before["path_bytes"].get(path, 0) == count
+    assert sum(result.paths.values()) == 6 * MIB
+
+
+def test_a_full_device(mount: Mounter, host: Path) -> None:
+    small = mount(memory=32 * MIB)
+    (host / "source").write_bytes(noise(48 * MIB))
+    done = cp(host / "source", small.device / "file", check=False)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr or "device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    size = (small.device / "file").stat().st_size
+    assert_same((small.device / "file").read_bytes(), noise(48 * MIB)[:size])
+    (small.device / "file").unlink()
+    (host / "source").write_bytes(noise(20 * MIB))
+    wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "memory given back")
+
+
+def test_a_full_disk(root: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/tmp") as folder:
+        run("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder)
+        try:
+            (root / "file").write_bytes(noise(40 * MIB))
+            done = cp(root / "file", f"{folder}/copy", check=False)
+            assert done.returncode == 1
+            assert "No space left on device" in done.stderr
+            size = os.stat(f"{folder}/copy").st_size
+            assert_same(Path(folder, "copy").read_bytes(), noise(40 * MIB)[:size])
+        finally:
+            run("umount", folder)  # at once: the daemon holds nothing of it any more
+
+
+# ---- the command ----
+
+
+def test_recursive_with_verification(root: Path, host: Path) -> None:
+    tree = host / "tree"
+    for n in range(40):
+        folder = tree / f"d{n % 5}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"f{n}").write_bytes(noise(n * n * 3001, n))
+    (tree / "d0" / "link").symlink_to("f0")
+    done = cp("-rp", "-j", "8", "--verify", "--json", tree, root)
+    summary = json.loads(done.stdout)
+    assert summary["files"] == 40
+    assert not summary["errors"]
+    assert {len(copy["sha256"]) for copy in summary["copies"]} == {64}
+    run("diff", "-r", "--no-dereference", tree, root / "tree")
+    cp("-rp", "--fsync", root / "tree", host / "back")
+    run("diff", "-r", "--no-dereference", tree, host / "back")
+    assert (host / "back" / "d3" / "f3").stat().st_mtime_ns == (tree / "d3" / "f3").stat().st_mtime_ns
+
+
+def test_found_from_anywhere(shared_mount: GpufsMount, root: Path, host: Path) -> None:
+    """By a relative path, through a symbolic link and through a bind mount of the mount and of a directory in it."""
+    (host / "source").write_bytes(noise(MIB))
+    (host / "link").symlink_to(root)
+    (host / "bind").mkdir()
+    done = json.loads(cp("--json", host / "source", "file", cwd=root).stdout)
+    assert done["methods"] == {"transfer": 1}
+    assert json.loads(cp("--json", host / "source", host / "link").stdout)["methods"] == {"transfer": 1}
+    for what in (shared_mount.path, root):
+        run("mount", "--bind", what, host / "bind")
+        try:
+            target = host / "bind" / root.relative_to(what) / "bound"
+            assert json.loads(cp("--json", host / "source", target).stdout)["methods"] == {"transfer": 1}
+            assert_same(target.read_bytes(), noise(MIB))
+        finally:
+            run("umount", host / "bind")
+
+
+def test_interrupted(mount: Mounter, host: Path) -> None:
+    """Ctrl-C: it ends within a second, and the destination has what was copied."""
+    big = mount(memory=2 * GIB, environment={"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K"})
+    size = 3 * GIB // 2
+    with open(host / "source", "wb") as file:
+        file.truncate(size)
+    command = [*GPUFS_CP, "--json", "--fastpath", "off", str(host / "source"), str(big.device / "file")]
+    for pause in (0.15, 0.05, 0.01):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started(big, child)
+        time.sleep(pause)
+        began = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        output, errors = child.communicate(timeout=20)
+        took = time.monotonic() - began
+        if child.returncode != 0:
+            break
+    assert child.returncode == -signal.SIGINT, errors
+    assert took < 1
+    (error,) = json.loads(output)["errors"]
+    assert (big.device / "file").stat().st_size == error["bytes_done"] < size
+    assert f"interrupted: the copy has {error['bytes_done']} of {size} bytes" in errors
+    idle(big)
+    (big.device / "file").unlink()
+
+
+def test_a_killed_client_leaves_nothing(shared_mount: GpufsMount, root: Path, host: Path) -> None:
+    size = 200 * MIB
+    with open(host / "source", "wb") as file:
+        file.truncate(size)
+    (root / "warm").write_bytes(b"x")
+    before = Snapshot.of(shared_mount.pid)
+    for pause in (0.0, 0.02, 0.05):
+        command = [*GPUFS_CP, "--fastpath", "off", str(host / "source"), str(root / "file")]
+        child = subprocess.Popen(command)
+        started(shared_mount, child)
+        time.sleep(pause)
+        child.kill()
+        child.wait(10)
+        idle(shared_mount)
+        assert (root / "file").stat().st_size <= size
+        (root / "file").unlink(missing_ok=True)
+    wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
+
+
+def test_umount_after_a_copy_is_not_busy(mount: Mounter, host: Path) -> None:
+    (host / "source").write_bytes(noise(2 * MIB))
+    for _ in range(5):
+        own = mount()
+        cp(host / "source", own.device / "file")
+        own.unmount()
+
+
+def test_umount_with_a_copy_under_way(mount: Mounter, host: Path) -> None:
+    """Plainly it is refused; SIGTERM to the daemon cancels the copy, tells its client, and unmounts."""
+    own = mount(memory=2 * GIB)
+    with open(host / "source", "wb") as file:
+        file.truncate(GIB)
+    with opened(host / "source") as source, opened(own.device / "file", WRITE | os.O_CREAT) as target:
+        daemon = connect(own.path)
+        results: list[Any] = []
+
+        def copy() -> None:
+            for _ in range(200):
+                try:
+                    result = daemon.copy("load", source, target, fastpath="off")
+                except OSError as error:
+                    results.append(error)
+                    return
+                results.append(result)
+                if result.error:
+                    return
+
+        thread = threading.Thread(target=copy)
+        thread.start()
+        wait_until(lambda: transfers(own)["running"], 20, "the start of the copy")
+        refused = subprocess.run(["umount", own.path], capture_output=True, check=False)
+        assert refused.returncode == 32
+        own.signal(signal.SIGTERM)
+        thread.join(20)
+        assert not thread.is_alive()
+        daemon.close()
+        last = results[-1]
+        if isinstance(last, Result):
+            assert last.error == errno.ECANCELED
+        else:
+            assert last.errno in (errno.ESHUTDOWN, errno.EPIPE, errno.ECONNRESET)
+    own.wait_ended(30)
+
+
+@pytest.mark.complains
+def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
+    """SIGKILL while it holds the descriptors of copies: nobody hangs, the client fails with one line."""
+    own = mount(memory=2 * GIB)
+    with open(host / "source", "wb") as file:
+        file.truncate(GIB)
+    command = [*GPUFS_CP, "--fastpath", "off", str(host / "source"), str(own.device / "file")]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started(own, child)
+    own.signal(signal.SIGKILL)
+    _, errors = child.communicate(timeout=20)
+    if child.returncode:
+        assert len(errors.splitlines()) == 1
+        assert errors.startswith("gpufs cp: ")
+    own.daemon.wait(20)
+    late = cp(host / "source", own.device / "file", check=False)
+    assert late.returncode == 1
+    assert len(late.stderr.splitlines()) == 1
+    own.rescue()
+
+
+# ---- rights: a root daemon and a plain user ----
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
+
+
+def ask(root: Path, direction: str, host_fd: int, mount_fd: int) -> tuple[int, int]:
+    with connect(root) as daemon:
+        result = daemon.copy(direction, host_fd, mount_fd)
+    return result.error, result.done
+
+
+@as_root
+def test_a_plain_user_copies_his_own(root: Path, host: Path) -> None:
+    content = noise(MIB)
+    (host / "source").write_bytes(content)
+
+    def copy() -> list[str]:
+        there = client.copy(host / "source", root / "his")
+        back = client.copy(root / "his", host / "back")
+        return [there.method, back.method]
+
+    assert as_nobody(copy) == ["transfer", "transfer"]
+    assert_same((root / "his").read_bytes(), content)
+    assert_same((host / "back").read_bytes(), content)
+    assert (root / "his").stat().st_uid == (host / "back").stat().st_uid == NOBODY
+
+
+@as_root
+def test_a_plain_user_gets_nothing_that_he_may_not_open(root: Path, host: Path) -> None:
+    """Each descriptor that he can get of root's files, by every way: the daemon widens none of them."""
+    for folder in (host, root):
+        for name, mode in (("secret", 0o600), ("readable", 0o644), ("writable", 0o622), ("his", 0o666)):
+            (folder / name).write_bytes(name.encode() * 40_000)
+            (folder / name).chmod(mode)
+
+    def attack() -> list[str]:
+        wrong = []
+        for flags in (READ, WRITE, BOTH):
+            for folder in (host, root):
+                if errno_of(os.open, folder / "secret", flags) != errno.EACCES:
+                    wrong.append(f"opened {folder}/secret")
+        attempts = [
+            # direction, host's file, its flags, mount's file, its flags, expected
+            ("load", "secret", os.O_PATH, "his", WRITE, errno.EBADF),
+            ("store", "secret", os.O_PATH, "his", READ, errno.EBADF),
+            ("load", "his", READ, "secret", os.O_PATH, errno.EBADF),
+            ("store", "his", WRITE, "secret", os.O_PATH, errno.EBADF),
+            ("store", "readable", READ, "his", READ, errno.EBADF),
+            ("load", "writable", WRITE, "his", WRITE, errno.EBADF),
+            ("load", "his", READ, "readable", READ, errno.EBADF),
+            ("store", "his", WRITE, "writable", WRITE, errno.EBADF),
+            ("store", "his", WRITE | os.O_APPEND, "his", READ, errno.EBADF),
+        ]
+        for direction, ours, our_flags, there, their_flags, expected in attempts:
+            with opened(host / ours, our_flags) as host_fd, opened(root / there, their_flags) as mount_fd:
+                found = ask(root, direction, host_fd, mount_fd)
+            if found != (expected, 0):
+                wrong.append(f"{direction} {ours} {there}: {found}")
+        # What the kernel lets him open may be copied.
+        for direction, ours, our_flags, there, their_flags in (
+            ("load", "readable", READ, "his", WRITE),
+            ("store", "writable", WRITE, "his", READ),
+            ("load", "his", READ, "writable", WRITE),
+            ("store", "his", WRITE, "readable", READ),
+        ):
+            with opened(host / ours, our_flags) as host_fd, opened(root / there, their_flags) as mount_fd:
+                error, done = ask(root, direction, host_fd, mount_fd)
+            if error or not done:
+                wrong.append(f"{direction} {ours} {there}: {error}")
+        return wrong
+
+    assert as_nobody(attack) == []
+    for folder in (host, root):
+        assert (folder / "secret").read_bytes() == b"secret" * 40_000
+    for folder in (host, root):
+        assert b"secret" not in (folder / "his").read_bytes()
+
+
+@as_root
+def test_set_id_bits_go_with_a_copy(root: Path, host: Path) -> None:
+    for folder in (host, root):
+        (folder / "program").write_bytes(noise(MIB))
+        (folder / "program").chmod(0o6777)
+        (folder / "input").write_bytes(noise(MIB, 1))
+        (folder / "input").chmod(0o666)
+
+    def copy() -> list[tuple[int, int]]:
+        with opened(host / "input") as host_fd, opened(root / "program", WRITE) as mount_fd:
+            load = ask(root, "load", host_fd, mount_fd)
+        with opened(host / "program", WRITE) as host_fd, opened(root / "input") as mount_fd:
+            return [load, ask(root, "store", host_fd, mount_fd)]
+
+    assert as_nobody(copy) == [(0, MIB), (0, MIB)]
+    for folder in (host, root):
+        assert stat.S_IMODE((folder / "program").stat().st_mode) == 0o777
+
+
+@as_root
+def test_a_private_mounts_socket_is_closed_to_others(mount: Mounter) -> None:
+    own = mount()
+    path = (own.path / ".gpufs" / "socket").read_text().strip()
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+    def connect_as_nobody() -> int:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            return errno_of(sock.connect, path)
+
+    assert as_nobody(connect_as_nobody) == errno.EACCES
+    own.unmount()
+    assert not os.path.exists(path)
+
+
+# ---- wrong and hostile ----
+
+
+def test_descriptors_of_the_wrong_place(mount: Mounter, root: Path, host: Path) -> None:
+    other = mount()
+    for path in (root / "file", root / "second", host / "file", other.device / "file"):
+        path.write_bytes(b"precious")
+    os.mkfifo(root / "fifo")
+    (root / "dir").mkdir()
+    with (
+        opened(root / "file", BOTH) as ours,
+        opened(root / "second", BOTH) as second,
+        opened(host / "file", BOTH) as hosts,
+        opened(other.device / "file", BOTH) as others,
+        opened(root / "fifo", BOTH) as fifo,
+        opened(root / "dir", READ | os.O_DIRECTORY) as directory,
+    ):
+        assert ask(root, "load", hosts, others) == (errno.EXDEV, 0)
+        assert ask(root, "load", hosts, hosts) == (errno.EXDEV, 0)
+        assert ask(root, "load", ours, second) == (errno.EDEADLK, 0)
+        assert ask(root, "load", others, ours) == (errno.EDEADLK, 0)
+        assert ask(root, "load", hosts, fifo)[0] == errno.EINVAL
+        assert ask(root, "store", hosts, directory)[0] == errno.EISDIR
+    with opened(root.parent.parent / ".gpufs" / "version") as control, opened(host / "file", WRITE) as hosts:
+        assert ask(root, "store", hosts, control) == (errno.EINVAL, 0)
+    for path in (root / "file", root / "second", host / "file", other.device / "file"):
+        assert path.read_bytes() == b"precious"
+
+
+def test_garbage_and_floods_do_not_hurt_the_mount(shared_mount: GpufsMount, root: Path, host: Path) -> None:
+    (root / "file").write_bytes(b"1234")
+    (host / "file").write_bytes(b"1234")
+    path = (shared_mount.path / ".gpufs" / "socket").read_text().strip()
+    before = Snapshot.of(shared_mount.pid)
+    with opened(root / "file", BOTH) as ours, opened(host / "file", BOTH) as hosts:
+
+        def attack(number: int) -> None:
+            for turn in range(30):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                    try:
+                        sock.settimeout(2)
+                        sock.connect(path)
+                        kind = (number + turn) % 4
+                        if kind == 0:
+                            sock.send(os.urandom(1000))
+                            continue
+                        _protocol.send(sock, Hello([1], "hostile"))
+                        if kind == 1:
+                            socket.send_fds(sock, [b"\x81\xa4type"], [ours, hosts] * 60)
+                        elif kind == 2:
+                            for id_ in range(1, 17):
+                                _protocol.send(sock, Copy(id_, "load"), (hosts, ours))
+                        else:
+                            _protocol.send(sock, Copy(1, "load"), (hosts, ours))
+                            sock.send(_protocol.encode(Copy(2, "load"))[:20])
+                    except OSError:
+                        pass
+
+        threads = [threading.Thread(target=attack, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        began = time.monotonic()
+        while any(thread.is_alive() for thread in threads):
+            assert (root / "file").read_bytes()[:0] == b""  # the mount answers all the while
+            time.sleep(0.01)
+        assert time.monotonic() - began < 60
+    idle(shared_mount)
+    wait_until(lambda: transfers(shared_mount)["connections"] == 0, 20, "the end of all connections")
+    wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
+    (host / "good").write_bytes(noise(MIB))
+    assert client.copy(host / "good", root / "good").method == "transfer"
+
+
+def test_many_clients_at_once(root: Path, host: Path) -> None:
+    contents = [noise(300_000 + n * 4096, n) for n in range(12)]
+    for n, content in enumerate(contents):
+        (host / f"s{n}").write_bytes(content)
+    words = [sys.executable, "-c", "import sys, gpufs.client as c; c.copy(*sys.argv[1:])"]
+    children = [subprocess.Popen([*words, str(host / f"s{n}"), str(root / f"t{n}")]) for n in range(12)]
+    assert [child.wait(60) for child in children] == [0] * 12
+    for n, content in enumerate(contents):
+        assert sha256(root / f"t{n}") == sha256(host / f"s{n}")
+        assert (root / f"t{n}").stat().st_size == len(content)
