@@ -315,7 +315,7 @@ with shelve.open(str(root / "shelf")) as s:
 
 @pytest.mark.parametrize("engine", ["psync", "libaio", "mmap", "io_uring"])
 @pytest.mark.driver
-def test_fio_verifies(root: Path, engine: str) -> None:
+def test_fio_verifies(root: Path, reference: Path, engine: str) -> None:
     options = [
         "--size=16M",
         "--bsrange=512-256k",
@@ -342,6 +342,7 @@ def test_fio_verifies(root: Path, engine: str) -> None:
         "--randseed=7",
         *options,
         check=False,
+        cwd=reference,  # where it leaves the state of its verification
     )
     if engine == "io_uring" and "not permitted" in output.stderr + output.stdout:
         pytest.skip("io_uring is switched off on this machine")

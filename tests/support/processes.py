@@ -190,7 +190,7 @@ def children_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def plain_user() -> Iterator[dict[str, str]]:
-    """An environment in which nobody can mount: an own home, and /dev/fuse with mode 666 (restored), as Debian has it."""
+    """An environment in which nobody can mount: an own home, and /dev/fuse of mode 666 (restored), as in Debian."""
     before = os.stat("/dev/fuse").st_mode & 0o7777
     os.chmod("/dev/fuse", 0o666)
     home = tempfile.mkdtemp(prefix="gpufs-tests-home-")

@@ -1,0 +1,111 @@
+"""A file system that stops answering, as one on a network does: a small FUSE server of our own."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _STATFS, _RELEASE, _FLUSH, _INIT = 1, 2, 3, 14, 15, 17, 18, 25, 26
+_INTERRUPT, _DESTROY, _BATCH_FORGET = 36, 38, 42
+_NO_REPLY = (_FORGET, _INTERRUPT, _BATCH_FORGET)
+OPERATIONS = {"open": _OPEN, "read": _READ, "statfs": _STATFS, "flush": _FLUSH, "release": _RELEASE}
+_ROOT, _FILE = 1, 2
+
+
+def _attributes(node: int, size: int) -> bytes:
+    mode = stat.S_IFDIR | 0o755 if node == _ROOT else stat.S_IFREG | 0o666
+    times = (0,) * 6
+    size = 0 if node == _ROOT else size
+    head = struct.pack("=6Q3I", node, size, size // 512, *times[:3], *times[3:])
+    return head + struct.pack("=7I", mode, 1, 0, 0, 0, 4096, 0)
+
+
+def serve(fd: int, size: int, good: int, hanging: Iterable[int]) -> None:
+    """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations never."""
+    buffer_bytes = (1 << 20) + 4096
+    hang = set(hanging)
+    while True:
+        try:
+            request = os.read(fd, buffer_bytes)
+        except OSError as error:
+            if error.errno in (errno.EINTR, errno.ENOENT):
+                continue
+            return
+        _, operation, unique, node = struct.unpack_from("=IIQQ", request)
+        body = request[40:]
+        if operation in _NO_REPLY or (operation in hang and operation != _READ):
+            continue
+        failure, answer = 0, b""
+        if operation == _INIT:
+            answer = struct.pack("=4I2H2I2HI7I", 7, 31, 1 << 17, 0, 12, 9, 1 << 17, 1, 0, 0, 0, *(0,) * 7)
+        elif operation == _LOOKUP:
+            if body.rstrip(b"\0") == b"file":
+                answer = struct.pack("=4Q2I", _FILE, 0, 3600, 3600, 0, 0) + _attributes(_FILE, size)
+            else:
+                failure = -errno.ENOENT
+        elif operation == _GETATTR:
+            answer = struct.pack("=QII", 3600, 0, 0) + _attributes(node, size)
+        elif operation == _OPEN:
+            answer = struct.pack("=QII", 1, 0, 0)
+        elif operation == _READ:
+            _, offset, count = struct.unpack_from("=QQI", body)
+            if _READ in hang and offset + count > good:
+                continue
+            answer = bytes(max(0, min(count, size - offset)))
+        elif operation == _STATFS:
+            answer = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, 0, *(0,) * 6)
+        elif operation not in (_RELEASE, _FLUSH, _DESTROY):
+            failure = -errno.ENOSYS
+        try:
+            os.write(fd, struct.pack("=IiQ", 16 + len(answer), failure, unique) + answer)
+        except OSError:
+            pass
+
+
+class HangingMount:
+    """path/file has `size` zeros, of which the first `good` can be read; `operations` are never answered.
+
+    release() ends the server: everything that waits fails with ENOTCONN.
+    """
+
+    def __init__(self, size: int = 1 << 30, good: int = 0, operations: Iterable[str] = ("read",)) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/tmp"))
+        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,allow_other,max_read=131072".encode()
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            if libc.mount(b"hanging", os.fsencode(self.path), b"fuse", 0, options):
+                raise OSError(ctypes.get_errno(), "mount")
+            numbers = [str(OPERATIONS[name]) for name in operations]
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(fd), str(size), str(good), *numbers], pass_fds=(fd,)
+            )
+        finally:
+            os.close(fd)
+        self.file = self.path / "file"
+
+    def release(self) -> None:
+        if self._server.poll() is None:
+            self._server.send_signal(signal.SIGKILL)
+        self._server.wait(10)
+
+    def __enter__(self) -> HangingMount:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        subprocess.run(["umount", "-l", self.path], check=False, timeout=20)
+        os.rmdir(self.path)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), map(int, sys.argv[4:]))
