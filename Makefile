@@ -36,10 +36,10 @@ format: setup
 docs: setup
 	@.venv/bin/python -m gpufs.config >docs/knobs.md
 
-test-gpu: build
+test-gpu:
 	@scripts/test-gpu
 
-bench-gpu: build
+bench-gpu:
 	@scripts/bench-gpu
 
 install-helpers: build

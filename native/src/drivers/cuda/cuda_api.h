@@ -61,7 +61,6 @@ enum : int {
 enum : unsigned {
   kCuGranularityMinimum = 0,
   kCuStreamNonBlocking = 1,
-  kCuEventBlockingSync = 1,
   kCuEventDisableTiming = 2,
   kCuHostRegisterPortable = 1,
   kCuHostRegisterReadOnly = 8,
