@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from support.copying import opened
 from support.data import GIB, MIB, assert_same, noise, sha256
+from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, Snapshot, as_nobody, errno_of, run, wait_until
 
@@ -568,6 +569,36 @@ def test_garbage_and_floods_do_not_hurt_the_mount(shared_mount: GpufsMount, root
     wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
     (host / "good").write_bytes(noise(MIB))
     assert client.copy(host / "good", root / "good").method == "transfer"
+
+
+@as_root
+@pytest.mark.parametrize("operations", [("read",), ("statfs",)], ids=lambda names: names[0])
+def test_a_hung_network_mount_takes_its_clients_share_alone(
+    shared_mount: GpufsMount, root: Path, host: Path, operations: tuple[str, ...]
+) -> None:
+    """Others copy as ever; the client itself can be interrupted; nothing is left."""
+    (host / "source").write_bytes(noise(4 * MIB))
+    with HangingMount(operations=operations) as hung:
+        words = [*GPUFS_CP, "--fastpath", "off", str(hung.file), str(root / "hung")]
+        children = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        wait_until(lambda: transfers(shared_mount)["running"] == 3, 20, "three hung copies")
+        time.sleep(0.3)
+        for _ in range(5):
+            began = time.monotonic()
+            client.copy(host / "source", root / "file", fastpath="off")
+            assert time.monotonic() - began < 5
+        assert_same((root / "file").read_bytes(), noise(4 * MIB))
+        children[2].kill()
+        children[2].communicate(timeout=20)
+        for child in children[:2]:
+            began = time.monotonic()
+            child.send_signal(signal.SIGINT)
+            _, errors = child.communicate(timeout=20)
+            assert time.monotonic() - began < 1.5
+            assert child.returncode == -signal.SIGINT
+            assert "interrupted" in errors
+        idle(shared_mount)
+        assert (root / "hung").stat().st_size == 0
 
 
 def test_many_clients_at_once(root: Path, host: Path) -> None:

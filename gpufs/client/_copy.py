@@ -8,7 +8,6 @@ Which way the bytes go:
 """
 
 import errno
-import hashlib
 import os
 import stat
 import sys
@@ -596,6 +595,8 @@ def _compare(one: _One) -> str:
 
 
 def _digest(fd: int, one: _One, *, tell: bool) -> str:
+    import hashlib  # for verification alone
+
     checksum = hashlib.sha256()
     buffer = memoryview(bytearray(_STREAM_BYTES))
     offset = 0
