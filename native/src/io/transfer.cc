@@ -173,8 +173,9 @@ void TransferEngine::supervisor_main() {
       continue;
     }
     const auto first = cancelled_.begin();
-    if (first->first > Clock::now()) {
-      changed_.wait_until(lock, first->first);
+    const Clock::time_point due = first->first;  // the entry itself may go while we wait
+    if (due > Clock::now()) {
+      changed_.wait_until(lock, due);
       continue;
     }
     std::shared_ptr<TransferJob> job = first->second;
@@ -220,10 +221,11 @@ void TransferEngine::shutdown() {
     const int hung = pool->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest));
     if (hung > 0) log_warning(std::to_string(hung) + " threads hang in files and are left behind");
   }
+  decltype(cancelled_) cancelled;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     supervisor_ending_ = true;
-    cancelled_.clear();
+    cancelled.swap(cancelled_);
     supervisor.swap(supervisor_);
   }
   changed_.notify_all();

@@ -451,11 +451,10 @@ void TransferJob::finish() {
   }
   bool sync_failed = false;
   if (request_.direction == Direction::kLoad) {
-    if (begin_use()) {
-      const Status finished = finish_load(target(), reached, touched);
-      end_use();
-      if (status.ok()) status = finished;
-    }
+    if (!begin_use()) return;  // left behind at this very moment: abandon() sees to the rest
+    const Status finished = finish_load(target(), reached, touched);
+    end_use();
+    if (status.ok()) status = finished;
   } else {
     const Status finished = finish_store(reached, touched);
     if (status.ok()) status = finished;
@@ -510,6 +509,14 @@ Status TransferJob::sync_file() {
 }
 
 void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bool sync_failed) {
+  Target released;
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kDone) return;
+    // Nobody will use it any more, and who keeps a finished transfer does not mean to keep the memory.
+    if (uses_ == 0) released = std::exchange(request_.target, Target{});
+  }
+  released = Target{};
   {
     const std::lock_guard lock(mutex_);
     if (phase_ == Phase::kDone) return;
@@ -561,6 +568,7 @@ bool TransferJob::abandon(bool forced) {
     const Status finished = finish_load(target, reached, touched);
     if (!finished.ok()) log_warning("after a cancelled load: " + finished.message());
   }
+  target = Target{};
   conclude(reached, Status(ECANCELED, "cancelled"), false);
   pool_->update();
   return true;

@@ -1,0 +1,243 @@
+// What opening a backing file finds out, and what it refuses.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <linux/loop.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "io/backing_file.h"
+#include "io/file_moves.h"
+#include "io/mount_table.h"
+#include "io_fakes.h"
+
+namespace gpufs {
+namespace {
+
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const char* directory = "/tmp", int flags = O_RDWR) {
+    path_ = std::string(directory) + "/gpufs-io-test-XXXXXX";
+    fd_ = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
+    if (flags != O_RDWR) fd_ = UniqueFd(::open(path_.c_str(), flags | O_CLOEXEC));
+  }
+  ~TemporaryFile() { ::unlink(path_.c_str()); }
+  [[nodiscard]] int fd() const { return fd_.get(); }
+  [[nodiscard]] const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  UniqueFd fd_;
+};
+
+TEST(MountTable, ParsesLinesWithAnyNumberOfOptionalFields) {
+  const std::vector<MountEntry> entries = parse_mount_table(
+      "36 35 98:0 /mnt1 /mnt/a\\040b rw,noatime shared:1 master:2 - ext4 /dev/root rw,data=journal\n"
+      "nonsense\n"
+      "37 35 0:45 / /mnt/g rw - fuse.gpufs gpufs rw,user_id=0\n"
+      "38 35 8:1 / / rw - xfs /dev/sda1 rw");
+  ASSERT_EQ(entries.size(), 3U);
+  EXPECT_EQ(entries[0].id, 36U);
+  EXPECT_EQ(entries[0].major, 98U);
+  EXPECT_EQ(entries[0].type, "ext4");
+  EXPECT_EQ(option_value(entries[0].super_options, "data"), "journal");
+  EXPECT_EQ(entries[1].type, "fuse.gpufs");
+  EXPECT_EQ(entries[1].minor, 45U);
+  EXPECT_EQ(entries[2].super_options, "rw");
+  EXPECT_EQ(option_value(entries[2].super_options, "data"), "");
+}
+
+TEST(MountTable, KnowsTheMountOfADescriptor) {
+  const TemporaryFile file;
+  Result<std::uint64_t> id = mount_id_of(file.fd());
+  ASSERT_TRUE(id.ok());
+  Result<std::vector<MountEntry>> mounts = read_mount_table();
+  ASSERT_TRUE(mounts.ok());
+  EXPECT_TRUE(std::any_of(mounts.value().begin(), mounts.value().end(),
+                          [&](const MountEntry& mount) { return mount.id == id.value(); }));
+}
+
+TEST(FileSystems, OnlyOrderedExt4AndXfsTakeTheFastpath) {
+  const auto refusals = [](const char* type, const char* options, bool block = false) {
+    BackingFacts facts;
+    facts.block_device = block;
+    judge_file_system(type, options, facts);
+    return facts.fastpath_refusals;
+  };
+  EXPECT_EQ(refusals("ext4", "rw"), 0U);
+  EXPECT_EQ(refusals("ext4", "rw,data=ordered"), 0U);
+  EXPECT_EQ(refusals("ext4", "rw,data=journal"), mask_of(Refusal::kMountOptions));
+  EXPECT_EQ(refusals("ext4", "rw,data=writeback"), mask_of(Refusal::kMountOptions));
+  EXPECT_EQ(refusals("xfs", "rw"), 0U);
+  EXPECT_EQ(refusals("btrfs", "rw"), mask_of(Refusal::kFileSystem));
+  EXPECT_EQ(refusals("devtmpfs", "rw", true), 0U);
+  EXPECT_EQ(refusals("", ""), mask_of(Refusal::kFileSystem));
+
+  BackingFacts remote;
+  judge_file_system("nfs4", "rw", remote);
+  EXPECT_TRUE(remote.may_hang);
+  BackingFacts user;
+  judge_file_system("fuse.sshfs", "rw", user);
+  EXPECT_TRUE(user.may_hang);
+}
+
+TEST(BackingFile, KeepsTheModeAndNeverWidensIt) {
+  const TemporaryFile readable("/tmp", O_RDONLY);
+  Result<std::shared_ptr<BackingFile>> file = BackingFile::open(readable.fd());
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  EXPECT_TRUE(file.value()->facts().readable);
+  EXPECT_FALSE(file.value()->facts().writable);
+  EXPECT_EQ(::fcntl(file.value()->buffered_fd(), F_GETFL) & O_ACCMODE, O_RDONLY);
+  EXPECT_NE(::fcntl(file.value()->buffered_fd(), F_GETFD) & FD_CLOEXEC, 0);
+  if (file.value()->direct_fd() >= 0) {
+    EXPECT_EQ(::fcntl(file.value()->direct_fd(), F_GETFL) & O_ACCMODE, O_RDONLY);
+    EXPECT_NE(::fcntl(file.value()->direct_fd(), F_GETFL) & O_DIRECT, 0);
+    EXPECT_NE(::fcntl(file.value()->direct_fd(), F_GETFD) & FD_CLOEXEC, 0);
+  }
+  const TemporaryFile writable("/tmp", O_WRONLY);
+  file = BackingFile::open(writable.fd());
+  ASSERT_TRUE(file.ok());
+  EXPECT_FALSE(file.value()->facts().readable);
+  EXPECT_TRUE(file.value()->facts().writable);
+}
+
+TEST(BackingFile, FlagsOfTheCallersDescriptorDoNotReachOurs) {
+  const TemporaryFile file;
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.fd());
+  ASSERT_TRUE(backing.ok());
+  ASSERT_EQ(::fcntl(file.fd(), F_SETFL, O_APPEND | O_DIRECT), 0);
+  EXPECT_EQ(::fcntl(backing.value()->buffered_fd(), F_GETFL) & (O_APPEND | O_DIRECT | O_NONBLOCK), 0);
+}
+
+TEST(BackingFile, RefusesWhatIsNoFile) {
+  const UniqueFd path(::open("/tmp", O_PATH | O_CLOEXEC));
+  EXPECT_EQ(BackingFile::open(path.get()).error(), EBADF);
+  const UniqueFd directory(::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  EXPECT_EQ(BackingFile::open(directory.get()).error(), EISDIR);
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  const UniqueFd out(ends[0]);
+  const UniqueFd in(ends[1]);
+  EXPECT_EQ(BackingFile::open(out.get()).error(), EINVAL);
+  const UniqueFd zero(::open("/dev/zero", O_RDONLY | O_CLOEXEC));
+  EXPECT_EQ(BackingFile::open(zero.get()).error(), EINVAL);
+  EXPECT_EQ(BackingFile::open(-1).error(), EBADF);
+  EXPECT_EQ(BackingFile::open(1 << 20).error(), EBADF);
+}
+
+TEST(BackingFile, FileOnTmpfsIsHotAndHasNoDirectDescriptor) {
+  const TemporaryFile file("/dev/shm");
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.fd());
+  ASSERT_TRUE(backing.ok());
+  EXPECT_TRUE(backing.value()->facts().always_hot);
+  EXPECT_EQ(backing.value()->direct_fd(), -1);
+  EXPECT_NE(backing.value()->facts().fastpath_refusals & mask_of(Refusal::kFileSystem), 0U);
+}
+
+TEST(BackingFile, WorksForAFileWithoutAName) {
+  const UniqueFd anonymous(::memfd_create("gpufs-io-test", MFD_CLOEXEC));
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get());
+  ASSERT_TRUE(backing.ok());
+  const std::byte data[3] = {std::byte{1}, std::byte{2}, std::byte{3}};
+  EXPECT_EQ(write_buffered(*backing.value(), data, 3, 0).bytes, 3U);
+}
+
+TEST(BackingFile, BlockDevice) {
+  const UniqueFd control(::open("/dev/loop-control", O_RDWR | O_CLOEXEC));
+  if (!control.valid()) GTEST_SKIP() << "no loop devices here";
+  const TemporaryFile file;
+  ASSERT_EQ(::ftruncate(file.fd(), 1 << 20), 0);
+  const int number = ::ioctl(control.get(), LOOP_CTL_GET_FREE);
+  if (number < 0) GTEST_SKIP() << "no free loop device";
+  const UniqueFd device(::open(("/dev/loop" + std::to_string(number)).c_str(), O_RDWR | O_CLOEXEC));
+  if (!device.valid() || ::ioctl(device.get(), LOOP_SET_FD, file.fd()) != 0) GTEST_SKIP() << "no loop device";
+  {
+    Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(device.get());
+    EXPECT_TRUE(backing.ok()) << backing.status().message();
+    if (backing.ok()) {
+      EXPECT_TRUE(backing.value()->facts().block_device);
+      EXPECT_FALSE(backing.value()->facts().always_hot);
+      EXPECT_EQ(backing.value()->facts().fastpath_refusals, 0U)
+          << describe_refusals(backing.value()->facts().fastpath_refusals);
+      std::uint64_t size = 0;
+      EXPECT_EQ(FileOps::system().size(backing.value()->buffered_fd(), &size), 0);
+      EXPECT_EQ(size, 1U << 20);
+    }
+  }
+  EXPECT_EQ(::ioctl(device.get(), LOOP_CLR_FD, 0), 0);
+}
+
+TEST(FileOps, TellsWhatIsCached) {
+  const TemporaryFile file;
+  std::vector<std::byte> data(1 << 20, std::byte{7});
+  ASSERT_EQ(::pwrite(file.fd(), data.data(), data.size(), 0), static_cast<ssize_t>(data.size()));
+  std::uint64_t cached = 0;
+  ASSERT_EQ(FileOps::system().cached_bytes(file.fd(), 0, data.size(), &cached), 0);
+  EXPECT_EQ(cached, data.size());
+  ASSERT_EQ(::fsync(file.fd()), 0);
+  ASSERT_EQ(::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
+  ASSERT_EQ(FileOps::system().cached_bytes(file.fd(), 0, data.size(), &cached), 0);
+  EXPECT_LT(cached, data.size());
+}
+
+TEST(FileMoves, ResumesAndContinues) {
+  const TemporaryFile file;
+  testing::PlannedFileOps operations;
+  int calls = 0;
+  operations.on_read = [&](int fd, void* memory, std::size_t bytes, std::uint64_t offset, ssize_t* result) {
+    ++calls;
+    if (calls % 2 == 1) {
+      errno = EINTR;
+      *result = -1;
+    } else {
+      *result = ::pread(fd, memory, std::min<std::size_t>(bytes, 1000), static_cast<off_t>(offset));
+    }
+    return true;
+  };
+  std::vector<std::byte> data(10000, std::byte{3});
+  ASSERT_EQ(::pwrite(file.fd(), data.data(), data.size(), 0), static_cast<ssize_t>(data.size()));
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.fd(), operations);
+  ASSERT_TRUE(backing.ok());
+  std::vector<std::byte> read(20000);
+  const Moved moved = read_buffered(*backing.value(), read.data(), read.size(), 0);
+  EXPECT_TRUE(moved.status.ok());
+  EXPECT_EQ(moved.bytes, data.size());
+  read.resize(data.size());
+  EXPECT_EQ(read, data);
+}
+
+TEST(FileMoves, RequestsBeyondTheKernelsLimitAreSplit) {
+  const UniqueFd anonymous(::memfd_create("gpufs-io-test", MFD_CLOEXEC));
+  testing::PlannedFileOps operations;
+  std::vector<std::size_t> asked;
+  operations.on_read = [&](int, void*, std::size_t bytes, std::uint64_t, ssize_t* result) {
+    asked.push_back(bytes);
+    *result = static_cast<ssize_t>(bytes);
+    return true;
+  };
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get(), operations);
+  ASSERT_TRUE(backing.ok());
+  const std::uint64_t bytes = std::uint64_t{5} << 30;
+  std::byte unused;
+  EXPECT_EQ(read_buffered(*backing.value(), &unused, bytes, 0).bytes, bytes);
+  ASSERT_EQ(asked.size(), 3U);
+  EXPECT_EQ(asked[0], 0x7ffff000U);
+}
+
+TEST(FileMoves, WriteWithoutProgressIsAnError) {
+  const UniqueFd anonymous(::memfd_create("gpufs-io-test", MFD_CLOEXEC));
+  testing::PlannedFileOps operations;
+  operations.on_write = [](int, const void*, std::size_t, std::uint64_t, ssize_t* result) {
+    *result = 0;
+    return true;
+  };
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get(), operations);
+  ASSERT_TRUE(backing.ok());
+  const std::byte byte{};
+  EXPECT_EQ(write_buffered(*backing.value(), &byte, 1, 0).status.error(), EIO);
+}
+
+}  // namespace
+}  // namespace gpufs
