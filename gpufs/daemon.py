@@ -1,0 +1,460 @@
+"""The process that serves one mount: puts the parts together, and takes them apart again whatever happens.
+
+Started by ``gpufs mount`` as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with one JSON
+object on standard input: mountpoint, source, config (a value for each knob), foreground. With ``--answer-fd`` it
+answers one JSON line there once the mount answers requests, {"ok": true, ...}, or {"error": errno, "message": text}.
+
+How it ends: when the mount is unmounted, by whomever, or by SIGTERM or SIGINT. A signal cancels running copies and
+unmounts; a mount that is in use is detached, and what is open in it fails from then on. SIGHUP reopens the log file.
+"""
+
+import argparse
+import errno
+import functools
+import json
+import logging
+import os
+import resource
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyfuse3
+import trio
+
+from gpufs import config, engine, mounting, service
+from gpufs._version import __version__
+from gpufs.fs.control import MountStatus, version_text
+from gpufs.fs.nodes import BufferFile
+from gpufs.fs.operations import Operations
+from gpufs.fs.tree import Tree
+
+log = logging.getLogger("gpufs.daemon")
+
+_LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+_LOG_DATE = "%Y-%m-%d %H:%M:%S"
+# The drivers that `auto` tries, in this order.
+_AUTOMATIC = ("cuda", "hip", "host")
+
+
+class StartFailure(Exception):
+    """The mount cannot come up: an errno and one line for the user."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.errno = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the launcher wants."""
+
+    mountpoint: str
+    source: str
+    config: dict[str, Any]
+    foreground: bool
+
+    @classmethod
+    def read(cls, mountpoint: str) -> "Request":
+        """From standard input. StartFailure where that is not what a launcher sends."""
+        try:
+            said = json.loads(sys.stdin.buffer.read())
+            values = {name: said["config"].get(name, knob.default) for name, knob in config.BY_NAME.items()}
+            return cls(mountpoint, str(said.get("source", "gpufs")), values, bool(said.get("foreground")))
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise StartFailure(errno.EINVAL, f"the daemon was not told what to mount: {failure}") from None
+
+
+class Log:
+    """Where log lines of both planes go: a file that can be reopened, standard error, or nowhere."""
+
+    def __init__(self, path: str | None, level: str, *, foreground: bool) -> None:
+        self._path = path
+        self._level = int(getattr(logging, level.upper()))
+        self._fd = -1
+        if path is not None:
+            try:
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            except OSError as failure:
+                raise StartFailure(failure.errno or errno.EIO, f"log_file: {path}: {failure.strerror}") from None
+        elif foreground:
+            self._fd = os.dup(2)
+        root = logging.getLogger()
+        for old in list(root.handlers):
+            root.removeHandler(old)
+        if self._fd >= 0:
+            handler = logging.StreamHandler(os.fdopen(os.dup(self._fd), "w", buffering=1))
+            handler.setFormatter(logging.Formatter(_LOG_FORMAT, _LOG_DATE))
+            root.addHandler(handler)
+            engine.log_configure(self._fd, self._level)
+        else:
+            root.addHandler(logging.NullHandler())
+        root.setLevel(self._level)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that lines go to, -1 for nowhere."""
+        return self._fd
+
+    def reopen(self) -> None:
+        """After the file was renamed by a log rotation: goes on in a new one of the old name."""
+        if self._path is None:
+            return
+        try:
+            fresh = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        except OSError as failure:
+            log.error("the log stays in the old file: %s: %s", self._path, failure.strerror)
+            return
+        # The same descriptor numbers, so that nobody who writes there has to be told.
+        os.dup2(fresh, self._fd, inheritable=False)
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler):
+                os.dup2(fresh, handler.stream.fileno(), inheritable=False)
+        os.close(fresh)
+
+
+class Answer:
+    """The line that the launcher waits for; given once."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def give(self, fields: dict[str, Any]) -> bool:
+        """False where nobody waits for it (any more). OSError where the launcher has gone."""
+        if self._fd is None:
+            return False
+        fd, self._fd = self._fd, None
+        try:
+            os.write(fd, json.dumps(fields).encode() + b"\n")
+        finally:
+            os.close(fd)
+        return True
+
+
+def _open_engine(wanted: str, values: dict[str, Any]) -> tuple[engine.Engine, str, list[str]]:
+    """The engine, the name of its driver, and what the user should know about the choice."""
+    reasons = []
+    for driver in _AUTOMATIC if wanted == "auto" else (wanted,):
+        try:
+            memory = values["memory"] or 0
+            if driver == "host":
+                memory = config.host_memory(values["memory"], values["devices"])
+            opened = engine.Engine(
+                driver,
+                devices=values["devices"] or (1 if driver == "host" else 0),
+                memory_bytes=memory,
+                slab_file_bytes=values["slab_file_bytes"],
+            )
+        except config.ConfigError as failure:
+            raise StartFailure(errno.EINVAL, str(failure)) from None
+        except engine.EngineError as failure:
+            text = failure.strerror or str(failure)
+            if wanted == "auto" and failure.errno == errno.ENODEV:
+                reasons.append(text)
+                continue
+            raise StartFailure(failure.errno or errno.EIO, text) from None
+        notes = (
+            [f"no GPU was found ({'; '.join(reasons)}): host memory is used"] if driver == "host" and reasons else []
+        )
+        return opened, driver, notes
+    raise StartFailure(errno.ENODEV, "; ".join(reasons))
+
+
+def runtime_directory(*, allow_other: bool) -> str:
+    """Where this user's sockets are, made if need be. StartFailure where it is somebody else's.
+
+    Everybody may pass through it with ``allow_other``, since the socket then has to be found by others.
+    """
+    uid = os.geteuid()
+    parent = os.environ.get("XDG_RUNTIME_DIR")
+    if uid == 0:
+        path = "/run/gpufs"
+    elif parent and not allow_other and os.path.isdir(parent) and os.stat(parent).st_uid == uid:
+        path = os.path.join(parent, "gpufs")
+    else:
+        path = f"/tmp/gpufs-{uid}"
+    mode = 0o711 if allow_other or uid == 0 else 0o700
+    try:
+        try:
+            os.mkdir(path, mode)
+        except FileExistsError:
+            pass
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid:
+            raise StartFailure(errno.EPERM, f"{path} belongs to somebody else: remove it or set XDG_RUNTIME_DIR")
+        if stat.S_IMODE(found.st_mode) & 0o777 != mode and (allow_other or uid == 0):
+            os.chmod(path, mode)
+    except OSError as failure:
+        raise StartFailure(failure.errno or errno.EIO, f"{path}: {failure.strerror}") from None
+    return path
+
+
+def _raise_limits() -> None:
+    """Many descriptors, for each buffer may have some; no core file, which would hold the devices' memory."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
+@contextmanager
+def _mounted(request: Request) -> Iterator[int]:
+    """The descriptor of a fresh mount, which is gone at the end, however that comes."""
+    try:
+        fd = mounting.mount(request.mountpoint, source=request.source, allow_other=bool(request.config["allow_other"]))
+    except OSError as failure:
+        raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
+    entry = mounting.entry_of(request.mountpoint)
+    try:
+        yield fd
+    finally:
+        # Another mount may be there by now, when ours was unmounted by somebody else.
+        if entry is not None and mounting.entry_of(request.mountpoint) == entry:
+            try:
+                mounting.unmount(request.mountpoint, lazy=True)
+            except OSError as failure:
+                log.warning("%s", failure.strerror or failure)
+
+
+class Daemon:
+    """One mount, from its engine to its end."""
+
+    def __init__(self, request: Request, answer: Answer, logs: Log) -> None:
+        self._request = request
+        self._answer = answer
+        self._log = logs
+        self._service: service.Service | None = None
+
+    def run(self) -> None:
+        """Serves the mount until it ends. StartFailure where it does not come up."""
+        values = self._request.config
+        runtime = runtime_directory(allow_other=bool(values["allow_other"]))
+        with ExitStack() as parts:
+            opened, driver, notes = _open_engine(values["driver"], values)
+            parts.callback(opened.close)
+            try:
+                engine.io_configure(opened, **config.io_options(values))
+                relay_fd, control_fd = engine.relay_pair()
+            except engine.EngineError as failure:
+                raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
+            control = parts.enter_context(ExitStack())
+            control.callback(os.close, control_fd)
+            try:
+                fuse_fd = parts.enter_context(_mounted(self._request))
+            except BaseException:
+                os.close(relay_fd)
+                raise
+            entry = mounting.entry_of(self._request.mountpoint)
+            if entry is None:
+                os.close(relay_fd)
+                raise StartFailure(errno.EIO, f"{self._request.mountpoint}: mounted, but not in mountinfo")
+            try:
+                mount = engine.Mount(
+                    opened,
+                    fuse_fd,
+                    relay_fd,
+                    reader_threads=values["reader_threads"],
+                    worker_threads=values["worker_threads"],
+                    max_write=values["max_write"],
+                    mask_flags=values["mask_flags"],
+                    attribute_timeout=values["attribute_timeout"],
+                    transport=values["transport"],
+                )
+            except engine.EngineError as failure:
+                raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
+            parts.callback(mount.close)
+            socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
+            operations = self._build(opened, mount, driver, socket_path)
+            pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
+            control.pop_all()  # from here on libfuse's session closes the descriptor
+            parts.callback(pyfuse3.close, unmount=False)
+            mount.start()
+            log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, driver)
+            trio.run(self._serve, mount, entry, socket_path, driver, len(opened.devices), notes)
+        log.info("the mount at %s has ended", self._request.mountpoint)
+
+    def _build(self, opened: engine.Engine, mount: engine.Mount, driver: str, socket_path: str) -> Operations:
+        values = self._request.config
+        status = MountStatus(
+            mountpoint=self._request.mountpoint,
+            driver=driver,
+            devices=opened.devices,
+            knobs=values,
+            statistics=mount.statistics,
+            files=lambda index: sum(
+                isinstance(node, BufferFile) and node.device == index for node in tree.nodes.values()
+            ),
+            transfers=lambda: self._service.statistics() if self._service is not None else {},
+        )
+        contents: dict[str, Callable[[], bytes]] = {
+            "version": version_text,
+            "status": status.as_bytes,
+            "socket": lambda: os.fsencode(socket_path) + b"\n",
+        }
+        tree = Tree(
+            mount,
+            len(opened.devices),
+            uid=os.geteuid(),
+            gid=os.getegid(),
+            # Like a tmpfs: where others are let in they may use it, each for himself.
+            device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
+            control_files=contents,
+        )
+
+        def memory() -> tuple[int, int]:
+            amounts = [device.memory() for device in opened.devices]
+            return sum(amount.total_bytes for amount in amounts), sum(amount.free_bytes for amount in amounts)
+
+        return Operations(
+            tree,
+            mount,
+            driver=driver,
+            entry_timeout=values["entry_timeout"],
+            attribute_timeout=values["attribute_timeout"],
+            memory=memory,
+        )
+
+    async def _serve(
+        self,
+        mount: engine.Mount,
+        entry: mounting.MountEntry,
+        socket_path: str,
+        driver: str,
+        devices: int,
+        notes: list[str],
+    ) -> None:
+        async with trio.open_nursery() as nursery:
+            copies = trio.CancelScope()
+            nursery.start_soon(self._watch_signals, copies)
+            nursery.start_soon(self._watch_end, mount, copies)
+            nursery.start_soon(self._copies, copies, mount, entry, socket_path)
+            nursery.start_soon(self._tell_launcher, mount, driver, devices, notes)
+            await pyfuse3.main()
+            copies.cancel()
+            nursery.cancel_scope.cancel()
+
+    async def _copies(
+        self, scope: trio.CancelScope, mount: engine.Mount, entry: mounting.MountEntry, socket_path: str
+    ) -> None:
+        with scope:
+            async with trio.open_nursery() as nursery:
+                try:
+                    self._service = await nursery.start(
+                        functools.partial(
+                            service.serve,
+                            mount,
+                            path=socket_path,
+                            device=entry.st_dev,
+                            allow_other=bool(self._request.config["allow_other"]),
+                        )
+                    )
+                except OSError as failure:
+                    # The mount is worth having without it.
+                    log.error("no copy service: %s: %s", socket_path, failure.strerror)
+
+    async def _tell_launcher(self, mount: engine.Mount, driver: str, devices: int, notes: list[str]) -> None:
+        # The kernel's first question comes back only once both planes work.
+        await trio.to_thread.run_sync(os.stat, os.path.join(self._request.mountpoint, "gpu0"), abandon_on_cancel=True)
+        try:
+            self._answer.give(
+                {
+                    "ok": True,
+                    "pid": os.getpid(),
+                    "mountpoint": self._request.mountpoint,
+                    "driver": driver,
+                    "devices": devices,
+                    "transport": mount.statistics()["transport"]["name"],
+                    "notes": notes,
+                }
+            )
+        except OSError:
+            log.error("whoever asked for the mount has gone: it ends")
+            await self._unmount()
+            return
+        if not self._request.foreground:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            for number in (0, 1, 2):
+                os.dup2(self._log.fd if number == 2 and self._log.fd >= 0 else null, number)
+            os.close(null)
+        elif notes:
+            for note in notes:
+                print(f"gpufs: {note}", file=sys.stderr)
+
+    async def _watch_signals(self, copies: trio.CancelScope) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as arriving:
+            async for number in arriving:
+                if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
+                    self._log.reopen()
+                    continue
+                log.info("%s: the mount ends", signal.Signals(number).name)
+                copies.cancel()
+                await self._unmount()
+                pyfuse3.terminate()
+                return
+
+    async def _watch_end(self, mount: engine.Mount, copies: trio.CancelScope) -> None:
+        await trio.lowlevel.wait_readable(mount.ended_fd)
+        log.info("unmounted")
+        copies.cancel()
+        pyfuse3.terminate()
+
+    async def _unmount(self) -> None:
+        """In peace, or by detaching where it is in use."""
+        for lazy in (False, True):
+            try:
+                await trio.to_thread.run_sync(
+                    functools.partial(mounting.unmount, self._request.mountpoint, lazy=lazy), abandon_on_cancel=True
+                )
+                return
+            except OSError as failure:
+                if failure.errno != errno.EBUSY or lazy:
+                    log.warning("%s", failure.strerror or failure)
+                    return
+                log.warning("%s is in use: it is detached, and open files in it fail", self._request.mountpoint)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="gpufs.daemon")
+    parser.add_argument("--answer-fd", type=int)
+    parser.add_argument("mountpoint")
+    chosen = parser.parse_args(arguments)
+    if chosen.answer_fd is not None:
+        os.set_inheritable(chosen.answer_fd, False)
+    answer = Answer(chosen.answer_fd)
+    try:
+        request = Request.read(chosen.mountpoint)
+        _raise_limits()
+        logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
+        os.umask(0)
+        Daemon(request, answer, logs).run()
+    except StartFailure as failure:
+        _say(answer, failure.errno, failure.message)
+        return 1
+    except OSError as failure:
+        log.exception("the mount failed")
+        _say(answer, failure.errno or errno.EIO, str(failure))
+        return 1
+    except Exception as failure:
+        log.exception("the mount failed")
+        _say(answer, errno.EIO, f"internal failure: {failure}")
+        return 1
+    return 0
+
+
+def _say(answer: Answer, code: int, message: str) -> None:
+    """Tells the launcher, or in the foreground the user, why there is no mount."""
+    try:
+        if not answer.give({"error": code, "message": message}):
+            print(f"gpufs: {message}", file=sys.stderr)
+    except OSError:
+        pass  # whoever asked has gone
+
+
+if __name__ == "__main__":
+    sys.exit(main())

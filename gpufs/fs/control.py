@@ -1,0 +1,81 @@
+"""The contents of the files below ``.gpufs``: what a mount tells about itself."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpufs._version import __version__
+from gpufs.engine import Device, EngineError
+
+
+@dataclass(slots=True)
+class MountStatus:
+    """What ``.gpufs/status`` is made of.
+
+    ``statistics``, ``files`` (of a device, by its index) and ``transfers`` are asked at each reading.
+    """
+
+    mountpoint: str
+    driver: str
+    devices: tuple[Device, ...]
+    knobs: Mapping[str, Any]
+    statistics: Callable[[], Mapping[str, Any]]
+    files: Callable[[int], int]
+    transfers: Callable[[], Mapping[str, Any]] | None = None
+    started: float = field(default_factory=time.time)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The status now. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
+        statistics = dict(self.statistics())
+        status: dict[str, Any] = {
+            "version": __version__,
+            "mountpoint": self.mountpoint,
+            "pid": os.getpid(),
+            "uid": os.geteuid(),
+            "driver": self.driver,
+            "transport": statistics["transport"]["name"],
+            "started": self.started,
+            "uptime": max(0.0, time.time() - self.started),
+            "devices": [self._device(device) for device in self.devices],
+            "knobs": dict(self.knobs),
+            "statistics": statistics,
+        }
+        if self.transfers is not None:
+            status["transfers"] = dict(self.transfers())
+        return status
+
+    def as_bytes(self) -> bytes:
+        """The text of ``.gpufs/status``: one JSON object."""
+        return json.dumps(self.as_dict(), indent=2, default=str).encode() + b"\n"
+
+    def _device(self, device: Device) -> dict[str, Any]:
+        info = device.info
+        entry: dict[str, Any] = {
+            "index": device.index,
+            "name": f"gpu{device.index}",
+            "description": info.name,
+            "pci_address": info.pci_address,
+            "total_bytes": info.total_bytes,
+            "free_bytes": 0,
+            "held_bytes": 0,
+            "files": self.files(device.index),
+            "health": None,
+        }
+        try:
+            memory = device.memory()
+        except EngineError as failure:
+            entry["health"] = str(failure)
+        else:
+            entry["total_bytes"] = memory.total_bytes
+            entry["free_bytes"] = memory.free_bytes
+            entry["held_bytes"] = memory.held_bytes
+            entry["health"] = None if memory.health is None else str(memory.health)
+        return entry
+
+
+def version_text() -> bytes:
+    """The text of ``.gpufs/version``."""
+    return __version__.encode() + b"\n"

@@ -1,0 +1,480 @@
+"""The requests that the native data plane leaves to Python, as pyfuse3 hands them over.
+
+Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC and IOCTL of buffers, and GETATTR and STATFS.
+In the replies given here it fills in the attributes from its inode table: handlers of names set the inode number, the
+type and the time-outs alone.
+
+pyfuse3 ends the whole mount when a handler raises anything but FUSEError, so every handler is wrapped: an OSError becomes
+its errno, everything else is logged with its traceback and becomes EIO. ENOSYS never leaves: the kernel would switch
+the operation off for the mount.
+"""
+
+import errno
+import functools
+import logging
+import os
+import stat
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import pyfuse3
+import trio
+
+from gpufs.engine import (
+    SET_ATIME,
+    SET_CTIME_NOW,
+    SET_GID,
+    SET_MODE,
+    SET_MTIME,
+    SET_MTIME_NOW,
+    SET_SIZE,
+    SET_UID,
+    Attributes,
+)
+from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Symlink
+from gpufs.fs.table import InodeTable
+from gpufs.fs.tree import BLOCK_SIZE, NAME_MAX, Tree, error
+from gpufs.fs.xattrs import ExtendedAttributes
+
+log = logging.getLogger(__name__)
+
+# File handles made here are below 2**62, those of the engine above.
+_FIRST_HANDLE = 1
+# Giving back more than this many bytes happens off the trio thread: on a GPU it can take a while.
+_INLINE_BYTES = 64 << 20
+_SECOND = 1_000_000_000
+_SET_ID_TYPES = stat.S_ISUID | stat.S_ISGID
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def handler(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Wraps a handler so that only FUSEError leaves it."""
+
+    @functools.wraps(function)
+    async def wrapped(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await function(self, *args, **kwargs)
+        except pyfuse3.FUSEError:
+            raise
+        except OSError as failure:
+            code = failure.errno or errno.EIO
+            raise pyfuse3.FUSEError(errno.EOPNOTSUPP if code == errno.ENOSYS else code) from None
+        except MemoryError:
+            raise pyfuse3.FUSEError(errno.ENOMEM) from None
+        except Exception:
+            log.exception("%s failed", function.__name__)
+            raise pyfuse3.FUSEError(errno.EIO) from None
+
+    return wrapped
+
+
+def _without_set_id(mode: int) -> int:
+    """The mode after a change that takes set-id bits away; set-gid without group execution is no set-id bit."""
+    mode &= ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+class Operations(pyfuse3.Operations):
+    """The control plane of one mount, for :func:`pyfuse3.init`.
+
+    Time-outs are in seconds: how long the kernel may trust a name (also that there is none) and attributes.
+    """
+
+    supports_dot_lookup = True
+    enable_writeback_cache = False
+    enable_acl = False
+
+    def __init__(
+        self,
+        tree: Tree,
+        table: InodeTable,
+        *,
+        driver: str,
+        entry_timeout: float,
+        attribute_timeout: float,
+        memory: Callable[[], tuple[int, int]],
+    ) -> None:
+        """``memory``: total and free bytes of all devices, for statfs where the engine does not answer it."""
+        super().__init__()
+        self._tree = tree
+        self._table = table
+        self._xattrs = ExtendedAttributes(tree, table, driver)
+        self._memory = memory
+        self._entry_timeout = entry_timeout
+        self._attribute_timeout = attribute_timeout
+        self._next_handle = _FIRST_HANDLE
+        self._files: dict[int, BufferFile] = {}
+        self._contents: dict[int, bytes] = {}
+        self._directories: dict[int, Directory] = {}
+        # pyfuse3 copies a reply before it runs anything else, so one object serves all.
+        self._reply = self._entry_reply(0, 0)
+        self._no_entry = self._entry_reply(0, 0)
+
+    @property
+    def open_files(self) -> int:
+        """How many buffers are open."""
+        return len(self._files)
+
+    # ---- names ----
+
+    @handler
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        try:
+            node = self._tree.lookup(parent_inode, name)
+        except FileNotFoundError:
+            return self._no_entry
+        return self._referenced(node)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for ino, count in inode_list:
+            try:
+                self._tree.forget(ino, count)
+            except Exception:
+                log.exception("forget of inode %d failed", ino)
+
+    @handler
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        try:
+            node = self._tree.create(parent_inode, name, mode, ctx.uid, ctx.gid)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            # The kernel believed that there is no such name: it looks again, and opens what it finds.
+            raise error(errno.ESTALE) from None
+        try:
+            info = self._open_buffer(node, flags)
+        except OSError:
+            self._tree.unlink(parent_inode, name)
+            raise
+        return info, self._referenced(node)
+
+    @handler
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        return self._referenced(self._tree.mknod(parent_inode, name, mode, rdev, ctx.uid, ctx.gid))
+
+    @handler
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        return self._referenced(self._tree.mkdir(parent_inode, name, mode, ctx.uid, ctx.gid))
+
+    @handler
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        return self._referenced(self._tree.symlink(parent_inode, name, target, ctx.uid, ctx.gid))
+
+    @handler
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        return self._referenced(self._tree.link(inode, new_parent_inode, new_name))
+
+    @handler
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        node = self._tree.node(inode)
+        if not isinstance(node, Symlink):
+            raise error(errno.EINVAL)
+        self._tree.accessed(node)
+        return node.target
+
+    @handler
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        await self._give_back(self._tree.unlink(parent_inode, name))
+
+    @handler
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        self._tree.rmdir(parent_inode, name)
+
+    @handler
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        replaced = self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        if replaced is not None:
+            await self._give_back(replaced)
+
+    # ---- directories ----
+
+    @handler
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        directory = self._tree.directory(inode)
+        handle = self._take_handle()
+        self._directories[handle] = directory
+        return handle
+
+    @handler
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        directory = self._directories[fh]
+        if start_id == 0 and not directory.closed:
+            self._tree.accessed(directory)
+        reply, add = self._reply, pyfuse3.readdir_reply
+        # "." and ".." are no references for the kernel to forget.
+        for cookie, name, node in ((1, b".", directory), (2, b"..", directory.parent or directory)):
+            if start_id < cookie:
+                reply.st_ino = node.ino
+                reply.st_mode = stat.S_IFDIR
+                if not add(token, name, reply, cookie):
+                    return
+        for cookie, name, child in directory.after(start_id):
+            reply.st_ino = child.ino
+            reply.st_mode = child.kind
+            if not add(token, name, reply, cookie):
+                return
+            child.lookups += 1
+
+    @handler
+    async def releasedir(self, fh: int) -> None:
+        self._directories.pop(fh, None)
+
+    @handler
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        pass
+
+    # ---- attributes ----
+
+    @handler
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        return self._full_reply(self._tree.node(inode))
+
+    @handler
+    async def setattr(
+        self,
+        inode: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
+        node = self._tree.node(inode)
+        if node.fixed:
+            raise error(errno.EPERM)
+        wanted = Attributes()
+        changes = 0
+        if fields.update_mode:
+            wanted.mode = node.kind | stat.S_IMODE(attr.st_mode)
+            changes |= SET_MODE
+        if fields.update_uid:
+            wanted.uid = attr.st_uid
+            changes |= SET_UID
+        if fields.update_gid:
+            wanted.gid = attr.st_gid
+            changes |= SET_GID
+        if changes & (SET_UID | SET_GID) and not changes & SET_MODE and not isinstance(node, Directory):
+            mode = self._table.inode_get(inode).mode
+            if mode & _SET_ID_TYPES:
+                wanted.mode = _without_set_id(mode)
+                changes |= SET_MODE
+        if fields.update_atime:
+            wanted.atime, wanted.atime_ns = divmod(attr.st_atime_ns, _SECOND)
+            changes |= SET_ATIME
+        if fields.update_mtime:
+            wanted.mtime, wanted.mtime_ns = divmod(attr.st_mtime_ns, _SECOND)
+            changes |= SET_MTIME
+        if fields.update_size:
+            await self._truncate(node, attr.st_size, changes, wanted, by_handle=fh is not None)
+        elif changes:
+            self._table.inode_set(inode, changes | SET_CTIME_NOW, wanted)
+        return self._full_reply(node)
+
+    @handler
+    async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:
+        return True  # the mount has default_permissions: the kernel has checked
+
+    @handler
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        total, free = self._memory()
+        reply = pyfuse3.StatvfsData()
+        reply.f_bsize = reply.f_frsize = BLOCK_SIZE
+        reply.f_blocks = total // BLOCK_SIZE
+        reply.f_bfree = reply.f_bavail = free // BLOCK_SIZE
+        reply.f_files = len(self._tree.nodes)
+        reply.f_namemax = NAME_MAX
+        return reply
+
+    # ---- extended attributes ----
+
+    @handler
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+        self._xattrs.set(self._tree.node(inode), name, value, root=ctx.uid == 0)
+        self._table.inode_set(inode, SET_CTIME_NOW, Attributes())
+
+    @handler
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        return self._xattrs.get(self._tree.node(inode), name, root=ctx.uid == 0)
+
+    @handler
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        return self._xattrs.names(self._tree.node(inode), root=ctx.uid == 0)
+
+    @handler
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        self._xattrs.remove(self._tree.node(inode), name, root=ctx.uid == 0)
+        self._table.inode_set(inode, SET_CTIME_NOW, Attributes())
+
+    # ---- open files ----
+
+    @handler
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        node = self._tree.node(inode)
+        if isinstance(node, BufferFile):
+            if node.discarded:
+                raise error(errno.ESTALE)
+            if not flags & os.O_TRUNC:
+                return self._open_buffer(node, flags)
+            node.opens += 1  # keeps the buffer while it is truncated off this thread
+            try:
+                await self._empty(node, keep_set_id=ctx.uid == 0)
+                return self._open_buffer(node, flags & ~os.O_TRUNC)
+            finally:
+                node.opens -= 1
+        if isinstance(node, ControlFile):
+            if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+                raise error(errno.EACCES)
+            handle = self._take_handle()
+            self._contents[handle] = node.produce()
+            return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
+        raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
+
+    @handler
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        return self._content(fh)[off : off + size]
+
+    @handler
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        raise error(errno.EBADF)  # control files are never open for writing, buffers are written natively
+
+    @handler
+    async def flush(self, fh: int) -> None:
+        pass
+
+    @handler
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        pass
+
+    @handler
+    async def release(self, fh: int) -> None:
+        if self._contents.pop(fh, None) is not None:
+            return
+        node = self._files.pop(fh, None)
+        self._table.file_release(fh)
+        if node is not None:
+            node.opens -= 1
+            await self._give_back(node)
+
+    # ---- inside ----
+
+    def _take_handle(self) -> int:
+        handle = self._next_handle
+        self._next_handle += 1
+        return handle
+
+    def _content(self, fh: int) -> bytes:
+        content = self._contents.get(fh)
+        if content is None:
+            raise error(errno.EBADF)
+        return content
+
+    def _open_buffer(self, node: BufferFile, flags: int) -> pyfuse3.FileInfo:
+        fh = self._table.file_open(node.ino, flags)
+        node.opens += 1
+        self._files[fh] = node
+        return pyfuse3.FileInfo(fh=fh, direct_io=True, keep_cache=False)
+
+    async def _truncate(self, node: Node, size: int, changes: int, wanted: Attributes, *, by_handle: bool) -> None:
+        if not isinstance(node, BufferFile):
+            raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
+        if node.discarded:
+            raise error(errno.ESTALE)
+        now = self._table.inode_get(node.ino)
+        # As POSIX has it: ftruncate() marks the times always, truncate() when the size changes.
+        if size != now.size or by_handle:
+            changes |= SET_CTIME_NOW
+            if not changes & SET_MTIME:
+                changes |= SET_MTIME_NOW
+        elif changes:
+            changes |= SET_CTIME_NOW
+        wanted.size = size
+        if size < now.size and now.blocks * 512 > _INLINE_BYTES:
+            await trio.to_thread.run_sync(self._table.inode_set, node.ino, changes | SET_SIZE, wanted)
+        else:
+            self._table.inode_set(node.ino, changes | SET_SIZE, wanted)
+
+    async def _empty(self, node: BufferFile, *, keep_set_id: bool) -> None:
+        """Truncation by opening with O_TRUNC, which nobody else clears set-id bits for."""
+        wanted = Attributes()
+        changes = 0
+        mode = self._table.inode_get(node.ino).mode
+        if mode & _SET_ID_TYPES and not keep_set_id:
+            wanted.mode = _without_set_id(mode)
+            changes = SET_MODE
+        await self._truncate(node, 0, changes, wanted, by_handle=True)
+
+    async def _give_back(self, node: Node) -> None:
+        """Frees the memory of a file that has lost its last name and its last open file.
+
+        The kernel says that it has forgotten the inode some time after unlink(2) has returned. Waiting for that would
+        let a program fail that removes a file to make room for the next.
+        """
+        if not isinstance(node, BufferFile) or node.names or node.opens or node.discarded:
+            return
+        node.discarded = True
+        if node.ino not in self._tree.nodes:
+            return
+        now = self._table.inode_get(node.ino)
+        if now.blocks * 512 > _INLINE_BYTES:
+            await trio.to_thread.run_sync(self._resize_if_there, node.ino)
+        elif now.blocks or now.size:
+            self._resize_if_there(node.ino)
+
+    def _resize_if_there(self, ino: int) -> None:
+        try:
+            self._table.inode_set(ino, SET_SIZE, Attributes(size=0))
+        except OSError as failure:
+            if failure.errno != errno.ENOENT:  # forgotten meanwhile, and freed by that
+                log.warning("the memory of inode %d could not be given back: %s", ino, failure)
+
+    def _entry_reply(self, ino: int, kind: int) -> pyfuse3.EntryAttributes:
+        reply = pyfuse3.EntryAttributes()
+        reply.st_ino = ino
+        reply.st_mode = kind
+        reply.entry_timeout = self._entry_timeout
+        reply.attr_timeout = self._attribute_timeout
+        return reply
+
+    def _referenced(self, node: Node) -> pyfuse3.EntryAttributes:
+        """The reply that gives the kernel one more reference to a node."""
+        node.lookups += 1
+        reply = self._reply
+        reply.st_ino = node.ino
+        reply.st_mode = node.kind
+        return reply
+
+    def _full_reply(self, node: Node) -> pyfuse3.EntryAttributes:
+        now = self._table.inode_get(node.ino)
+        reply = self._entry_reply(node.ino, now.mode)
+        reply.st_nlink = now.nlink
+        reply.st_uid = now.uid
+        reply.st_gid = now.gid
+        reply.st_rdev = now.rdev
+        reply.st_size = now.size
+        reply.st_blocks = now.blocks
+        reply.st_blksize = now.blksize
+        reply.st_atime_ns = now.atime * _SECOND + now.atime_ns
+        reply.st_mtime_ns = now.mtime * _SECOND + now.mtime_ns
+        reply.st_ctime_ns = now.ctime * _SECOND + now.ctime_ns
+        return reply

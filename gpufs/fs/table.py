@@ -1,0 +1,30 @@
+"""What the namespace needs of the native engine: its table of inodes and open files.
+
+:class:`gpufs.engine.Mount` is one; tests bring their own.
+"""
+
+from typing import Protocol
+
+from gpufs.engine import Attributes
+
+
+class InodeTable(Protocol):
+    """Attributes of every inode, and the open buffers. Failures are :class:`OSError` with ``errno`` set."""
+
+    def inode_add(self, attributes: Attributes) -> None:
+        """Adds an inode; a regular file with a device gets an empty buffer there. EEXIST if known."""
+
+    def inode_remove(self, ino: int) -> None:
+        """Removes an inode; its buffer lives until the last open file ends. ENOENT if unknown."""
+
+    def inode_get(self, ino: int) -> Attributes:
+        """The attributes as they are now. ENOENT if unknown."""
+
+    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002: the engine's name
+        """Sets what the SET_ bits name, all or nothing, and returns the result. ENOENT if unknown."""
+
+    def file_open(self, ino: int, flags: int) -> int:
+        """Opens a buffer and returns the file handle, below 2**63."""
+
+    def file_release(self, fh: int) -> None:
+        """Closes a file handle. EBADF if unknown."""

@@ -1,0 +1,414 @@
+"""The rules by which names come and go.
+
+The tree keeps names, link counts and the kernel's references; attributes are in the inode table, which it tells. It
+raises :class:`OSError` with the errno that the caller of the system call gets. A function that raises has changed
+nothing.
+
+Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there: EPERM, whoever asks
+(others than root are stopped by the mode 0555 before). Below ``gpuN`` everything is as on tmpfs; names do not move or
+link between devices (EXDEV).
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+
+from gpufs.engine import SET_ATIME_NOW, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
+from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Special, Symlink
+from gpufs.fs.table import InodeTable
+
+ROOT_INODE = 1
+NAME_MAX = 255
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+BUFFER_BLOCK_SIZE = 1 << 20  # what programs read at once: larger only makes small reads slow
+BLOCK_SIZE = 4096
+
+_NOTHING = Attributes()
+_SECOND = 1_000_000_000
+_DAY = 24 * 60 * 60
+_SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
+
+
+def error(code: int) -> OSError:
+    """The OSError of an errno, ready to be raised."""
+    return OSError(code, os.strerror(code))
+
+
+def check_name(name: bytes) -> None:
+    """ENAMETOOLONG for a name of more than 255 bytes."""
+    if len(name) > NAME_MAX:
+        raise error(errno.ENAMETOOLONG)
+
+
+def _check_new_name(name: bytes) -> None:
+    check_name(name)
+    if name in (b".", b"..", b""):
+        raise error(errno.EEXIST)
+
+
+class Tree:
+    """The namespace of one mount.
+
+    ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission bits
+    ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content.
+    """
+
+    def __init__(
+        self,
+        table: InodeTable,
+        devices: int,
+        *,
+        uid: int,
+        gid: int,
+        device_mode: int = 0o755,
+        control_files: dict[str, Callable[[], bytes]],
+    ) -> None:
+        self._table = table
+        self._next_ino = ROOT_INODE + 1
+        self.nodes: dict[int, Node] = {}
+        self.root = Directory(ROOT_INODE, -1)
+        self.root.parent = self.root
+        control = Directory(self._take_ino(), -1)
+        gpus = [Directory(self._take_ino(), index) for index in range(devices)]
+        for directory in (self.root, control):
+            directory.fixed = True
+        self._add(self.root, 0o555, uid, gid, nlink=3 + devices)
+        self.root.names = 1
+        self._place(self.root, b".gpufs", control, 0o555, uid, gid)
+        for name, produce in control_files.items():
+            self._place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
+        for index, gpu in enumerate(gpus):
+            self._place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
+
+    # ---- finding ----
+
+    def node(self, ino: int) -> Node:
+        """The node of an inode number. ESTALE for one that is gone."""
+        node = self.nodes.get(ino)
+        if node is None:
+            raise error(errno.ESTALE)
+        return node
+
+    def directory(self, ino: int) -> Directory:
+        """The directory of an inode number. ENOTDIR if it is something else."""
+        node = self.node(ino)
+        if not isinstance(node, Directory):
+            raise error(errno.ENOTDIR)
+        return node
+
+    def lookup(self, parent: int, name: bytes) -> Node:
+        """The node behind a name; "." and ".." as well. ENOENT if there is none."""
+        directory = self.nodes.get(parent)
+        if isinstance(directory, Directory):
+            entry = directory.entries.get(name)
+            if entry is not None and entry.node is not None:
+                return entry.node
+        if name == b".":  # also of what is no directory: that is how exported file handles are resolved
+            return self.node(parent)
+        directory = self.directory(parent)
+        if name == b"..":
+            return directory.parent or self.root
+        check_name(name)
+        raise error(errno.ENOENT)
+
+    def path(self, node: Node) -> bytes:
+        """The last path of a node from the root of the mount, with a leading slash."""
+        parts: list[bytes] = []
+        while node is not self.root and node.parent is not None:
+            parts.append(node.name)
+            node = node.parent
+        return b"/" + b"/".join(reversed(parts))
+
+    def forget(self, ino: int, count: int) -> None:
+        """Drops ``count`` of the kernel's references; a node without names goes with the last one."""
+        node = self.nodes.get(ino)
+        if node is None:
+            return
+        node.lookups = max(0, node.lookups - count)
+        self._drop_if_unused(node)
+
+    # ---- making ----
+
+    def create(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> BufferFile:
+        """A new empty file."""
+        directory = self._open_for_new(parent, name)
+        node = BufferFile(self._take_ino(), directory.device)
+        self._make(directory, name, node, mode, uid, gid)
+        return node
+
+    def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Directory:
+        """A new directory."""
+        directory = self._open_for_new(parent, name)
+        node = Directory(self._take_ino(), directory.device)
+        self._make(directory, name, node, mode, uid, gid)
+        return node
+
+    def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Symlink:
+        """A new symbolic link."""
+        directory = self._open_for_new(parent, name)
+        node = Symlink(self._take_ino(), directory.device, target)
+        self._make(directory, name, node, 0o777, uid, gid, size=len(target))
+        return node
+
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, uid: int, gid: int) -> Node:
+        """A new regular file, FIFO, socket or device node, by the type in ``mode``."""
+        kind = stat.S_IFMT(mode) or stat.S_IFREG
+        if kind == stat.S_IFREG:
+            return self.create(parent, name, mode, uid, gid)
+        if kind not in _SPECIAL_KINDS:
+            raise error(errno.EINVAL)
+        directory = self._open_for_new(parent, name)
+        node = Special(self._take_ino(), kind, directory.device)
+        if kind not in (stat.S_IFCHR, stat.S_IFBLK):
+            rdev = 0
+        self._make(directory, name, node, mode, uid, gid, rdev=rdev)
+        return node
+
+    def link(self, ino: int, parent: int, name: bytes) -> Node:
+        """One more name for a node."""
+        node = self.node(ino)
+        if isinstance(node, Directory) or node.fixed:
+            raise error(errno.EPERM)
+        directory = self._open_for_new(parent, name)
+        if node.device != directory.device:
+            raise error(errno.EXDEV)
+        if node.names == 0:
+            raise error(errno.ENOENT)
+        directory.attach(name, node)
+        node.names += 1
+        self._tell_links(node)
+        self._touch(directory)
+        return node
+
+    # ---- unmaking ----
+
+    def unlink(self, parent: int, name: bytes) -> Node:
+        """Removes a name of anything but a directory; the node that lost it."""
+        directory = self._open_for_removal(parent)
+        node = self._existing(directory, name)
+        if isinstance(node, Directory):
+            raise error(errno.EISDIR)
+        directory.detach(name)
+        node.names -= 1
+        self._tell_links(node)
+        self._touch(directory)
+        self._drop_if_unused(node)
+        return node
+
+    def rmdir(self, parent: int, name: bytes) -> Directory:
+        """Removes an empty directory."""
+        directory = self._open_for_removal(parent)
+        if name == b".":
+            raise error(errno.EINVAL)
+        if name == b"..":
+            raise error(errno.ENOTEMPTY)
+        node = self._existing(directory, name)
+        if not isinstance(node, Directory):
+            raise error(errno.ENOTDIR)
+        if node.entries:
+            raise error(errno.ENOTEMPTY)
+        directory.detach(name)
+        self._close_directory(node)
+        self._touch(directory, links=True)
+        self._drop_if_unused(node)
+        return node
+
+    def rename(self, old_parent: int, old_name: bytes, new_parent: int, new_name: bytes, flags: int) -> Node | None:
+        """Moves a name, over what is there; the node that lost its name by that, if one did.
+
+        ``flags``: 0, RENAME_NOREPLACE (EEXIST if the new name is taken) or RENAME_EXCHANGE (both must exist). The replaced
+        name keeps its place in listings, so nobody who lists the directory meanwhile misses it or sees it twice.
+        """
+        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+            raise error(errno.EINVAL)
+        source_directory = self._open_for_removal(old_parent)
+        target_directory = self._open_for_removal(new_parent)
+        if target_directory.closed:
+            raise error(errno.ENOENT)
+        check_name(new_name)
+        if {old_name, new_name} & {b".", b"..", b""}:
+            raise error(errno.EBUSY)
+        node = self._existing(source_directory, old_name)
+        target = target_directory.get(new_name)
+        if flags == RENAME_NOREPLACE and target is not None:
+            raise error(errno.EEXIST)
+        if flags == RENAME_EXCHANGE and target is None:
+            raise error(errno.ENOENT)
+        if source_directory.device != target_directory.device:
+            raise error(errno.EXDEV)
+        if isinstance(node, Directory) and node.contains(target_directory):
+            raise error(errno.EINVAL)
+        if flags == RENAME_EXCHANGE and target is not None:
+            if isinstance(target, Directory) and target.contains(source_directory):
+                raise error(errno.EINVAL)
+            self._exchange(source_directory, old_name, node, target_directory, new_name, target)
+            return None
+        if node is target:
+            return None
+        if target is not None:
+            self._check_replaceable(node, target)
+
+        # attach before detach where they are one directory: the order of the two names in it does not matter
+        target_directory.attach(new_name, node)
+        source_directory.detach(old_name)
+        if isinstance(target, Directory):
+            self._close_directory(target)
+        elif target is not None:
+            target.names -= 1
+            self._tell_links(target)
+        self._changed(node)
+        moved_directory = isinstance(node, Directory)
+        self._touch(source_directory, links=moved_directory)
+        if target_directory is not source_directory:
+            self._touch(target_directory, links=moved_directory)
+        if target is not None:
+            self._drop_if_unused(target)
+        return target
+
+    # ---- times ----
+
+    def accessed(self, node: Node) -> None:
+        """Sets the access time as a mount with relatime does: when it is not after the last change, or a day old."""
+        now = self._table.inode_get(node.ino)
+        atime = (now.atime, now.atime_ns)
+        if atime <= (now.mtime, now.mtime_ns) or atime <= (now.ctime, now.ctime_ns) or time.time() - now.atime >= _DAY:
+            self._table.inode_set(node.ino, SET_ATIME_NOW, _NOTHING)
+
+    # ---- inside ----
+
+    def _take_ino(self) -> int:
+        ino = self._next_ino
+        self._next_ino += 1
+        return ino
+
+    def _open_for_new(self, parent: int, name: bytes) -> Directory:
+        directory = self.directory(parent)
+        _check_new_name(name)
+        if name in directory.entries:
+            raise error(errno.EEXIST)
+        if directory.fixed:
+            raise error(errno.EPERM)
+        if directory.closed:
+            raise error(errno.ENOENT)
+        return directory
+
+    def _open_for_removal(self, parent: int) -> Directory:
+        directory = self.directory(parent)
+        if directory.fixed:
+            raise error(errno.EPERM)
+        return directory
+
+    def _existing(self, directory: Directory, name: bytes) -> Node:
+        check_name(name)
+        node = directory.get(name)
+        if node is None:
+            raise error(errno.ENOENT)
+        return node
+
+    def _check_replaceable(self, node: Node, target: Node) -> None:
+        if isinstance(target, Directory):
+            if not isinstance(node, Directory):
+                raise error(errno.EISDIR)
+            if target.entries:
+                raise error(errno.ENOTEMPTY)
+        elif isinstance(node, Directory):
+            raise error(errno.ENOTDIR)
+
+    def _exchange(
+        self,
+        one_directory: Directory,
+        one_name: bytes,
+        one: Node,
+        other_directory: Directory,
+        other_name: bytes,
+        other: Node,
+    ) -> None:
+        if one is other:
+            return
+        one_directory.attach(one_name, other)
+        other_directory.attach(other_name, one)
+        self._changed(one)
+        self._changed(other)
+        crossing = isinstance(one, Directory) != isinstance(other, Directory)
+        self._touch(one_directory, links=crossing)
+        if other_directory is not one_directory:
+            self._touch(other_directory, links=crossing)
+
+    def _make(
+        self,
+        directory: Directory,
+        name: bytes,
+        node: Node,
+        mode: int,
+        uid: int,
+        gid: int,
+        *,
+        size: int = 0,
+        rdev: int = 0,
+    ) -> None:
+        """Adds a new node as a user asked for it: a set-gid directory hands down its group, and the bit."""
+        above = self._table.inode_get(directory.ino)
+        mode = stat.S_IMODE(mode)
+        if above.mode & stat.S_ISGID:
+            gid = above.gid
+            if isinstance(node, Directory):
+                mode |= stat.S_ISGID
+        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size, rdev=rdev)
+        directory.attach(name, node)
+        node.names = 1
+        self._touch(directory, links=isinstance(node, Directory))
+
+    def _place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
+        """Adds a node of the mount's own."""
+        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1)
+        directory.attach(name, node)
+        node.names = 1
+
+    def _add(self, node: Node, mode: int, uid: int, gid: int, *, nlink: int, size: int = 0, rdev: int = 0) -> None:
+        seconds, nanoseconds = divmod(time.time_ns(), _SECOND)
+        self._table.inode_add(
+            Attributes(
+                ino=node.ino,
+                size=size,
+                atime=seconds,
+                mtime=seconds,
+                ctime=seconds,
+                atime_ns=nanoseconds,
+                mtime_ns=nanoseconds,
+                ctime_ns=nanoseconds,
+                mode=node.kind | mode,
+                nlink=nlink,
+                uid=uid,
+                gid=gid,
+                rdev=rdev,
+                blksize=BUFFER_BLOCK_SIZE if isinstance(node, BufferFile) else BLOCK_SIZE,
+                device=node.device,
+            )
+        )
+        self.nodes[node.ino] = node
+
+    def _touch(self, directory: Directory, *, links: bool = False) -> None:
+        """A name came or went: the directory's times, and its link count when that was a directory's name."""
+        if links:
+            changed = Attributes(nlink=2 + directory.subdirectories)
+            self._table.inode_set(directory.ino, SET_MTIME_NOW | SET_CTIME_NOW | SET_NLINK, changed)
+        else:
+            self._table.inode_set(directory.ino, SET_MTIME_NOW | SET_CTIME_NOW, _NOTHING)
+
+    def _changed(self, node: Node) -> None:
+        self._table.inode_set(node.ino, SET_CTIME_NOW, _NOTHING)
+
+    def _tell_links(self, node: Node) -> None:
+        self._table.inode_set(node.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=node.names))
+
+    def _close_directory(self, directory: Directory) -> None:
+        directory.names = 0
+        directory.closed = True
+        self._table.inode_set(directory.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=0))
+
+    def _drop_if_unused(self, node: Node) -> None:
+        if node.lookups == 0 and node.names == 0 and self.nodes.pop(node.ino, None) is not None:
+            self._table.inode_remove(node.ino)

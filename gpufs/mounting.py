@@ -1,0 +1,184 @@
+"""Mounting and unmounting: mount(2) as root, fusermount3 as a user, and the list of mounts in mountinfo.
+
+Nothing here touches a file of a mount, so nothing here can hang because a mount does.
+"""
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from typing import Final
+
+FUSE_DEVICE: Final = "/dev/fuse"
+FILESYSTEM_TYPE: Final = "fuse.gpufs"
+
+_MS_NOSUID: Final = 2
+_MS_NODEV: Final = 4
+_MNT_FORCE: Final = 1
+_MNT_DETACH: Final = 2
+_UMOUNT_NOFOLLOW: Final = 8
+_FUSERMOUNT_TIMEOUT: Final = 30.0
+_DESCRIPTOR_BYTES: Final = 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MountEntry:
+    """One gpufs mount, as the kernel lists it."""
+
+    mountpoint: str
+    device: str  # "major:minor", the st_dev of its files
+    source: str
+    options: str
+    fstype: str
+
+    @property
+    def st_dev(self) -> int:
+        """The device number that stat(2) gives for its files."""
+        major, minor = self.device.split(":")
+        return os.makedev(int(major), int(minor))
+
+
+def _undo_escapes(text: str) -> str:
+    """A field of mountinfo, in which blanks and backslashes stand as three octal digits."""
+    raw = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), os.fsencode(text))
+    return os.fsdecode(raw)
+
+
+def mounts() -> list[MountEntry]:
+    """The gpufs mounts that this process can see, dead ones as well; of several on one mountpoint the uppermost."""
+    found: dict[str, MountEntry | None] = {}
+    with open("/proc/self/mountinfo", encoding=None, errors="surrogateescape") as file:
+        for line in file:
+            fields = line.rstrip("\n").split(" ")
+            separator = fields.index("-", 6)
+            fstype, source, options = fields[separator + 1 : separator + 4]
+            mountpoint = _undo_escapes(fields[4])
+            found.pop(mountpoint, None)
+            if fstype == FILESYSTEM_TYPE:
+                found[mountpoint] = MountEntry(mountpoint, fields[2], _undo_escapes(source), options, fstype)
+            else:
+                found[mountpoint] = None  # hides what is mounted below it there
+    return [entry for entry in found.values() if entry is not None]
+
+
+def entry_of(mountpoint: str) -> MountEntry | None:
+    """The gpufs mount at an absolute path without symbolic links, None where there is none."""
+    return next((entry for entry in mounts() if entry.mountpoint == mountpoint), None)
+
+
+def _open_device() -> int:
+    try:
+        return os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise OSError(errno.ENODEV, f"there is no {FUSE_DEVICE}: this kernel or container offers no FUSE") from None
+    except OSError as error:
+        raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}") from None
+
+
+def _mount_directly(mountpoint: str, source: str, allow_other: bool) -> int:
+    fd = _open_device()
+    options = f"fd={fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions"
+    if allow_other:
+        options += ",allow_other"
+    status = _libc.mount(
+        os.fsencode(source),
+        os.fsencode(mountpoint),
+        FILESYSTEM_TYPE.encode(),
+        ctypes.c_ulong(_MS_NOSUID | _MS_NODEV),
+        options.encode(),
+    )
+    if status != 0:
+        code = ctypes.get_errno()
+        os.close(fd)
+        raise OSError(code, f"{mountpoint}: mount failed: {os.strerror(code)}")
+    return fd
+
+
+def _option(text: str) -> str:
+    """A value in the option list of fusermount3, where commas and backslashes are escaped."""
+    return text.replace("\\", "\\\\").replace(",", "\\,")
+
+
+def _mount_as_user(mountpoint: str, source: str, allow_other: bool) -> int:
+    """fusermount3 opens the device, mounts, and sends the descriptor over the socket that _FUSE_COMMFD names."""
+    program = shutil.which("fusermount3")
+    if program is None:
+        raise OSError(errno.ENOENT, "fusermount3 is needed to mount as a user: install the package fuse3")
+    options = [f"fsname={_option(source)}", "subtype=gpufs", "default_permissions", "nosuid", "nodev"]
+    if allow_other:
+        options.append("allow_other")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [program, "-o", ",".join(options), "--", mountpoint],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno()), "LC_ALL": "C"},
+            )
+        descriptors: list[int] = []
+        ours.settimeout(_FUSERMOUNT_TIMEOUT)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(ours, _DESCRIPTOR_BYTES, 1)
+        except OSError:
+            process.kill()
+        _, said = process.communicate()
+    if descriptors:
+        os.set_inheritable(descriptors[0], False)
+        return descriptors[0]
+    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+    reason = lines[-1].removeprefix("fusermount3: ") if lines else "fusermount3 gave no descriptor"
+    raise OSError(errno.EPERM, f"{mountpoint}: {reason}")
+
+
+def mount(mountpoint: str, *, source: str = "gpufs", allow_other: bool = False) -> int:
+    """Mounts an empty FUSE connection at ``mountpoint`` and returns its descriptor, close-on-exec and the caller's.
+
+    ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev. As root by
+    mount(2), otherwise by fusermount3. OSError with one line for the user where that cannot be; nothing is mounted then.
+    """
+    if os.geteuid() == 0:
+        return _mount_directly(mountpoint, source, allow_other)
+    return _mount_as_user(mountpoint, source, allow_other)
+
+
+def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
+    """Takes a mount away. OSError, with one line: EBUSY while it is used, EPERM, EINVAL where nothing is mounted.
+
+    ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, so that what hangs
+    in it ends; a user who is not root cannot do that and gets a lazy unmount instead.
+    """
+    if os.geteuid() == 0:
+        flags = _UMOUNT_NOFOLLOW | (_MNT_FORCE if force else 0) | (_MNT_DETACH if lazy else 0)
+        if _libc.umount2(os.fsencode(mountpoint), flags) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"{mountpoint}: {os.strerror(code)}")
+        return
+    program = shutil.which("fusermount3")
+    if program is None:
+        raise OSError(errno.ENOENT, "fusermount3 is needed to unmount as a user: install the package fuse3")
+    arguments = [program, "-u", *(["-z"] if lazy or force else []), "--", mountpoint]
+    done = subprocess.run(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        timeout=_FUSERMOUNT_TIMEOUT,
+        env={**os.environ, "LC_ALL": "C"},
+    )
+    if done.returncode == 0:
+        return
+    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    reason = lines[-1] if lines else "fusermount3 failed"
+    for code in (errno.EBUSY, errno.EPERM, errno.EINVAL):
+        if os.strerror(code).lower() in reason.lower():
+            raise OSError(code, reason)
+    raise OSError(errno.EINVAL if entry_of(mountpoint) is None else errno.EPERM, reason)
