@@ -1,17 +1,22 @@
 """A client's connection to the daemon of a mount: one request at a time, by one thread at a time."""
 
+from __future__ import annotations
+
 import errno
 import os
 import select
-import socket
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Final, Self
 
 from gpufs._version import __version__
 from gpufs.client import _protocol
 from gpufs.client._protocol import Copy, Goodbye, Hello, ProtocolError, Result, ServerMessage, Welcome
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Final, Self
 
 _HELLO_SECONDS: Final = 5.0
 # After a cancellation, and when an exception passes through: the daemon answers at once unless it hangs itself.

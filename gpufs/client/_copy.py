@@ -7,24 +7,30 @@ Which way the bytes go:
 - inside one mount: the kernel hands the whole range to the mount in one request ("kernel").
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Literal, Self
 
 from gpufs.client import _find, _linux
 from gpufs.client._connection import Cancellation, Connection
 from gpufs.client._find import MountPoint
 from gpufs.client._protocol import LOAD, STORE, Progress
 
-Fastpath = Literal["auto", "off", "require"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from dataclasses import dataclass
+    from types import TracebackType
+    from typing import Final, Literal, Self
+
+    Fastpath = Literal["auto", "off", "require"]
+else:
+    from gpufs.client._record import dataclass
 
 # Up to here one read and one write are faster than asking the daemon.
 _SMALL_BYTES: Final = 128 << 10
@@ -73,7 +79,7 @@ class CopyError(OSError):
         return f"{where}: {self.strerror}{code}{done}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CopyProgress:
     """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
 
@@ -86,7 +92,7 @@ class CopyProgress:
     phase: str = "copy"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CopyResult:
     """A copy that succeeded.
 
@@ -105,7 +111,7 @@ class CopyResult:
     sha256: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass()
 class _Moved:
     """What has been copied so far, and how."""
 
@@ -183,56 +189,46 @@ class Copier:
         ``progress`` is called from this thread about ten times a second.
         """
         began = time.monotonic()
-        with ExitStack() as stack:
-            source_fd, before = _open_source(source)
-            stack.callback(os.close, source_fd)
-            source_mount = self.mount_of(before.st_dev)
-            self._refuse_host_to_host(source, destination, source_mount)
+        source_fd, before = _open_source(source)
+        with _Closing(source_fd, quiet=True):
+            self._refuse_host_to_host(source, destination, before)
             destination_fd, created = _open_destination(destination, before)
-            closing = stack.enter_context(_Closing(destination_fd))
-            after = os.fstat(destination_fd)
-            destination_mount = self.mount_of(after.st_dev)
-            moved = _Moved(total=_size_of(source_fd, before))
-            one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
-            try:
-                self._move(one, before, after, source_mount, destination_mount)
-            except OSError as error:
-                raise self._failure(one, error, after) from None
-            digest = None
-            try:
-                if destination_mount is not None:
-                    _settle_on_mount(destination_fd)
-                if self._preserve:
-                    _preserve(destination_fd, before)
-                if self._fsync and destination_mount is None:
-                    _make_durable(destination_fd, destination if created else None, synced=moved.synced)
-                if self._verify:
-                    digest = _compare(one)
-                closing.close()
-            except CopyError:
-                raise
-            except OSError as error:
-                raise CopyError(
-                    error.errno or errno.EIO,
-                    error.strerror or str(error),
-                    destination,
-                    bytes_done=moved.done,
-                    bytes_total=moved.total,
-                ) from None
+            with _Closing(destination_fd) as closing:
+                moved = _Moved(total=_size_of(source_fd, before))
+                one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
+                after = os.fstat(destination_fd)
+                try:
+                    self._move(one, before, after)
+                except OSError as error:
+                    raise self._failure(one, error, after) from None
+                try:
+                    digest = self._complete(one, before, after, created=created)
+                    closing.close()
+                except CopyError:
+                    raise
+                except OSError as error:
+                    code, text = error.errno or errno.EIO, error.strerror or str(error)
+                    counts = {"bytes_done": moved.done, "bytes_total": moved.total}
+                    raise CopyError(code, text, destination, None, **counts) from None
+        seconds = time.monotonic() - began
         return CopyResult(
-            source,
-            destination,
-            moved.done,
-            time.monotonic() - began,
-            moved.method,
-            moved.paths or {},
-            moved.refusals,
-            digest,
+            source, destination, moved.done, seconds, moved.method, moved.paths or {}, moved.refusals, digest
         )
 
-    def _refuse_host_to_host(self, source: str, destination: str, source_mount: list[MountPoint] | None) -> None:
+    def _complete(self, one: _One, source: os.stat_result, destination: os.stat_result, *, created: bool) -> str | None:
+        """What is left to do once the bytes are there; returns the checksum where one was asked for."""
+        on_mount = self.mount_of(destination.st_dev) is not None
+        if on_mount:
+            _settle_on_mount(one.destination_fd)
+        if self._preserve:
+            _preserve(one.destination_fd, source)
+        if self._fsync and not on_mount:
+            _make_durable(one.destination_fd, one.destination if created else None, synced=one.moved.synced)
+        return _compare(one) if self._verify else None
+
+    def _refuse_host_to_host(self, source: str, destination: str, status: os.stat_result) -> None:
         """Before the destination is touched."""
-        if source_mount is not None:
+        if self.mount_of(status.st_dev) is not None:
             return
         try:
             device = os.stat(destination).st_dev
@@ -246,14 +242,8 @@ class Copier:
         if self.mount_of(device) is None:
             raise CopyError(errno.EXDEV, "neither of them is on a gpufs mount: use cp", source, destination)
 
-    def _move(
-        self,
-        one: "_One",
-        source: os.stat_result,
-        destination: os.stat_result,
-        source_mount: list[MountPoint] | None,
-        destination_mount: list[MountPoint] | None,
-    ) -> None:
+    def _move(self, one: _One, source: os.stat_result, destination: os.stat_result) -> None:
+        source_mount, destination_mount = self.mount_of(source.st_dev), self.mount_of(destination.st_dev)
         if source_mount is not None and source.st_dev == destination.st_dev:
             one.by_kernel()
             return
@@ -271,7 +261,7 @@ class Copier:
         else:  # the destination's directory was another one when it was looked at
             raise OSError(errno.EXDEV, "neither of them is on a gpufs mount: use cp")
 
-    def _by_daemon(self, one: "_One", direction: str, device: int, mounts: list[MountPoint]) -> None:
+    def _by_daemon(self, one: _One, direction: str, device: int, mounts: list[MountPoint]) -> None:
         connection = self._connection(device, mounts)
         if connection is None:
             one.through_mount()
@@ -313,7 +303,7 @@ class Copier:
             )
         return None
 
-    def _failure(self, one: "_One", error: OSError, destination: os.stat_result) -> CopyError:
+    def _failure(self, one: _One, error: OSError, destination: os.stat_result) -> CopyError:
         """The error for the user, after the destination got the size that was really copied."""
         moved = one.moved
         if stat.S_ISREG(destination.st_mode):
@@ -346,10 +336,11 @@ class _DeviceError(OSError):
 
 
 class _Closing:
-    """A descriptor whose close() may tell of a failure, and which is closed in any case."""
+    """A descriptor that is closed in any case; close() tells of a failure, and so does the end unless ``quiet``."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, quiet: bool = False) -> None:
         self._fd = fd
+        self._quiet = quiet
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -365,7 +356,7 @@ class _Closing:
         try:
             self.close()
         except OSError:
-            if error is None:
+            if error is None and not self._quiet:
                 raise
 
 

@@ -1,12 +1,18 @@
 """From a file on a mount to the socket of the mount's daemon."""
 
+from __future__ import annotations
+
 import errno
 import os
-import re
 import socket
 import struct
-from dataclasses import dataclass
-from typing import Final
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+    from typing import Final
+else:
+    from gpufs.client._record import dataclass
 
 FILE_SYSTEM: Final = "fuse.gpufs"
 SOCKET_FILE: Final = ".gpufs/socket"
@@ -14,7 +20,7 @@ _CONNECT_SECONDS: Final = 5.0
 _PATH_MAX: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MountPoint:
     """One place where a gpufs is mounted. ``device``: as st_dev of its files. ``root``: the directory shown there."""
 
@@ -25,7 +31,8 @@ class MountPoint:
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    first, *rest = text.split("\\")  # a space is \040
+    return first + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
 
 def mount_points() -> list[MountPoint]:
@@ -38,13 +45,13 @@ def mount_points() -> list[MountPoint]:
             if kind != FILE_SYSTEM:
                 continue
             major, minor = map(int, words[2].split(":"))
-            owner = re.search(r"(?:^|,)user_id=(\d+)", rest[-1])
+            options = dict(option.partition("=")[::2] for option in rest[-1].split(","))
             found.append(
                 MountPoint(
                     os.makedev(major, minor),
                     _unescape(words[3]),
                     _unescape(words[4]),
-                    int(owner[1]) if owner else 0,
+                    int(options.get("user_id", "0")),
                 )
             )
     return found

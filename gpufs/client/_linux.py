@@ -3,12 +3,19 @@
 None of them asks a file's server anything, except :func:`file_system_type` and a forced :func:`statx`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import fcntl
 import os
 import struct
-from dataclasses import dataclass
-from typing import Final
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+    from typing import Final
+else:
+    from gpufs.client._record import dataclass
 
 AT_EMPTY_PATH: Final = 0x1000
 AT_STATX_FORCE_SYNC: Final = 0x2000
@@ -21,7 +28,7 @@ _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Identity:
     """What a descriptor names: the device number of its file system, the inode's number, type and permission bits."""
 

@@ -4,16 +4,25 @@ A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes
 a kind is there, and no other: both sides know the version they speak.
 """
 
-import array
+from __future__ import annotations
+
 import errno
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, TypeAlias
+import struct
 
 import msgpack
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from dataclasses import dataclass
+    from typing import Any, ClassVar, Final, TypeAlias
+
+    Check: TypeAlias = Callable[[Any], bool]
+else:
+    from gpufs.client._record import dataclass
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 16384
@@ -26,15 +35,14 @@ STORE: Final = "store"  # from the buffer into the host's file
 FASTPATH: Final = ("auto", "off", "require")
 SYNC: Final = ("none", "data", "full")
 
+_INT = struct.Struct("@i")
+
 
 class ProtocolError(OSError):
     """The other side sent what the protocol does not allow; nothing more can be said to it."""
 
     def __init__(self, message: str, error: int = errno.EPROTO) -> None:
         super().__init__(error, message)
-
-
-Check: TypeAlias = Callable[[Any], bool]
 
 
 def _integer(least: int, most: int) -> Check:
@@ -74,7 +82,7 @@ _id = _integer(1, (1 << 32) - 1)
 _errno = _integer(0, 4095)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hello:
     """The client's first message: the versions it speaks and who it is, for logs."""
 
@@ -84,7 +92,7 @@ class Hello:
     program: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Welcome:
     """The daemon's answer: the version that is spoken from now on and how many requests may be under way."""
 
@@ -95,7 +103,7 @@ class Welcome:
     requests: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Copy:
     """Asks for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
 
@@ -124,7 +132,7 @@ class Copy:
     progress: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cancel:
     """Ends a copy; its result comes as ever. One that is not under way is not an error: it may just have ended."""
 
@@ -133,7 +141,7 @@ class Cancel:
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Progress:
     """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
 
@@ -145,7 +153,7 @@ class Progress:
     paths: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Result:
     """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
 
@@ -170,7 +178,7 @@ class Result:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goodbye:
     """The daemon's last message on a connection that it ends, and why."""
 
@@ -180,15 +188,15 @@ class Goodbye:
     message: str
 
 
-ClientMessage: TypeAlias = Hello | Copy | Cancel
-ServerMessage: TypeAlias = Welcome | Progress | Result | Goodbye
+ClientMessage = Hello | Copy | Cancel
+ServerMessage = Welcome | Progress | Result | Goodbye
 _CLIENT: Final[Mapping[str, type[ClientMessage]]] = {kind.TYPE: kind for kind in (Hello, Copy, Cancel)}
 _SERVER: Final[Mapping[str, type[ServerMessage]]] = {kind.TYPE: kind for kind in (Welcome, Progress, Result, Goodbye)}
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:
     """The packet of a message."""
-    content = {field.name: getattr(message, field.name) for field in fields(message)}
+    content = {name: getattr(message, name) for name in message.CHECKS}
     packet: bytes = msgpack.packb({"type": message.TYPE, **content})
     return packet
 
@@ -241,12 +249,13 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     Waits as the socket does. ProtocolError for a packet that is too large or has too many descriptors, EMFILE where
     this process can take no more of them; all that had come are closed then.
     """
-    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
+    descriptors: list[int] = []
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+            whole = content[: len(content) - len(content) % _INT.size]
+            descriptors += [number for (number,) in _INT.iter_unpack(whole)]
     problem = None
     if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
         problem = ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
@@ -257,12 +266,14 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     if problem:
         close_all(descriptors)
         raise problem
-    return data, list(descriptors)
+    return data, descriptors
 
 
 def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptors: Sequence[int] = ()) -> None:
     """Sends one message, with copies of the descriptors. Waits as the socket does."""
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    ancillary = []
+    if descriptors:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
     sock.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
 
 
