@@ -156,5 +156,5 @@ class Directory(Node):
         while node is not None:
             if node is self:
                 return True
-            node = node.parent
+            node = node.parent if node.parent is not node else None  # the root is its own parent
         return False
