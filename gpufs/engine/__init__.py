@@ -8,6 +8,7 @@ Objects keep alive what they rest on: a :class:`Buffer` its :class:`Engine`. All
 was not closed is closed when the interpreter exits, before modules are taken down.
 """
 
+from gpufs.engine._arrays import DeviceRange
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
 from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
@@ -30,8 +31,9 @@ from gpufs.engine._mount import (
 from gpufs.engine._transfer import (
     BackingFile,
     BackingInfo,
-    DeviceRange,
     Transfer,
+    TransferError,
+    TransferFuture,
     TransferProgress,
     io_configure,
     refusal_names,
@@ -67,6 +69,8 @@ __all__ = [
     "EngineError",
     "Mount",
     "Transfer",
+    "TransferError",
+    "TransferFuture",
     "TransferProgress",
     "engine_version",
     "io_configure",

@@ -73,7 +73,7 @@ class Engine(Handle):
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
     """
 
-    __slots__ = ("_devices",)
+    __slots__ = ("_devices", "driver")
 
     def __init__(self, driver: str, *, devices: int = 0, memory_bytes: int = 0, slab_file_bytes: int = 0) -> None:
         name = ffi.new("char[]", driver.encode())
@@ -84,6 +84,7 @@ class Engine(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_engine_open(options, handle))
         self._own(handle[0], lib.gpufs_engine_close)
+        self.driver = driver
         count = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, count))
         self._devices = int(count[0])

@@ -1,12 +1,23 @@
 """Transfers between files of the host and device memory."""
 
+import errno
+import os
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
+from gpufs.engine._arrays import DeviceRange, SupportsCudaArrayInterface, SupportsDLPack, device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
+from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer as HostMemory
+
+    # What a transfer can move to and from: see device_range() for arrays.
+    Memory = Buffer | DeviceRange | SupportsCudaArrayInterface | SupportsDLPack | HostMemory
 
 Switch = Literal["auto", "on", "off", "require"]
 Direction = Literal["load", "store"]
@@ -76,13 +87,15 @@ class BackingInfo:
     fastpath_refusals: tuple[str, ...]  # what about the file itself keeps it from the fastpath
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRange:
-    """Device memory that the program allocated itself: the index of its device in the engine, address and bytes."""
+class TransferError(EngineError):
+    """A transfer that failed. ``transferred``: the bytes that are in place, from its start on without a gap."""
 
-    device: int
-    address: int
-    bytes: int
+    def __init__(self, error: int, message: str, device_code: int = 0, transferred: int = 0) -> None:
+        super().__init__(error, message, device_code)
+        self.transferred = transferred
+
+    def __reduce__(self) -> tuple[type["TransferError"], tuple[Any, ...]]:
+        return type(self), (self.errno or 0, str(self.strerror), self.device_code, self.transferred)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,19 @@ class BackingFile(Handle):
         self.engine = engine
         self._own(handle[0], lib.gpufs_backing_close)
 
+    @classmethod
+    def open(cls, engine: Engine, path: str | os.PathLike[str], mode: Literal["r", "r+", "w"] = "r") -> Self:
+        """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
+
+        OSError as os.open(), EngineError as the constructor.
+        """
+        flags = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}[mode]
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            return cls(engine, fd)
+        finally:
+            os.close(fd)
+
     @property
     def info(self) -> BackingInfo:
         """What is known about the file."""
@@ -141,6 +167,51 @@ class BackingFile(Handle):
             fastpath_refusals=tuple(refusal_names(info.fastpath_refusals)),
         )
 
+    def read(
+        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
+    ) -> int:
+        """Reads from the file into device memory and waits; returns the bytes read, fewer at the end of the file.
+
+        ``memory``: a Buffer (which grows), a DeviceRange, or a contiguous array on a device of the engine, with
+        ``__cuda_array_interface__`` or DLPack (host engines: the buffer protocol). ``size`` in bytes, None: as much as
+        there is and fits; offsets in bytes. ``options``: those of :class:`Transfer`.
+
+        TransferError when it failed, also after progress; EngineError, TypeError or ValueError when it could not be
+        queued. An exception that arrives while it waits (KeyboardInterrupt) cancels it.
+        """
+        with Transfer(
+            "load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options
+        ) as transfer:
+            return transfer.finish()
+
+    def write(
+        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
+    ) -> int:
+        """Writes device memory to the file and waits; returns the bytes written. Otherwise as :meth:`read`.
+
+        What is written is durable only with ``sync="data"`` or ``sync="full"``.
+        """
+        with Transfer(
+            "store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options
+        ) as transfer:
+            return transfer.finish()
+
+    def read_future(
+        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
+    ) -> "TransferFuture":
+        """As :meth:`read`, without waiting: the future's result is the count, or the TransferError it raises."""
+        return TransferFuture(
+            Transfer("load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
+        )
+
+    def write_future(
+        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
+    ) -> "TransferFuture":
+        """As :meth:`write`, without waiting: the future's result is the count, or the TransferError it raises."""
+        return TransferFuture(
+            Transfer("store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
+        )
+
 
 class Transfer(Handle):
     """A copy between a file and device memory, queued by making this object, which keeps both alive.
@@ -149,18 +220,19 @@ class Transfer(Handle):
     makes durable before it is done. ``sparse``: holes of the buffer become holes of the file where it can have them.
     ``share``: threads at most, 0 for the client's share; ``client`` says whose it is: threads are shared evenly between
     clients. Device memory that is not a buffer must stay valid, and free of the program's own queued work, until the
-    transfer is done. EngineError when it cannot be queued; how it ends is in progress() and result().
+    transfer is done; arrays are kept alive. EngineError when it cannot be queued, TypeError or ValueError for memory
+    that cannot take part; how it ends is in progress() and result().
 
     Closing cancels it if it still runs, and waits for its end.
     """
 
-    __slots__ = ("backing", "memory")
+    __slots__ = ("_keep", "backing", "memory")
 
     def __init__(
         self,
         direction: Direction,
         backing: BackingFile,
-        memory: Buffer | DeviceRange,
+        memory: "Memory",
         *,
         file_offset: int = 0,
         buffer_offset: int = 0,
@@ -176,8 +248,10 @@ class Transfer(Handle):
         request.backing = backing._handle
         if isinstance(memory, Buffer):
             request.buffer = memory._handle
+            self._keep: object = None
         else:
-            request.device, request.address, request.address_bytes = memory.device, memory.address, memory.bytes
+            found, self._keep = device_range(backing.engine, memory, writable=direction == "load")
+            request.device, request.address, request.address_bytes = found.device, found.address, found.bytes
         request.file_offset = file_offset
         request.buffer_offset = buffer_offset
         request.bytes = _TO_THE_END if size is None else size
@@ -240,3 +314,74 @@ class Transfer(Handle):
     def cancel(self) -> None:
         """Asks it to stop at its next piece; never blocks."""
         check(lib.gpufs_transfer_cancel(self._handle))
+
+    def finish(self) -> int:
+        """Waits until it is done and returns the bytes moved. TransferError when it failed, also after progress.
+
+        An exception that arrives while it waits (KeyboardInterrupt) cancels it, and is raised once it has ended.
+        """
+        try:
+            # In parts, so that the interpreter can look at signals.
+            while not self.wait(0.2):
+                pass
+        except BaseException:
+            self.cancel()
+            self.wait()
+            raise
+        return self.outcome()
+
+    def outcome(self) -> int:
+        """The bytes moved by a transfer that is done. TransferError when it failed, EngineError EINPROGRESS before."""
+        failure = self.failure()
+        if failure is None:
+            return self.progress().prefix
+        if failure.errno == errno.EINPROGRESS:
+            raise failure
+        raise TransferError(
+            failure.errno or errno.EIO, str(failure.strerror), failure.device_code, self.progress().prefix
+        )
+
+
+class TransferFuture(Future[int]):
+    """The outcome of a transfer that runs: the bytes moved.
+
+    cancel() asks the transfer to stop; the future is cancelled once the transfer uses the memory no more, or has its
+    result if it came first.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self._transfer = transfer
+        completions.watch(transfer.event_fd, self._done)
+
+    def cancel(self) -> bool:
+        """Asks the transfer to stop. False if it is done already."""
+        if self.done():
+            return self.cancelled()
+        try:
+            self._transfer.cancel()
+        except EngineError:  # closed at this moment, since it is done
+            return self.cancelled()
+        return True
+
+    def progress(self) -> TransferProgress:
+        """How far the transfer is. EngineError EBADF once it is done."""
+        return self._transfer.progress()
+
+    def _done(self) -> None:
+        try:
+            count = self._transfer.outcome()
+        except EngineError as error:
+            # EBADF: the engine was closed over it.
+            if error.errno in (errno.ECANCELED, errno.EBADF):
+                super().cancel()
+                self.set_running_or_notify_cancel()
+            else:
+                self.set_exception(error)
+        else:
+            self.set_result(count)
+        finally:
+            try:
+                self._transfer.close()
+            except EngineError:
+                pass  # closed with its engine

@@ -102,7 +102,11 @@ class FakeEvent final : public Event {
  public:
   explicit FakeEvent(std::shared_ptr<FakePlan> plan) : plan_(std::move(plan)) { ++plan_->events; }
   ~FakeEvent() override { --plan_->events; }
-  Result<bool> query() override { return true; }
+  Result<bool> query() override {
+    const Status status = synchronize();
+    if (!status.ok()) return status;
+    return true;
+  }
   Status synchronize() override { return stream_ == nullptr ? Status{} : stream_->run_until(number_); }
 
  private:

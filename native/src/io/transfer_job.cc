@@ -517,6 +517,7 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
     if (uses_ == 0) released = std::exchange(request_.target, Target{});
   }
   released = Target{};
+  engine_->finished(*this);  // before it is said to be done, so that who waited for it finds it gone
   {
     const std::lock_guard lock(mutex_);
     if (phase_ == Phase::kDone) return;
@@ -536,7 +537,6 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
     }
     done_.notify_all();
   }
-  engine_->finished(*this);
 }
 
 std::chrono::milliseconds TransferJob::abandon_delay() const {

@@ -1,0 +1,342 @@
+"""Files and device memory from a program: reading, writing, futures, arrays, and which path served them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from support.data import KIB, MIB, assert_same, noise
+from support.mounting import GpufsMount
+
+from gpufs import engine
+from gpufs.engine._arrays import device_range
+
+
+@pytest.fixture
+def host() -> Iterator[engine.Engine]:
+    with engine.Engine("host", devices=1, memory_bytes=512 * MIB) as opened:
+        yield opened
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    path = Path(f"/dev/shm/gpufs-io-{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def on_disk(path: Path) -> bool:
+    """Whether the fastpath is to be expected there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with engine.Engine("host", devices=1, memory_bytes=2 * MIB) as host, engine.BackingFile(host, fd) as backing:
+            return not backing.info.fastpath_refusals
+    finally:
+        os.close(fd)
+
+
+def counters(host: engine.Engine, direction: str) -> dict[str, Any]:
+    found: dict[str, Any] = host.io_statistics()["devices"][0][direction]
+    return found
+
+
+def test_read_and_write_move_what_is_asked_for(host: engine.Engine, tmp_path: Path) -> None:
+    data = noise(9 * MIB + 77)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+        assert file.read(buffer) == len(data)
+        assert buffer.info.size == len(data)
+        assert_same(buffer.read_bytes(0, len(data)), data)
+        assert file.read(buffer, 1000, file_offset=5, buffer_offset=3) == 1000
+        assert_same(buffer.read_bytes(3, 1000), data[5:1005])
+        assert file.read(buffer, 100, file_offset=len(data) - 30) == 30
+        assert file.read(buffer, 100, file_offset=len(data)) == 0
+        assert file.read(buffer, 0) == 0
+        assert file.read(buffer, file_offset=0) == len(data)
+
+        copy = tmp_path / "copy"
+        with engine.BackingFile.open(host, copy, "w") as target:
+            assert target.write(buffer, sync="full") == len(data)
+            assert_same(copy.read_bytes(), data)
+            assert target.write(buffer, 10, file_offset=len(data) + 90, buffer_offset=20) == 10
+        assert_same(copy.read_bytes(), data + bytes(90) + data[20:30])
+
+
+def test_the_path_is_chosen_and_counted(host: engine.Engine, tmp_path: Path, shm: Path) -> None:
+    path = tmp_path / "file"
+    data = noise(8 * MIB)
+    path.write_bytes(data)
+    if not on_disk(path):
+        pytest.skip("no file system for the fastpath here")
+    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path, "r+") as file:
+        assert file.read(buffer) == len(data)
+        load = counters(host, "load")
+        assert load["fastpath"]["bytes"] == len(data)
+        assert load["fallback"]["bytes"] == 0
+
+        # Head and tail of an unaligned request take the other way.
+        assert file.read(buffer, 4 * MIB, file_offset=100, buffer_offset=100) == 4 * MIB
+        load = counters(host, "load")
+        body = 4 * MIB - 4096
+        assert load["fastpath"]["bytes"] == len(data) + body
+        assert load["fallback"]["bytes"] == 4096
+        assert load["refusals"] == {"offset_unaligned": 1}
+        assert_same(buffer.read_bytes(0, len(data)), data)
+
+        assert file.write(buffer) == len(data)
+        assert counters(host, "store")["fastpath"]["bytes"] == len(data)
+
+        shm.write_bytes(data[: 3 * MIB])
+        with engine.BackingFile.open(host, shm) as memory_file:
+            assert memory_file.read(buffer) == 3 * MIB
+            after = counters(host, "load")
+            assert after["fallback"]["bytes"] == load["fallback"]["bytes"] + 3 * MIB
+            assert after["fastpath"]["bytes"] == load["fastpath"]["bytes"]
+            assert after["refusals"]["file_system"] == 1
+
+
+def test_require_says_why_not(host: engine.Engine, tmp_path: Path, shm: Path) -> None:
+    shm.write_bytes(noise(MIB))
+    path = tmp_path / "file"
+    path.write_bytes(noise(MIB + 100))
+    with engine.Buffer(host) as buffer:
+        with engine.BackingFile.open(host, shm) as file, pytest.raises(engine.TransferError) as refused:
+            file.read(buffer, fastpath="require")
+        assert refused.value.errno == errno.EOPNOTSUPP
+        assert "file_system" in str(refused.value)
+        assert refused.value.transferred == 0
+        assert buffer.info.size == 0
+        if not on_disk(path):
+            return
+        with engine.BackingFile.open(host, path) as file:
+            assert file.read(buffer, fastpath="require") == MIB + 100  # the tail is below one unit
+            with pytest.raises(engine.TransferError, match="too_small"):
+                file.read(buffer, 100, fastpath="require")
+            with pytest.raises(engine.TransferError, match="fallback is off"):
+                file.read(buffer, fallback="off")
+
+
+def test_numpy_arrays_are_device_memory_of_the_host(host: engine.Engine, tmp_path: Path) -> None:
+    array = numpy.arange(MIB, dtype=numpy.float32)
+    with engine.BackingFile.open(host, tmp_path / "array", "w") as file:
+        assert file.write(array) == array.nbytes
+        back = numpy.empty_like(array)
+        assert file.read(back) == array.nbytes
+        assert numpy.array_equal(back, array)
+        part = numpy.zeros(100, dtype=numpy.uint8)
+        assert file.read(part[10:20]) == 10
+        assert bytes(part[:10]) == bytes(10)
+        assert file.read(bytearray(5), 5) == 5
+        assert file.write(b"abc", file_offset=1) == 3
+
+        with pytest.raises(ValueError, match="contiguous"):
+            file.read(array[::2])
+        back.flags.writeable = False
+        with pytest.raises(ValueError, match="read-only|writable"):
+            file.read(back)
+        assert file.write(back) == back.nbytes
+        with pytest.raises(TypeError):
+            file.read(object())  # type: ignore[arg-type]
+        with pytest.raises(engine.EngineError) as beyond:
+            file.read(part, 101)
+        assert beyond.value.errno == errno.EINVAL
+
+
+def test_wrong_modes(host: engine.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    with engine.Buffer(host) as buffer:
+        buffer.write(0, b"y" * 100)
+        with engine.BackingFile.open(host, path) as file, pytest.raises(engine.EngineError) as refused:
+            file.write(buffer)
+        assert refused.value.errno == errno.EBADF
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+        with engine.BackingFile(host, fd) as file:
+            os.close(fd)
+            with pytest.raises(engine.EngineError) as refused:
+                file.write(buffer)
+        assert refused.value.errno == errno.EBADF
+    with pytest.raises(FileNotFoundError):
+        engine.BackingFile.open(host, tmp_path / "missing")
+    with pytest.raises(engine.EngineError) as refused:
+        engine.BackingFile.open(host, tmp_path)
+    assert refused.value.errno == errno.EISDIR
+
+
+def test_futures(host: engine.Engine, tmp_path: Path) -> None:
+    data = noise(8 * MIB)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    before = len(os.listdir("/proc/self/fd"))
+    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+        parts = [file.read_future(buffer, MIB, at, at) for at in range(0, len(data), MIB)]
+        assert [part.result(30) for part in parts] == [MIB] * 8
+        assert_same(buffer.read_bytes(0, len(data)), data)
+        assert not parts[0].cancel()
+        assert parts[0].exception() is None
+        with engine.BackingFile.open(host, tmp_path / "copy", "w") as target:
+            done, pending = concurrent.futures.wait([target.write_future(buffer)], 30)
+            assert not pending
+            assert [future.result() for future in done] == [len(data)]
+        failing = file.read_future(buffer, fallback="off", fastpath="off")
+        with pytest.raises(engine.TransferError):
+            failing.result(30)
+    for _ in range(100):
+        if not any(thread.name == "gpufs-futures" for thread in threading.enumerate()):
+            break
+        time.sleep(0.1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_cancelled_future(host: engine.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with open(path, "wb") as sparse:
+        sparse.truncate(256 * MIB)
+    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+        future = file.read_future(buffer, fastpath="off", share=1)
+        assert future.cancel()
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(30)
+        assert future.cancelled()
+        assert buffer.info.size < 256 * MIB
+
+
+@pytest.mark.timeout(60)
+def test_interrupt_cancels_a_read(host: engine.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with open(path, "wb") as sparse:
+        sparse.truncate(8 << 40)
+    array = numpy.empty(400 * MIB, dtype=numpy.uint8)
+    with engine.BackingFile.open(host, path) as file:
+
+        def repeat() -> None:
+            while True:  # until it is interrupted: one reading alone might be over before
+                file.read(array, share=1, fastpath="off")
+
+        timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            repeat()
+        timer.join()
+    assert host.io_statistics()["active"] == 0
+
+
+def test_own_mount_is_refused(host: engine.Engine, mount: Callable[..., GpufsMount]) -> None:
+    with mount() as session:
+        path = session.device / "file"
+        path.write_bytes(b"x")
+        for flags in (os.O_RDONLY, os.O_RDWR):
+            fd = os.open(path, flags)
+            try:
+                with pytest.raises(engine.EngineError) as refused:
+                    engine.BackingFile(host, fd)
+                assert refused.value.errno == errno.EDEADLK
+            finally:
+                os.close(fd)
+
+
+def test_options_are_set_once(host: engine.Engine, tmp_path: Path) -> None:
+    with pytest.raises(engine.EngineError, match="chunk_bytes"):
+        engine.io_configure(host, chunk_bytes=3)
+    engine.io_configure(host, chunk_bytes=64 * KIB, workers=2, slots=2, pinned_bytes=MIB, fastpath="off")
+    with pytest.raises(engine.EngineError) as late:
+        engine.io_configure(host)
+    assert late.value.errno == errno.EBUSY
+    path = tmp_path / "file"
+    path.write_bytes(noise(MIB))
+    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+        assert file.read(buffer) == MIB
+    statistics = host.io_statistics()
+    assert statistics["devices"][0]["load"]["fallback"]["operations"] == 16
+    assert statistics["bounce_pool"]["capacity_bytes"] == MIB
+    assert statistics["bounce_pool"]["pinned_bytes"] == 0  # the host driver needs no slots
+
+
+def test_closing_the_engine_ends_its_transfers(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with open(path, "wb") as sparse:
+        sparse.truncate(256 * MIB)
+    host = engine.Engine("host", devices=1, memory_bytes=512 * MIB)
+    buffer = engine.Buffer(host)
+    file = engine.BackingFile.open(host, path)
+    future = file.read_future(buffer, fastpath="off", share=1)
+    host.close()
+    try:
+        assert future.result(30) <= 256 * MIB
+    except concurrent.futures.CancelledError:
+        pass
+
+
+class GpuEngine:
+    """As much of an engine as looking at arrays needs."""
+
+    driver = "cuda"
+    devices = (0, 1)
+
+
+class CudaArray:
+    def __init__(self, **interface: Any) -> None:
+        self.__cuda_array_interface__ = {"version": 3, "typestr": "<f4", "data": (0x1000, False), **interface}
+        self.device = type("Device", (), {"id": 1})()
+
+
+def test_cuda_arrays() -> None:
+    gpus: Any = GpuEngine()
+
+    def look(array: object, *, writable: bool = True) -> engine.DeviceRange:
+        return device_range(gpus, array, writable=writable)[0]
+
+    assert look(CudaArray(shape=(3, 5))) == engine.DeviceRange(1, 0x1000, 60)
+    assert look(CudaArray(shape=(3, 5), strides=(20, 4))).bytes == 60
+    assert look(CudaArray(shape=(1, 5), strides=(999, 4))).bytes == 20
+    assert look(CudaArray(shape=(0, 5), strides=(1, 1))).bytes == 0
+    assert look(CudaArray(shape=())).bytes == 4
+    with pytest.raises(ValueError, match="contiguous"):
+        look(CudaArray(shape=(3, 5), strides=(4, 12)))
+    with pytest.raises(ValueError, match="read-only"):
+        look(CudaArray(shape=(3,), data=(0x1000, True)))
+    assert look(CudaArray(shape=(3,), data=(0x1000, True)), writable=False).bytes == 12
+    silent = CudaArray(shape=(3,))
+    del silent.device
+    with pytest.raises(ValueError, match="which device"):
+        look(silent)
+    with pytest.raises(TypeError):
+        look(object())
+
+
+class OnGpu:
+    """A NumPy array that says it is on a GPU."""
+
+    def __init__(self, array: numpy.ndarray[Any, Any], kind: int = 2) -> None:
+        self.array = array
+        self.kind = kind
+
+    def __dlpack__(self) -> Any:
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.kind, 0
+
+
+def test_dlpack() -> None:
+    gpus: Any = GpuEngine()
+    array = numpy.arange(12, dtype=numpy.int64).reshape(3, 4)
+    found, keep = device_range(gpus, OnGpu(array), writable=True)
+    assert (found.address, found.bytes, found.device) == (array.ctypes.data, array.nbytes, 0)
+    assert keep is not None
+    part = array[1:]
+    assert device_range(gpus, OnGpu(part), writable=True)[0].address == part.ctypes.data
+    with pytest.raises(ValueError, match="contiguous"):
+        device_range(gpus, OnGpu(array[:, ::2]), writable=True)
+    with pytest.raises(ValueError, match="cuda driver"):
+        device_range(gpus, OnGpu(array, kind=1), writable=True)
