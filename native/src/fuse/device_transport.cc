@@ -24,6 +24,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kTick = 1ms;
+constexpr unsigned kGrowTicks = 2;      // requests waiting so often in a row call for another reader
 constexpr unsigned kShrinkTicks = 50;   // a reader not needed for so long is sent to sleep
 constexpr unsigned kSleepTicks = 200;   // without a request for so long the watcher sleeps, too
 constexpr auto kKickInterval = 5ms;     // between two attempts to get a reader out of read()
@@ -272,16 +273,21 @@ bool DeviceTransport::watch_tick() {
   seen_served_ = served;
   if (!ready_.load()) return true;
 
+  bool backlog = false;
   if (busy >= allowed && allowed < reader_limit_) {
     pollfd waiting{device_.get(), POLLIN, 0};
-    if (::poll(&waiting, 1, 0) == 1 && (waiting.revents & POLLIN) != 0) {
-      statistics_.reader_grown.add();
-      window_ticks_ = 0;
-      window_peak_ = 0;
-      busy_peak_.store(0, std::memory_order_relaxed);
-      allow_one_more();
-      return true;
-    }
+    backlog = ::poll(&waiting, 1, 0) == 1 && (waiting.revents & POLLIN) != 0;
+  }
+  // Once is no sign: a reader may have replied and not come back yet, while its only client has asked again.
+  backlog_ticks_ = backlog ? backlog_ticks_ + 1 : 0;
+  if (backlog_ticks_ >= kGrowTicks) {
+    backlog_ticks_ = 0;
+    window_ticks_ = 0;
+    window_peak_ = 0;
+    busy_peak_.store(0, std::memory_order_relaxed);
+    statistics_.reader_grown.add();
+    allow_one_more();
+    return true;
   }
 
   window_peak_ = std::max({window_peak_, busy_peak_.exchange(busy, std::memory_order_relaxed), busy});

@@ -103,6 +103,7 @@ class DeviceTransport : public Transport {
   std::thread watcher_;
   std::uint64_t seen_served_ = 0;
   unsigned idle_ticks_ = 0;
+  unsigned backlog_ticks_ = 0;
   unsigned window_ticks_ = 0;
   std::size_t window_peak_ = 0;
 };

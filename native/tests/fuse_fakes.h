@@ -1,0 +1,598 @@
+// What the data plane's tests use in place of the kernel, the control plane and the devices.
+// Owned by each test.
+// A fake belongs to the thread that made it, but for FakeBuffer, which any thread may use.
+#pragma once
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fuse/inode_table.h"
+#include "fuse/protocol.h"
+#include "fuse/relay_socket.h"
+#include "fuse/session.h"
+
+namespace gpufs::fuse {
+
+using namespace std::chrono_literals;
+
+inline constexpr auto kPatience = 10s;  // for what must come
+inline constexpr auto kQuiet = 100ms;   // for what must not
+
+using Bytes = std::vector<std::byte>;
+
+template <typename T>
+void append(Bytes& bytes, const T& value) {
+  const auto* raw = reinterpret_cast<const std::byte*>(&value);
+  bytes.insert(bytes.end(), raw, raw + sizeof(T));
+}
+
+inline void append_text(Bytes& bytes, std::string_view text) {
+  for (const char c : text) bytes.push_back(static_cast<std::byte>(c));
+  bytes.push_back(std::byte{0});
+}
+
+template <typename T>
+Bytes bytes_of(const T& value) {
+  Bytes bytes;
+  append(bytes, value);
+  return bytes;
+}
+
+inline Bytes pattern(std::size_t count, unsigned seed) {
+  Bytes bytes(count);
+  unsigned state = seed * 2654435761U + 1;
+  for (std::byte& b : bytes) {
+    state = state * 1664525U + 1013904223U;
+    b = static_cast<std::byte>(state >> 24);
+  }
+  return bytes;
+}
+
+inline bool readable(int fd, std::chrono::milliseconds patience) {
+  pollfd waiting{fd, POLLIN, 0};
+  return ::poll(&waiting, 1, static_cast<int>(patience.count())) == 1;
+}
+
+template <typename Condition>
+bool eventually(Condition condition) {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(1ms);
+  }
+  return true;
+}
+
+// A door that a fake operation waits behind.
+class Gate {
+ public:
+  void close() {
+    const std::lock_guard lock(mutex_);
+    open_ = false;
+  }
+  void open() {
+    {
+      const std::lock_guard lock(mutex_);
+      open_ = true;
+    }
+    changed_.notify_all();
+  }
+  // Returns when the gate is open or `give_up` became true.
+  void pass(const std::atomic<bool>* give_up = nullptr) {
+    std::unique_lock lock(mutex_);
+    ++waiting_;
+    changed_.notify_all();
+    while (!open_ && (give_up == nullptr || !give_up->load())) changed_.wait_for(lock, 1ms);
+    --waiting_;
+  }
+  bool wait_for_visitors(int count) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, kPatience, [&] { return waiting_ >= count; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = true;
+  int waiting_ = 0;
+};
+
+// Memory of a fake device, counted in granules.
+struct FakeDevice {
+  static constexpr std::uint64_t kGranule = 64 * 1024;
+  std::mutex mutex;
+  std::uint64_t total = 64 << 20;
+  std::uint64_t used = 0;
+  bool addressable = true;
+  Gate copies;       // copy_from() waits here before each chunk
+  Gate destructors;  // freeing a buffer waits here
+  std::atomic<int> alive{0};
+};
+
+class FakeBuffer : public Buffer {
+ public:
+  static constexpr std::uint64_t kMaximum = 32 << 20;
+
+  explicit FakeBuffer(std::shared_ptr<FakeDevice> device) : fake_(std::move(device)) {
+    memory_ = static_cast<std::byte*>(
+        ::mmap(nullptr, kMaximum, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    ++fake_->alive;
+  }
+  ~FakeBuffer() override {
+    fake_->destructors.pass();
+    release_all(0);
+    ::munmap(memory_, kMaximum);
+    --fake_->alive;
+  }
+
+  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
+  [[nodiscard]] std::uint64_t size() const override {
+    const std::lock_guard lock(mutex_);
+    return size_;
+  }
+  [[nodiscard]] std::uint64_t bytes_held() const override {
+    const std::lock_guard lock(mutex_);
+    return granules_.size() * FakeDevice::kGranule;
+  }
+
+  class FakePinned : public Pinned {
+   public:
+    [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
+
+   private:
+    std::vector<Piece> pieces_;
+  };
+  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
+  void publish(std::uint64_t) override {}
+  Status discard_above_size(std::uint64_t, std::uint64_t) override { return unused(); }
+
+  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override {
+    const std::lock_guard lock(mutex_);
+    if (offset >= size_) return std::size_t{0};
+    const std::size_t count = std::min<std::size_t>(destination.size(), size_ - offset);
+    std::memcpy(destination.data(), memory_ + offset, count);
+    return count;
+  }
+  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override {
+    const std::lock_guard lock(mutex_);
+    if (Status status = populate_locked(offset, source.size()); !status.ok()) return status;
+    std::memcpy(memory_ + offset, source.data(), source.size());
+    size_ = std::max(size_, offset + source.size());
+    return source.size();
+  }
+  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) override {
+    if (!fake_->addressable) return Status(EOPNOTSUPP, "not addressable");
+    const std::lock_guard lock(mutex_);
+    Gathered gathered;
+    if (offset >= size_) return gathered;
+    gathered.bytes = std::min<std::size_t>(bytes, size_ - offset);
+    // In several pieces, as a buffer with holes has it.
+    for (std::size_t done = 0; done < gathered.bytes;) {
+      const std::size_t part = std::min<std::size_t>(piece_bytes, gathered.bytes - done);
+      gathered.pieces.push_back({memory_ + offset + done, part});
+      done += part;
+    }
+    gathered.keep = std::make_unique<FakePinned>();
+    return gathered;
+  }
+  Status resize(std::uint64_t size) override {
+    const std::lock_guard lock(mutex_);
+    if (size > kMaximum) return Status(EFBIG, "too large");
+    if (size < size_) {
+      std::memset(memory_ + size, 0, size_ - size);
+      release_all_locked((size + FakeDevice::kGranule - 1) / FakeDevice::kGranule);
+    }
+    size_ = size;
+    return {};
+  }
+  Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override {
+    const std::lock_guard lock(mutex_);
+    if (Status status = populate_locked(offset, bytes); !status.ok()) return status;
+    if (!keep_size) size_ = std::max(size_, offset + bytes);
+    return {};
+  }
+  Status punch(std::uint64_t offset, std::uint64_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    if (offset < size_) std::memset(memory_ + offset, 0, std::min(bytes, size_ - offset));
+    return {};
+  }
+  Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override {
+    if (Status status = allocate(offset, bytes, keep_size); !status.ok()) return status;
+    return punch(offset, bytes);
+  }
+  Result<std::uint64_t> seek_data(std::uint64_t offset) override {
+    const std::lock_guard lock(mutex_);
+    for (; offset < size_; offset = (offset / FakeDevice::kGranule + 1) * FakeDevice::kGranule) {
+      if (granules_.contains(offset / FakeDevice::kGranule)) return offset;
+    }
+    return Status(ENXIO, "no data");
+  }
+  Result<std::uint64_t> seek_hole(std::uint64_t offset) override {
+    const std::lock_guard lock(mutex_);
+    if (offset >= size_) return Status(ENXIO, "beyond the end");
+    for (; offset < size_; offset = (offset / FakeDevice::kGranule + 1) * FakeDevice::kGranule) {
+      if (!granules_.contains(offset / FakeDevice::kGranule)) return offset;
+    }
+    return size_;
+  }
+  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override {
+    std::uint64_t done = 0;
+    std::vector<std::byte> chunk(256 * 1024);
+    while (done < bytes) {
+      if (done > 0 || !first_chunk_free) fake_->copies.pass(cancelled);
+      if (cancelled != nullptr && *cancelled) break;
+      const std::size_t part = std::min<std::size_t>(chunk.size(), bytes - done);
+      Result<std::size_t> got = source.read(source_offset + done, std::span(chunk).first(part));
+      if (!got.ok()) return got.status();
+      if (got.value() == 0) return done;
+      Result<std::size_t> put = write(offset + done, std::span<const std::byte>(chunk).first(got.value()));
+      if (!put.ok()) return put.status();
+      done += got.value();
+    }
+    if (done == 0 && bytes > 0) return Status(ECANCELED, "cancelled");
+    return done;
+  }
+  Result<DeviceAddress> pin_address(std::uint64_t) override { return unused(); }
+  Result<UniqueFd> export_descriptor() override { return unused(); }
+
+  std::atomic<bool> first_chunk_free{false};  // copy_from() copies one chunk before it comes to the gate
+  std::size_t piece_bytes = 100'000;
+
+ private:
+  static Status unused() { return Status(EOPNOTSUPP, "the data plane does not use this"); }
+
+  Status populate_locked(std::uint64_t offset, std::uint64_t bytes) {
+    if (offset + bytes > kMaximum || offset + bytes < offset) return Status(EFBIG, "too large");
+    std::set<std::uint64_t> fresh;
+    for (std::uint64_t g = offset / FakeDevice::kGranule; g * FakeDevice::kGranule < offset + bytes; ++g) {
+      if (!granules_.contains(g)) fresh.insert(g);
+    }
+    const std::lock_guard lock(fake_->mutex);
+    if (fake_->used + fresh.size() * FakeDevice::kGranule > fake_->total) return Status(ENOSPC, "device full");
+    fake_->used += fresh.size() * FakeDevice::kGranule;
+    granules_.merge(fresh);
+    return {};
+  }
+  void release_all(std::uint64_t from) {
+    const std::lock_guard lock(mutex_);
+    release_all_locked(from);
+  }
+  void release_all_locked(std::uint64_t from) {
+    const std::lock_guard lock(fake_->mutex);
+    std::erase_if(granules_, [&](std::uint64_t g) {
+      if (g < from) return false;
+      fake_->used -= FakeDevice::kGranule;
+      return true;
+    });
+  }
+
+  const std::shared_ptr<FakeDevice> fake_;
+  const std::shared_ptr<DeviceContext> context_;
+  std::byte* memory_ = nullptr;
+
+  mutable std::mutex mutex_;  // guards all below; the device's mutex is taken under it
+  std::uint64_t size_ = 0;
+  std::set<std::uint64_t> granules_;
+};
+
+class FakeSource : public BufferSource {
+ public:
+  [[nodiscard]] std::int32_t device_count() const override { return 2; }
+  Result<std::shared_ptr<Buffer>> create(std::int32_t index) override {
+    return std::shared_ptr<Buffer>(std::make_shared<FakeBuffer>(device(index)));
+  }
+  Result<MemoryInfo> memory(std::int32_t index) override {
+    const std::lock_guard lock(device(index)->mutex);
+    return MemoryInfo{device(index)->total, device(index)->total - device(index)->used};
+  }
+  std::uint64_t granule(std::int32_t) override { return FakeDevice::kGranule; }
+
+  const std::shared_ptr<FakeDevice>& device(std::int32_t index) { return devices_[static_cast<std::size_t>(index)]; }
+
+ private:
+  std::array<std::shared_ptr<FakeDevice>, 2> devices_{std::make_shared<FakeDevice>(), std::make_shared<FakeDevice>()};
+};
+
+inline gpufs_attributes file_attributes(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644,
+                                        std::int32_t device = 0) {
+  gpufs_attributes attributes{};
+  attributes.ino = ino;
+  attributes.mode = mode;
+  attributes.nlink = 1;
+  attributes.uid = 1000;
+  attributes.gid = 1000;
+  attributes.blksize = 1 << 20;
+  attributes.atime = attributes.mtime = attributes.ctime = 1'000'000;
+  attributes.device = device;
+  return attributes;
+}
+
+struct Reply {
+  fuse_out_header header{};
+  Bytes body;
+
+  [[nodiscard]] int error() const { return -header.error; }
+  template <typename T>
+  [[nodiscard]] T as(std::size_t at = 0) const {
+    T value{};
+    EXPECT_TRUE(read_struct(std::span<const std::byte>(body), at, &value)) << "the reply is too short";
+    return value;
+  }
+};
+
+// Plays the kernel at the other end of a socket that the session takes for /dev/fuse.
+class FakeKernel {
+ public:
+  explicit FakeKernel(UniqueFd fd) : fd_(std::move(fd)) {}
+
+  std::uint64_t next_unique() { return unique_ += 2; }
+
+  static Bytes message(std::uint32_t opcode, std::uint64_t unique, std::uint64_t nodeid, const Bytes& body) {
+    fuse_in_header header{};
+    header.len = static_cast<std::uint32_t>(sizeof(header) + body.size());
+    header.opcode = opcode;
+    header.unique = unique;
+    header.nodeid = nodeid;
+    Bytes message;
+    append(message, header);
+    message.insert(message.end(), body.begin(), body.end());
+    return message;
+  }
+  void send_raw(const Bytes& message) {
+    ASSERT_EQ(::send(fd_.get(), message.data(), message.size(), MSG_NOSIGNAL), static_cast<ssize_t>(message.size()))
+        << std::strerror(errno);
+  }
+  std::uint64_t send(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) {
+    const std::uint64_t unique = next_unique();
+    send_raw(message(opcode, unique, nodeid, body));
+    return unique;
+  }
+
+  // The next message of any kind; nothing when none comes.
+  std::optional<Reply> receive(std::chrono::milliseconds patience = kPatience) {
+    if (!readable(fd_.get(), patience)) return std::nullopt;
+    Bytes buffer(5 << 20);
+    const ssize_t got = ::recv(fd_.get(), buffer.data(), buffer.size(), 0);
+    if (got <= 0) return std::nullopt;
+    buffer.resize(static_cast<std::size_t>(got));
+    Reply reply;
+    EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
+    EXPECT_EQ(reply.header.len, buffer.size());
+    reply.body.assign(buffer.begin() + sizeof(reply.header), buffer.end());
+    return reply;
+  }
+  // The reply to this request; others that come meanwhile are kept for their turn.
+  Reply wait(std::uint64_t unique) {
+    const auto kept = kept_.find(unique);
+    if (kept != kept_.end()) {
+      Reply reply = std::move(kept->second);
+      kept_.erase(kept);
+      return reply;
+    }
+    for (;;) {
+      std::optional<Reply> reply = receive();
+      if (!reply) {
+        ADD_FAILURE() << "no reply to request " << unique;
+        return {};
+      }
+      if (reply->header.unique == unique) return std::move(*reply);
+      EXPECT_TRUE(kept_.emplace(reply->header.unique, *reply).second) << "two replies to one request";
+    }
+  }
+  Reply call(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) {
+    return wait(send(opcode, nodeid, body));
+  }
+  void interrupt(std::uint64_t unique) {
+    send_raw(message(FUSE_INTERRUPT, unique | kUniqueInterruptBit, 0, bytes_of(fuse_interrupt_in{unique})));
+  }
+
+  Reply read(std::uint64_t nodeid, std::uint64_t fh, std::uint64_t offset, std::uint32_t size,
+             std::uint32_t flags = 0) {
+    fuse_read_in in{};
+    in.fh = fh;
+    in.offset = offset;
+    in.size = size;
+    in.flags = flags;
+    return call(FUSE_READ, nodeid, bytes_of(in));
+  }
+  Reply write(std::uint64_t nodeid, std::uint64_t fh, std::uint64_t offset, const Bytes& data,
+              std::uint32_t write_flags = 0) {
+    return call(FUSE_WRITE, nodeid, write_body(fh, offset, data, write_flags));
+  }
+  static Bytes write_body(std::uint64_t fh, std::uint64_t offset, const Bytes& data, std::uint32_t write_flags = 0) {
+    fuse_write_in in{};
+    in.fh = fh;
+    in.offset = offset;
+    in.size = static_cast<std::uint32_t>(data.size());
+    in.write_flags = write_flags;
+    Bytes body = bytes_of(in);
+    body.insert(body.end(), data.begin(), data.end());
+    return body;
+  }
+
+  [[nodiscard]] int fd() const { return fd_.get(); }
+  void hang_up() { fd_.reset(); }
+
+ private:
+  UniqueFd fd_;
+  std::uint64_t unique_ = 0;
+  std::map<std::uint64_t, Reply> kept_;
+};
+
+struct RelayedRequest {
+  fuse_in_header header{};
+  Bytes body;
+  template <typename T>
+  [[nodiscard]] T as(std::size_t at = 0) const {
+    T value{};
+    EXPECT_TRUE(read_struct(std::span<const std::byte>(body), at, &value)) << "the request is too short";
+    return value;
+  }
+};
+
+// Plays pyfuse3 at the other end of the relay.
+class FakeControlPlane {
+ public:
+  explicit FakeControlPlane(UniqueFd fd) : fd_(std::move(fd)) {}
+
+  std::optional<RelayedRequest> receive(std::chrono::milliseconds patience = kPatience) {
+    if (!readable(fd_.get(), patience)) return std::nullopt;
+    Bytes buffer((1 << 20) + 4096);  // what the library reads with: a longer message would be cut
+    const ssize_t got = ::recv(fd_.get(), buffer.data(), buffer.size(), MSG_TRUNC);
+    if (got <= 0) return std::nullopt;
+    EXPECT_LE(static_cast<std::size_t>(got), buffer.size()) << "the message was cut";
+    buffer.resize(static_cast<std::size_t>(got));
+    RelayedRequest request;
+    EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &request.header));
+    EXPECT_EQ(request.header.len, buffer.size());
+    request.body.assign(buffer.begin() + sizeof(request.header), buffer.end());
+    return request;
+  }
+  RelayedRequest expect(std::uint32_t opcode) {
+    std::optional<RelayedRequest> request = receive();
+    if (!request) {
+      ADD_FAILURE() << "nothing was relayed";
+      return {};
+    }
+    EXPECT_EQ(request->header.opcode, opcode);
+    return std::move(*request);
+  }
+  void reply(std::uint64_t unique, int error, const Bytes& body = {}) {
+    fuse_out_header header{};
+    header.len = static_cast<std::uint32_t>(sizeof(header) + body.size());
+    header.error = -error;
+    header.unique = unique;
+    Bytes message;
+    append(message, header);
+    message.insert(message.end(), body.begin(), body.end());
+    send_raw(message);
+  }
+  void send_raw(const Bytes& message) {
+    ASSERT_EQ(::send(fd_.get(), message.data(), message.size(), MSG_NOSIGNAL), static_cast<ssize_t>(message.size()))
+        << std::strerror(errno);
+  }
+
+  [[nodiscard]] int fd() const { return fd_.get(); }
+  void die() { fd_.reset(); }
+
+ private:
+  UniqueFd fd_;
+};
+
+inline constexpr std::uint64_t kKernelFlags =
+    0x73fffffbULL | (kInitDirectIoAllowMmap | kInitPassthrough | kInitOverIoUring | (0xfULL << 32));
+
+// A session between a fake kernel and a fake control plane, with a table over fake devices.
+class SessionTest : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    for (std::int32_t i = 0; i < 2; ++i) {
+      source->device(i)->copies.open();
+      source->device(i)->destructors.open();
+    }
+    if (session) session->close();
+    session.reset();
+    table.reset();
+  }
+
+  void open(SessionOptions options = {}) {
+    table = std::make_unique<InodeTable>(source);
+    ASSERT_TRUE(table->start().ok());
+    Result<RelayPair> device = make_relay_pair();
+    Result<RelayPair> relay = make_relay_pair();
+    ASSERT_TRUE(device.ok() && relay.ok());
+    kernel.emplace(std::move(device.value().control));
+    control.emplace(std::move(relay.value().control));
+    Result<std::unique_ptr<Session>> created =
+        Session::create(std::move(device.value().native), std::move(relay.value().native), *table, options);
+    ASSERT_TRUE(created.ok()) << created.status().message();
+    session = created.take();
+    ASSERT_TRUE(session->start().ok());
+  }
+
+  static fuse_init_in init_request(std::uint64_t flags) {
+    fuse_init_in in{};
+    in.major = FUSE_KERNEL_VERSION;
+    in.minor = 45;
+    in.max_readahead = 131072;
+    in.flags = static_cast<std::uint32_t>(flags);
+    in.flags2 = static_cast<std::uint32_t>(flags >> 32);
+    return in;
+  }
+  // What libfuse 3.14 answers: the flags it was shown and likes.
+  static fuse_init_out init_reply(std::uint32_t flags) {
+    fuse_init_out out{};
+    out.major = FUSE_KERNEL_VERSION;
+    out.minor = 31;
+    out.max_readahead = 131072;
+    out.flags = flags;
+    out.max_background = 0;
+    out.max_write = 1 << 20;
+    out.time_gran = 1;
+    out.max_pages = 256;
+    return out;
+  }
+  // The whole exchange; gives what the kernel gets.
+  fuse_init_out initialize(std::uint64_t flags = kKernelFlags) {
+    const std::uint64_t unique = kernel->send(FUSE_INIT, 0, bytes_of(init_request(flags)));
+    const RelayedRequest request = control->expect(FUSE_INIT);
+    shown = request.as<fuse_init_in>();
+    control->reply(unique, 0, bytes_of(init_reply(shown.flags)));
+    const Reply reply = kernel->wait(unique);
+    EXPECT_EQ(reply.error(), 0);
+    return reply.as<fuse_init_out>();
+  }
+  void open_and_initialize(SessionOptions options = {}) {
+    open(options);
+    if (HasFatalFailure()) return;
+    initialize();
+  }
+
+  std::uint64_t add_file(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644, std::int32_t device = 0) {
+    EXPECT_TRUE(table->add(file_attributes(ino, mode, device)).ok());
+    return open_file(ino);
+  }
+  std::uint64_t open_file(std::uint64_t ino, int flags = O_RDWR) {
+    Result<std::uint64_t> fh = table->open(ino, flags);
+    EXPECT_TRUE(fh.ok());
+    return fh.ok() ? fh.value() : 0;
+  }
+  FakeBuffer& buffer(std::uint64_t ino) { return static_cast<FakeBuffer&>(*table->find(ino)->buffer()); }
+  bool ended(std::chrono::milliseconds patience) { return readable(session->ended_fd(), patience); }
+
+  std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
+  std::unique_ptr<InodeTable> table;
+  std::optional<FakeKernel> kernel;
+  std::optional<FakeControlPlane> control;
+  std::unique_ptr<Session> session;
+  fuse_init_in shown{};
+};
+
+}  // namespace gpufs::fuse

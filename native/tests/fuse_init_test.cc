@@ -1,0 +1,135 @@
+// INIT: what the control plane is shown, and what the kernel is asked for.
+
+#include <gtest/gtest.h>
+
+#include "fuse_fakes.h"
+
+namespace gpufs::fuse {
+namespace {
+
+using InitTest = SessionTest;
+
+std::uint64_t flags_of(const fuse_init_out& out) { return out.flags | (std::uint64_t{out.flags2} << 32); }
+
+TEST_F(InitTest, AddsWhatTheKernelOffers) {
+  open();
+  const fuse_init_out out = initialize();
+  const std::uint64_t flags = flags_of(out);
+  for (const std::uint64_t flag : {kInitParallelDirops, kInitAsyncDio, kInitMaxPages, kInitDirectIoAllowMmap,
+                                   kInitExtended, kInitBigWrites, kInitAsyncRead, kInitDoReaddirplus}) {
+    EXPECT_EQ(flags & flag, flag) << std::hex << flag;
+  }
+  EXPECT_EQ(out.max_pages, 256);
+  EXPECT_EQ(out.max_write, 1U << 20);
+  EXPECT_GE(out.max_background, 64);
+  EXPECT_GT(out.congestion_threshold, 0);
+}
+
+TEST_F(InitTest, HidesWhatTheControlPlaneMustNotTake) {
+  open();
+  const std::uint64_t flags = flags_of(initialize());
+  for (const std::uint64_t flag :
+       {kInitSpliceRead, kInitSpliceWrite, kInitSpliceMove, kInitHandleKillpriv, kInitHandleKillprivV2,
+        kInitWritebackCache, std::uint64_t{FUSE_POSIX_LOCKS}, std::uint64_t{FUSE_FLOCK_LOCKS}, kInitExtended}) {
+    EXPECT_EQ(shown.flags & flag, 0U) << std::hex << flag;
+  }
+  EXPECT_EQ(shown.flags2, 0U);
+  // What changes the layout of messages or needs a server that knows it.
+  for (const std::uint64_t flag : {std::uint64_t{1} << 29, std::uint64_t{1} << 32, std::uint64_t{1} << 34,
+                                   kInitHandleKillpriv, kInitHandleKillprivV2, kInitOverIoUring, kInitPassthrough}) {
+    EXPECT_EQ(flags & flag, 0U) << std::hex << flag;
+  }
+}
+
+TEST_F(InitTest, AsksForNothingThatIsNotOffered) {
+  open();
+  const fuse_init_out out = initialize(kInitDoReaddirplus | kInitAsyncRead);
+  EXPECT_EQ(flags_of(out), kInitDoReaddirplus | kInitAsyncRead);
+  EXPECT_EQ(out.max_pages, 0);
+  EXPECT_EQ(out.max_write, 128U * 1024);  // 32 pages without MAX_PAGES
+}
+
+TEST_F(InitTest, MaskedFlagsCountAsNotOffered) {
+  SessionOptions options;
+  options.mask_flags = kInitDirectIoAllowMmap | kInitAsyncDio;
+  open(options);
+  const std::uint64_t flags = flags_of(initialize());
+  EXPECT_EQ(flags & (kInitDirectIoAllowMmap | kInitAsyncDio), 0U);
+  EXPECT_EQ(shown.flags & kInitAsyncDio, 0U);
+  EXPECT_EQ(flags & kInitParallelDirops, kInitParallelDirops);
+}
+
+TEST_F(InitTest, WithoutTheExtensionTheUpperHalfIsNotMeant) {
+  open();
+  const fuse_init_out out = initialize(kKernelFlags & ~kInitExtended);
+  EXPECT_EQ(out.flags2, 0U);
+  EXPECT_EQ(out.flags & kInitExtended, 0U);
+}
+
+TEST_F(InitTest, MaskingTheExtensionMasksTheUpperHalf) {
+  SessionOptions options;
+  options.mask_flags = kInitExtended;
+  open(options);
+  const fuse_init_out out = initialize();
+  EXPECT_EQ(out.flags2, 0U);
+  EXPECT_EQ(out.flags & kInitExtended, 0U);
+}
+
+TEST_F(InitTest, OldKernelsSendAShortRequest) {
+  open();
+  const fuse_init_in in = init_request(kKernelFlags & UINT32_MAX & ~kInitExtended);
+  Bytes body = bytes_of(in);
+  body.resize(16);
+  const std::uint64_t unique = kernel->send(FUSE_INIT, 0, body);
+  const RelayedRequest request = control->expect(FUSE_INIT);
+  EXPECT_EQ(request.body.size(), 16U);
+  control->reply(unique, 0, bytes_of(init_reply(0)));
+  EXPECT_EQ(kernel->wait(unique).as<fuse_init_out>().flags2, 0U);
+}
+
+TEST_F(InitTest, LargerWritesByOption) {
+  SessionOptions options;
+  options.max_write = 4 << 20;
+  open(options);
+  const fuse_init_out out = initialize();
+  EXPECT_EQ(out.max_write, 4U << 20);
+  EXPECT_EQ(out.max_pages, 1024);
+}
+
+TEST_F(InitTest, ErrorsPassThrough) {
+  open();
+  const std::uint64_t unique = kernel->send(FUSE_INIT, 0, bytes_of(init_request(kKernelFlags)));
+  control->expect(FUSE_INIT);
+  control->reply(unique, EPROTO);
+  EXPECT_EQ(kernel->wait(unique).error(), EPROTO);
+}
+
+TEST_F(InitTest, AnotherMajorProtocolIsRefused) {
+  open();
+  fuse_init_in in = init_request(0);
+  in.major = 8;
+  EXPECT_EQ(kernel->call(FUSE_INIT, 0, bytes_of(in)).error(), EPROTO);
+  EXPECT_EQ(kernel->call(FUSE_INIT, 0, {}).error(), EPROTO);
+}
+
+TEST_F(InitTest, OptionsThatMakeNoSense) {
+  InodeTable empty(source);
+  const auto attempt = [&](const SessionOptions& options) {
+    Result<RelayPair> device = make_relay_pair();
+    Result<RelayPair> relay = make_relay_pair();
+    return Session::create(std::move(device.value().native), std::move(relay.value().native), empty, options).error();
+  };
+  SessionOptions options;
+  options.max_write = 5000;
+  EXPECT_EQ(attempt(options), EINVAL);
+  options = {};
+  options.transport = "carrier pigeon";
+  EXPECT_EQ(attempt(options), EINVAL);
+  options = {};
+  options.operations.attribute_timeout = -1;
+  EXPECT_EQ(attempt(options), EINVAL);
+  EXPECT_EQ(Session::create(UniqueFd(), UniqueFd(), empty, {}).error(), EBADF);
+}
+
+}  // namespace
+}  // namespace gpufs::fuse

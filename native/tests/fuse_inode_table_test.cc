@@ -1,0 +1,233 @@
+// The inode table: attributes, open files, and the memory of files that are no more.
+
+#include <gtest/gtest.h>
+
+#include "fuse_fakes.h"
+
+namespace gpufs::fuse {
+namespace {
+
+class InodeTableTest : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_TRUE(table.start().ok()); }
+  void TearDown() override { source->device(0)->destructors.open(); }
+
+  void write(std::uint64_t ino, std::size_t bytes) {
+    ASSERT_TRUE(table.find(ino)->buffer()->write(0, pattern(bytes, 1)).ok());
+  }
+  void set_links(std::uint64_t ino, std::uint32_t links) {
+    gpufs_attributes attributes{};
+    attributes.nlink = links;
+    ASSERT_TRUE(table.set(ino, GPUFS_SET_NLINK, &attributes).ok());
+  }
+
+  std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
+  InodeTable table{source};
+};
+
+TEST_F(InodeTableTest, SizesAreTheBuffers) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  EXPECT_EQ(table.add(file_attributes(2)).error(), EEXIST);
+  EXPECT_EQ(table.find(2)->attributes().size, 0U);
+  write(2, 100'000);
+  const gpufs_attributes attributes = table.find(2)->attributes();
+  EXPECT_EQ(attributes.size, 100'000U);
+  EXPECT_EQ(attributes.blocks, 2 * FakeDevice::kGranule / 512);
+}
+
+TEST_F(InodeTableTest, WhatHasNoBufferKeepsItsNumbers) {
+  gpufs_attributes directory = file_attributes(1, S_IFDIR | 0755, -1);
+  directory.size = 4096;
+  ASSERT_TRUE(table.add(directory).ok());
+  EXPECT_EQ(table.find(1)->attributes().size, 4096U);
+  directory.size = 77;
+  ASSERT_TRUE(table.set(1, GPUFS_SET_SIZE, &directory).ok());
+  EXPECT_EQ(table.find(1)->attributes().size, 77U);
+  EXPECT_EQ(table.open(1, O_RDONLY).error(), EISDIR);
+  ASSERT_TRUE(table.add(file_attributes(3, S_IFREG | 0444, -1)).ok());  // a control file
+  EXPECT_EQ(table.open(3, O_RDONLY).error(), EINVAL);
+}
+
+TEST_F(InodeTableTest, BadArguments) {
+  EXPECT_EQ(table.add(file_attributes(0)).error(), EINVAL);
+  EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, 2)).error(), EINVAL);
+  EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, -2)).error(), EINVAL);
+  EXPECT_EQ(table.remove(2).error(), ENOENT);
+  gpufs_attributes attributes{};
+  EXPECT_EQ(table.set(2, GPUFS_SET_MODE, &attributes).error(), ENOENT);
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  EXPECT_EQ(table.set(2, 1U << 20, &attributes).error(), EINVAL);
+  attributes.mtime_ns = 1'000'000'000;
+  EXPECT_EQ(table.set(2, GPUFS_SET_MTIME, &attributes).error(), EINVAL);
+  EXPECT_EQ(table.open(9, O_RDONLY).error(), ENOENT);
+  EXPECT_EQ(table.release(InodeTable::kHandleBit | 77).error(), EBADF);
+  EXPECT_EQ(table.file(1), nullptr);
+}
+
+TEST_F(InodeTableTest, SetChangesWhatItNamesAndTheChangeTime) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  gpufs_attributes attributes{};
+  attributes.mode = S_IFDIR | 04755;  // the type stays
+  attributes.uid = 7;
+  ASSERT_TRUE(table.set(2, GPUFS_SET_MODE | GPUFS_SET_UID, &attributes).ok());
+  EXPECT_EQ(attributes.mode, S_IFREG | 04755U);
+  EXPECT_EQ(attributes.uid, 7U);
+  EXPECT_EQ(attributes.gid, 1000U);
+  EXPECT_EQ(attributes.mtime, 1'000'000);
+  EXPECT_GT(attributes.ctime, 1'000'000);
+
+  attributes = {};
+  attributes.mtime = 5;
+  attributes.mtime_ns = 6;
+  attributes.ctime = 9;
+  ASSERT_TRUE(table.set(2, GPUFS_SET_MTIME | GPUFS_SET_CTIME, &attributes).ok());
+  EXPECT_EQ(attributes.mtime, 5);
+  EXPECT_EQ(attributes.mtime_ns, 6U);
+  EXPECT_EQ(attributes.ctime, 9);
+  ASSERT_TRUE(table.set(2, GPUFS_SET_ATIME_NOW | GPUFS_SET_CTIME, &attributes).ok());
+  EXPECT_GT(attributes.atime, 1'000'000);
+  EXPECT_EQ(attributes.ctime, 9);
+}
+
+TEST_F(InodeTableTest, ANewSizeIsAModification) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  gpufs_attributes attributes{};
+  attributes.size = 12345;
+  ASSERT_TRUE(table.set(2, GPUFS_SET_SIZE, &attributes).ok());
+  EXPECT_EQ(attributes.size, 12345U);
+  EXPECT_EQ(attributes.blocks, 0U);
+  EXPECT_GT(attributes.mtime, 1'000'000);
+  attributes.size = 1;
+  attributes.mtime = 3;
+  ASSERT_TRUE(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MTIME, &attributes).ok());
+  EXPECT_EQ(attributes.mtime, 3);
+}
+
+TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  gpufs_attributes attributes{};
+  attributes.size = FakeBuffer::kMaximum + 1;
+  attributes.mode = 0;
+  EXPECT_EQ(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MODE, &attributes).error(), EFBIG);
+  EXPECT_EQ(table.find(2)->attributes().mode, S_IFREG | 0644U);
+}
+
+TEST_F(InodeTableTest, AccessTimeByTheRelatimeRule) {
+  gpufs_attributes attributes = file_attributes(2);
+  attributes.atime = attributes.mtime - 1;
+  ASSERT_TRUE(table.add(attributes).ok());
+  const std::shared_ptr<Inode> inode = table.find(2);
+  inode->was_read();
+  const gpufs_attributes first = inode->attributes();
+  EXPECT_GT(first.atime, 1'000'000);
+  inode->was_read();  // later than the last change already
+  const gpufs_attributes second = inode->attributes();
+  EXPECT_EQ(second.atime, first.atime);
+  EXPECT_EQ(second.atime_ns, first.atime_ns);
+  inode->was_written(false);
+  inode->was_read();
+  const gpufs_attributes third = inode->attributes();
+  EXPECT_TRUE(third.atime > first.atime || third.atime_ns != first.atime_ns);
+
+  gpufs_attributes old = file_attributes(3);
+  old.mtime = old.ctime = 1;
+  old.atime = 2;  // later than the changes, but a day old
+  ASSERT_TRUE(table.add(old).ok());
+  table.find(3)->was_read();
+  EXPECT_GT(table.find(3)->attributes().atime, 2);
+}
+
+TEST_F(InodeTableTest, SetIdBits) {
+  EXPECT_EQ(mode_without_set_id(S_IFREG | 06755), S_IFREG | 0755U);
+  EXPECT_EQ(mode_without_set_id(S_IFREG | 06745), S_IFREG | 02745U);  // without group execution it is no set-id bit
+  EXPECT_EQ(mode_without_set_id(S_IFDIR | 06755), S_IFDIR | 06755U);
+}
+
+TEST_F(InodeTableTest, OpenTruncates) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  write(2, 1000);
+  Result<std::uint64_t> fh = table.open(2, O_WRONLY | O_TRUNC);
+  ASSERT_TRUE(fh.ok());
+  EXPECT_NE(fh.value() & InodeTable::kHandleBit, 0U);
+  EXPECT_EQ(table.find(2)->attributes().size, 0U);
+  EXPECT_TRUE(table.release(fh.value()).ok());
+  EXPECT_EQ(table.release(fh.value()).error(), EBADF);
+}
+
+TEST_F(InodeTableTest, AnUnlinkedOpenFileLivesUntilItIsClosed) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  write(2, 1000);
+  const std::uint64_t fh = table.open(2, O_RDONLY).take();
+  set_links(2, 0);
+  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  ASSERT_TRUE(table.remove(2).ok());
+  EXPECT_EQ(table.find(2), nullptr);
+  EXPECT_EQ(table.file(fh)->inode->attributes().size, 1000U);
+  ASSERT_TRUE(table.release(fh).ok());
+  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+  EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
+}
+
+TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
+  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  write(2, 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  set_links(2, 0);  // the kernel may still hold it
+  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(1), 0U);
+  EXPECT_EQ(table.orphan_bytes(-1), 3 * FakeDevice::kGranule);
+  const std::uint64_t fh = table.open(2, O_RDONLY).take();  // through /proc/self/fd
+  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  ASSERT_TRUE(table.release(fh).ok());
+  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  set_links(2, 1);  // linked again
+  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  set_links(2, 0);
+
+  source->device(0)->destructors.close();
+  ASSERT_TRUE(table.remove(2).ok());  // returns although freeing takes long
+  EXPECT_TRUE(source->device(0)->destructors.wait_for_visitors(1));
+  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  const std::uint64_t noted = table.reaped();
+  EXPECT_EQ(table.wait_for_orphans(0, noted, 5ms), InodeTable::Wait::kTimeOver);
+  EXPECT_EQ(table.wait_for_orphans(1, noted, 5ms), InodeTable::Wait::kNothing);
+  source->device(0)->destructors.open();
+  EXPECT_EQ(table.wait_for_orphans(0, noted, kPatience), InodeTable::Wait::kFreed);
+  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  EXPECT_EQ(table.counts().orphans, 0U);
+}
+
+TEST_F(InodeTableTest, ManyThreads) {
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (std::uint64_t i = 0; i < 300; ++i) {
+        const std::uint64_t ino = 10 + (i * 7 + t) % 5;  // several threads on one inode
+        static_cast<void>(table.add(file_attributes(ino)));
+        Result<std::uint64_t> fh = table.open(ino, O_RDWR);
+        if (fh.ok()) {
+          const std::shared_ptr<OpenFile> file = table.file(fh.value());
+          EXPECT_TRUE(file->inode->buffer()->write(0, pattern(100, t)).ok());
+          file->inode->was_written(true);
+          file->inode->was_read();
+        }
+        gpufs_attributes attributes{};
+        attributes.nlink = i % 2 == 0 ? 0 : 1;
+        static_cast<void>(table.set(ino, GPUFS_SET_NLINK, &attributes));
+        static_cast<void>(table.orphan_bytes(-1));
+        if (i % 3 == 0) static_cast<void>(table.remove(ino));
+        if (fh.ok()) {
+          EXPECT_TRUE(table.release(fh.value()).ok());
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (std::uint64_t ino = 10; ino < 15; ++ino) static_cast<void>(table.remove(ino));
+  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+  EXPECT_EQ(table.counts().files, 0U);
+  EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
+}
+
+}  // namespace
+}  // namespace gpufs::fuse

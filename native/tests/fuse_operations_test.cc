@@ -1,0 +1,446 @@
+// The operations that native threads serve.
+
+#include <gtest/gtest.h>
+#include <linux/falloc.h>
+
+#include "fuse_fakes.h"
+
+namespace gpufs::fuse {
+namespace {
+
+class OperationsTest : public SessionTest {
+ protected:
+  void SetUp() override { open_and_initialize(options()); }
+  static SessionOptions options() {
+    SessionOptions options;
+    options.operations.attribute_timeout = 1.5;
+    options.operations.space_patience = 2000ms;
+    return options;
+  }
+
+  Bytes copy_body(std::uint64_t from, std::uint64_t to, std::uint64_t bytes, std::uint64_t from_offset = 0,
+                  std::uint64_t to_offset = 0) {
+    fuse_copy_file_range_in in{};
+    in.fh_in = from;
+    in.off_in = from_offset;
+    in.fh_out = to;
+    in.off_out = to_offset;
+    in.len = bytes;
+    return bytes_of(in);
+  }
+  Reply fallocate(std::uint64_t fh, std::uint32_t mode, std::uint64_t offset, std::uint64_t length) {
+    fuse_fallocate_in in{};
+    in.fh = fh;
+    in.mode = mode;
+    in.offset = offset;
+    in.length = length;
+    return kernel->call(FUSE_FALLOCATE, 2, bytes_of(in));
+  }
+  Reply lseek(std::uint64_t ino, std::uint64_t fh, std::uint32_t whence, std::uint64_t offset) {
+    fuse_lseek_in in{};
+    in.fh = fh;
+    in.offset = offset;
+    in.whence = whence;
+    return kernel->call(FUSE_LSEEK, ino, bytes_of(in));
+  }
+  void fill_device(std::int32_t device) {
+    const std::lock_guard lock(source->device(device)->mutex);
+    source->device(device)->total = source->device(device)->used;
+  }
+};
+
+TEST_F(OperationsTest, WhatIsWrittenIsRead) {
+  const std::uint64_t fh = add_file(2);
+  for (const std::size_t bytes : {1UL, 4096UL, 12345UL, 1UL << 20}) {
+    const Bytes data = pattern(bytes, static_cast<unsigned>(bytes));
+    EXPECT_EQ(kernel->write(2, fh, 777, data).as<fuse_write_out>().size, bytes);
+    EXPECT_EQ(kernel->read(2, fh, 777, static_cast<std::uint32_t>(bytes)).body, data);
+  }
+  EXPECT_EQ(kernel->write(2, fh, 0, {}).as<fuse_write_out>().size, 0U);
+}
+
+TEST_F(OperationsTest, ReadsEndAtTheEndOfTheFile) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(1000, 1));
+  EXPECT_EQ(kernel->read(2, fh, 900, 4096).body.size(), 100U);
+  EXPECT_EQ(kernel->read(2, fh, 1000, 4096).body.size(), 0U);
+  EXPECT_EQ(kernel->read(2, fh, 1 << 30, 4096).body.size(), 0U);
+  EXPECT_EQ(kernel->read(2, fh, 0, 0).body.size(), 0U);
+}
+
+TEST_F(OperationsTest, DevicesThatTheCpuCannotAddress) {
+  source->device(1)->addressable = false;
+  const std::uint64_t fh = add_file(3, S_IFREG | 0644, 1);
+  const Bytes data = pattern(1 << 20, 3);
+  kernel->write(3, fh, 5, data);
+  EXPECT_EQ(kernel->read(3, fh, 5, 1 << 20).body, data);
+}
+
+TEST_F(OperationsTest, MorePiecesThanAReplyMayHave) {
+  const std::uint64_t fh = add_file(2);
+  buffer(2).piece_bytes = 100;
+  const Bytes data = pattern(1 << 20, 4);
+  kernel->write(2, fh, 0, data);
+  EXPECT_EQ(kernel->read(2, fh, 0, 1 << 20).body, data);
+}
+
+TEST_F(OperationsTest, HandlesAreChecked) {
+  add_file(2);
+  const std::uint64_t stale = InodeTable::kHandleBit | 12345;
+  EXPECT_EQ(kernel->read(2, stale, 0, 100).error(), EBADF);
+  EXPECT_EQ(kernel->write(2, stale, 0, pattern(10, 1)).error(), EBADF);
+  EXPECT_EQ(lseek(2, stale, SEEK_DATA, 0).error(), EBADF);
+  EXPECT_EQ(fallocate(stale, 0, 0, 10).error(), EBADF);
+  EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(stale, stale, 10)).error(), EBADF);
+  fuse_flush_in flush{};
+  flush.fh = stale;
+  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), EBADF);
+}
+
+TEST_F(OperationsTest, RangesThatOverflow) {
+  const std::uint64_t fh = add_file(2);
+  EXPECT_EQ(kernel->read(2, fh, UINT64_MAX - 10, 100).error(), EINVAL);
+  EXPECT_EQ(kernel->read(2, fh, INT64_MAX, 100).error(), EINVAL);
+  EXPECT_EQ(kernel->write(2, fh, UINT64_MAX - 10, pattern(100, 1)).error(), EFBIG);
+  EXPECT_EQ(kernel->write(2, fh, FakeBuffer::kMaximum, pattern(100, 1)).error(), EFBIG);
+  EXPECT_EQ(fallocate(fh, 0, UINT64_MAX, 2).error(), EFBIG);
+  EXPECT_EQ(lseek(2, fh, SEEK_DATA, UINT64_MAX).error(), EINVAL);
+  EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(fh, fh, 100, UINT64_MAX)).error(), EINVAL);
+  EXPECT_EQ(table->find(2)->attributes().size, 0U);
+}
+
+TEST_F(OperationsTest, MessagesThatAreTooShort) {
+  const std::uint64_t fh = add_file(2);
+  for (const std::uint32_t opcode : {FUSE_READ, FUSE_WRITE, FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE,
+                                     FUSE_FLUSH, FUSE_FSYNC}) {
+    EXPECT_EQ(kernel->call(opcode, 2, Bytes(4)).error(), EINVAL) << opcode_name(opcode);
+  }
+  Bytes body = FakeKernel::write_body(fh, 0, pattern(100, 1));
+  body.resize(body.size() - 1);  // says 100 bytes and brings 99
+  EXPECT_EQ(kernel->call(FUSE_WRITE, 2, body).error(), EINVAL);
+}
+
+TEST_F(OperationsTest, AHeaderWithAWrongLength) {
+  Bytes message = FakeKernel::message(FUSE_GETATTR, 100, 2, Bytes(16));
+  message.resize(message.size() - 8);
+  kernel->send_raw(message);
+  EXPECT_EQ(kernel->wait(100).error(), EIO);
+  kernel->send_raw(Bytes(10));  // not even a header: nobody to answer
+  EXPECT_FALSE(kernel->receive(kQuiet));
+}
+
+TEST_F(OperationsTest, WritesSetTimesAndDropSetId) {
+  const std::uint64_t fh = add_file(2, S_IFREG | 06755);
+  kernel->write(2, fh, 0, pattern(10, 1));
+  EXPECT_EQ(table->find(2)->attributes().mode, S_IFREG | 06755U);  // by somebody who may keep them
+  EXPECT_GT(table->find(2)->attributes().mtime, 1'000'000);
+  EXPECT_GT(table->find(2)->attributes().ctime, 1'000'000);
+  kernel->write(2, fh, 0, pattern(10, 1), kWriteKillSetId);
+  EXPECT_EQ(table->find(2)->attributes().mode, S_IFREG | 0755U);
+}
+
+TEST_F(OperationsTest, ReadsSetTheAccessTime) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(10, 1));
+  const std::int64_t before = table->find(2)->attributes().atime;
+  kernel->read(2, fh, 0, 10, O_NOATIME);
+  EXPECT_EQ(table->find(2)->attributes().atime, before);
+  kernel->read(2, fh, 0, 10);
+  EXPECT_GT(table->find(2)->attributes().atime, before);
+}
+
+TEST_F(OperationsTest, Getattr) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(1000, 1));
+  const fuse_attr_out out = kernel->call(FUSE_GETATTR, 2, bytes_of(fuse_getattr_in{})).as<fuse_attr_out>();
+  EXPECT_EQ(out.attr_valid, 1U);
+  EXPECT_EQ(out.attr_valid_nsec, 500'000'000U);
+  EXPECT_EQ(out.attr.ino, 2U);
+  EXPECT_EQ(out.attr.size, 1000U);
+  EXPECT_EQ(out.attr.blocks, FakeDevice::kGranule / 512);
+  EXPECT_EQ(out.attr.mode, S_IFREG | 0644U);
+  EXPECT_EQ(out.attr.nlink, 1U);
+  EXPECT_EQ(out.attr.uid, 1000U);
+  EXPECT_EQ(out.attr.blksize, 1U << 20);
+}
+
+TEST_F(OperationsTest, GetattrOfAnUnknownInodeIsRelayed) {
+  const std::uint64_t unique = kernel->send(FUSE_GETATTR, 99, bytes_of(fuse_getattr_in{}));
+  control->expect(FUSE_GETATTR);
+  control->reply(unique, ENOENT);
+  EXPECT_EQ(kernel->wait(unique).error(), ENOENT);
+}
+
+TEST_F(OperationsTest, Statfs) {
+  const std::uint64_t fh = add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0755, -1)).ok());
+  kernel->write(2, fh, 0, pattern(FakeDevice::kGranule, 1));
+  const fuse_statfs_out file = kernel->call(FUSE_STATFS, 2, {}).as<fuse_statfs_out>();
+  EXPECT_EQ(file.st.blocks * file.st.frsize, 64U << 20);
+  EXPECT_EQ(file.st.bfree * file.st.frsize, (64U << 20) - FakeDevice::kGranule);
+  EXPECT_EQ(file.st.bavail, file.st.bfree);
+  EXPECT_EQ(file.st.namelen, 255U);
+  const fuse_statfs_out all = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();  // no device: all of them
+  EXPECT_EQ(all.st.blocks * all.st.frsize, 128U << 20);
+
+  // What a removed file still holds counts as free.
+  ASSERT_TRUE(table->release(fh).ok());
+  gpufs_attributes gone{};
+  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+  const fuse_statfs_out after = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();
+  EXPECT_EQ(after.st.bfree, after.st.blocks);
+}
+
+TEST_F(OperationsTest, SecurityAttributesAreNotThere) {
+  add_file(2);
+  const auto body = [](std::string_view name) {
+    Bytes bytes = bytes_of(fuse_getxattr_in{100, 0});
+    append_text(bytes, name);
+    return bytes;
+  };
+  EXPECT_EQ(kernel->call(FUSE_GETXATTR, 2, body("security.capability")).error(), ENODATA);
+  for (const auto& [ino, name] : {std::pair{2, "user.note"}, std::pair{99, "security.capability"}}) {
+    const std::uint64_t unique = kernel->send(FUSE_GETXATTR, static_cast<std::uint64_t>(ino), body(name));
+    control->expect(FUSE_GETXATTR);
+    control->reply(unique, EOPNOTSUPP);
+    EXPECT_EQ(kernel->wait(unique).error(), EOPNOTSUPP);
+  }
+}
+
+TEST_F(OperationsTest, WhatIsNeverRelayed) {
+  add_file(2);
+  // An ENOSYS from the control plane would switch these off for the whole mount.
+  EXPECT_EQ(kernel->call(FUSE_IOCTL, 2, Bytes(sizeof(fuse_ioctl_in))).error(), ENOTTY);
+  EXPECT_EQ(kernel->call(kOpcodeStatx, 2, Bytes(24)).error(), ENOSYS);
+  EXPECT_EQ(fallocate(7, 0, 0, 10).error(), EOPNOTSUPP);
+  EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(7, 8, 10)).error(), EXDEV);
+  EXPECT_FALSE(control->receive(kQuiet));
+}
+
+TEST_F(OperationsTest, Lseek) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 3 * FakeDevice::kGranule, pattern(10, 1));
+  EXPECT_EQ(lseek(2, fh, SEEK_DATA, 0).as<fuse_lseek_out>().offset, 3 * FakeDevice::kGranule);
+  EXPECT_EQ(lseek(2, fh, SEEK_HOLE, 0).as<fuse_lseek_out>().offset, 0U);
+  EXPECT_EQ(lseek(2, fh, SEEK_HOLE, 3 * FakeDevice::kGranule).as<fuse_lseek_out>().offset,
+            3 * FakeDevice::kGranule + 10);
+  EXPECT_EQ(lseek(2, fh, SEEK_DATA, 1 << 30).error(), ENXIO);
+  EXPECT_EQ(lseek(2, fh, SEEK_END, 0).error(), EINVAL);
+}
+
+TEST_F(OperationsTest, LseekOnControlFiles) {
+  gpufs_attributes attributes = file_attributes(5, S_IFREG | 0444, -1);
+  attributes.size = 100;
+  ASSERT_TRUE(table->add(attributes).ok());
+  EXPECT_EQ(lseek(5, 17, SEEK_DATA, 10).as<fuse_lseek_out>().offset, 10U);
+  EXPECT_EQ(lseek(5, 17, SEEK_HOLE, 10).as<fuse_lseek_out>().offset, 100U);
+  EXPECT_EQ(lseek(5, 17, SEEK_HOLE, 100).error(), ENXIO);
+  EXPECT_EQ(lseek(99, 17, SEEK_HOLE, 0).error(), EBADF);
+}
+
+TEST_F(OperationsTest, FlushAndFsync) {
+  const std::uint64_t fh = add_file(2);
+  fuse_flush_in flush{};
+  flush.fh = fh;
+  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), 0);
+  fuse_fsync_in fsync{};
+  fsync.fh = fh;
+  EXPECT_EQ(kernel->call(FUSE_FSYNC, 2, bytes_of(fsync)).error(), 0);
+  fsync.fh = 17;  // a control file's: not ours to know
+  const std::uint64_t unique = kernel->send(FUSE_FSYNC, 5, bytes_of(fsync));
+  control->expect(FUSE_FSYNC);
+  control->reply(unique, 0);
+  EXPECT_EQ(kernel->wait(unique).error(), 0);
+}
+
+TEST_F(OperationsTest, Fallocate) {
+  const std::uint64_t fh = add_file(2);
+  EXPECT_EQ(fallocate(fh, 0, 0, 100'000).error(), 0);
+  EXPECT_EQ(table->find(2)->attributes().size, 100'000U);
+  EXPECT_EQ(fallocate(fh, FALLOC_FL_KEEP_SIZE, 0, 1 << 20).error(), 0);
+  EXPECT_EQ(table->find(2)->attributes().size, 100'000U);
+  EXPECT_EQ(table->find(2)->attributes().blocks, (1U << 20) / 512);
+  kernel->write(2, fh, 0, pattern(100, 1));
+  EXPECT_EQ(fallocate(fh, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 100).error(), 0);
+  EXPECT_EQ(kernel->read(2, fh, 0, 100).body, Bytes(100));
+  EXPECT_EQ(fallocate(fh, FALLOC_FL_ZERO_RANGE, 0, 200'000).error(), 0);
+  EXPECT_EQ(table->find(2)->attributes().size, 200'000U);
+  EXPECT_EQ(fallocate(fh, FALLOC_FL_PUNCH_HOLE, 0, 100).error(), EOPNOTSUPP);
+  EXPECT_EQ(fallocate(fh, FALLOC_FL_COLLAPSE_RANGE, 0, 4096).error(), EOPNOTSUPP);
+  EXPECT_EQ(fallocate(fh, 0, 0, 0).error(), EINVAL);
+  EXPECT_EQ(fallocate(fh, 0, 0, FakeBuffer::kMaximum + 1).error(), EFBIG);
+}
+
+TEST_F(OperationsTest, FallocateWithoutSpaceLeavesTheFileAsItWas) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(10, 1));
+  fill_device(0);
+  EXPECT_EQ(fallocate(fh, 0, 0, 10 << 20).error(), ENOSPC);
+  EXPECT_EQ(table->find(2)->attributes().size, 10U);
+  EXPECT_EQ(table->find(2)->attributes().blocks, FakeDevice::kGranule / 512);
+}
+
+TEST_F(OperationsTest, CopyFileRange) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3, S_IFREG | 0644, 1);
+  const Bytes data = pattern(1 << 20, 9);
+  kernel->write(2, from, 0, data);
+  EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20)).as<fuse_write_out>().size, 1U << 20);
+  EXPECT_EQ(kernel->read(3, to, 0, 1 << 20).body, data);
+  // The whole file and more: the count says where it ended.
+  const Reply wide = kernel->call(kOpcodeCopyFileRange64, 2, copy_body(from, to, std::uint64_t{1} << 40, 1000));
+  EXPECT_EQ(wide.as<CopyFileRangeOut>().bytes_copied, (1U << 20) - 1000U);
+  EXPECT_EQ(wide.body.size(), 8U);
+  EXPECT_GT(table->find(3)->attributes().mtime, 1'000'000);
+  Bytes flagged = copy_body(from, to, 10);
+  flagged.back() = std::byte{1};
+  EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, flagged).error(), EINVAL);
+}
+
+TEST_F(OperationsTest, ACopyDoesNotHoldUpOthers) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(1));
+  EXPECT_EQ(kernel->read(2, from, 0, 10).body.size(), 10U);
+  source->device(0)->copies.open();
+  EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
+}
+
+TEST_F(OperationsTest, ReleaseDuringACopy) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(1));
+  for (const std::uint64_t fh : {from, to}) ASSERT_TRUE(table->release(fh).ok());
+  for (const std::uint64_t ino : {2, 3}) ASSERT_TRUE(table->remove(ino).ok());
+  EXPECT_EQ(source->device(0)->alive, 2);  // what is being used is not freed
+  source->device(0)->copies.open();
+  EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
+  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+}
+
+TEST_F(OperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  buffer(3).first_chunk_free = true;
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(1));
+  kernel->interrupt(copy);
+  EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 256U * 1024);
+  EXPECT_FALSE(kernel->receive(kQuiet));  // an INTERRUPT has no reply
+}
+
+TEST_F(OperationsTest, InterruptBeforeAnythingIsDoneGivesEintr) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(1));
+  kernel->interrupt(copy);
+  EXPECT_EQ(kernel->wait(copy).error(), EINTR);
+}
+
+TEST_F(OperationsTest, AnInterruptThatComesBeforeItsRequestIsRemembered) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  const std::uint64_t unique = kernel->next_unique();
+  kernel->interrupt(unique);
+  kernel->send_raw(FakeKernel::message(FUSE_COPY_FILE_RANGE, unique, 2, copy_body(from, to, 1 << 20)));
+  EXPECT_EQ(kernel->wait(unique).error(), EINTR);
+  // Only that one.
+  EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20)).as<fuse_write_out>().size, 1U << 20);
+}
+
+TEST_F(OperationsTest, InterruptsOfWhatHasEndedAreHarmless) {
+  const std::uint64_t fh = add_file(2);
+  for (int i = 0; i < 1000; ++i) kernel->interrupt(1'000'000 + static_cast<std::uint64_t>(i) * 2);
+  kernel->write(2, fh, 0, pattern(10, 1));
+  EXPECT_EQ(kernel->read(2, fh, 0, 10).body.size(), 10U);
+  EXPECT_NE(session->statistics().find("\"remembered\": 1000"), std::string::npos);
+}
+
+TEST_F(OperationsTest, AnInterruptReachesWhatStillWaitsForAWorker) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  std::vector<std::uint64_t> copies;
+  for (int i = 0; i < 6; ++i) copies.push_back(kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20)));
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(4));  // all workers
+  kernel->interrupt(copies.back());
+  EXPECT_EQ(kernel->wait(copies.back()).error(), EINTR);
+  source->device(0)->copies.open();
+  copies.pop_back();
+  for (const std::uint64_t copy : copies) EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
+}
+
+TEST_F(OperationsTest, AFullDevice) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(FakeDevice::kGranule, 1));
+  fill_device(0);
+  EXPECT_EQ(kernel->write(2, fh, FakeDevice::kGranule, pattern(10, 1)).error(), ENOSPC);
+  EXPECT_EQ(table->find(2)->attributes().size, FakeDevice::kGranule);
+  // What fits is written.
+  const Bytes data = pattern(1000, 5);
+  EXPECT_EQ(kernel->write(2, fh, FakeDevice::kGranule - 100, data).as<fuse_write_out>().size, 100U);
+  EXPECT_EQ(kernel->read(2, fh, FakeDevice::kGranule - 100, 1000).body, Bytes(data.begin(), data.begin() + 100));
+}
+
+TEST_F(OperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
+  const std::uint64_t old = add_file(2);
+  const std::uint64_t fresh = add_file(3);
+  kernel->write(2, old, 0, pattern(1 << 20, 1));
+  fill_device(0);
+  ASSERT_TRUE(table->release(old).ok());
+  gpufs_attributes gone{};
+  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+  const Bytes data = pattern(1 << 20, 2);
+  const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, data));
+  EXPECT_FALSE(kernel->receive(kQuiet));
+  ASSERT_TRUE(table->remove(2).ok());  // the kernel's FORGET has come
+  EXPECT_EQ(kernel->wait(write).as<fuse_write_out>().size, 1U << 20);
+  EXPECT_EQ(kernel->read(3, fresh, 0, 1 << 20).body, data);
+}
+
+TEST_F(OperationsTest, ItDoesNotWaitForEver) {
+  const std::uint64_t old = add_file(2);
+  const std::uint64_t fresh = add_file(3);
+  kernel->write(2, old, 0, pattern(1 << 20, 1));
+  fill_device(0);
+  ASSERT_TRUE(table->release(old).ok());
+  gpufs_attributes gone{};
+  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+  const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, pattern(10, 1)));
+  const std::uint64_t interrupted = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, pattern(10, 1)));
+  EXPECT_FALSE(kernel->receive(kQuiet));
+  kernel->interrupt(interrupted);
+  EXPECT_EQ(kernel->wait(interrupted).error(), EINTR);
+  EXPECT_EQ(kernel->wait(write).error(), ENOSPC);
+}
+
+TEST_F(OperationsTest, ManyWritersAndReaders) {
+  const std::uint64_t fh = add_file(2);
+  // The kernel's end is used by this thread alone; what runs in parallel are the session's readers.
+  std::vector<std::uint64_t> writes;
+  for (unsigned i = 0; i < 60; ++i) {
+    writes.push_back(kernel->send(FUSE_WRITE, 2, FakeKernel::write_body(fh, i * 50'000, pattern(50'000, i))));
+    if (writes.size() >= 8) {
+      EXPECT_EQ(kernel->wait(writes.front()).as<fuse_write_out>().size, 50'000U);
+      writes.erase(writes.begin());
+    }
+  }
+  for (const std::uint64_t write : writes) EXPECT_EQ(kernel->wait(write).as<fuse_write_out>().size, 50'000U);
+  for (unsigned i = 0; i < 60; ++i) EXPECT_EQ(kernel->read(2, fh, i * 50'000, 50'000).body, pattern(50'000, i));
+}
+
+}  // namespace
+}  // namespace gpufs::fuse

@@ -1,0 +1,494 @@
+// The two planes together: what is relayed and how it is amended, and how everything ends.
+
+#include <gtest/gtest.h>
+
+#include "fuse_fakes.h"
+
+namespace gpufs::fuse {
+namespace {
+
+class RelayTest : public SessionTest {
+ protected:
+  void SetUp() override { open_and_initialize(); }
+
+  static fuse_entry_out entry_of(std::uint64_t ino) {
+    fuse_entry_out entry{};
+    entry.nodeid = ino;
+    entry.generation = 7;
+    entry.entry_valid = 3;
+    entry.attr.ino = ino;
+    entry.attr.mode = S_IFREG | 0600;
+    entry.attr.size = 1;  // what the control plane believes
+    return entry;
+  }
+  Reply relay_reply(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& request, const Bytes& reply) {
+    const std::uint64_t unique = kernel->send(opcode, nodeid, request);
+    EXPECT_EQ(control->expect(opcode).header.unique, unique);
+    control->reply(unique, 0, reply);
+    return kernel->wait(unique);
+  }
+  Bytes name() {
+    Bytes bytes;
+    append_text(bytes, "name");
+    return bytes;
+  }
+  std::string statistics() { return session->statistics(); }
+  bool counted(const std::string& text) { return statistics().find(text) != std::string::npos; }
+};
+
+TEST_F(RelayTest, UnchangedThere) {
+  const std::uint64_t unique = kernel->send(FUSE_LOOKUP, 1, name());
+  const RelayedRequest request = control->expect(FUSE_LOOKUP);
+  EXPECT_EQ(request.header.unique, unique);
+  EXPECT_EQ(request.header.nodeid, 1U);
+  EXPECT_EQ(request.body, name());
+  control->reply(unique, ENOENT);
+  EXPECT_EQ(kernel->wait(unique).error(), ENOENT);
+}
+
+TEST_F(RelayTest, EntriesGetTheTablesAttributes) {
+  const std::uint64_t fh = add_file(2, S_IFREG | 0640);
+  kernel->write(2, fh, 0, pattern(5000, 1));
+  for (const std::uint32_t opcode : {FUSE_LOOKUP, FUSE_MKNOD, FUSE_MKDIR, FUSE_SYMLINK, FUSE_LINK}) {
+    const fuse_entry_out entry = relay_reply(opcode, 1, name(), bytes_of(entry_of(2))).as<fuse_entry_out>();
+    EXPECT_EQ(entry.attr.size, 5000U) << opcode_name(opcode);
+    EXPECT_EQ(entry.attr.mode, S_IFREG | 0640U);
+    EXPECT_EQ(entry.generation, 7U);
+    EXPECT_EQ(entry.entry_valid, 3U);
+    EXPECT_EQ(entry.attr.ino, 2U);
+  }
+  // What the table does not know, and names that are not there, stay.
+  EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), bytes_of(entry_of(9))).as<fuse_entry_out>().attr.size, 1U);
+  EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), bytes_of(entry_of(0))).as<fuse_entry_out>().attr.size, 1U);
+}
+
+TEST_F(RelayTest, SetattrGetsTheTablesAttributes) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(5000, 1));
+  fuse_attr_out out{};
+  out.attr_valid = 4;
+  out.attr.ino = 2;
+  const fuse_attr_out got =
+      relay_reply(FUSE_SETATTR, 2, bytes_of(fuse_setattr_in{}), bytes_of(out)).as<fuse_attr_out>();
+  EXPECT_EQ(got.attr.size, 5000U);
+  EXPECT_EQ(got.attr_valid, 4U);
+}
+
+TEST_F(RelayTest, BuffersOpenForDirectIo) {
+  const std::uint64_t fh = add_file(2);
+  fuse_open_out open{};
+  open.fh = fh;
+  open.open_flags = kOpenKeepCache;
+  const Reply opened = relay_reply(FUSE_OPEN, 2, bytes_of(fuse_open_in{}), bytes_of(open));
+  EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
+  EXPECT_EQ(opened.as<fuse_open_out>().fh, fh);
+
+  Bytes create = bytes_of(entry_of(2));
+  append(create, open);
+  const Reply created = relay_reply(FUSE_CREATE, 1, name(), create);
+  EXPECT_EQ(created.as<fuse_open_out>(sizeof(fuse_entry_out)).open_flags,
+            kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
+  EXPECT_EQ(created.as<fuse_entry_out>().attr.mode, S_IFREG | 0644U);
+}
+
+TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
+  fuse_open_out open{};
+  open.fh = 17;
+  open.open_flags = kOpenKeepCache | kOpenDirectIo;
+  const Reply opened = relay_reply(FUSE_OPEN, 5, bytes_of(fuse_open_in{}), bytes_of(open));
+  EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo);
+}
+
+TEST_F(SessionTest, BuffersOpenCachedWhereDirectIoCannotBeMapped) {
+  open();
+  initialize(kKernelFlags & ~kInitDirectIoAllowMmap);
+  fuse_open_out out{};
+  out.fh = add_file(2);
+  out.open_flags = kOpenKeepCache | kOpenDirectIo;
+  const std::uint64_t unique = kernel->send(FUSE_OPEN, 2, bytes_of(fuse_open_in{}));
+  control->expect(FUSE_OPEN);
+  control->reply(unique, 0, bytes_of(out));
+  EXPECT_EQ(kernel->wait(unique).as<fuse_open_out>().open_flags, kOpenNoFlush);
+}
+
+TEST_F(RelayTest, DirectoriesWithAttributes) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(5000, 1));
+  Bytes listing;
+  for (const std::uint64_t ino : {2, 9, 2}) {
+    append(listing, entry_of(ino));
+    fuse_dirent dirent{};
+    dirent.ino = ino;
+    dirent.namelen = 5;
+    append(listing, dirent);
+    append_text(listing, "hello");
+    listing.resize(FUSE_REC_ALIGN(listing.size()));
+  }
+  fuse_read_in in{};
+  in.size = 4096;
+  const Reply reply = relay_reply(FUSE_READDIRPLUS, 1, bytes_of(in), listing);
+  ASSERT_EQ(reply.body.size(), listing.size());
+  const std::size_t step = listing.size() / 3;
+  EXPECT_EQ(reply.as<fuse_entry_out>(0).attr.size, 5000U);
+  EXPECT_EQ(reply.as<fuse_entry_out>(step).attr.size, 1U);
+  EXPECT_EQ(reply.as<fuse_entry_out>(2 * step).attr.size, 5000U);
+
+  // A name that claims to reach beyond the message.
+  fuse_dirent broken{};
+  broken.namelen = 0xfffffff0U;
+  Bytes bad = bytes_of(entry_of(2));
+  append(bad, broken);
+  EXPECT_EQ(relay_reply(FUSE_READDIRPLUS, 1, bytes_of(in), bad).as<fuse_entry_out>().attr.size, 1U);
+  EXPECT_EQ(relay_reply(FUSE_READDIRPLUS, 1, bytes_of(in), Bytes(50)).body.size(), 50U);
+}
+
+TEST_F(RelayTest, ShortRepliesAreLeftToTheKernel) {
+  EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), Bytes(8)).body.size(), 8U);
+  EXPECT_EQ(relay_reply(FUSE_OPEN, 1, bytes_of(fuse_open_in{}), Bytes(8)).body.size(), 8U);
+  EXPECT_EQ(relay_reply(FUSE_SETATTR, 1, bytes_of(fuse_setattr_in{}), {}).body.size(), 0U);
+}
+
+TEST_F(RelayTest, ForgetsHaveNoReply) {
+  kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{5}));
+  EXPECT_EQ(control->expect(FUSE_FORGET).as<fuse_forget_in>().nlookup, 5U);
+  EXPECT_FALSE(kernel->receive(kQuiet));
+  EXPECT_TRUE(counted("\"pending\": 0"));
+}
+
+TEST_F(RelayTest, LargeBatchesOfForgetsAreSplit) {
+  constexpr std::uint32_t kCount = 60'000;  // as many as a reader's memory takes
+  Bytes body = bytes_of(fuse_batch_forget_in{kCount, 0});
+  for (std::uint64_t i = 0; i < kCount; ++i) append(body, fuse_forget_one{100 + i, i});
+  kernel->send(FUSE_BATCH_FORGET, 0, body);
+  std::uint64_t seen = 0;
+  while (seen < kCount) {
+    const RelayedRequest part = control->expect(FUSE_BATCH_FORGET);
+    const auto count = part.as<fuse_batch_forget_in>().count;
+    ASSERT_GT(count, 0U);
+    ASSERT_EQ(part.body.size(), sizeof(fuse_batch_forget_in) + count * sizeof(fuse_forget_one));
+    ASSERT_LE(part.body.size(), 100'000U);
+    for (std::uint32_t i = 0; i < count; ++i, ++seen) {
+      const auto one = part.as<fuse_forget_one>(sizeof(fuse_batch_forget_in) + i * sizeof(fuse_forget_one));
+      ASSERT_EQ(one.nodeid, 100 + seen);
+      ASSERT_EQ(one.nlookup, seen);
+    }
+  }
+  EXPECT_FALSE(kernel->receive(kQuiet));
+}
+
+TEST_F(RelayTest, ABatchThatClaimsMoreThanItBrings) {
+  Bytes body = bytes_of(fuse_batch_forget_in{1000, 0});
+  append(body, fuse_forget_one{1, 1});
+  kernel->send(FUSE_BATCH_FORGET, 0, body);
+  EXPECT_FALSE(control->receive(kQuiet));
+  EXPECT_TRUE(counted("\"bad_requests\": 1"));
+}
+
+TEST_F(RelayTest, InterruptsOfRelayedRequestsAreRelayedWhilePending) {
+  const std::uint64_t unique = kernel->send(FUSE_LOOKUP, 1, name());
+  control->expect(FUSE_LOOKUP);
+  kernel->interrupt(unique);
+  EXPECT_EQ(control->expect(FUSE_INTERRUPT).as<fuse_interrupt_in>().unique, unique);
+  // The library asks for it again; the kernel would send it again and again.
+  control->reply(unique | kUniqueInterruptBit, EAGAIN);
+  EXPECT_FALSE(kernel->receive(kQuiet));
+  control->reply(unique, EINTR);
+  EXPECT_EQ(kernel->wait(unique).error(), EINTR);
+  kernel->interrupt(unique);  // too late
+  EXPECT_FALSE(control->receive(kQuiet));
+}
+
+TEST_F(RelayTest, WhatTheRelayCannotCarryIsShortened) {
+  SessionOptions options;
+  options.max_write = 4 << 20;
+  TearDown();
+  open_and_initialize(options);
+  fuse_read_in in{};
+  in.fh = 17;
+  in.size = 4 << 20;
+  for (const std::uint32_t opcode : {FUSE_READ, FUSE_READDIR, FUSE_READDIRPLUS}) {
+    const std::uint64_t unique = kernel->send(opcode, 5, bytes_of(in));
+    EXPECT_LE(control->expect(opcode).as<fuse_read_in>().size, 1U << 20);
+    control->reply(unique, 0, Bytes(100));
+    EXPECT_EQ(kernel->wait(unique).body.size(), 100U);
+  }
+  const Bytes data = pattern(3 << 20, 1);
+  const std::uint64_t unique = kernel->send(FUSE_WRITE, 5, FakeKernel::write_body(17, 0, data));
+  const RelayedRequest request = control->expect(FUSE_WRITE);
+  const auto write = request.as<fuse_write_in>();
+  ASSERT_LE(write.size, 1U << 20);
+  ASSERT_EQ(request.body.size(), sizeof(write) + write.size);
+  EXPECT_TRUE(std::equal(request.body.begin() + sizeof(write), request.body.end(), data.begin()));
+  control->reply(unique, 0, bytes_of(fuse_write_out{write.size, 0}));
+  EXPECT_EQ(kernel->wait(unique).as<fuse_write_out>().size, write.size);
+  // Anything else of that size is answered.
+  EXPECT_EQ(kernel->call(FUSE_SETXATTR, 5, Bytes(3 << 20)).error(), EMSGSIZE);
+}
+
+TEST_F(RelayTest, AMegabyteGoesThroughBothWays) {
+  const Bytes data = pattern(1 << 20, 1);
+  const std::uint64_t write = kernel->send(FUSE_WRITE, 5, FakeKernel::write_body(17, 0, data));
+  EXPECT_EQ(control->expect(FUSE_WRITE).as<fuse_write_in>().size, 1U << 20);
+  control->reply(write, 0, bytes_of(fuse_write_out{1 << 20, 0}));
+  kernel->wait(write);
+  fuse_read_in in{};
+  in.fh = 17;
+  in.size = 1 << 20;
+  EXPECT_EQ(relay_reply(FUSE_READ, 5, bytes_of(in), data).body, data);
+}
+
+TEST_F(RelayTest, RepliesThatAreTooLargeOrMakeNoSense) {
+  const auto attempt = [&](const std::function<void(std::uint64_t)>& answer) {
+    const std::uint64_t unique = kernel->send(FUSE_LOOKUP, 1, name());
+    control->expect(FUSE_LOOKUP);
+    answer(unique);
+    return kernel->wait(unique).error();
+  };
+  const auto raw = [&](std::uint64_t unique, std::uint32_t length, int error, std::size_t body) {
+    Bytes message = bytes_of(fuse_out_header{length, error, unique});
+    message.resize(message.size() + body);
+    control->send_raw(message);
+  };
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { control->reply(unique, 0, Bytes(3 << 20)); }), EIO);
+  EXPECT_TRUE(counted("\"truncated\": 1"));
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { raw(unique, 17, 0, 100); }), EIO);
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { raw(unique, 1000, 0, 100); }), EIO);
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { raw(unique, 16, 5, 0); }), EIO);
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { raw(unique, 16, -512, 0); }), EIO);
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { raw(unique, 24, -5, 8); }), EIO);
+  // Nobody asked.
+  raw(123456, 16, -5, 0);
+  control->send_raw(Bytes(7));
+  EXPECT_FALSE(kernel->receive(kQuiet));
+  EXPECT_EQ(attempt([&](std::uint64_t unique) { control->reply(unique, EACCES); }), EACCES);
+}
+
+TEST_F(RelayTest, ABusyControlPlaneStopsNobody) {
+  SessionOptions options;
+  options.reader_threads = 1;  // several may overtake each other
+  TearDown();
+  open_and_initialize(options);
+  const std::uint64_t fh = add_file(2);
+  Bytes body(60'000);
+  constexpr unsigned kRequests = 400;  // 24 MB: several times what the socket holds
+  std::vector<std::uint64_t> uniques;
+  for (unsigned i = 0; i < kRequests; ++i) {
+    std::memcpy(body.data(), &i, sizeof(i));
+    uniques.push_back(kernel->send(FUSE_SETXATTR, 5, body));
+    if (i % 50 == 0) {
+      EXPECT_EQ(kernel->write(2, fh, 0, pattern(100, i)).as<fuse_write_out>().size, 100U);
+    }
+  }
+  EXPECT_EQ(kernel->read(2, fh, 0, 100).body.size(), 100U);
+  EXPECT_FALSE(counted("\"overflowed\": 0"));
+  for (unsigned i = 0; i < kRequests; ++i) {
+    const RelayedRequest request = control->expect(FUSE_SETXATTR);
+    EXPECT_EQ(request.as<unsigned>(), i);  // in their order, though several queues were passed
+    control->reply(request.header.unique, 0);
+  }
+  for (const std::uint64_t unique : uniques) EXPECT_EQ(kernel->wait(unique).error(), 0);
+  EXPECT_TRUE(counted("\"pending\": 0"));
+}
+
+TEST_F(RelayTest, ClosingWhileTheControlPlaneIsBusy) {
+  for (unsigned i = 0; i < 200; ++i) kernel->send(FUSE_SETXATTR, 5, Bytes(60'000));
+  ASSERT_TRUE(eventually([&] { return !counted("\"overflowed\": 0"); }));
+  session->close();  // must not wait for it
+  for (unsigned i = 0; i < 200; ++i) {
+    std::optional<Reply> reply = kernel->receive(kQuiet);
+    if (!reply) break;  // those that no reader had come to
+    EXPECT_EQ(reply->error(), ENOTCONN);
+  }
+}
+
+TEST_F(RelayTest, TheControlPlanesEnd) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(100, 1));
+  std::vector<std::uint64_t> pending;
+  for (int i = 0; i < 5; ++i) pending.push_back(kernel->send(FUSE_LOOKUP, 1, name()));
+  control->expect(FUSE_LOOKUP);
+  control->die();
+  for (const std::uint64_t unique : pending) EXPECT_EQ(kernel->wait(unique).error(), ENOTCONN);
+  EXPECT_EQ(kernel->call(FUSE_LOOKUP, 1, name()).error(), ENOTCONN);
+  kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
+  // Open buffers go on, and their memory comes back.
+  EXPECT_EQ(kernel->read(2, fh, 0, 100).body.size(), 100U);
+  fuse_release_in release{};
+  release.fh = fh;
+  EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), 0);
+  EXPECT_EQ(table->counts().files, 0U);
+  EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), ENOTCONN);
+  EXPECT_FALSE(ended(kQuiet));  // the connection has not ended
+}
+
+TEST_F(RelayTest, TheConnectionsEnd) {
+  EXPECT_FALSE(ended(kQuiet));
+  kernel->hang_up();
+  EXPECT_TRUE(ended(kPatience));
+  session->close();
+  EXPECT_TRUE(ended(0ms));
+}
+
+TEST_F(RelayTest, TheConnectionsEndDuringEverything) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  fuse_copy_file_range_in in{};
+  in.fh_in = from;
+  in.fh_out = to;
+  in.len = 1 << 20;
+  for (int i = 0; i < 8; ++i) kernel->send(FUSE_COPY_FILE_RANGE, 2, bytes_of(in));
+  for (int i = 0; i < 8; ++i) kernel->send(FUSE_LOOKUP, 1, name());
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(4));
+  kernel->hang_up();
+  EXPECT_TRUE(ended(kPatience));
+  session->close();  // cancels the copies
+}
+
+TEST_F(RelayTest, ClosingAnswersWhatIsUnderWay) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  kernel->write(2, from, 0, pattern(1 << 20, 9));
+  source->device(0)->copies.close();
+  fuse_copy_file_range_in in{};
+  in.fh_in = from;
+  in.fh_out = to;
+  in.len = 1 << 20;
+  std::vector<std::uint64_t> copies;
+  for (int i = 0; i < 8; ++i) copies.push_back(kernel->send(FUSE_COPY_FILE_RANGE, 2, bytes_of(in)));
+  const std::uint64_t lookup = kernel->send(FUSE_LOOKUP, 1, name());
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(4));
+  control->expect(FUSE_LOOKUP);
+  session->close();
+  EXPECT_EQ(kernel->wait(lookup).error(), ENOTCONN);
+  for (const std::uint64_t copy : copies) EXPECT_EQ(kernel->wait(copy).error(), EINTR);
+  EXPECT_TRUE(ended(0ms));
+}
+
+TEST_F(SessionTest, ClosedBeforeAnythingHappened) {
+  open();
+  session->close();
+  session->close();
+  EXPECT_EQ(session->invalidate_inode(2).error(), ESHUTDOWN);
+}
+
+TEST_F(SessionTest, ClosedWithoutAStart) {
+  table = std::make_unique<InodeTable>(source);
+  ASSERT_TRUE(table->start().ok());
+  Result<RelayPair> device = make_relay_pair();
+  Result<RelayPair> relay = make_relay_pair();
+  Result<std::unique_ptr<Session>> created =
+      Session::create(std::move(device.value().native), std::move(relay.value().native), *table, {});
+  ASSERT_TRUE(created.ok());
+}
+
+TEST_F(SessionTest, ClosedByManyAtOnce) {
+  open_and_initialize();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) threads.emplace_back([&] { session->close(); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(RelayTest, Invalidations) {
+  ASSERT_TRUE(session->invalidate_inode(2).ok());
+  std::optional<Reply> inode = kernel->receive();
+  ASSERT_TRUE(inode);
+  EXPECT_EQ(inode->header.unique, 0U);
+  EXPECT_EQ(inode->header.error, FUSE_NOTIFY_INVAL_INODE);
+  EXPECT_EQ(inode->as<fuse_notify_inval_inode_out>().ino, 2U);
+  EXPECT_EQ(inode->as<fuse_notify_inval_inode_out>().len, 0);
+
+  ASSERT_TRUE(session->invalidate_entry(1, "weights").ok());
+  std::optional<Reply> entry = kernel->receive();
+  ASSERT_TRUE(entry);
+  EXPECT_EQ(entry->header.error, FUSE_NOTIFY_INVAL_ENTRY);
+  EXPECT_EQ(entry->as<fuse_notify_inval_entry_out>().parent, 1U);
+  EXPECT_EQ(entry->as<fuse_notify_inval_entry_out>().namelen, 7U);
+  EXPECT_EQ(entry->body.size(), sizeof(fuse_notify_inval_entry_out) + 8);
+
+  EXPECT_EQ(session->invalidate_entry(1, "").error(), EINVAL);
+  EXPECT_EQ(session->invalidate_entry(1, "a/b").error(), EINVAL);
+  EXPECT_EQ(session->invalidate_entry(1, std::string(256, 'x')).error(), EINVAL);
+}
+
+TEST_F(RelayTest, TheControlPlanesNotifications) {
+  const auto notify = [&](int code, const Bytes& body) {
+    Bytes message = bytes_of(fuse_out_header{static_cast<std::uint32_t>(16 + body.size()), code, 0});
+    message.insert(message.end(), body.begin(), body.end());
+    control->send_raw(message);
+  };
+  notify(FUSE_NOTIFY_STORE, Bytes(24));
+  notify(99, Bytes(24));
+  notify(FUSE_NOTIFY_INVAL_INODE, bytes_of(fuse_notify_inval_inode_out{5, 0, 0}));
+  std::optional<Reply> inode = kernel->receive();
+  ASSERT_TRUE(inode);
+  EXPECT_EQ(inode->header.error, FUSE_NOTIFY_INVAL_INODE);
+  EXPECT_EQ(inode->as<fuse_notify_inval_inode_out>().ino, 5U);
+  EXPECT_TRUE(counted("\"dropped\": 2"));
+}
+
+TEST_F(RelayTest, NotifyRepliesAreDropped) {
+  kernel->send(FUSE_NOTIFY_REPLY, 2, Bytes(sizeof(fuse_notify_retrieve_in)));
+  EXPECT_FALSE(kernel->receive(kQuiet));
+  EXPECT_FALSE(control->receive(0ms));
+}
+
+// Whatever comes, each request has exactly one reply and the session goes on.
+TEST_F(RelayTest, ConfusedMessages) {
+  const std::uint64_t fh = add_file(2);
+  source->device(0)->total = 1 << 20;
+  std::atomic<bool> stop{false};
+  std::thread answers([&] {
+    unsigned round = 0;
+    while (!stop) {
+      std::optional<RelayedRequest> request = control->receive(5ms);
+      if (!request || request->header.opcode == FUSE_FORGET || request->header.opcode == FUSE_BATCH_FORGET ||
+          request->header.opcode == FUSE_INTERRUPT) {
+        continue;
+      }
+      const bool success = ++round % 3 == 0;
+      control->reply(request->header.unique, success ? 0 : ENOSYS, Bytes(success ? round % 200 : 0));
+    }
+  });
+  unsigned state = 12345;
+  const auto random = [&](unsigned limit) {
+    state = state * 1664525U + 1013904223U;
+    return (state >> 8) % limit;
+  };
+  std::set<std::uint64_t> open_requests;
+  const auto take = [&](std::chrono::milliseconds patience) {
+    std::optional<Reply> reply = kernel->receive(patience);
+    if (reply && reply->header.unique != 0) {
+      EXPECT_EQ(open_requests.erase(reply->header.unique), 1U) << reply->header.unique;
+    }
+    return reply.has_value();
+  };
+  for (unsigned i = 0; i < 3000; ++i) {
+    const std::uint32_t opcode = random(60);
+    if (opcode == FUSE_INIT || opcode == FUSE_INTERRUPT) continue;
+    Bytes body = pattern(random(4) == 0 ? random(3000) : random(120), state);
+    if (random(2) == 0 && body.size() >= 8) std::memcpy(body.data(), &fh, sizeof(fh));
+    // Small offsets and sizes for half of the rest, so that something is done.
+    if (random(2) == 0 && body.size() >= 48) {
+      for (const std::size_t at : {8UL, 16UL, 24UL, 32UL, 40UL}) {
+        const std::uint64_t value = random(100'000);
+        std::memcpy(body.data() + at, &value, sizeof(value));
+      }
+    }
+    const std::uint64_t unique = kernel->next_unique();
+    const bool answered = opcode != FUSE_FORGET && opcode != FUSE_BATCH_FORGET && opcode != FUSE_NOTIFY_REPLY;
+    if (answered) open_requests.insert(unique);
+    kernel->send_raw(FakeKernel::message(opcode, unique, random(6), body));
+    if (random(10) == 0) kernel->interrupt(unique);
+    while (open_requests.size() > 16) ASSERT_TRUE(take(kPatience));
+  }
+  while (!open_requests.empty()) ASSERT_TRUE(take(kPatience)) << open_requests.size() << " requests without a reply";
+  EXPECT_FALSE(take(kQuiet));
+  stop = true;
+  answers.join();
+  EXPECT_EQ(kernel->read(2, fh, 0, 0).error(), 0);
+}
+
+}  // namespace
+}  // namespace gpufs::fuse
