@@ -142,7 +142,7 @@ def test_numpy_arrays_are_device_memory_of_the_host(host: engine.Engine, tmp_pat
         with pytest.raises(ValueError, match="contiguous"):
             file.read(array[::2])
         back.flags.writeable = False
-        with pytest.raises(ValueError, match="read-only|writable"):
+        with pytest.raises(ValueError, match=r"read-only|writable"):
             file.read(back)
         assert file.write(back) == back.nbytes
         with pytest.raises(TypeError):
