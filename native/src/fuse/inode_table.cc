@@ -129,10 +129,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     if ((set & GPUFS_SET_MODE) != 0) ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
     if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
     if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
-    if ((set & GPUFS_SET_SIZE) != 0) {
-      if (!inode->buffer_) ours.size = attributes->size;
-      set_mtime(ours, now);
-    }
+    if ((set & GPUFS_SET_SIZE) != 0 && !inode->buffer_) ours.size = attributes->size;
     if ((set & GPUFS_SET_ATIME) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
     if ((set & GPUFS_SET_MTIME) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
     if ((set & GPUFS_SET_ATIME_NOW) != 0) set_atime(ours, now);
@@ -143,7 +140,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     }
     if ((set & GPUFS_SET_CTIME) != 0) {
       set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
-    } else if (set != 0) {
+    } else if ((set & GPUFS_SET_CTIME_NOW) != 0) {
       set_ctime(ours, now);
     }
   }
