@@ -161,9 +161,8 @@ gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes *attribu
 /* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown. */
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes *attributes);
-/* Sets what `set` names (no time changes that it does not name), all or nothing, and returns the attributes as they are afterwards (attributes is in and out).
- * Of a mode only the permission bits are set. The change time becomes now unless it is set itself; a new size also sets
- * the modification time unless that is set. */
+/* Sets what `set` names, all or nothing, and returns the attributes as they are afterwards (attributes is in and out).
+ * Of a mode only the permission bits are set. No time changes that `set` does not name. */
 gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes *attributes);
 
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
