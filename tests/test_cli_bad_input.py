@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GpufsMount, Mounter
-from support.processes import NOBODY, errno_of, run
+from support.processes import NOBODY, errno_of, plain_user, run
+from support.users import user_gpufs
 from support.watchdog import mounted_at, rescue
 
 from gpufs import cli
@@ -111,24 +112,44 @@ def test_mounted_already(mount: Mounter, tmp_path: Path) -> None:
     assert fails(1, "mount", link, "--driver", "host") == f"{link}: gpufs is mounted there already"
 
 
-def test_mountpoint_of_another_user(tmp_path: Path) -> None:
-    before = os.stat("/dev/fuse").st_mode & 0o7777
-    os.chmod("/dev/fuse", 0o666)
-    try:
-        line = fails(1, "mount", "/usr", "--driver", "host", user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
-    finally:
-        os.chmod("/dev/fuse", before)
-    assert line.startswith("/usr: Permission denied")
+def user_fails(*arguments: str) -> str:
+    """As fails(1, ...), for a plain user who may use /dev/fuse."""
+    with plain_user() as environment:
+        command, environment = user_gpufs(environment)
+        done = run(
+            *command, *arguments, check=False, user=NOBODY, group=NOBODY, extra_groups=[], env=environment, cwd="/"
+        )
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done
+    return done.stderr.removeprefix("gpufs: ").rstrip("\n")
 
 
-def test_no_right_to_use_dev_fuse(tmp_path: Path) -> None:
-    before = os.stat("/dev/fuse").st_mode & 0o7777
-    os.chmod("/dev/fuse", 0o600)
-    try:
-        line = fails(1, "mount", "/tmp", "--driver", "host", user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
-    finally:
-        os.chmod("/dev/fuse", before)
-    assert line == "/dev/fuse: Permission denied"
+def test_mountpoint_of_another_user() -> None:
+    assert user_fails("mount", "/usr", "--driver", "host").startswith("/usr: Permission denied")
+
+
+def as_user_in_namespace(setting: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """gpufs as a plain user, in a mount namespace of its own that root has set up."""
+    with plain_user() as environment:
+        command, environment = user_gpufs(environment)
+        script = f'{setting} && exec setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups "$@"'
+        words = ["unshare", "-m", "sh", "-c", script, "sh", *command, *arguments]
+        return run(*words, check=False, env=environment, cwd="/")
+
+
+def test_other_users_are_roots_to_let_in() -> None:
+    done = as_user_in_namespace(
+        "mount --bind /dev/null /etc/fuse.conf", "mount", "/tmp", "--driver", "host", "--allow-other"
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpufs: --allow-other is for root alone here")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_right_to_use_dev_fuse() -> None:
+    """Its mode has changed when the command looks: in a mount namespace where it is root's alone."""
+    setting = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && mknod -m 600 /dev/fuse c 10 229"
+    done = as_user_in_namespace(setting, "mount", "/tmp", "--driver", "host")
+    assert (done.returncode, done.stderr) == (1, "gpufs: /dev/fuse: Permission denied\n")
 
 
 def test_no_dev_fuse(mountpoint: Path) -> None:

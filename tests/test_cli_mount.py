@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.mounting import GpufsMount, Mounter
 from support.processes import plain_user, run, wait_until
+from support.users import user_gpufs
 from support.watchdog import mounted_at, rescue
 
 from gpufs import cli
@@ -118,7 +120,7 @@ def test_dead_mount_is_shown_and_cleaned(mountpoint: Path) -> None:
     if mounted_at(str(mountpoint)):  # a helper of the process may have cleaned up already
         done = gpufs("mount", mountpoint, "--driver", "host", check=False)
         assert done.returncode == 1
-        assert "umount" in done.stderr
+        assert "whose process has died is mounted there: gpufs umount" in done.stderr
         (status,) = [s for s in json.loads(gpufs("status", "--json").stdout) if s["mountpoint"] == str(mountpoint)]
         assert status["state"] == "dead"
         gpufs("umount", mountpoint)
@@ -179,19 +181,25 @@ def test_as_a_plain_user(tmp_path: Path) -> None:
         if folder.stat().st_uid == 0 and folder not in (Path("/"), Path("/tmp")):
             folder.chmod(0o755)
     with plain_user() as environment:
-        environment = {**environment, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        command, environment = user_gpufs(environment)
         user: dict[str, object] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
+
+        def as_user(*arguments: object) -> str:
+            return run(*command, *map(str, arguments), **user).stdout  # type: ignore[arg-type]
+
+        def state_of(text: str) -> dict[str, Any]:
+            (status,) = [status for status in json.loads(text) if status["mountpoint"] == str(path)]
+            return dict(status)
+
         try:
-            gpufs("mount", path, "--driver", "host", "--memory", "64M", **user)
-            (status,) = [
-                s for s in json.loads(gpufs("status", "--json", **user).stdout) if s["mountpoint"] == str(path)
-            ]
-            assert (status["state"], status["driver"]) == ("ok", "host")
+            as_user("mount", path, "--driver", "host", "--memory", "64M")
+            status = state_of(as_user("status", "--json"))
+            assert (status["state"], status["driver"], status["uid"]) == ("ok", "host", NOBODY)
             # Not even root may look into a user's mount without --allow-other; he sees that it is there and whose.
-            (status,) = [s for s in json.loads(gpufs("status", "--json").stdout) if s["mountpoint"] == str(path)]
+            status = state_of(gpufs("status", "--json").stdout)
             assert status["state"] == "no permission"
             assert status["pid"] == _mounts.daemons(str(path))[0]
-            gpufs("umount", path, **user)
+            as_user("umount", path)
         finally:
             if mounted_at(str(path)):
                 rescue(str(path), None)
@@ -292,12 +300,13 @@ def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> N
     script = tmp_path / "stand_in.py"
     script.write_text("import time\ntime.sleep(100)\n")
     launcher = (
-        f"import sys; from gpufs import cli; from gpufs.cli import _launch;"
-        f"_launch.DAEMON = (sys.executable, {str(script)!r});"
+        "import os, sys; from gpufs import cli; from gpufs.cli import _launch;"
+        "_launch.DAEMON = (sys.executable, os.environ['STAND_IN']);"
         f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
     )
+    environment = {**os.environ, "STAND_IN": str(script)}
     for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen([sys.executable, "-c", launcher], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", launcher], stderr=subprocess.PIPE, text=True, env=environment)
         wait_until(lambda: left_over(tmp_path), 20, "the stand-in")
         time.sleep(0.2)
         process.send_signal(number)

@@ -4,7 +4,7 @@ import os
 import shutil
 import stat
 import sys
-from errno import EACCES, ENODEV, ENOTCONN, ENXIO
+from errno import EACCES, ECONNABORTED, ENODEV, ENOTCONN, ENXIO, ETIMEDOUT
 from typing import Any, NoReturn
 
 import click
@@ -16,6 +16,7 @@ from gpufs.cli._launch import Request, launch, run_in_foreground
 from gpufs.cli._main import knob_options, settings
 
 FUSE_DEVICE = "/dev/fuse"
+_PATIENCE = 2.0  # seconds for the answer of a mount that is in the way
 
 
 @click.command(name="mount")
@@ -54,13 +55,7 @@ def _become(request: Request) -> NoReturn:
 
 def _check_mountpoint(path: str, mountpoint: str) -> None:
     if any(entry.mountpoint == mountpoint for entry in mounting.mounts()):
-        how = "gpufs is mounted there already"
-        try:
-            os.stat(mountpoint)
-        except OSError as error:
-            if error.errno == ENOTCONN:
-                how = f"a gpufs whose process has died is mounted there: gpufs umount {mountpoint} cleans up"
-        raise Failure(f"{path}: {how}")
+        raise Failure(f"{path}: {_how_it_is_mounted(mountpoint)}")
     try:
         mode = os.stat(mountpoint).st_mode
     except OSError as error:
@@ -69,6 +64,16 @@ def _check_mountpoint(path: str, mountpoint: str) -> None:
         raise Failure(f"{path}: not a directory")
     if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
         raise Failure(f"{path}: {os.strerror(EACCES)} (a user can only mount on a directory that he may write to)")
+
+
+def _how_it_is_mounted(mountpoint: str) -> str:
+    # Asked for a file: what is known about the root may still be in the kernel's cache.
+    (answer,) = _mounts.read_files([os.path.join(mountpoint, ".gpufs/version")], _PATIENCE)
+    if isinstance(answer, OSError) and answer.errno in (ENOTCONN, ECONNABORTED):
+        return f"a gpufs whose process has died is mounted there: gpufs umount {mountpoint} cleans up"
+    if isinstance(answer, OSError) and answer.errno == ETIMEDOUT:
+        return f"a gpufs that does not answer is mounted there: gpufs umount --force {mountpoint} ends it"
+    return "gpufs is mounted there already"
 
 
 def _check_fuse(*, allow_other: bool) -> None:
