@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,18 @@ def test_df_counts_what_files_hold(shared_mount: GpufsMount) -> None:
 
 
 def test_start_up_is_fast() -> None:
-    """The best of several starts; what is measured is ours to keep small, not the load of the machine."""
-    best = 9.0
-    for _ in range(5):
-        start = time.monotonic()
+    """In processor time, which is ours to keep small; the clock also measures what else the machine does."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    times = []
+    for _ in range(3):
+        before = used()
         run(*GPUFS, "status")
-        best = min(best, time.monotonic() - start)
-    assert best < 0.3
+        times.append(used() - before)
+    assert min(times) < 0.3
 
 
 def test_help_of_every_command() -> None:

@@ -11,11 +11,11 @@ def bytes_text(size: int | None) -> str:
     if size is None:
         return "-"
     value = float(size)
-    for unit in ("", "K", "M", "G", "T"):
-        if value < 1023.95 or unit == "T":
-            return f"{value:.0f}{unit}" if value >= 99.5 or value == int(value) else f"{value:.1f}{unit}"
-        value /= 1024
-    raise AssertionError
+    units = iter(("", "K", "M", "G", "T", "P"))
+    unit = next(units)
+    while value >= 1023.95:
+        value, unit = value / 1024, next(units)
+    return (f"{value:.0f}" if value >= 99.95 else f"{value:.1f}".removesuffix(".0")) + unit
 
 
 def json_text(value: Any) -> str:
