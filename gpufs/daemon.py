@@ -1,7 +1,7 @@
 """The process that serves one mount: puts the parts together, and takes them apart again whatever happens.
 
-Started by ``gpufs mount`` as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with one JSON
-object on standard input: mountpoint, source, config (a value for each knob), foreground. With ``--answer-fd`` it
+Started by ``gpufs mount`` as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with one
+JSON object on standard input: mountpoint, source, config (a value for each knob), foreground. With ``--answer-fd`` it
 answers one JSON line there once the mount answers requests, {"ok": true, ...}, or {"error": errno, "message": text}.
 
 How it ends: when the mount is unmounted, by whomever, or by SIGTERM or SIGINT. A signal cancels running copies and

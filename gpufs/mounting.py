@@ -143,7 +143,8 @@ def mount(mountpoint: str, *, source: str = "gpufs", allow_other: bool = False) 
     """Mounts an empty FUSE connection at ``mountpoint`` and returns its descriptor, close-on-exec and the caller's.
 
     ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev. As root by
-    mount(2), otherwise by fusermount3. OSError with one line for the user where that cannot be; nothing is mounted then.
+    mount(2), otherwise by fusermount3. OSError with one line for the user where that cannot be; nothing is mounted
+    then.
     """
     if os.geteuid() == 0:
         return _mount_directly(mountpoint, source, allow_other)
@@ -153,8 +154,8 @@ def mount(mountpoint: str, *, source: str = "gpufs", allow_other: bool = False) 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
     """Takes a mount away. OSError, with one line: EBUSY while it is used, EPERM, EINVAL where nothing is mounted.
 
-    ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, so that what hangs
-    in it ends; a user who is not root cannot do that and gets a lazy unmount instead.
+    ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, so that what
+    hangs in it ends; a user who is not root cannot do that and gets a lazy unmount instead.
     """
     if os.geteuid() == 0:
         flags = _UMOUNT_NOFOLLOW | (_MNT_FORCE if force else 0) | (_MNT_DETACH if lazy else 0)

@@ -39,18 +39,12 @@ class Node:
 
 
 class BufferFile(Node):
-    """A regular file: a buffer on a device.
+    """A regular file: a buffer on a device. Unlinked, it keeps its memory until the kernel forgets the inode."""
 
-    ``opens`` counts the open files. ``discarded`` is set once the last name and the last open file are gone and the
-    memory has been given back; the node itself stays until the kernel forgets it.
-    """
-
-    __slots__ = ("discarded", "opens")
+    __slots__ = ()
 
     def __init__(self, ino: int, device: int) -> None:
         super().__init__(ino, stat.S_IFREG, device)
-        self.opens = 0
-        self.discarded = False
 
 
 class Symlink(Node):

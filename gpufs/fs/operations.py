@@ -1,12 +1,12 @@
 """The requests that the native data plane leaves to Python, as pyfuse3 hands them over.
 
-Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC and IOCTL of buffers, and GETATTR and STATFS.
-In the replies given here it fills in the attributes from its inode table: handlers of names set the inode number, the
-type and the time-outs alone.
+Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC and IOCTL of buffers, and GETATTR and
+STATFS. In the replies given here it fills in the attributes from its inode table: handlers of names set the inode
+number, the type and the time-outs alone.
 
-pyfuse3 ends the whole mount when a handler raises anything but FUSEError, so every handler is wrapped: an OSError becomes
-its errno, everything else is logged with its traceback and becomes EIO. ENOSYS never leaves: the kernel would switch
-the operation off for the mount.
+pyfuse3 ends the whole mount when a handler raises anything but FUSEError, so every handler is wrapped: an OSError
+becomes its errno, everything else is logged with its traceback and becomes EIO. ENOSYS never leaves: the kernel would
+switch the operation off for the mount.
 """
 
 import errno
@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
 import trio
@@ -69,7 +69,7 @@ def handler(
             log.exception("%s failed", function.__name__)
             raise pyfuse3.FUSEError(errno.EIO) from None
 
-    return wrapped
+    return cast(Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], wrapped)
 
 
 def _without_set_id(mode: int) -> int:
@@ -107,17 +107,11 @@ class Operations(pyfuse3.Operations):
         self._entry_timeout = entry_timeout
         self._attribute_timeout = attribute_timeout
         self._next_handle = _FIRST_HANDLE
-        self._files: dict[int, BufferFile] = {}
         self._contents: dict[int, bytes] = {}
         self._directories: dict[int, Directory] = {}
         # pyfuse3 copies a reply before it runs anything else, so one object serves all.
         self._reply = self._entry_reply(0, 0)
         self._no_entry = self._entry_reply(0, 0)
-
-    @property
-    def open_files(self) -> int:
-        """How many buffers are open."""
-        return len(self._files)
 
     # ---- names ----
 
@@ -188,7 +182,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await self._give_back(self._tree.unlink(parent_inode, name))
+        self._tree.unlink(parent_inode, name)
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -204,9 +198,7 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:
-        replaced = self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
-        if replaced is not None:
-            await self._give_back(replaced)
+        self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
 
     # ---- directories ----
 
@@ -332,16 +324,9 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         node = self._tree.node(inode)
         if isinstance(node, BufferFile):
-            if node.discarded:
-                raise error(errno.ESTALE)
-            if not flags & os.O_TRUNC:
-                return self._open_buffer(node, flags)
-            node.opens += 1  # keeps the buffer while it is truncated off this thread
-            try:
+            if flags & os.O_TRUNC:
                 await self._empty(node, keep_set_id=ctx.uid == 0)
-                return self._open_buffer(node, flags & ~os.O_TRUNC)
-            finally:
-                node.opens -= 1
+            return self._open_buffer(node, flags & ~os.O_TRUNC)
         if isinstance(node, ControlFile):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
                 raise error(errno.EACCES)
@@ -368,13 +353,8 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def release(self, fh: int) -> None:
-        if self._contents.pop(fh, None) is not None:
-            return
-        node = self._files.pop(fh, None)
-        self._table.file_release(fh)
-        if node is not None:
-            node.opens -= 1
-            await self._give_back(node)
+        if self._contents.pop(fh, None) is None:
+            self._table.file_release(fh)
 
     # ---- inside ----
 
@@ -390,16 +370,11 @@ class Operations(pyfuse3.Operations):
         return content
 
     def _open_buffer(self, node: BufferFile, flags: int) -> pyfuse3.FileInfo:
-        fh = self._table.file_open(node.ino, flags)
-        node.opens += 1
-        self._files[fh] = node
-        return pyfuse3.FileInfo(fh=fh, direct_io=True, keep_cache=False)
+        return pyfuse3.FileInfo(fh=self._table.file_open(node.ino, flags), direct_io=True, keep_cache=False)
 
     async def _truncate(self, node: Node, size: int, changes: int, wanted: Attributes, *, by_handle: bool) -> None:
         if not isinstance(node, BufferFile):
             raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
-        if node.discarded:
-            raise error(errno.ESTALE)
         now = self._table.inode_get(node.ino)
         # As POSIX has it: ftruncate() marks the times always, truncate() when the size changes.
         if size != now.size or by_handle:
@@ -423,30 +398,6 @@ class Operations(pyfuse3.Operations):
             wanted.mode = _without_set_id(mode)
             changes = SET_MODE
         await self._truncate(node, 0, changes, wanted, by_handle=True)
-
-    async def _give_back(self, node: Node) -> None:
-        """Frees the memory of a file that has lost its last name and its last open file.
-
-        The kernel says that it has forgotten the inode some time after unlink(2) has returned. Waiting for that would
-        let a program fail that removes a file to make room for the next.
-        """
-        if not isinstance(node, BufferFile) or node.names or node.opens or node.discarded:
-            return
-        node.discarded = True
-        if node.ino not in self._tree.nodes:
-            return
-        now = self._table.inode_get(node.ino)
-        if now.blocks * 512 > _INLINE_BYTES:
-            await trio.to_thread.run_sync(self._resize_if_there, node.ino)
-        elif now.blocks or now.size:
-            self._resize_if_there(node.ino)
-
-    def _resize_if_there(self, ino: int) -> None:
-        try:
-            self._table.inode_set(ino, SET_SIZE, Attributes(size=0))
-        except OSError as failure:
-            if failure.errno != errno.ENOENT:  # forgotten meanwhile, and freed by that
-                log.warning("the memory of inode %d could not be given back: %s", ino, failure)
 
     def _entry_reply(self, ino: int, kind: int) -> pyfuse3.EntryAttributes:
         reply = pyfuse3.EntryAttributes()

@@ -20,7 +20,7 @@ class InodeTable(Protocol):
     def inode_get(self, ino: int) -> Attributes:
         """The attributes as they are now. ENOENT if unknown."""
 
-    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002: the engine's name
+    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits name, all or nothing, and returns the result. ENOENT if unknown."""
 
     def file_open(self, ino: int, flags: int) -> int:

@@ -4,9 +4,9 @@ The tree keeps names, link counts and the kernel's references; attributes are in
 raises :class:`OSError` with the errno that the caller of the system call gets. A function that raises has changed
 nothing.
 
-Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there: EPERM, whoever asks
-(others than root are stopped by the mode 0555 before). Below ``gpuN`` everything is as on tmpfs; names do not move or
-link between devices (EXDEV).
+Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there: EPERM, whoever
+asks (others than root are stopped by the mode 0555 before). Below ``gpuN`` everything is as on tmpfs; names do not move
+or link between devices (EXDEV).
 """
 
 import errno
@@ -52,8 +52,8 @@ def _check_new_name(name: bytes) -> None:
 class Tree:
     """The namespace of one mount.
 
-    ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission bits
-    ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content.
+    ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission
+    bits ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content.
     """
 
     def __init__(
@@ -219,8 +219,9 @@ class Tree:
     def rename(self, old_parent: int, old_name: bytes, new_parent: int, new_name: bytes, flags: int) -> Node | None:
         """Moves a name, over what is there; the node that lost its name by that, if one did.
 
-        ``flags``: 0, RENAME_NOREPLACE (EEXIST if the new name is taken) or RENAME_EXCHANGE (both must exist). The replaced
-        name keeps its place in listings, so nobody who lists the directory meanwhile misses it or sees it twice.
+        ``flags``: 0, RENAME_NOREPLACE (EEXIST if the new name is taken) or RENAME_EXCHANGE (both must exist). The
+        replaced name keeps its place in listings, so nobody who lists the directory meanwhile misses it or sees it
+        twice.
         """
         if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
             raise error(errno.EINVAL)

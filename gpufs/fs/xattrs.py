@@ -1,8 +1,8 @@
 """Extended attributes: stored ones, and read-only ones that describe a file.
 
-``user.*`` is stored for whoever the kernel lets through (it allows files and directories, by their mode), ``trusted.*`` for
-root; other namespaces are EOPNOTSUPP. ``user.gpufs.*`` tells about the file and cannot be set or removed (EPERM); it is
-found by its name only and not listed, so that programs which copy attributes do not carry it along.
+``user.*`` is stored for whoever the kernel lets through (it allows files and directories, by their mode), ``trusted.*``
+for root; other namespaces are EOPNOTSUPP. ``user.gpufs.*`` tells about the file and cannot be set or removed (EPERM);
+it is found by its name only and not listed, so that programs which copy attributes do not carry it along.
 """
 
 import errno
