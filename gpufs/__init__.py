@@ -1,9 +1,28 @@
 """gpufs: GPU memory as files.
 
-Importing this package starts nothing: no thread, no socket, no device driver. The native engine is loaded by
-importing :mod:`gpufs.engine`, and a device's driver by opening a :class:`gpufs.engine.Engine`.
+Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
+first asked for: :func:`copy` from :mod:`gpufs.client`; the native engine is :mod:`gpufs.engine`, and a device's driver
+is opened with an :class:`gpufs.engine.Engine`.
 """
 
 from gpufs._version import __version__
 
-__all__ = ["__version__"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpufs.client import CopyError, CopyProgress, CopyResult, copy
+
+__all__ = ["CopyError", "CopyProgress", "CopyResult", "__version__", "copy"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from gpufs import client
+
+        value: object = getattr(client, name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
