@@ -23,6 +23,7 @@ from support.copying import MIB, FakeMount, wait_until
 from gpufs import client
 from gpufs.cli import _copying, run
 from gpufs.cli import cp as cp_module
+from gpufs.cli._output import bytes_text
 from gpufs.client import Cancellation, CopyError, CopyProgress, _find
 
 BIG = 3 * MIB + 5
@@ -417,8 +418,8 @@ def test_cp_no_clobber_and_verbose(fake: FakeMount, cp: Any) -> None:
     assert target.read_bytes() == b"precious"
     code, output, _ = cp("-v", source, target)
     assert code == 0
-    assert output.startswith(f"{source} -> {target}: 3.0M, ")
-    assert "(fallback 3.0M)" in output
+    assert output.startswith(f"{source} -> {target}: {bytes_text(BIG)}, ")
+    assert output.endswith(f"/s (fallback {bytes_text(BIG)})\n")
 
 
 def test_cp_goes_on_after_a_failure(fake: FakeMount, cp: Any) -> None:
@@ -445,6 +446,7 @@ device, folder = int(sys.argv[1]), sys.argv[2]
 _find.mount_points = lambda: [_find.MountPoint(device, "/", folder, os.geteuid())]
 from gpufs.cli import _copying, run
 from gpufs.cli import cp as cp_module
+from gpufs.cli._output import bytes_text
 sys.exit(run(["cp", *sys.argv[3:]]))
 """
 

@@ -572,6 +572,7 @@ def test_garbage_and_floods_do_not_hurt_the_mount(shared_mount: GpufsMount, root
 
 
 @as_root
+@pytest.mark.complains
 @pytest.mark.parametrize("operations", [("read",), ("statfs",)], ids=lambda names: names[0])
 def test_a_hung_network_mount_takes_its_clients_share_alone(
     shared_mount: GpufsMount, root: Path, host: Path, operations: tuple[str, ...]

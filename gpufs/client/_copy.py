@@ -497,26 +497,36 @@ def _size_of(fd: int, status: os.stat_result) -> int:
 def _open_destination(path: str, source: os.stat_result) -> tuple[int, bool]:
     """Open for writing and empty; True if it was not there before."""
     try:
-        try:
-            there = os.stat(path)
-        except FileNotFoundError:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
-            return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
-        if os.path.samestat(there, source):
-            raise CopyError(errno.EINVAL, "is the same file as the source", path)
-        if stat.S_ISDIR(there.st_mode):
-            raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", path)
-        if not stat.S_ISREG(there.st_mode) and not stat.S_ISBLK(there.st_mode):
-            raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
-        return os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
+        for _ in range(3):
+            try:
+                there = os.stat(path)
+            except FileNotFoundError:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
+                try:
+                    return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
+                except FileExistsError:
+                    if os.path.islink(path):
+                        raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", path) from None
+                    continue  # somebody else has just made it
+            _check_destination(path, there, source)
+            try:
+                return os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
+            except FileNotFoundError:
+                continue  # somebody else has just removed it
     except CopyError:
         raise
-    except FileExistsError:
-        if os.path.islink(path):
-            raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", path) from None
-        raise CopyError(errno.EEXIST, "", path) from None
     except OSError as error:
         raise _open_failure(error, path) from None
+    raise CopyError(errno.EBUSY, "comes and goes while it is opened", path)
+
+
+def _check_destination(path: str, there: os.stat_result, source: os.stat_result) -> None:
+    if os.path.samestat(there, source):
+        raise CopyError(errno.EINVAL, "is the same file as the source", path)
+    if stat.S_ISDIR(there.st_mode):
+        raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", path)
+    if not stat.S_ISREG(there.st_mode) and not stat.S_ISBLK(there.st_mode):
+        raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
 
 
 def _settle_on_mount(fd: int) -> None:

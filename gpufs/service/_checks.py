@@ -38,6 +38,28 @@ _KERNEL_FILE_SYSTEMS: Final = frozenset(
     }
 )
 
+# File systems behind a server or a user's process, which may stop answering.
+_SERVED_FILE_SYSTEMS: Final = frozenset(
+    {
+        0x6969,  # nfs
+        0x517B,  # smb
+        0xFF534D42,  # cifs
+        0xFE534D42,  # smb2
+        0x65735546,  # fuse
+        0x01021997,  # 9p
+        0xC36400,  # ceph
+        0x5346414F,  # afs
+        0x6B414653,  # kafs
+        0x73757245,  # coda
+        0x0BD00BD0,  # lustre
+        0x47504653,  # gpfs
+        0x01161970,  # gfs2
+        0x7461636F,  # ocfs2
+        0x19830326,  # beegfs
+        0x20030528,  # orangefs
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Ends:
@@ -87,7 +109,12 @@ def identify(host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identi
     return host, mount
 
 
-def check_file_system(fd: int) -> None:
-    """OSError EINVAL for a file that is an interface of the kernel. May block as the file's server does."""
-    if file_system_type(fd) in _KERNEL_FILE_SYSTEMS:
+def check_file_system(fd: int) -> bool:
+    """Whether a file's file system is one that may stop answering. May block as the file's server does.
+
+    OSError EINVAL for a file that is an interface of the kernel.
+    """
+    magic = file_system_type(fd)
+    if magic in _KERNEL_FILE_SYSTEMS:
         raise OSError(EINVAL, "the host's file is an interface of the kernel, not storage")
+    return magic in _SERVED_FILE_SYSTEMS

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import trio
 
@@ -39,6 +39,9 @@ from gpufs.service._limits import Limits
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# In the number of a client, which is a process otherwise.
+_CONNECTION_BIT: Final = 1 << 63
+_SERVER_BIT: Final = 1 << 62
 
 
 @dataclass(slots=True)
@@ -119,8 +122,8 @@ class Session:
         sock.setblocking(False)
         self._sock = sock
         self._peer = peer
-        # Threads are shared evenly between client processes; one of another PID namespace has no number here.
-        self._client = peer.pid if peer.pid > 0 else (1 << 63) | number
+        # A process of another PID namespace has no number here.
+        self._client = peer.pid if peer.pid > 0 else _CONNECTION_BIT | number
         self._backend = backend
         self._device = device
         self._limits = limits
@@ -291,11 +294,15 @@ class Session:
         """On a thread: checks the descriptors and starts the transfer. OSError when a rule forbids it."""
         copy = request.copy
         _checks.check_modes(copy.direction, host.fd, mount.fd)
-        _, on_mount = _checks.identify(host.fd, mount.fd, self._device)
+        on_host, on_mount = _checks.identify(host.fd, mount.fd, self._device)
         buffer = request.holdings.hold(self._backend.open_buffer(on_mount.ino))
         # The buffer is held now. The client's own descriptor keeps the inode; ours would keep the mount busy.
         mount.close()
-        _checks.check_file_system(host.fd)
+        # The engine shares its threads evenly between clients. When a server dies, every copy from and to it hangs,
+        # whoever asked for it: all of them are one client, with one share.
+        client = self._client
+        if _checks.check_file_system(host.fd):
+            client = _SERVER_BIT | on_host.device
         size = None
         if copy.direction == LOAD:
             self._backend.written(on_mount.ino)
@@ -315,7 +322,7 @@ class Session:
                 size=copy.size,
                 fastpath=copy.fastpath,
                 sync=copy.sync,
-                client=self._client,
+                client=client,
             )
         )
 
