@@ -9,8 +9,10 @@
 
 #include "abi/barrier.h"
 #include "abi/handles.h"
+#include "base/log.h"
 #include "gpufs.h"
 #include "io/transfer.h"
+#include "memory/slab_pool.h"
 
 namespace gpufs {
 
@@ -20,12 +22,20 @@ Result<std::shared_ptr<Engine>> Engine::open(const EngineOptions& options) {
   return open(std::shared_ptr<Driver>(driver.take()), options.slab_file_bytes);
 }
 
-Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, std::uint64_t /*slab_file_bytes*/) {
+Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, std::uint64_t slab_file_bytes) {
   std::shared_ptr<Engine> engine(new Engine());
   engine->driver_ = std::move(driver);
   for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
     Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
     if (!device.ok()) return device.status();
+    if (slab_file_bytes > 0) {
+      Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*device.value(), slab_file_bytes);
+      if (slabs.ok()) {
+        device.value()->set_slabs(slabs.take());
+      } else {
+        log_info(slabs.status().with_context("small files get memory of their own").message());
+      }
+    }
     engine->devices_.push_back(device.take());
   }
   return engine;

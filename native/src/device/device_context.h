@@ -40,6 +40,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   DeviceContext& operator=(const DeviceContext&) = delete;
 
   [[nodiscard]] Device& device() const { return *device_; }
+  [[nodiscard]] const Driver& driver() const { return *driver_; }
   [[nodiscard]] const DeviceInfo& info() const { return device_->info(); }
 
   // Queues work for the worker thread, which does it in order. `done` runs exactly once, there, with the work's outcome

@@ -1,7 +1,7 @@
 // A buffer: the contents of one file, as a virtual range on a device with extents of memory mapped into it.
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
-// Any thread may call any function. Readers and writers never wait for each other, nor for growth; calls that take
-// memory away wait until nobody uses that memory any more.
+// Any thread may call any function, but for callbacks on a device's worker. Readers wait for nobody; writers for growth,
+// and for calls that take memory away, which wait until nobody uses that memory any more.
 #pragma once
 
 #include <sys/uio.h>
@@ -51,13 +51,17 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     virtual ~Pinned() = default;
     [[nodiscard]] virtual const std::vector<Piece>& pieces() const = 0;
   };
-  // For reading: clipped to size(); holes stay holes.
+  // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
+  // same buffer, which would wait for the pin.
   virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
   // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
-  // maximum). The size does not change: call publish() with the end of what was really written. Bytes above size()
-  // that were written and are not published must be cleared with discard_above_size().
+  // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
+  // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not
+  // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
+  // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its writers.
   virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
+  // Call it after the pin is gone. What other pins for writing cover is left to their holders.
   virtual Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) = 0;
 
   // Synchronous copies by the calling thread. read: the count, short only at the end of the file; holes are zeros.
@@ -74,12 +78,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   };
   virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
 
-  // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules; growing makes a
-  // hole. EFBIG beyond the maximum.
+  // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
+  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum, and beyond what pin_address() promised.
   virtual Status resize(std::uint64_t size) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
+  // Zeroes partial granules and releases whole ones.
   virtual Status punch(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find room.
   virtual Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
   // lseek(2) SEEK_DATA / SEEK_HOLE; ENXIO at and beyond the end. Granular: a populated granule is data.
   virtual Result<std::uint64_t> seek_data(std::uint64_t offset) = 0;
@@ -91,7 +97,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
                                           std::uint64_t bytes, const std::atomic<bool>* cancelled) = 0;
 
   // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
-  // never moves again.
+  // never moves again. EFBIG if the buffer is larger already, or its address is promised for less.
   virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
   // Descriptors of the memory for other processes: see DeviceMemory::export_memory().
   virtual Result<std::vector<ExportedMemory>> export_memory() = 0;

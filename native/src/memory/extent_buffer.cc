@@ -1,0 +1,277 @@
+#include "memory/extent_buffer.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+
+namespace gpufs {
+namespace {
+
+constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
+
+// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null when there
+// was no room for it.
+void* zeros() {
+  static void* const area = [] {
+    void* const mapped = ::mmap(nullptr, kZeroBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return mapped == MAP_FAILED ? nullptr : mapped;
+  }();
+  return area;
+}
+
+}  // namespace
+
+// ---- snapshots ----
+
+ExtentBuffer::Snapshot::Snapshot(std::shared_ptr<Census> counted_in, std::shared_ptr<AddressRange> own,
+                                 Extents existing)
+    : census(std::move(counted_in)),
+      range(std::move(own)),
+      base(range ? range->base() : 0),
+      extents(std::move(existing)) {
+  const std::lock_guard lock(census->mutex);
+  ++census->snapshots;
+}
+
+ExtentBuffer::Snapshot::Snapshot(std::shared_ptr<Census> counted_in, std::shared_ptr<SlabPool::Slot> small)
+    : census(std::move(counted_in)), slot(std::move(small)), base(slot->address()), extents{{0, slot->bytes()}} {
+  const std::lock_guard lock(census->mutex);
+  ++census->snapshots;
+}
+
+ExtentBuffer::Snapshot::~Snapshot() {
+  // Before anybody who waits for it goes on: the addresses are really gone then.
+  range.reset();
+  slot.reset();
+  {
+    const std::lock_guard lock(census->mutex);
+    --census->snapshots;
+  }
+  census->changed.notify_all();
+}
+
+// ---- pins ----
+
+class ExtentBuffer::ReadPin : public Buffer::Pinned {
+ public:
+  ReadPin(std::shared_ptr<Buffer> buffer, ReadLease lease) : buffer_(std::move(buffer)), lease_(std::move(lease)) {
+    cut(*lease_.snapshot, lease_.offset, lease_.end, &pieces_);
+  }
+  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
+
+ private:
+  const std::shared_ptr<Buffer> buffer_;  // destroyed after the lease
+  const ReadLease lease_;
+  std::vector<Piece> pieces_;
+};
+
+class ExtentBuffer::WritePin : public Buffer::Pinned {
+ public:
+  explicit WritePin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) { pieces_.reserve(1); }
+  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
+
+  const std::shared_ptr<Buffer> buffer_;  // destroyed after the lease
+  WriteLease lease_;
+  std::vector<Piece> pieces_;
+};
+
+void ExtentBuffer::WriteLease::drop() {
+  if (buffer_ == nullptr) return;
+  {
+    const std::lock_guard lock(buffer_->state_mutex_);
+    (previous_ == nullptr ? buffer_->writers_ : previous_->next_) = next_;
+    if (next_ != nullptr) next_->previous_ = previous_;
+  }
+  buffer_->state_changed_.notify_all();
+  buffer_ = nullptr;
+  snapshot_.reset();
+}
+
+void ExtentBuffer::cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces) {
+  auto extent = first_above(snapshot.extents, offset);
+  while (offset < end) {
+    const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
+    std::uint64_t stop = end;
+    if (extent != snapshot.extents.end()) {
+      stop = std::min(end, hole ? extent->offset : extent->offset + extent->bytes);
+    }
+    pieces->push_back({hole ? 0 : snapshot.base + offset, offset, stop - offset});
+    if (!hole) ++extent;
+    offset = stop;
+  }
+}
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
+  const std::lock_guard lock(state_mutex_);
+  return snapshot_;
+}
+
+ExtentBuffer::ReadLease ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes) {
+  std::unique_lock lock(state_mutex_);
+  for (;;) {
+    const std::uint64_t size = size_.load(std::memory_order_relaxed);
+    const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
+    if (end <= gate_offset_ || gate_end_ <= offset) return {snapshot_, offset, end};
+    state_changed_.wait(lock);
+  }
+}
+
+bool ExtentBuffer::try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
+  if (end > write_limit_ || end > promised_) return false;
+  if (end > gate_offset_ && gate_end_ > offset) return false;
+  if (!covered(snapshot_->extents, offset, end)) return false;
+  lease->snapshot_ = snapshot_;
+  lease->offset_ = offset;
+  lease->end_ = end;
+  lease->previous_ = nullptr;
+  lease->next_ = writers_;
+  if (writers_ != nullptr) writers_->previous_ = lease;
+  writers_ = lease;
+  lease->buffer_ = this;
+  return true;
+}
+
+Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (try_list_locked(offset, end, lease)) return {};
+  }
+  const std::lock_guard mutation(mutation_mutex_);
+  Status status = ensure(offset, end);
+  if (!status.ok()) return status;
+  const std::lock_guard lock(state_mutex_);
+  // Nobody else can have taken it away again or closed the way: that needs the mutation's mutex.
+  if (!try_list_locked(offset, end, lease)) return Status(EIO, "memory that was made is not there");
+  return {};
+}
+
+Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const {
+  if (add_overflows(offset, bytes, end) || *end > kMaximumBytes) {
+    return Status(EFBIG, "beyond the largest size of a buffer");
+  }
+  return {};
+}
+
+Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+  return std::unique_ptr<Pinned>(std::make_unique<ReadPin>(shared_from_this(), acquire_read(offset, bytes)));
+}
+
+Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  auto pin = std::make_unique<WritePin>(shared_from_this());
+  if (bytes != 0) {
+    status = acquire_write(offset, end, &pin->lease_);
+    if (!status.ok()) return status;
+    pin->pieces_.push_back({pin->lease_.address(), offset, bytes});
+  }
+  return std::unique_ptr<Pinned>(std::move(pin));
+}
+
+void ExtentBuffer::publish(std::uint64_t end) {
+  const std::lock_guard lock(state_mutex_);
+  const std::uint64_t size = std::min({end, publish_limit_, kMaximumBytes});
+  if (size > size_.load(std::memory_order_relaxed)) size_.store(size, std::memory_order_release);
+}
+
+// ---- copies by the calling thread ----
+
+Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
+  const ReadLease lease = acquire_read(offset, destination.size());
+  const Extents& extents = lease.snapshot->extents;
+  std::byte* out = destination.data();
+  std::uint64_t at = lease.offset;
+  for (auto extent = first_above(extents, at); at < lease.end; ++extent) {
+    const bool last = extent == extents.end() || extent->offset >= lease.end;
+    const std::uint64_t hole_end = last ? lease.end : extent->offset;
+    if (hole_end > at) {
+      std::memset(out, 0, hole_end - at);
+      out += hole_end - at;
+      at = hole_end;
+    }
+    if (last) break;
+    const std::uint64_t bytes = std::min(lease.end, extent->offset + extent->bytes) - at;
+    Status status = context_->device().copy_out(out, lease.snapshot->base + at, bytes);
+    if (!status.ok()) return status;
+    out += bytes;
+    at += bytes;
+  }
+  return static_cast<std::size_t>(lease.end - lease.offset);
+}
+
+Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
+  std::uint64_t end = 0;
+  Status status = check_end(offset, source.size(), &end);
+  if (!status.ok()) return status;
+  if (source.empty()) return std::size_t{0};
+  {
+    WriteLease lease;
+    status = acquire_write(offset, end, &lease);
+    if (!status.ok()) return status;
+    status = context_->device().copy_in(lease.address(), source.data(), source.size());
+    if (status.ok()) {
+      publish(end);
+      return source.size();
+    }
+  }
+  const Status cleared = discard_above_size(offset, source.size());
+  if (!cleared.ok()) log_error(cleared.with_context("clearing what a failed write left").message());
+  return status;
+}
+
+Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes) {
+  if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
+  void* const hole = zeros();
+  if (hole == nullptr) return Status(ENOMEM, "no address space for a page of zeros");
+  auto pin = std::make_unique<ReadPin>(shared_from_this(), acquire_read(offset, bytes));
+  Gathered gathered;
+  gathered.pieces.reserve(pin->pieces().size());
+  for (const Piece& piece : pin->pieces()) {
+    gathered.bytes += piece.bytes;
+    if (piece.address != 0) {
+      gathered.pieces.push_back({reinterpret_cast<void*>(piece.address), piece.bytes});
+      continue;
+    }
+    for (std::uint64_t left = piece.bytes; left > 0;) {
+      const std::size_t part = std::min<std::uint64_t>(left, kZeroBytes);
+      gathered.pieces.push_back({hole, part});
+      left -= part;
+    }
+  }
+  gathered.keep = std::move(pin);
+  return gathered;
+}
+
+// ---- where data is ----
+
+Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
+  const ReadLease all = acquire_read(0, kMaximumBytes);
+  const auto extent = first_above(all.snapshot->extents, offset);
+  if (offset < all.end && extent != all.snapshot->extents.end()) {
+    const std::uint64_t found = std::max(offset, extent->offset);
+    if (found < all.end) return found;
+  }
+  return Status(ENXIO, "no data at or above the offset");
+}
+
+Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
+  const ReadLease all = acquire_read(0, kMaximumBytes);
+  if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
+  const auto extent = first_above(all.snapshot->extents, offset);
+  if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;
+  return std::min(extent->offset + extent->bytes, all.end);  // the end of a file is a hole
+}
+
+Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device) {
+  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
+}
+
+}  // namespace gpufs

@@ -1,0 +1,182 @@
+// The Buffer: published snapshots of a range and its extents, and the one mutation at a time that changes them.
+// Owned as Buffer says. A file that is small enough lives in a slot of its device's slabs until it grows.
+// Any thread may call any function, as Buffer says.
+//
+// How readers and writers get by without waiting for each other:
+//  - What exists is an immutable Snapshot. A pin copies the pointer to the current one under state_mutex_ (a few
+//    instructions) and so keeps its addresses valid, whatever happens to the buffer meanwhile.
+//  - Growth makes memory exist first and then publishes a snapshot that has it.
+//  - Whoever takes memory away publishes a snapshot without it, waits until every older one is gone, and only then
+//    gives the memory back. New pins are pins of the new snapshot, so the wait ends.
+//  - Pins for writing are listed besides: a shrink must know how far above the size they reach, and moving a small file
+//    to another place must wait until nobody writes to the old one. write_limit_ keeps new ones out for so long: they
+//    take the slow path, which waits for mutation_mutex_.
+// What always holds: where no write is under way, the bytes above size() in memory that exists are zeros.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device/device_context.h"
+#include "memory/buffer.h"
+#include "memory/extents.h"
+#include "memory/slab_pool.h"
+
+namespace gpufs {
+
+class ExtentBuffer : public Buffer {
+ public:
+  explicit ExtentBuffer(std::shared_ptr<DeviceContext> device);
+  ~ExtentBuffer() override;
+  ExtentBuffer(const ExtentBuffer&) = delete;
+  ExtentBuffer& operator=(const ExtentBuffer&) = delete;
+
+  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
+  [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
+  [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
+
+  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  void publish(std::uint64_t end) override;
+  Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override;
+  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override;
+  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) override;
+  Status resize(std::uint64_t size) override;
+  Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  Status punch(std::uint64_t offset, std::uint64_t bytes) override;
+  Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  Result<std::uint64_t> seek_data(std::uint64_t offset) override;
+  Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
+  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
+  Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
+  Result<std::vector<ExportedMemory>> export_memory() override;
+
+ private:
+  static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
+
+  // How many snapshots of a buffer there are; shared by them, because a pin may be the buffer's last owner.
+  struct Census {
+    std::mutex mutex;  // guards snapshots; innermost
+    std::condition_variable changed;
+    std::uint64_t snapshots = 0;
+  };
+
+  // What exists, at which addresses. Immutable.
+  struct Snapshot {
+    Snapshot(std::shared_ptr<Census> counted_in, std::shared_ptr<AddressRange> own, Extents existing);
+    Snapshot(std::shared_ptr<Census> counted_in, std::shared_ptr<SlabPool::Slot> small);
+    ~Snapshot();
+    Snapshot(const Snapshot&) = delete;
+    Snapshot& operator=(const Snapshot&) = delete;
+
+    const std::shared_ptr<Census> census;
+    std::shared_ptr<AddressRange> range;   // of memory of the buffer's own; null before there is any
+    std::shared_ptr<SlabPool::Slot> slot;  // or of a small file
+    const DeviceAddress base;              // of offset 0
+    const Extents extents;
+  };
+  using SnapshotPointer = std::shared_ptr<const Snapshot>;
+
+  // [offset, end) of one snapshot, held for reading.
+  struct ReadLease {
+    SnapshotPointer snapshot;
+    std::uint64_t offset = 0;
+    std::uint64_t end = 0;
+  };
+  // The same for writing, listed in the buffer from acquire_write() until it is destroyed, before its buffer.
+  class WriteLease {
+   public:
+    WriteLease() = default;
+    ~WriteLease() { drop(); }
+    WriteLease(const WriteLease&) = delete;
+    WriteLease& operator=(const WriteLease&) = delete;
+    void drop();
+    [[nodiscard]] DeviceAddress address() const { return snapshot_->base + offset_; }  // of the first byte
+
+   private:
+    friend class ExtentBuffer;
+    ExtentBuffer* buffer_ = nullptr;  // null: not listed
+    SnapshotPointer snapshot_;
+    std::uint64_t offset_ = 0;
+    std::uint64_t end_ = 0;
+    WriteLease* previous_ = nullptr;  // guarded by the buffer's state_mutex_, as is next_
+    WriteLease* next_ = nullptr;
+  };
+  class ReadPin;
+  class WritePin;
+  class Exclusion;
+
+  // ---- extent_buffer.cc: pins, copies by the caller ----
+  static void cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces);
+  ReadLease acquire_read(std::uint64_t offset, std::uint64_t bytes);
+  Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
+  [[nodiscard]] bool try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
+  Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const;
+  [[nodiscard]] SnapshotPointer current() const;
+
+  // ---- extent_buffer_memory.cc: what changes the memory; all with mutation_mutex_ held ----
+  [[nodiscard]] SnapshotPointer make_snapshot(Extents extents) const;
+  void replace(SnapshotPointer next);
+  // Waits until every snapshot but the current one is gone. The caller holds none.
+  void wait_for_old_snapshots();
+  Status ensure(std::uint64_t offset, std::uint64_t end);
+  Status ensure_slot(SlabPool& slabs, std::uint64_t end);
+  // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
+  // a range of at least reserve_end bytes.
+  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool promise);
+  Status reserve_own(std::uint64_t end, bool promise);
+  Status populate_own(const Extents& missing, Extents* stuck);
+  Status leave_slot(const Extents& populated);
+  void drop_unused_memory();
+  Status shrink(std::uint64_t size, std::uint64_t highest);
+  // Releases `removed`, which a published snapshot no longer has; what the device does not take back stays, as zeros.
+  Status release_own(const Extents& kept, const Extents& removed);
+  // Sets the gate around what the driver moves when it releases `removed`.
+  void close_gate_locked(const Extents& removed);
+  Status zero_existing(std::uint64_t offset, std::uint64_t end);
+  void account_own(std::uint64_t bytes);
+  [[nodiscard]] std::uint64_t highest_locked() const;
+
+  // ---- extent_buffer_copy.cc ----
+  Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                    std::uint64_t* done);
+  Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                   std::uint64_t* done);
+  Status copy_hole(std::uint64_t offset, std::uint64_t end);
+
+  const std::shared_ptr<DeviceContext> context_;
+  const std::uint64_t granule_;
+  const std::shared_ptr<Census> census_;
+
+  // One mutation at a time; before state_mutex_. Held over driver calls by intent: only those wait for it who need
+  // memory to exist or to go. Guards the five below.
+  std::mutex mutation_mutex_;
+  std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
+  std::shared_ptr<AddressRange> range_;   // memory_'s current one
+  std::uint64_t own_held_ = 0;            // bytes of memory_
+  bool exported_ = false;                 // others use the memory: it is emptied, but never replaced
+  // The most that the buffer may grow to: pin_address(). Written under both mutexes, read under either.
+  std::uint64_t promised_ = kNoLimit;
+
+  // Guards all below; nothing is called and nothing destroyed under it. The two counters are written under it and read
+  // without.
+  mutable std::mutex state_mutex_;
+  std::condition_variable state_changed_;  // a writer has ended, or the gate has opened
+  SnapshotPointer snapshot_;               // never null
+  WriteLease* writers_ = nullptr;          // all leases for writing
+  std::uint64_t write_limit_ = kNoLimit;   // writes that end above it take the slow path
+  std::uint64_t publish_limit_ = kNoLimit;  // a shrink is under way: no size above it
+  std::uint64_t gate_offset_ = 0;           // [gate_offset_, gate_end_): being moved by the driver, nobody may use it
+  std::uint64_t gate_end_ = 0;
+  std::atomic<std::uint64_t> size_{0};
+  std::atomic<std::uint64_t> held_{0};
+};
+
+}  // namespace gpufs

@@ -1,0 +1,528 @@
+// The mutations of an ExtentBuffer: growing, shrinking, punching, moving out of a slot, giving addresses to others.
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "memory/extent_buffer.h"
+
+namespace gpufs {
+namespace {
+
+// No reservation is smaller: a file that grows to this size moves its range once at most.
+constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
+
+}  // namespace
+
+// Keeps writers out, wholly or above a limit, until it is destroyed. begin_locked() needs state_mutex_, the destructor
+// takes it.
+class ExtentBuffer::Exclusion {
+ public:
+  explicit Exclusion(ExtentBuffer& buffer) : buffer_(buffer) {}
+  ~Exclusion() {
+    if (!begun_) return;
+    {
+      const std::lock_guard lock(buffer_.state_mutex_);
+      buffer_.write_limit_ = kNoLimit;
+      buffer_.publish_limit_ = kNoLimit;
+      buffer_.gate_offset_ = 0;
+      buffer_.gate_end_ = 0;
+    }
+    buffer_.state_changed_.notify_all();
+  }
+  Exclusion(const Exclusion&) = delete;
+  Exclusion& operator=(const Exclusion&) = delete;
+
+  void begin_locked(std::uint64_t limit) {
+    begun_ = true;
+    buffer_.write_limit_ = limit;
+  }
+
+  // Nobody may start to write any more, and nobody writes when this returns.
+  void of_all_writers() {
+    std::unique_lock lock(buffer_.state_mutex_);
+    begin_locked(0);
+    buffer_.state_changed_.wait(lock, [this] { return buffer_.writers_ == nullptr; });
+  }
+
+ private:
+  ExtentBuffer& buffer_;
+  bool begun_ = false;
+};
+
+ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device)
+    : context_(std::move(device)),
+      granule_(context_->info().granule),
+      census_(std::make_shared<Census>()),
+      snapshot_(std::make_shared<Snapshot>(census_, nullptr, Extents{})) {}
+
+ExtentBuffer::~ExtentBuffer() {
+  snapshot_.reset();
+  range_.reset();
+  memory_.reset();
+  context_->account(-static_cast<std::int64_t>(own_held_));
+}
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) const {
+  return std::make_shared<Snapshot>(census_, range_, std::move(extents));
+}
+
+void ExtentBuffer::replace(SnapshotPointer next) {
+  const std::lock_guard lock(state_mutex_);
+  // The old one is destroyed with the argument, after the lock is released.
+  snapshot_.swap(next);
+}
+
+void ExtentBuffer::wait_for_old_snapshots() {
+  std::unique_lock lock(census_->mutex);
+  census_->changed.wait(lock, [this] { return census_->snapshots == 1; });
+}
+
+void ExtentBuffer::account_own(std::uint64_t bytes) {
+  context_->account(static_cast<std::int64_t>(bytes) - static_cast<std::int64_t>(own_held_));
+  own_held_ = bytes;
+  held_.store(bytes, std::memory_order_release);
+}
+
+// Above this there is nothing in the buffer, neither published nor being written.
+std::uint64_t ExtentBuffer::highest_locked() const {
+  std::uint64_t highest = size_.load(std::memory_order_relaxed);
+  for (const WriteLease* writer = writers_; writer != nullptr; writer = writer->next_) {
+    highest = std::max(highest, writer->end_);
+  }
+  return highest;
+}
+
+// ---- growth ----
+
+Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end) {
+  if (end > promised_) {
+    return Status(EFBIG, "the buffer's address is promised for " + std::to_string(promised_) + " bytes at most");
+  }
+  if (covered(current()->extents, offset, end)) return {};
+  SlabPool* const slabs = context_->slabs();
+  if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
+    // A slab that cannot be had does not mean that the file cannot have memory of its own, unless the device is full.
+    const Status status = ensure_slot(*slabs, end);
+    if (status.ok() || status.error() == ENOSPC) return status;
+    log_debug(status.with_context("a small file gets memory of its own").message());
+  }
+  return ensure_own(offset, end, end, /*promise=*/false);
+}
+
+Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
+  Result<std::shared_ptr<SlabPool::Slot>> taken = slabs.take(end);
+  if (!taken.ok()) return taken.status();
+  const std::shared_ptr<SlabPool::Slot> slot = taken.take();
+  SnapshotPointer next = std::make_shared<Snapshot>(census_, slot);
+  Exclusion exclusion(*this);
+  const std::shared_ptr<SlabPool::Slot> old = current()->slot;
+  if (old != nullptr) {
+    exclusion.of_all_writers();
+    Status status = context_->device().copy_within(slot->address(), old->address(), old->bytes());
+    if (!status.ok()) return status;
+  }
+  replace(std::move(next));
+  held_.store(slot->bytes(), std::memory_order_release);
+  return {};
+}
+
+Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool promise) {
+  const bool in_slot = current()->slot != nullptr;
+  const std::uint64_t slot_end = in_slot ? round_up(current()->slot->bytes(), granule_) : 0;
+  if (memory_ == nullptr) {
+    Result<std::unique_ptr<DeviceMemory>> made = Status(EIO, "");
+    const Status status = context_->run([&made](Device& device) {
+      made = device.create_memory();
+      return made.status();
+    });
+    if (!status.ok()) return status;
+    memory_ = made.take();
+  }
+  Status status = reserve_own(std::max(reserve_end, slot_end), promise);
+  if (status.ok()) {
+    const Extents existing = in_slot ? Extents{} : current()->extents;
+    Extents missing;
+    if (in_slot) missing = holes(existing, 0, slot_end);
+    if (offset < end) {
+      const Extents wanted = holes(joined(existing, missing), round_down(offset, granule_), round_up(end, granule_));
+      missing = joined(missing, wanted);
+    }
+    Extents stuck;
+    if (in_slot) {
+      status = populate_own(missing, &stuck);
+      if (status.ok()) status = leave_slot(missing);
+    } else if (!missing.empty()) {
+      // Made before the memory: once that is populated, nothing may fail any more.
+      SnapshotPointer grown = make_snapshot(joined(existing, missing));
+      const std::uint64_t held = total_bytes(grown->extents);
+      status = populate_own(missing, &stuck);
+      if (status.ok()) {
+        replace(std::move(grown));
+        account_own(held);
+      } else if (!stuck.empty()) {
+        // Memory that could neither be used nor given back stays with the file, as zeros.
+        replace(make_snapshot(joined(existing, stuck)));
+        account_own(total_bytes(existing) + total_bytes(stuck));
+      }
+    }
+  }
+  if (!status.ok()) drop_unused_memory();
+  return status;
+}
+
+Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
+  const SnapshotPointer before = current();
+  const bool in_slot = before->slot != nullptr;
+  if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
+  const std::uint64_t needed = round_up(std::max(end, in_slot ? 0 : end_of(before->extents)), granule_);
+  const std::uint64_t largest = round_up(kMaximumBytes, granule_);
+  const bool copies = context_->info().reserve_copies;
+  std::uint64_t wanted = needed;
+  if (!promise) {
+    // Addresses cost nothing, so a growing file seldom needs new ones; where they are memory, doubling has to do.
+    wanted = copies ? std::bit_ceil(needed) : std::bit_ceil(std::max(needed, kSmallestReservation / 4)) * 4;
+    wanted = std::max(needed, std::min(wanted, largest));
+  }
+  Exclusion exclusion(*this);
+  if (copies && !before->extents.empty()) exclusion.of_all_writers();
+  Result<std::shared_ptr<AddressRange>> made = Status(EIO, "");
+  Status status = context_->run([&](Device&) {
+    for (;;) {
+      made = memory_->reserve(wanted);
+      if (made.ok() || wanted == needed || (made.error() != ENOMEM && made.error() != ENOSPC)) return made.status();
+      wanted = std::max(needed, wanted / 2);
+    }
+  });
+  if (!status.ok()) return status;
+  range_ = made.take();
+  // Later memory appears in the new range alone, so whatever is published from now on must show that.
+  if (!in_slot) replace(make_snapshot(before->extents));
+  return {};
+}
+
+// Makes all of it exist, or nothing but what ends in `stuck`.
+Status ExtentBuffer::populate_own(const Extents& missing, Extents* stuck) {
+  stuck->reserve(missing.size());
+  return context_->run([&](Device&) -> Status {
+    for (std::size_t made = 0; made < missing.size(); ++made) {
+      Status status = memory_->populate(missing[made].offset, missing[made].bytes);
+      if (status.ok()) continue;
+      for (std::size_t undone = 0; undone < made; ++undone) {
+        const Status released = memory_->release(missing[undone].offset, missing[undone].bytes);
+        if (released.ok()) continue;
+        log_warning(released.with_context("giving back memory after a failure").message());
+        stuck->push_back(missing[undone]);
+      }
+      return status;
+    }
+    return {};
+  });
+}
+
+// Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
+Status ExtentBuffer::leave_slot(const Extents& populated) {
+  SnapshotPointer next = make_snapshot(populated);
+  const std::uint64_t held = total_bytes(populated);
+  const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
+  Exclusion exclusion(*this);
+  exclusion.of_all_writers();
+  Status status = context_->device().copy_within(range_->base(), slot->address(), slot->bytes());
+  if (!status.ok()) return status;
+  replace(std::move(next));
+  account_own(held);
+  return {};
+}
+
+// After a failure: a file that has nothing in memory of its own is as if it had never asked for any.
+void ExtentBuffer::drop_unused_memory() {
+  const SnapshotPointer now = current();
+  if (exported_ || promised_ != kNoLimit) return;
+  if (now->slot == nullptr) {
+    if (!now->extents.empty()) return;
+    if (now->range != nullptr) replace(std::make_shared<Snapshot>(census_, nullptr, Extents{}));
+  }
+  range_.reset();
+  memory_.reset();
+}
+
+Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  std::uint64_t end = 0;
+  if (bytes == 0) return Status(EINVAL, "allocating nothing");
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  const std::lock_guard mutation(mutation_mutex_);
+  status = ensure(offset, end);
+  if (status.ok() && !keep_size) publish(end);
+  return status;
+}
+
+Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  std::uint64_t end = 0;
+  if (bytes == 0) return Status(EINVAL, "zeroing nothing");
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  const std::lock_guard mutation(mutation_mutex_);
+  const Extents existing = inside(current()->extents, offset, end);
+  status = ensure(offset, end);
+  for (const Extent& extent : existing) {
+    if (status.ok()) status = zero_existing(extent.offset, extent.offset + extent.bytes);
+  }
+  if (status.ok() && !keep_size) publish(end);
+  return status;
+}
+
+Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
+  if (offset >= end) return {};
+  const SnapshotPointer now = current();
+  for (const Extent& extent : inside(now->extents, offset, end)) {
+    Status status = context_->device().zero(now->base + extent.offset, extent.bytes);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+// ---- taking away ----
+
+Status ExtentBuffer::resize(std::uint64_t size) {
+  if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
+  const std::lock_guard mutation(mutation_mutex_);
+  if (size > promised_) {
+    return Status(EFBIG, "the buffer's address is promised for " + std::to_string(promised_) + " bytes at most");
+  }
+  Exclusion exclusion(*this);
+  std::uint64_t before = 0;
+  std::uint64_t highest = 0;
+  {
+    const std::lock_guard lock(state_mutex_);
+    before = size_.load(std::memory_order_relaxed);
+    const bool nothing_above = end_of(snapshot_->extents) <= round_up(size, granule_);
+    if (size > before || (size == before && nothing_above)) {
+      size_.store(size, std::memory_order_release);
+      return {};
+    }
+    // Writes that are under way count as done before: what they put above the size goes with the rest, and when they
+    // publish their end it is not taken. Later ones that end above it wait for this.
+    highest = highest_locked();
+    exclusion.begin_locked(size);
+    publish_limit_ = size;
+    size_.store(size, std::memory_order_release);
+  }
+  Status status = shrink(size, highest);
+  if (!status.ok()) {
+    const std::lock_guard lock(state_mutex_);
+    size_.store(before, std::memory_order_release);
+  }
+  return status;
+}
+
+Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest) {
+  std::shared_ptr<SlabPool::Slot> slot = current()->slot;
+  if (slot != nullptr) {
+    replace(size == 0 ? std::make_shared<Snapshot>(census_, nullptr, Extents{})
+                      : std::make_shared<Snapshot>(census_, slot));
+    slot.reset();
+    wait_for_old_snapshots();
+    if (size > 0) return zero_existing(size, highest);
+    held_.store(0, std::memory_order_release);
+    return {};
+  }
+  if (size == 0 && !exported_ && promised_ == kNoLimit) {
+    // All of it: the memory goes as a whole, which cannot fail, and the file may live in a slot again.
+    replace(std::make_shared<Snapshot>(census_, nullptr, Extents{}));
+    wait_for_old_snapshots();
+    range_.reset();
+    memory_.reset();
+    account_own(0);
+    return {};
+  }
+  const std::uint64_t kept_end = round_up(size, granule_);
+  Extents before = current()->extents;
+  const Extents removed = inside(before, kept_end, kNoLimit);
+  Extents kept = without(before, kept_end, kNoLimit);
+  SnapshotPointer next = make_snapshot(kept);
+  {
+    const std::lock_guard lock(state_mutex_);
+    close_gate_locked(removed);
+    snapshot_.swap(next);
+  }
+  next.reset();
+  wait_for_old_snapshots();
+  Status status = zero_existing(size, std::min(kept_end, highest));
+  if (!status.ok()) {
+    replace(make_snapshot(std::move(before)));
+    return status;
+  }
+  return release_own(kept, removed);
+}
+
+Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
+  if (bytes == 0) return Status(EINVAL, "punching nothing");
+  std::uint64_t end = 0;
+  if (add_overflows(offset, bytes, &end)) end = kMaximumBytes;
+  end = std::min(end, kMaximumBytes);
+  if (offset >= end) return {};
+  const std::lock_guard mutation(mutation_mutex_);
+  Exclusion exclusion(*this);
+  bool to_the_end = false;
+  {
+    const std::lock_guard lock(state_mutex_);
+    exclusion.begin_locked(offset);
+    to_the_end = end >= highest_locked();
+  }
+  // What is above everything is zeros, and goes with the last granule.
+  if (to_the_end) end = std::max(end, round_up(end, granule_));
+  if (current()->slot != nullptr) {
+    if (offset > 0 || end < current()->slot->bytes()) return zero_existing(offset, end);
+    replace(std::make_shared<Snapshot>(census_, nullptr, Extents{}));
+    wait_for_old_snapshots();
+    held_.store(0, std::memory_order_release);
+    return {};
+  }
+  const std::uint64_t first = round_up(offset, granule_);
+  const std::uint64_t last = round_down(end, granule_);
+  if (first >= last) return zero_existing(offset, end);
+  Status status = zero_existing(offset, first);
+  if (status.ok()) status = zero_existing(last, end);
+  if (!status.ok()) return status;
+  Extents kept;
+  Extents removed;
+  {
+    const SnapshotPointer now = current();
+    removed = inside(now->extents, first, last);
+    if (removed.empty()) return {};
+    kept = without(now->extents, first, last);
+  }
+  SnapshotPointer next = make_snapshot(kept);
+  {
+    const std::lock_guard lock(state_mutex_);
+    close_gate_locked(removed);
+    snapshot_.swap(next);
+  }
+  next.reset();
+  wait_for_old_snapshots();
+  return release_own(kept, removed);
+}
+
+void ExtentBuffer::close_gate_locked(const Extents& removed) {
+  bool moves = false;
+  std::uint64_t start = kNoLimit;
+  std::uint64_t end = 0;
+  for (const Extent& extent : removed) {
+    const MemorySpan span = memory_->release_span(extent.offset, extent.bytes);
+    moves = moves || span.offset < extent.offset || span.offset + span.bytes > extent.offset + extent.bytes;
+    start = std::min(start, span.offset);
+    end = std::max(end, span.offset + span.bytes);
+  }
+  if (!moves) return;
+  gate_offset_ = start;
+  gate_end_ = end;
+}
+
+Status ExtentBuffer::release_own(const Extents& kept, const Extents& removed) {
+  Extents stuck;
+  stuck.reserve(removed.size());
+  std::size_t tried = 0;
+  Status failure;
+  const Status ran = context_->run([&](Device&) -> Status {
+    for (; tried < removed.size(); ++tried) {
+      Status released = memory_->release(removed[tried].offset, removed[tried].bytes);
+      if (released.ok()) continue;
+      stuck.push_back(removed[tried]);
+      failure = std::move(released);
+    }
+    return {};
+  });
+  if (!ran.ok()) {
+    failure = ran;
+    stuck.insert(stuck.end(), removed.begin() + static_cast<std::ptrdiff_t>(tried), removed.end());
+  }
+  account_own(total_bytes(kept) + total_bytes(stuck));
+  if (stuck.empty()) return {};
+  log_warning(failure.with_context("a buffer's memory was not taken back").message());
+  replace(make_snapshot(joined(kept, stuck)));
+  for (const Extent& extent : stuck) {
+    Status zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
+    if (!zeroed.ok()) return zeroed;
+  }
+  return {};
+}
+
+Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  const std::lock_guard mutation(mutation_mutex_);
+  Exclusion exclusion(*this);
+  Extents regions;
+  {
+    const std::lock_guard lock(state_mutex_);
+    const std::uint64_t size = size_.load(std::memory_order_relaxed);
+    if (end <= size) return {};
+    const std::uint64_t start = std::max(offset, size);
+    if (start == end) return {};
+    exclusion.begin_locked(size);
+    regions = {{start, end - start}};
+    for (const WriteLease* writer = writers_; writer != nullptr; writer = writer->next_) {
+      regions = without(regions, writer->offset_, writer->end_);
+    }
+  }
+  for (const Extent& region : regions) {
+    if (status.ok()) status = zero_existing(region.offset, region.offset + region.bytes);
+  }
+  return status;
+}
+
+// ---- for others ----
+
+Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
+  if (maximum_bytes == 0) return Status(EINVAL, "an address for nothing");
+  if (maximum_bytes > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
+  const std::lock_guard mutation(mutation_mutex_);
+  if (promised_ == kNoLimit) {
+    {
+      const std::lock_guard lock(state_mutex_);
+      const std::uint64_t highest = highest_locked();
+      if (highest > maximum_bytes) {
+        return Status(EFBIG, "the buffer has " + std::to_string(highest) + " bytes, more than an address is wanted for");
+      }
+    }
+    Status status = ensure_own(0, 0, maximum_bytes, /*promise=*/true);
+    if (!status.ok()) return status;
+    // Writes that began meanwhile, in memory that was allocated ahead, count too; later ones see the promise.
+    const std::lock_guard lock(state_mutex_);
+    if (highest_locked() > maximum_bytes) return Status(EFBIG, "the buffer is growing past what an address is wanted for");
+    promised_ = maximum_bytes;
+  } else if (maximum_bytes > promised_) {
+    if (maximum_bytes > range_->bytes()) {
+      return Status(EFBIG, "the buffer's address is promised for " + std::to_string(promised_) + " bytes at most");
+    }
+    const std::lock_guard lock(state_mutex_);
+    promised_ = maximum_bytes;
+  }
+  memory_->fix_in_place();
+  return range_->base();
+}
+
+Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
+  const std::lock_guard mutation(mutation_mutex_);
+  Status status = ensure_own(0, 0, 0, /*promise=*/false);
+  if (!status.ok()) return status;
+  Result<std::vector<ExportedMemory>> exported = Status(EIO, "");
+  status = context_->run([&](Device&) {
+    exported = memory_->export_memory();
+    return exported.status();
+  });
+  if (!status.ok()) {
+    drop_unused_memory();
+    return status;
+  }
+  exported_ = true;
+  return exported;
+}
+
+}  // namespace gpufs

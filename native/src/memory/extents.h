@@ -1,0 +1,35 @@
+// Arithmetic on sorted lists of extents, in which no two touch.
+// Nobody owns it: pure functions.
+// Any thread may call it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "memory/buffer.h"
+
+namespace gpufs {
+
+using Extents = std::vector<Extent>;
+
+// The first extent that ends above `offset`.
+[[nodiscard]] Extents::const_iterator first_above(const Extents& extents, std::uint64_t offset);
+
+// True when [offset, end) lies in one extent. An empty range always does.
+[[nodiscard]] bool covered(const Extents& extents, std::uint64_t offset, std::uint64_t end);
+
+// What of [offset, end) exists, and what does not.
+[[nodiscard]] Extents inside(const Extents& extents, std::uint64_t offset, std::uint64_t end);
+[[nodiscard]] Extents holes(const Extents& extents, std::uint64_t offset, std::uint64_t end);
+
+// Without what of it lies in [offset, end).
+[[nodiscard]] Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end);
+
+// Both lists in one, neighbours joined. They do not overlap.
+[[nodiscard]] Extents joined(const Extents& extents, const Extents& added);
+
+[[nodiscard]] std::uint64_t total_bytes(const Extents& extents);
+// Where the last one ends; 0 without any.
+[[nodiscard]] std::uint64_t end_of(const Extents& extents);
+
+}  // namespace gpufs

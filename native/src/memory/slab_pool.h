@@ -1,0 +1,101 @@
+// Memory for small files: slots of a few sizes, cut from granules that all small files of a device share.
+// Owned by the device's context; slots are shared by whoever still reads or writes the file in them.
+// Any thread may call any function.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "base/status.h"
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+class DeviceContext;
+
+class SlabPool : public std::enable_shared_from_this<SlabPool> {
+ public:
+  // Slots have powers of two of bytes, from this one on.
+  static constexpr std::uint64_t kSmallestSlot = 512;
+
+  // Room for one small file, zeroed when it is taken; given back when destroyed.
+  class Slot {
+   public:
+    Slot(std::shared_ptr<SlabPool> pool, std::uint64_t slab, std::size_t index, DeviceAddress address,
+         std::uint64_t bytes)
+        : pool_(std::move(pool)), slab_(slab), index_(index), address_(address), bytes_(bytes) {}
+    ~Slot() { pool_->give(slab_, index_); }
+    Slot(const Slot&) = delete;
+    Slot& operator=(const Slot&) = delete;
+
+    [[nodiscard]] DeviceAddress address() const { return address_; }
+    [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
+
+   private:
+    const std::shared_ptr<SlabPool> pool_;
+    const std::uint64_t slab_;  // offset in the pool's memory
+    const std::size_t index_;
+    const DeviceAddress address_;
+    const std::uint64_t bytes_;
+  };
+
+  // file_bytes: the largest file that gets a slot, rounded up to a slot's size. The context must outlive the pool and
+  // its slots. EINVAL when a granule would not hold two such files, EOPNOTSUPP for a device without virtual memory
+  // management, where reserving addresses takes memory.
+  static Result<std::shared_ptr<SlabPool>> create(DeviceContext& context, std::uint64_t file_bytes);
+  ~SlabPool();
+  SlabPool(const SlabPool&) = delete;
+  SlabPool& operator=(const SlabPool&) = delete;
+
+  [[nodiscard]] std::uint64_t largest() const { return largest_; }
+
+  // The smallest slot with room for `bytes` (1..largest()). ENOSPC when a new slab is needed and the device is full.
+  Result<std::shared_ptr<Slot>> take(std::uint64_t bytes);
+
+  [[nodiscard]] std::size_t slab_count() const;
+
+ private:
+  // A granule cut into slots of one size.
+  struct Slab {
+    std::size_t size_class = 0;
+    std::size_t used = 0;
+    std::size_t lowest_free = 0;  // none below it is free
+    std::vector<bool> taken;  // by slot
+    std::vector<bool> dirty;  // was in use before, so it must be zeroed for its next file
+  };
+  struct Place {
+    std::uint64_t slab = 0;
+    std::size_t index = 0;
+    bool dirty = false;
+  };
+
+  SlabPool(DeviceContext& context, std::uint64_t largest);
+  bool find_place_locked(std::size_t size_class, Place* place);
+  Status add_slab(std::size_t size_class);
+  void give(std::uint64_t slab, std::size_t index);
+
+  DeviceContext& context_;
+  const std::uint64_t granule_;
+  const std::uint64_t largest_;
+
+  // Serialises the calls to memory_, which is guarded by it, as is range_. Before mutex_. Taken on the device's worker
+  // where the driver binds threads, so that nobody holds it while waiting for that worker.
+  std::mutex memory_mutex_;
+  std::unique_ptr<DeviceMemory> memory_;
+  std::shared_ptr<AddressRange> range_;
+
+  // Guards all below; innermost.
+  mutable std::mutex mutex_;
+  DeviceAddress base_ = 0;
+  std::map<std::uint64_t, Slab> slabs_;                // by offset in the memory
+  std::vector<std::set<std::uint64_t>> with_room_;     // by size class: slabs with a free slot, filled from the lowest
+  std::set<std::uint64_t> free_offsets_;               // granules below used_end_ that are not slabs
+  std::uint64_t used_end_ = 0;
+};
+
+}  // namespace gpufs

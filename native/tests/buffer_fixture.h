@@ -1,0 +1,97 @@
+// A device with a planned driver and buffers on it: what the tests of Buffer share.
+// Owned by the test.
+// The test's thread.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device/device_context.h"
+#include "faulty_driver.h"
+#include "memory/buffer.h"
+#include "memory/slab_pool.h"
+
+namespace gpufs::testing {
+
+inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t kGranule = 2 * kMiB;
+
+class BufferFixture : public ::testing::Test {
+ protected:
+  void start(std::uint64_t memory_bytes, std::uint64_t slab_file_bytes = 0, int devices = 1) {
+    driver = make_faulty_driver(plan, memory_bytes, devices);
+    ASSERT_NE(driver, nullptr);
+    for (int index = 0; index < devices; ++index) {
+      Result<std::shared_ptr<DeviceContext>> made = DeviceContext::create(driver, static_cast<std::size_t>(index));
+      ASSERT_TRUE(made.ok()) << made.status().message();
+      contexts.push_back(made.take());
+      if (slab_file_bytes > 0) {
+        Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*contexts.back(), slab_file_bytes);
+        ASSERT_TRUE(slabs.ok()) << slabs.status().message();
+        contexts.back()->set_slabs(slabs.take());
+      }
+    }
+  }
+
+  std::shared_ptr<Buffer> make(std::size_t device = 0) {
+    Result<std::shared_ptr<Buffer>> made = Buffer::create(contexts.at(device));
+    EXPECT_TRUE(made.ok());
+    return made.take();
+  }
+
+  std::uint64_t used(std::size_t device = 0) {
+    const MemoryInfo memory = contexts.at(device)->device().memory().take();
+    return memory.total_bytes - memory.free_bytes;
+  }
+
+  // What must hold when no buffer is left.
+  void expect_nothing_left() {
+    for (std::size_t device = 0; device < contexts.size(); ++device) {
+      EXPECT_EQ(used(device), 0U);
+      EXPECT_EQ(contexts[device]->held_bytes(), 0U);
+    }
+  }
+
+  static std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
+    std::vector<std::byte> data(bytes);
+    std::uint32_t state = seed * 2654435761U + 1;
+    for (std::byte& value : data) {
+      state = state * 1664525U + 1013904223U;
+      value = static_cast<std::byte>((state >> 24) | 1U);  // never zero
+    }
+    return data;
+  }
+
+  static std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
+    std::vector<std::byte> data(bytes, std::byte{0xee});
+    const Result<std::size_t> count = buffer.read(offset, data);
+    EXPECT_TRUE(count.ok()) << count.status().message();
+    data.resize(count.ok() ? count.value() : 0);
+    return data;
+  }
+  static std::vector<std::byte> contents(Buffer& buffer) { return contents(buffer, 0, buffer.size()); }
+
+  static bool all_zero(std::span<const std::byte> data) {
+    for (const std::byte value : data) {
+      if (value != std::byte{0}) return false;
+    }
+    return true;
+  }
+
+  static void write(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
+    const Result<std::size_t> count = buffer.write(offset, data);
+    ASSERT_TRUE(count.ok()) << count.status().message();
+    ASSERT_EQ(count.value(), data.size());
+  }
+
+  std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();
+  std::shared_ptr<Driver> driver;
+  std::vector<std::shared_ptr<DeviceContext>> contexts;
+};
+
+}  // namespace gpufs::testing

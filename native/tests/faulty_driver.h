@@ -1,0 +1,204 @@
+// A driver for tests: the host's devices behind a wall that counts calls, fails planned ones, and tells what is held.
+// Owned by the test; the plan is shared by every device and memory of the driver.
+// Any thread may call any function; the plan is set while nothing runs.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "drivers/driver.h"
+
+namespace gpufs::testing {
+
+// The n-th call from now (1: the next) and `times - 1` after it fail; 0: none does.
+class Fault {
+ public:
+  void at(int call, int times = 1, int error = EIO) {
+    calls_ = 0;
+    first_ = call;
+    last_ = call == 0 ? 0 : call + times - 1;
+    error_ = error;
+  }
+  void clear() { at(0); }
+  [[nodiscard]] int calls() const { return calls_; }
+  Status next(const char* what) {
+    const int call = ++calls_;
+    if (first_ != 0 && call >= first_ && call <= last_) return Status(error_, std::string("planned: ") + what, 700);
+    return {};
+  }
+
+ private:
+  std::atomic<int> calls_{0};
+  std::atomic<int> first_{0};
+  std::atomic<int> last_{0};
+  std::atomic<int> error_{EIO};
+};
+
+struct FaultPlan {
+  Fault create_memory, reserve, populate, release, export_memory, bind, copy_in, copy_out, copy_within, zero, peer,
+      create_event, create_stream, synchronize;
+  bool binds_threads = false;
+  bool reserve_copies = false;
+  bool cpu_addressable = true;
+  std::uint64_t span = 0;  // release_span() widens to multiples of this
+  std::atomic<int> memories{0};
+  std::atomic<int> fixed{0};
+};
+
+class FaultyMemory : public DeviceMemory {
+ public:
+  FaultyMemory(std::unique_ptr<DeviceMemory> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)) {
+    ++plan_->memories;
+  }
+  ~FaultyMemory() override { --plan_->memories; }
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override {
+    Status status = plan_->reserve.next("reserve");
+    if (!status.ok()) return status;
+    return inner_->reserve(bytes);
+  }
+  Status populate(std::uint64_t offset, std::uint64_t bytes) override {
+    Status status = plan_->populate.next("populate");
+    return status.ok() ? inner_->populate(offset, bytes) : status;
+  }
+  Status release(std::uint64_t offset, std::uint64_t bytes) override {
+    Status status = plan_->release.next("release");
+    return status.ok() ? inner_->release(offset, bytes) : status;
+  }
+  [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override {
+    if (plan_->span == 0) return {offset, bytes};
+    const std::uint64_t start = offset / plan_->span * plan_->span;
+    const std::uint64_t end = (offset + bytes + plan_->span - 1) / plan_->span * plan_->span;
+    return {start, end - start};
+  }
+  void fix_in_place() override { ++plan_->fixed; }
+  Result<std::vector<ExportedMemory>> export_memory() override {
+    Status status = plan_->export_memory.next("export");
+    if (!status.ok()) return status;
+    return inner_->export_memory();
+  }
+
+ private:
+  std::unique_ptr<DeviceMemory> inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
+class FaultyStream : public Stream {
+ public:
+  FaultyStream(std::unique_ptr<Stream> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+  Status copy_to_device(DeviceAddress to, const void* from, std::size_t n) override {
+    return inner_->copy_to_device(to, from, n);
+  }
+  Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override { return inner_->copy_to_host(to, from, n); }
+  Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
+    return inner_->copy_on_device(to, from, n);
+  }
+  Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
+  Status record(Event& event) override { return inner_->record(event); }
+  Status wait(Event& event) override { return inner_->wait(event); }
+  Status synchronize() override {
+    Status status = plan_->synchronize.next("synchronize");
+    return status.ok() ? inner_->synchronize() : status;
+  }
+
+ private:
+  std::unique_ptr<Stream> inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
+class FaultyDevice : public Device {
+ public:
+  FaultyDevice(Device* inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(inner), plan_(std::move(plan)), info_(inner->info()) {
+    info_.binds_threads = plan_->binds_threads;
+    info_.reserve_copies = plan_->reserve_copies;
+    info_.cpu_addressable = plan_->cpu_addressable;
+  }
+  [[nodiscard]] const DeviceInfo& info() const override { return info_; }
+  Result<MemoryInfo> memory() override { return inner_->memory(); }
+  Status bind_thread() override { return plan_->bind.next("bind"); }
+  Status health() override { return {}; }
+  Result<std::unique_ptr<DeviceMemory>> create_memory() override {
+    Status status = plan_->create_memory.next("create_memory");
+    if (!status.ok()) return status;
+    Result<std::unique_ptr<DeviceMemory>> made = inner_->create_memory();
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<DeviceMemory>(std::make_unique<FaultyMemory>(made.take(), plan_));
+  }
+  Result<std::unique_ptr<Stream>> create_stream() override {
+    Status status = plan_->create_stream.next("create_stream");
+    if (!status.ok()) return status;
+    Result<std::unique_ptr<Stream>> made = inner_->create_stream();
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<Stream>(std::make_unique<FaultyStream>(made.take(), plan_));
+  }
+  Result<std::unique_ptr<Event>> create_event() override {
+    Status status = plan_->create_event.next("create_event");
+    if (!status.ok()) return status;
+    return inner_->create_event();
+  }
+  Status copy_in(DeviceAddress to, const void* from, std::size_t n) override {
+    Status status = plan_->copy_in.next("copy_in");
+    if (status.ok()) return inner_->copy_in(to, from, n);
+    // A failing copy may have moved a part.
+    (void)inner_->copy_in(to, from, n / 2);
+    return status;
+  }
+  Status copy_out(void* to, DeviceAddress from, std::size_t n) override {
+    Status status = plan_->copy_out.next("copy_out");
+    return status.ok() ? inner_->copy_out(to, from, n) : status;
+  }
+  Status copy_within(DeviceAddress to, DeviceAddress from, std::size_t n) override {
+    Status status = plan_->copy_within.next("copy_within");
+    return status.ok() ? inner_->copy_within(to, from, n) : status;
+  }
+  Status zero(DeviceAddress to, std::size_t n) override {
+    Status status = plan_->zero.next("zero");
+    return status.ok() ? inner_->zero(to, n) : status;
+  }
+  Status copy_to_peer(Device& peer, DeviceAddress to, DeviceAddress from, std::size_t n) override {
+    Status status = plan_->peer.next("copy_to_peer");
+    return status.ok() ? inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n) : status;
+  }
+  Status pin(void* address, std::size_t n) override { return inner_->pin(address, n); }
+  Status unpin(void* address) override { return inner_->unpin(address); }
+
+ private:
+  Device* inner_;
+  std::shared_ptr<FaultPlan> plan_;
+  DeviceInfo info_;
+};
+
+class FaultyDriver : public Driver {
+ public:
+  FaultyDriver(std::unique_ptr<Driver> inner, std::shared_ptr<FaultPlan> plan) : inner_(std::move(inner)) {
+    for (const std::unique_ptr<Device>& device : inner_->devices()) {
+      devices_.push_back(std::make_unique<FaultyDevice>(device.get(), plan));
+    }
+  }
+  [[nodiscard]] const char* name() const override { return "host"; }
+  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+
+ private:
+  std::unique_ptr<Driver> inner_;
+  std::vector<std::unique_ptr<Device>> devices_;
+};
+
+inline std::shared_ptr<Driver> make_faulty_driver(std::shared_ptr<FaultPlan> plan, std::uint64_t memory_bytes,
+                                                  int devices = 1) {
+  DriverOptions options;
+  options.devices = devices;
+  options.memory_bytes = memory_bytes;
+  Result<std::unique_ptr<Driver>> host = open_driver("host", options);
+  if (!host.ok()) return nullptr;
+  return std::make_shared<FaultyDriver>(host.take(), std::move(plan));
+}
+
+}  // namespace gpufs::testing
