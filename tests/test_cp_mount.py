@@ -208,6 +208,29 @@ def test_the_counters_tell_which_path_served(shared_mount: GpufsMount, root: Pat
     assert sum(result.paths.values()) == 6 * MIB
 
 
+def file_system(path: Path) -> str:
+    return run("stat", "-f", "-c", "%T", path).stdout.strip()
+
+
+def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str) -> None:
+    """On host: aligned requests on a disk by the fastpath alone, at most a unit beside it for others, tmpfs refused."""
+    if driver != "host" or file_system(host) not in ("ext2/ext3", "xfs"):
+        pytest.skip("the fastpath of the host driver needs ext4 or xfs")
+    for size in (4 * MIB, 4 * MIB + 777):
+        (host / "source").write_bytes(noise(size))
+        load = client.copy(host / "source", root / "file", fastpath="require")
+        store = client.copy(root / "file", host / "back", fastpath="require")
+        for result in (load, store):
+            assert result.paths["fastpath"] == 4 * MIB
+            assert result.paths.get("fallback", 0) == size - 4 * MIB
+        assert_same((host / "back").read_bytes(), noise(size))
+    (reference / "source").write_bytes(noise(4 * MIB))
+    done = cp("--fastpath", "require", reference / "source", root / "file", check=False)
+    assert done.returncode == 1
+    assert "file_system" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_full_device(mount: Mounter, host: Path) -> None:
     small = mount(memory=32 * MIB)
     (host / "source").write_bytes(noise(48 * MIB))

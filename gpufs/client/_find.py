@@ -27,7 +27,6 @@ class MountPoint:
     device: int
     root: str
     path: str
-    owner: int  # the user who mounted it
 
 
 def _unescape(text: str) -> str:
@@ -41,17 +40,15 @@ def mount_points() -> list[MountPoint]:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             before, _, after = line.rstrip("\n").partition(" - ")
-            words, (kind, *rest) = before.split(" "), after.split(" ")
-            if kind != FILE_SYSTEM:
+            words = before.split(" ")
+            if after.split(" ")[0] != FILE_SYSTEM:
                 continue
             major, minor = map(int, words[2].split(":"))
-            options = dict(option.partition("=")[::2] for option in rest[-1].split(","))
             found.append(
                 MountPoint(
                     os.makedev(major, minor),
                     _unescape(words[3]),
                     _unescape(words[4]),
-                    int(options.get("user_id", "0")),
                 )
             )
     return found
@@ -69,14 +66,14 @@ def connect(device: int, mounts: list[MountPoint]) -> socket.socket:
     """A connection to the daemon of the mount with this st_dev.
 
     OSError, with a text that says why, where it cannot be had: the mount's root is not visible here, there is no such
-    service, its socket is another user's (EACCES), or whoever listens there is not the mount's owner (EPERM).
+    service, its socket may not be used by others (EACCES), or it is neither ours nor root's (EPERM).
     """
     for entry in mounts:
         if entry.root != "/":
             continue
         path = _socket_path(entry, device)
         if path is not None:
-            return _connect(path, entry)
+            return _connect(path)
     raise OSError(errno.ENOENT, "the root of the mount is not visible here")
 
 
@@ -91,11 +88,12 @@ def _socket_path(entry: MountPoint, device: int) -> str | None:
         os.close(fd)
 
 
-def _trusted(uid: int, owner: int) -> bool:
-    return uid in (owner, 0, os.geteuid())
+def _trusted(uid: int) -> bool:
+    """Whether a daemon of this user may have our descriptors: it could keep one, and write to our file at any time."""
+    return uid in (0, os.geteuid())
 
 
-def _connect(path: str, entry: MountPoint) -> socket.socket:
+def _connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.settimeout(_CONNECT_SECONDS)
@@ -106,8 +104,8 @@ def _connect(path: str, entry: MountPoint) -> socket.socket:
         except OSError as error:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
         peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if not _trusted(peer[1], entry.owner):
-            raise OSError(errno.EPERM, f"{path}: who listens there (user {peer[1]}) does not own the mount")
+        if not _trusted(peer[1]):
+            raise OSError(errno.EPERM, f"it is user {peer[1]}'s, who must not have our descriptors")
         return sock
     except BaseException:
         sock.close()

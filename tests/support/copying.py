@@ -245,7 +245,7 @@ class FakeMount:
         return self.service.statistics()["running"] == 0 and not self.backend.open
 
     def mount_point(self) -> _find.MountPoint:
-        return _find.MountPoint(self.device, "/", str(self.folder), os.geteuid())
+        return _find.MountPoint(self.device, "/", str(self.folder))
 
 
 @contextlib.contextmanager
