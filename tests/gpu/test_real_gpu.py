@@ -1,0 +1,254 @@
+"""What only a real GPU can show: its memory taken and given back, other programs' view of it, several devices."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from support.mounting import GpufsMount, Mounter
+
+from gpufs.engine import Buffer, Engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _only_on_a_gpu(driver: str) -> None:
+    if driver != "cuda":
+        pytest.skip("needs --driver cuda")
+
+
+@pytest.fixture
+def gpu(mount: Mounter) -> GpufsMount:
+    return mount()
+
+
+def run(*words: str | Path) -> str:
+    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True, timeout=100).stdout
+
+
+def used(mount: GpufsMount) -> int:
+    system = os.statvfs(mount.device)
+    return (system.f_blocks - system.f_bfree) * system.f_frsize
+
+
+def pattern(path: Path, size: int) -> str:
+    """Writes a file of random bytes; its SHA-256."""
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for start in range(0, size, 16 * MIB):
+            block = os.urandom(min(16 * MIB, size - start))
+            digest.update(block)
+            file.write(block)
+    return digest.hexdigest()
+
+
+def test_ordinary_tools(gpu: GpufsMount, tmp_path: Path) -> None:
+    """cp, cmp, sha256sum, xxd, dd, truncate, df and rm on device memory."""
+    size = 300 * MIB + 12345
+    source, file = tmp_path / "source", gpu.device / "file"
+    digest = pattern(source, size)
+    before = used(gpu)
+    run("cp", source, file)
+    assert file.stat().st_size == size
+    run("cmp", source, file)
+    assert run("sha256sum", file).split()[0] == digest
+    assert run("xxd", "-l", "64", "-s", "1000000", file) == run("xxd", "-l", "64", "-s", "1000000", source)
+    part = tmp_path / "part"
+    run("dd", f"if={file}", f"of={part}", "bs=1M", "skip=10", "count=4", "status=none")
+    run("cmp", "-n", str(4 * MIB), part, source, "0", str(10 * MIB))
+    run("dd", f"if={source}", f"of={file}", "bs=77777", "seek=3", "count=9", "conv=notrunc", "status=none")
+    with open(source, "rb") as original, open(file, "rb") as changed:
+        original_bytes = original.read(9 * 77777)
+        changed.seek(3 * 77777)
+        assert changed.read(9 * 77777) == original_bytes
+    assert size <= used(gpu) - before < size + 64 * MIB
+    run("truncate", "-s", "1000000", file)
+    run("truncate", "-s", "2000000", file)
+    data = file.read_bytes()
+    assert len(data) == 2000000
+    assert data[1000000:] == bytes(1000000)
+    assert used(gpu) - before < 64 * MIB
+    assert "gpu0" in run("df", "-h", gpu.device) or "gpufs" in run("df", "-h", gpu.device)
+    run("cp", file, gpu.device / "copy")
+    run("cmp", file, gpu.device / "copy")
+    run("rm", file, gpu.device / "copy")
+    assert used(gpu) - before < 16 * MIB
+
+
+def test_the_devices_are_described(gpu: GpufsMount) -> None:
+    status = json.loads((gpu.path / ".gpufs" / "status").read_text())
+    assert status["driver"] == "cuda"
+    device = status["devices"][0]
+    assert "NVIDIA" in device["description"] or "fake" in device["description"]
+    assert device["pci_address"].count(":") == 2
+    assert device["health"] is None
+
+
+def test_memory_goes_back_to_other_programs(gpu: GpufsMount) -> None:
+    """What a deleted file, a shorter one and a hole held can be allocated by another process at once."""
+    with Engine("cuda") as engine:
+        before = engine.devices[0].memory().free_bytes
+        file = gpu.device / "large"
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+        try:
+            os.posix_fallocate(descriptor, 0, 3 * GIB)
+            assert before - engine.devices[0].memory().free_bytes >= 3 * GIB
+            os.ftruncate(descriptor, GIB)
+            assert before - engine.devices[0].memory().free_bytes < GIB + 256 * MIB
+            os.pwrite(descriptor, b"kept", 256 * MIB - 4)
+            os.pwrite(descriptor, b"kept", 768 * MIB)
+            run("fallocate", "-p", "-o", str(256 * MIB), "-l", str(512 * MIB), file)
+            assert before - engine.devices[0].memory().free_bytes < 512 * MIB + 256 * MIB
+            assert os.pread(descriptor, 4, 256 * MIB - 4) == b"kept"
+            assert os.pread(descriptor, 4, 768 * MIB) == b"kept"
+            assert os.pread(descriptor, 4096, 512 * MIB) == bytes(4096)
+        finally:
+            os.close(descriptor)
+            file.unlink()
+        assert before - engine.devices[0].memory().free_bytes < 256 * MIB
+
+
+def test_a_full_device_is_enospc_and_goes_on(gpu: GpufsMount) -> None:
+    """More than there is: ENOSPC, what was there stays, and the device works on."""
+    free = os.statvfs(gpu.device).f_bavail * os.statvfs(gpu.device).f_frsize
+    keep = gpu.device / "keep"
+    keep.write_bytes(b"still here" * 1000)
+    large = gpu.device / "large"
+    descriptor = os.open(large, os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(descriptor, 0, free + GIB)
+        assert caught.value.errno == errno.ENOSPC
+        os.posix_fallocate(descriptor, 0, free // 2)
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(descriptor, free // 2, free)
+        assert caught.value.errno == errno.ENOSPC
+    finally:
+        os.close(descriptor)
+    large.unlink()
+    assert keep.read_bytes() == b"still here" * 1000
+    (gpu.device / "next").write_bytes(bytes(64 * MIB))
+
+
+def test_many_writers_and_readers(gpu: GpufsMount, tmp_path: Path) -> None:
+    """Eight programs that write and read at once, each its own part of one file."""
+    part = 32 * MIB
+    source = tmp_path / "source"
+    pattern(source, 8 * part)
+    file = gpu.device / "shared"
+    file.touch()
+    writers = [
+        subprocess.Popen(
+            [
+                "dd",
+                f"if={source}",
+                f"of={file}",
+                "bs=1M",
+                f"skip={index * 32}",
+                f"seek={index * 32}",
+                "count=32",
+                "conv=notrunc",
+                "status=none",
+            ]
+        )
+        for index in range(8)
+    ]
+    assert [writer.wait(60) for writer in writers] == [0] * 8
+    failures: list[int] = []
+
+    def check(index: int) -> None:
+        with open(source, "rb", buffering=0) as one, open(file, "rb", buffering=0) as other:
+            one.seek(index * part)
+            other.seek(index * part)
+            for _ in range(part // MIB):
+                if one.read(MIB) != other.read(MIB):
+                    failures.append(index)
+
+    threads = [threading.Thread(target=check, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_copies_between_devices(gpu: GpufsMount, tmp_path: Path) -> None:
+    """cp from one GPU to another and back."""
+    if not (gpu.path / "gpu1").is_dir():
+        pytest.skip("one GPU only")
+    source = tmp_path / "source"
+    pattern(source, 512 * MIB + 777)
+    run("cp", source, gpu.path / "gpu0" / "a")
+    run("cp", gpu.path / "gpu0" / "a", gpu.path / "gpu1" / "b")
+    run("cmp", source, gpu.path / "gpu1" / "b")
+    run("cp", gpu.path / "gpu1" / "b", gpu.path / "gpu0" / "c")
+    run("cmp", source, gpu.path / "gpu0" / "c")
+
+
+def test_gpufs_cp_verifies(gpu: GpufsMount, tmp_path: Path) -> None:
+    """`gpufs cp` in and out, checked by reading the device's memory back."""
+    source = tmp_path / "source"
+    pattern(source, 700 * MIB + 4097)
+    program = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "gpufs"
+    summary = json.loads(run(program, "cp", "--json", "--verify", source, gpu.device / "file"))
+    assert summary["bytes"] == 700 * MIB + 4097
+    run(program, "cp", "--verify", gpu.device / "file", tmp_path / "back")
+    run("cmp", source, tmp_path / "back")
+
+
+def test_an_address_holds_still() -> None:
+    """A buffer's address is the device's own: the CUDA driver copies from it what was written through gpufs."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    with Engine("cuda") as engine, Buffer(engine) as buffer:
+        data = os.urandom(4 * MIB)
+        buffer.write(0, data)
+        address = buffer.address(64 * GIB)
+        for size in (8 * MIB, 600 * MIB, 2 * GIB):
+            buffer.allocate(0, size)
+            assert buffer.address(64 * GIB) == address
+        buffer.punch(8 * MIB, 2 * MIB)
+        context = ctypes.c_void_p()
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        try:
+            assert cuda.cuCtxSetCurrent(context) == 0
+            stream = ctypes.c_void_p()
+            assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+            back = ctypes.create_string_buffer(len(data))
+            source, count = ctypes.c_uint64(address), ctypes.c_size_t(len(data))
+            assert cuda.cuMemcpyDtoHAsync_v2(back, source, count, stream) == 0
+            assert cuda.cuStreamSynchronize(stream) == 0
+            assert back.raw == data
+            assert cuda.cuStreamDestroy_v2(stream) == 0
+        finally:
+            cuda.cuCtxSetCurrent(None)
+            cuda.cuDevicePrimaryCtxRelease_v2(0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_hundred_gibibytes(gpu: GpufsMount) -> None:
+    """Most of a large device, at most 100 GiB, written and read back; every page carries its own offset."""
+    free = os.statvfs(gpu.device).f_bavail * os.statvfs(gpu.device).f_frsize
+    size = min(100 * GIB, free * 8 // 10) // (8 * 64 * MIB) * (8 * 64 * MIB)
+    file = gpu.device / "hundred"
+    file.touch()
+    worker = Path(__file__).with_name("stamped.py")
+    part = size // 8
+    for mode in ("write", "read"):
+        workers = [
+            subprocess.Popen(["python3", str(worker), mode, str(file), str(index * part), str(part)])
+            for index in range(8)
+        ]
+        assert [process.wait(240) for process in workers] == [0] * 8, mode
+    assert file.stat().st_size == size
