@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpufs")
     group.addoption("--driver", default="host", choices=["host", "cuda", "hip"], help="driver of the mounts")
     group.addoption("--gpufs-root", metavar="DIR", help="run the contract tests in DIR instead of a mount")
+    group.addoption("--mount-option", action="append", default=[], help="one more word for every `gpufs mount`")
     group.addoption("--slow", action="store_true", help="also the campaigns, and the long profile of property tests")
 
 
@@ -88,12 +89,13 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def mount(session: Session, driver: str) -> Iterator[Mounter]:
+def mount(session: Session, driver: str, pytestconfig: pytest.Config) -> Iterator[Mounter]:
     """Makes mounts of the test's own: mount("--option", memory=..., ...) -> GpufsMount. All end with the test."""
     made: list[GpufsMount] = []
 
     def make(*options: str, **named: object) -> GpufsMount:
-        made.append(GpufsMount(session, *options, **{"driver": driver, **named}))  # type: ignore[arg-type]
+        words = [*pytestconfig.getoption("--mount-option"), *options]
+        made.append(GpufsMount(session, *words, **{"driver": driver, **named}))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -102,9 +104,10 @@ def mount(session: Session, driver: str) -> Iterator[Mounter]:
 
 
 @pytest.fixture(scope="session")
-def _shared(session: Session, driver: str) -> Iterator[SharedMount]:
+def _shared(session: Session, driver: str, pytestconfig: pytest.Config) -> Iterator[SharedMount]:
+    words = pytestconfig.getoption("--mount-option")
     shared = SharedMount(
-        lambda: GpufsMount(session, driver=driver, devices=2, memory=default_memory(), allow_other=True)
+        lambda: GpufsMount(session, *words, driver=driver, devices=2, memory=default_memory(), allow_other=True)
     )
     yield shared
     shared.close()

@@ -13,6 +13,9 @@ GRANULE = 2 * MIB
 
 def noise(count: int, seed: int = 0) -> bytes:
     """count bytes that look random and depend on the seed alone."""
+    if count > 64 * MIB:  # more than the generator makes in one go
+        parts = (noise(min(64 * MIB, count - at), seed + at) for at in range(0, count, 64 * MIB))
+        return b"".join(parts)
     return random.Random(seed).randbytes(count)
 
 
@@ -25,6 +28,11 @@ def assert_same(actual: bytes | memoryview, expected: bytes | memoryview, what: 
     first = next(i for i in range(len(actual)) if actual[i] != expected[i])
     there, wanted = bytes(actual[first : first + 16]).hex(), bytes(expected[first : first + 16]).hex()
     raise AssertionError(f"{what}: first difference at {first}: {there}, expected {wanted}")
+
+
+def consists_of(content: bytes, allowed: bytes) -> bool:
+    """True if no other byte values occur; fast."""
+    return not content.translate(None, allowed)
 
 
 def read_all(path: str | os.PathLike[str]) -> bytes:

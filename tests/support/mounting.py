@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from errno import EACCES
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -70,7 +71,8 @@ class Session:
 class GpufsMount:
     """A mounted gpufs with its daemon in the foreground of a process group of its own; also a context manager.
 
-    options: more words for `gpufs mount`. user: mounts as nobody with this environment (see processes.plain_user).
+    options: more words for `gpufs mount`. user: mounts as nobody with this command and environment, see
+    support.users.user_gpufs.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class GpufsMount:
         devices: int = 1,
         memory: int = 256 * MIB,
         allow_other: bool = False,
-        user: Mapping[str, str] | None = None,
+        user: tuple[Sequence[str], Mapping[str, str]] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.session = session
@@ -95,12 +97,10 @@ class GpufsMount:
             words += ["--devices", str(devices), "--memory", str(memory)]
         if allow_other:
             words.append("--allow-other")
-        self.command: Sequence[str] = [*GPUFS, "mount", str(self.path), *words, *options]
-        base = dict(os.environ) if user is None else dict(user)
-        base |= {SESSION_VARIABLE: session.name, "PYTHONPATH": str(REPOSITORY), "GPUFS_CONFIG": "/dev/null"} | dict(
-            environment or {}
-        )
-        self.environment = base
+        program, base = user or (GPUFS, os.environ)
+        self.command: Sequence[str] = [*program, "mount", str(self.path), *words, *options]
+        self.environment = {"PYTHONPATH": str(REPOSITORY), **base, **(environment or {})}
+        self.environment |= {SESSION_VARIABLE: session.name, "GPUFS_CONFIG": "/dev/null"}
         if user is not None:
             self.log.touch()
             for path in (self.path, self.log):
@@ -147,8 +147,14 @@ class GpufsMount:
         return bool(watchdog.mounted_at(str(self.path)))
 
     def alive(self) -> bool:
-        """Mounted, and its daemon runs; asks the mount nothing."""
-        return self.daemon.poll() is None and self.mounted()
+        """Mounted, its daemon runs, and its connection has not been cut."""
+        if self.daemon.poll() is not None or not self.mounted():
+            return False
+        try:
+            os.statvfs(self.path)
+        except OSError as error:
+            return error.errno == EACCES  # a plain user's mount, not open to us
+        return True
 
     def words(self) -> str:
         """The last words of the daemon, for the message of a failure."""

@@ -1,0 +1,366 @@
+"""Many processes and threads on one file: nothing is lost, nothing is torn that Linux promises whole, nothing hangs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import linux
+from support.data import GRANULE, KIB, MIB, assert_same, consists_of, noise, read_all, write_all
+from support.processes import run, shell, start_children, wait_children
+
+pytestmark = pytest.mark.driver
+
+
+def in_threads(count: int, action: Callable[[int], None]) -> None:
+    """Runs action(index) in threads; the first failure is raised here."""
+    failures: list[BaseException] = []
+
+    def guarded(index: int) -> None:
+        try:
+            action(index)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("block", [3000, 4096, 60_000, MIB])
+@pytest.mark.parametrize("grown", [False, True])
+def test_sixteen_writers_in_disjoint_ranges(root: Path, block: int, grown: bool) -> None:
+    """Block i belongs to writer i mod 16. Grown: the file starts empty, so that every write may grow it."""
+    writers, rounds = 16, max(1, min(24, 24 * MIB // 16 // block))
+    size = writers * rounds * block
+    file = root / "file"
+    file.touch()
+    if not grown:
+        os.truncate(file, size)
+
+    def write(index: int) -> None:
+        fd = os.open(file, os.O_WRONLY)
+        order = list(range(rounds))
+        random.Random(index).shuffle(order)
+        for number in order:
+            assert os.pwrite(fd, noise(block, number * 16 + index), (number * 16 + index) * block) == block
+        os.close(fd)
+
+    wait_children(start_children(writers, write))
+    assert file.stat().st_size == size
+    with open(file, "rb", buffering=0) as stream:
+        for number in range(writers * rounds):
+            assert_same(stream.read(block), noise(block, number), f"block {number}")
+
+
+def test_threads_with_one_descriptor(root: Path) -> None:
+    fd = os.open(root / "file", os.O_RDWR | os.O_CREAT)
+    block = 100_000
+
+    def work(index: int) -> None:
+        for number in range(20):
+            at = (number * 8 + index) * block
+            data = noise(block, at)
+            assert os.pwrite(fd, data, at) == block
+            assert os.pread(fd, block, at) == data
+
+    in_threads(8, work)
+    for at in range(0, 160 * block, block):
+        assert_same(os.pread(fd, block, at), noise(block, at))
+    os.close(fd)
+
+
+def test_threads_that_share_a_file_position(root: Path) -> None:
+    """write(2) on one open file: every record lands once, none overwrites another."""
+    fd = os.open(root / "file", os.O_RDWR | os.O_CREAT)
+
+    def work(index: int) -> None:
+        for _ in range(100):
+            assert os.write(fd, b"%d" % index * 1000) == 1000
+
+    in_threads(8, work)
+    content = read_all(root / "file")
+    assert len(content) == 800_000
+    counts = [0] * 8
+    for at in range(0, len(content), 1000):
+        record = content[at : at + 1000]
+        assert len(set(record)) == 1
+        counts[record[0] - 48] += 1
+    assert counts == [100] * 8
+    os.close(fd)
+
+
+def test_processes_read_their_own_writes(root: Path) -> None:
+    """Four processes on one file, each in ranges of its own; a write that has returned is seen by every later read."""
+    (root / "file").write_bytes(bytes(8 * MIB))
+    stripe = 64 * KIB
+
+    def work(index: int) -> None:
+        chance = random.Random(index)
+        fd = os.open(root / "file", os.O_RDWR)
+        mine: dict[int, bytes] = {}
+        for step in range(300):
+            number = chance.randrange(8 * MIB // stripe // 4) * 4 + index
+            if chance.random() < 0.5 or number not in mine:
+                data = noise(chance.randrange(1, stripe), step)
+                at = chance.randrange(stripe - len(data))
+                before = bytearray(mine.get(number, bytes(stripe)))
+                before[at : at + len(data)] = data
+                assert os.pwrite(fd, data, number * stripe + at) == len(data)
+                mine[number] = bytes(before)
+            else:
+                assert_same(os.pread(fd, stripe, number * stripe), mine[number], f"step {step}")
+        for number, data in mine.items():
+            assert_same(os.pread(fd, stripe, number * stripe), data)
+        os.close(fd)
+
+    wait_children(start_children(4, work))
+
+
+def test_a_write_is_seen_by_all_once_it_has_returned(root: Path) -> None:
+    """A token goes round between processes through pipes; each sees what the one before wrote."""
+    (root / "file").write_bytes(bytes(3 * GRANULE))
+    count, rounds = 4, 60
+    pipes = [os.pipe() for _ in range(count)]
+
+    def work(index: int) -> None:
+        fd = os.open(root / "file", os.O_RDWR)
+        for number in range(rounds):
+            if (index, number) != (0, 0):
+                os.read(pipes[index][0], 1)
+                turn = number * count + index - 1
+                at = turn * 54_321 % (2 * GRANULE)
+                assert os.pread(fd, 100_000, at) == noise(100_000, turn)
+            turn = number * count + index
+            os.pwrite(fd, noise(100_000, turn), turn * 54_321 % (2 * GRANULE))
+            os.write(pipes[(index + 1) % count][1], b"x")
+
+    wait_children(start_children(count, work))
+    for pair in pipes:
+        for fd in pair:
+            os.close(fd)
+
+
+def test_readers_see_old_or_new_bytes_and_nothing_else(root: Path) -> None:
+    """Writers flip blocks between two patterns. Linux does not promise whole blocks to a concurrent reader here (tmpfs
+    tears them too), but each byte is from one of them; a hole or another file's memory would show."""
+    size, block = 4 * MIB, 64 * KIB
+    (root / "file").write_bytes(b"a" * size)
+    stop = root / "stop"
+
+    def write(index: int) -> None:
+        fd = os.open(root / "file", os.O_WRONLY)
+        for number in range(150):
+            letter = b"ab"[number % 2 : number % 2 + 1]
+            for at in range(index * block, size, 2 * block):
+                os.pwrite(fd, letter * block, at)
+        if index == 0:
+            stop.touch()
+
+    def read(index: int) -> None:
+        fd = os.open(root / "file", os.O_RDONLY)
+        while not stop.exists():
+            content = os.pread(fd, size, 0)
+            assert len(content) == size
+            assert consists_of(content, b"ab")
+
+    wait_children(start_children(2, write) + start_children(2, read))
+
+
+def test_what_is_within_the_size_has_been_written(root: Path) -> None:
+    """A reader that follows a growing file never sees zeros where data is coming, and never sees it shrink."""
+    (root / "log").touch()
+    total = 6 * MIB
+
+    def append(_: int) -> None:
+        fd = os.open(root / "log", os.O_WRONLY | os.O_APPEND)
+        done = 0
+        while done < total:
+            done += os.write(fd, b"x" * min(total - done, 1 + done * 7919 % 150_000))
+
+    def follow(_: int) -> None:
+        fd = os.open(root / "log", os.O_RDONLY)
+        at = 0
+        deadline = time.monotonic() + 60
+        while at < total:
+            assert time.monotonic() < deadline
+            assert os.fstat(fd).st_size >= at
+            data = os.pread(fd, 300_000, at)
+            assert data.count(b"x") == len(data)
+            at += len(data)
+
+    wait_children(start_children(1, append) + start_children(3, follow))
+
+
+def test_truncation_against_readers_and_writers(root: Path) -> None:
+    file = root / "file"
+    file.write_bytes(b"x" * 5 * MIB)
+    stop = root / "stop"
+
+    def cut(_: int) -> None:
+        fd = os.open(file, os.O_RDWR)
+        chance = random.Random(1)
+        for _ in range(200):
+            os.ftruncate(fd, chance.randrange(5 * MIB))
+            os.ftruncate(fd, 5 * MIB)
+        stop.touch()
+
+    def write(index: int) -> None:
+        fd = os.open(file, os.O_WRONLY)
+        chance = random.Random(index)
+        while not stop.exists():
+            at = chance.randrange(4 * MIB)
+            assert os.pwrite(fd, b"x" * 300_000, at) == 300_000
+
+    def read(index: int) -> None:
+        fd = os.open(file, os.O_RDONLY)
+        while not stop.exists():
+            assert consists_of(os.pread(fd, 6 * MIB, 0), b"\0x")
+
+    wait_children(start_children(1, cut) + start_children(2, write) + start_children(2, read))
+    assert consists_of(read_all(file), b"\0x")
+
+
+def test_punching_against_readers_and_writers(root: Path) -> None:
+    file = root / "file"
+    file.write_bytes(b"x" * 8 * MIB)
+
+    def punch(index: int) -> None:
+        fd = os.open(file, os.O_RDWR)
+        chance = random.Random(index)
+        for _ in range(60):
+            at, count = chance.randrange(8 * MIB), chance.randrange(1, 5 * MIB)
+            linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, at, count)
+            os.pwrite(fd, b"x" * min(count, 8 * MIB - at), at)
+
+    def read(index: int) -> None:
+        fd = os.open(file, os.O_RDONLY)
+        for _ in range(40):
+            content = os.pread(fd, 9 * MIB, 0)
+            assert len(content) == 8 * MIB
+            assert consists_of(content, b"\0x")
+            os.lseek(fd, index * MIB, os.SEEK_HOLE)
+
+    wait_children(start_children(2, punch) + start_children(2, read))
+    assert file.stat().st_size == 8 * MIB
+    assert file.stat().st_blocks * 512 <= 8 * MIB
+
+
+def test_mappings_writes_and_reads_at_once(root: Path) -> None:
+    """Each process owns pages; it stores, writes and reads them by turns and always finds what it put there last."""
+    pages = 512
+    (root / "file").write_bytes(bytes(pages * mmap.PAGESIZE))
+
+    def work(index: int) -> None:
+        chance = random.Random(index)
+        fd = os.open(root / "file", os.O_RDWR)
+        with mmap.mmap(fd, 0) as area:
+            mine: dict[int, bytes] = {}
+            for step in range(400):
+                page = chance.randrange(pages // 4) * 4 + index
+                at = page * mmap.PAGESIZE
+                data = noise(mmap.PAGESIZE, step * 4 + index)
+                if chance.random() < 0.5:
+                    area[at : at + len(data)] = data
+                else:
+                    os.pwrite(fd, data, at)
+                mine[page] = data
+                page = chance.choice(list(mine))
+                at = page * mmap.PAGESIZE
+                assert_same(os.pread(fd, mmap.PAGESIZE, at), mine[page], f"read, step {step}")
+                assert_same(area[at : at + mmap.PAGESIZE], mine[page], f"load, step {step}")
+
+    wait_children(start_children(4, work))
+
+
+def test_opening_and_unlinking_against_each_other(root: Path) -> None:
+    def work(index: int) -> None:
+        for number in range(250):
+            path = root / f"file{number % 5}"
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:
+                continue
+            os.pwrite(fd, bytes([index]) * 5000, 0)
+            assert len(os.pread(fd, 5000, 0)) == 5000
+            if number % 3 == index % 3:
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    pass
+            os.close(fd)
+
+    wait_children(start_children(4, work))
+
+
+def test_several_dd_at_once(root: Path, reference: Path) -> None:
+    for index in range(4):
+        (reference / f"in{index}").write_bytes(noise(24 * MIB, index))
+    shell(
+        f"""
+        for i in 0 1 2 3; do dd if={reference}/in$i of={root}/out$i bs=1M status=none & pids="${{pids:-}} $!"; done
+        for p in $pids; do wait $p; done; pids=
+        for i in 0 1 2 3; do dd if={root}/out$i of={reference}/back$i bs=77777 status=none & pids="$pids $!"; done
+        for p in $pids; do wait $p; done; pids=
+        for i in 0 1 2 3; do dd if={reference}/in$i of={root}/one bs=1M seek=$((24 * i)) conv=notrunc status=none &
+          pids="$pids $!"; done
+        for p in $pids; do wait $p; done
+        """
+    )
+    for index in range(4):
+        run("cmp", reference / f"in{index}", root / f"out{index}")
+        run("cmp", reference / f"in{index}", reference / f"back{index}")
+    shell(f"cat {reference}/in0 {reference}/in1 {reference}/in2 {reference}/in3 | cmp - {root}/one")
+
+
+def test_copies_against_writers(root: Path) -> None:
+    """copy_file_range while its source changes: every byte is one that the source had."""
+    (root / "source").write_bytes(b"a" * 8 * MIB)
+    (root / "target").write_bytes(b"a" * 8 * MIB)
+    stop = root / "stop"
+
+    def write(_: int) -> None:
+        fd = os.open(root / "source", os.O_WRONLY)
+        for number in range(40):
+            write_all(fd, b"ab"[number % 2 : number % 2 + 1] * 8 * MIB, 0)
+        stop.touch()
+
+    def copy(_: int) -> None:
+        source, target = os.open(root / "source", os.O_RDONLY), os.open(root / "target", os.O_WRONLY)
+        while not stop.exists():
+            done = 0
+            while done < 8 * MIB:
+                done += os.copy_file_range(source, target, 8 * MIB - done, done, done)
+
+    def read(_: int) -> None:
+        while not stop.exists():
+            assert consists_of(read_all(root / "target"), b"ab")
+
+    wait_children(start_children(1, write) + start_children(2, copy) + start_children(1, read))
+
+
+def test_copies_in_opposite_directions(root: Path) -> None:
+    """Two files copied into each other at once, and into themselves: no order of locks may deadlock."""
+    (root / "a").write_bytes(b"x" * 6 * MIB)
+    (root / "b").write_bytes(b"x" * 6 * MIB)
+
+    def copy(index: int) -> None:
+        names = ("a", "b") if index % 2 else ("b", "a")
+        source, target = (os.open(root / name, os.O_RDWR) for name in names)
+        for _ in range(60):
+            os.copy_file_range(source, target, 6 * MIB, 0, 0)
+            os.copy_file_range(source, source, 2 * MIB, 0, 3 * MIB)
+            os.ftruncate(target, 6 * MIB)
+
+    wait_children(start_children(4, copy))
+    assert consists_of(read_all(root / "a"), b"x")

@@ -1,0 +1,149 @@
+"""Many processes on one tree of names: every operation has one winner, and the tree is whole afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from pathlib import Path
+
+from support.processes import run, start_children, wait_children
+
+
+def check_tree(root: Path) -> int:
+    """Walks the tree: listings agree with lookups, link counts with what is there. Returns the number of names."""
+    count = 0
+    inodes: dict[int, list[os.stat_result]] = {}
+    for folder, folders, files in os.walk(root):
+        found = os.lstat(folder)
+        assert found.st_nlink == 2 + sum(not os.path.islink(os.path.join(folder, x)) for x in folders)
+        for name in folders + files:
+            count += 1
+            entry = os.lstat(os.path.join(folder, name))
+            if stat.S_ISREG(entry.st_mode):
+                inodes.setdefault(entry.st_ino, []).append(entry)
+    for entries in inodes.values():
+        assert {x.st_nlink for x in entries} == {len(entries)}
+    return count
+
+
+def test_a_storm_of_names(root: Path) -> None:
+    """Four processes do everything to the same few names; only the errors that such races allow come up."""
+    folders = [root / "one", root / "two", root / "one" / "three"]
+    for folder in folders:
+        folder.mkdir()
+
+    def storm(index: int) -> None:
+        chance = random.Random(index)
+        allowed = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+        for step in range(500):
+            here, there = (chance.choice(folders) / f"n{chance.randrange(6)}" for _ in range(2))
+            try:
+                match step % 8:
+                    case 0 | 1:
+                        here.write_bytes(b"x" * chance.randrange(5000))
+                    case 2:
+                        os.mkdir(here)
+                    case 3:
+                        os.rename(here, there)
+                    case 4:
+                        os.unlink(here)
+                    case 5:
+                        os.link(here, there)
+                    case 6:
+                        os.symlink("somewhere", here)
+                    case 7:
+                        os.rmdir(here)
+            except allowed:
+                pass
+            except OSError as error:
+                if error.errno not in (1, 22, 39, 17, 18):  # EPERM link of a directory, EINVAL, ENOTEMPTY
+                    raise
+
+    wait_children(start_children(4, storm))
+    check_tree(root)
+
+
+def test_each_name_is_moved_once(root: Path) -> None:
+    (root / "from").mkdir()
+    (root / "to").mkdir()
+    for number in range(200):
+        (root / "from" / f"file{number}").write_text(str(number))
+
+    def take(index: int) -> None:
+        mine = root / "to" / f"taker{index}"
+        mine.mkdir()
+        for name in sorted(os.listdir(root / "from"), key=lambda _: random.random()):
+            try:
+                os.rename(root / "from" / name, mine / name)
+            except FileNotFoundError:
+                pass
+
+    wait_children(start_children(4, take))
+    assert os.listdir(root / "from") == []
+    moved = list((root / "to").glob("*/*"))
+    assert len(moved) == 200
+    assert all(path.read_text() == path.name[4:] for path in moved)
+    assert check_tree(root) == 206
+
+
+def test_directories_moved_into_each_other(root: Path) -> None:
+    """No race of renames may make a directory its own ancestor, or lose one."""
+    for number in range(6):
+        (root / f"d{number}").mkdir()
+
+    def move(index: int) -> None:
+        chance = random.Random(index)
+        for _ in range(300):
+            paths = [Path(folder) for folder, _, _ in os.walk(root)][1:]
+            if len(paths) < 2:
+                continue
+            source, target = chance.sample(paths, 2)
+            try:
+                os.rename(source, (target if chance.random() < 0.6 else root) / source.name)
+            except OSError as error:
+                assert error.errno in (2, 20, 22, 39, 17)  # noqa: PT017 - a race allows each of these
+
+    wait_children(start_children(4, move))
+    found = sorted(Path(folder).name for folder, _, _ in os.walk(root))[:-1]
+    assert sorted(x for x in found if x.startswith("d")) == [f"d{n}" for n in range(6)]
+    check_tree(root)
+
+
+def test_listings_while_names_come_and_go(root: Path) -> None:
+    for number in range(300):
+        (root / f"stays{number}").touch()
+
+    def change(index: int) -> None:
+        for number in range(300):
+            path = root / f"comes{index}-{number}"
+            path.touch()
+            if number % 2:
+                os.rename(path, root / f"moved{index}-{number}")
+                os.unlink(root / f"moved{index}-{number}")
+            else:
+                os.unlink(path)
+
+    def look(_: int) -> None:
+        for _ in range(40):
+            names = os.listdir(root)
+            assert len(names) == len(set(names))
+            assert sum(name.startswith("stays") for name in names) == 300
+
+    wait_children(start_children(2, change) + start_children(2, look))
+    assert len(os.listdir(root)) == 300
+
+
+def test_trees_made_and_removed_by_programs(root: Path) -> None:
+    def work(index: int) -> None:
+        base = root / f"p{index}"
+        for _ in range(3):
+            run("mkdir", "-p", *[base / f"a{n}" / "b" / "c" for n in range(12)])
+            for number in range(12):
+                (base / f"a{number}" / "b" / "file").write_text("x" * number)
+            run("cp", "-a", base, root / f"copy{index}")
+            run("diff", "-r", base, root / f"copy{index}")
+            run("rm", "-rf", base, root / f"copy{index}")
+
+    wait_children(start_children(4, work))
+    assert os.listdir(root) == []

@@ -1,0 +1,288 @@
+"""Where gpufs is not tmpfs: devices with a limit, what a full device does to files, the read-only parts of the tree."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+from errno import EACCES, ENOSPC, EPERM, EROFS
+from pathlib import Path
+
+import pytest
+from support import linux
+from support.data import GRANULE, KIB, MIB, assert_same, noise, read_all
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import errno_of, run, wait_until
+
+MEMORY = 64 * MIB
+REFUSED = (EACCES, EPERM, EROFS)
+
+
+@pytest.fixture
+def small(mount: Mounter) -> GpufsMount:
+    """A mount of two devices with 64 MiB each."""
+    return mount(devices=2, memory=MEMORY, allow_other=True)
+
+
+def fill(path: Path, seed: int = 1) -> int:
+    """Writes noise until the device is full; returns the size reached. The last write may be short."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    block, at, code = noise(MIB, seed), 0, 0
+    while not code:
+        try:
+            done = os.pwrite(fd, memoryview(block)[at % MIB :], at)
+            assert done > 0
+            at += done
+        except OSError as error:
+            code = error.errno or -1
+    os.close(fd)
+    assert code == ENOSPC
+    assert path.stat().st_size == at
+    return at
+
+
+def free_bytes(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bfree * found.f_frsize
+
+
+def test_a_full_device(small: GpufsMount) -> None:
+    size = fill(small.device / "large")
+    assert MEMORY - 4 * GRANULE <= size <= MEMORY
+    content = read_all(small.device / "large")
+    assert_same(content, (noise(MIB, 1) * 65)[:size])
+    # what is there may be changed, what is not cannot be added
+    fd = os.open(small.device / "large", os.O_RDWR)
+    assert os.pwrite(fd, b"changed", MIB) == 7
+    assert errno_of(os.pwrite, fd, noise(4 * MIB), size) == ENOSPC
+    assert os.fstat(fd).st_size == size
+    os.close(fd)
+    # the other device has its own memory
+    (small.path / "gpu1" / "other").write_bytes(noise(20 * MIB, 2))
+    assert_same(read_all(small.path / "gpu1" / "other"), noise(20 * MIB, 2))
+    # and the space is there again
+    os.unlink(small.device / "large")
+    assert fill(small.device / "again", 3) == size
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(small: GpufsMount) -> None:
+    file = small.device / "file"
+    file.write_bytes(noise(10 * MIB, 4))
+    fill(small.device / "large")
+    fd = os.open(file, os.O_RDWR)
+    assert errno_of(os.pwrite, fd, noise(30 * MIB), 40 * MIB) == ENOSPC
+    assert errno_of(linux.fallocate, fd, 0, 0, 40 * MIB) == ENOSPC
+    assert errno_of(linux.fallocate, fd, linux.FALLOC_KEEP_SIZE, 20 * MIB, 40 * MIB) == ENOSPC
+    assert errno_of(os.posix_fallocate, fd, 8 * MIB, 30 * MIB) == ENOSPC
+    assert_same(read_all(file), noise(10 * MIB, 4))
+    os.ftruncate(fd, 100 * MIB)  # growing by a hole takes nothing
+    assert_same(os.pread(fd, MIB, 50 * MIB), bytes(MIB))
+    assert errno_of(os.pwrite, fd, b"x", 50 * MIB) == ENOSPC
+    assert errno_of(os.pwrite, fd, b"x", 5 * MIB) == 0
+    os.close(fd)
+
+
+def test_allocation_is_all_or_nothing(small: GpufsMount) -> None:
+    fd = os.open(small.device / "file", os.O_RDWR | os.O_CREAT)
+    before = free_bytes(small.device)
+    assert errno_of(linux.fallocate, fd, 0, 0, MEMORY + GRANULE) == ENOSPC
+    assert os.fstat(fd).st_size == 0
+    assert os.fstat(fd).st_blocks == 0
+    assert free_bytes(small.device) == before
+    linux.fallocate(fd, 0, 0, MEMORY)
+    assert os.fstat(fd).st_blocks * 512 == MEMORY
+    assert free_bytes(small.device) == 0
+    os.close(fd)
+
+
+def test_punching_makes_room(small: GpufsMount) -> None:
+    size = fill(small.device / "large")
+    fd = os.open(small.device / "large", os.O_RDWR)
+    linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, 8 * MIB, 16 * MIB)
+    (small.device / "other").write_bytes(noise(16 * MIB - GRANULE, 5))
+    assert errno_of(os.pwritev, fd, [noise(16 * MIB)], 8 * MIB) in (0, ENOSPC)
+    os.ftruncate(fd, 4 * MIB)
+    (small.device / "third").write_bytes(noise(size - 30 * MIB, 6))
+    assert_same(read_all(small.device / "other"), noise(16 * MIB - GRANULE, 5))
+    assert_same(read_all(small.device / "third"), noise(size - 30 * MIB, 6))
+    os.close(fd)
+
+
+def test_copies_on_a_full_device(small: GpufsMount) -> None:
+    (small.device / "source").write_bytes(noise(40 * MIB, 7))
+    done = run("cp", small.device / "source", small.device / "copy", check=False)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    copied = (small.device / "copy").stat().st_size
+    assert copied <= MEMORY - 40 * MIB
+    assert_same(read_all(small.device / "copy"), noise(40 * MIB, 7)[:copied])
+    (small.device / "copy").unlink()
+    run("cp", small.device / "source", small.path / "gpu1" / "copy")  # there is room on the other device
+    assert_same(read_all(small.path / "gpu1" / "copy"), noise(40 * MIB, 7))
+    source = os.open(small.device / "source", os.O_RDONLY)
+    target = os.open(small.device / "target", os.O_WRONLY | os.O_CREAT)
+    total, code = 0, 0
+    while not code:
+        try:
+            total += os.copy_file_range(source, target, 40 * MIB - total, total, total)
+        except OSError as error:
+            code = error.errno or -1
+    assert code == ENOSPC
+    assert os.fstat(target).st_size == total
+    assert_same(read_all(small.device / "target"), noise(40 * MIB, 7)[:total])
+    os.close(source)
+    os.close(target)
+
+
+def test_small_files_fill_a_device_and_free_it(small: GpufsMount) -> None:
+    before = free_bytes(small.device)
+    count, code = 0, 0
+    while not code:
+        code = errno_of((small.device / f"file{count}").write_bytes, noise(30 * KIB, count))
+        count += not code
+    assert code == ENOSPC
+    assert count > 500  # thousands of small files must not cost a granule each
+    for number in range(0, count, 97):
+        assert read_all(small.device / f"file{number}") == noise(30 * KIB, number)
+    for name in os.listdir(small.device):
+        os.unlink(small.device / name)
+    wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of small files to come back")
+
+
+def test_memory_of_an_unlinked_file_comes_back_at_its_last_close(small: GpufsMount) -> None:
+    before = free_bytes(small.device)
+    fd = os.open(small.device / "file", os.O_RDWR | os.O_CREAT)
+    os.pwritev(fd, [noise(32 * MIB)], 0)
+    os.unlink(small.device / "file")
+    assert free_bytes(small.device) == before - 32 * MIB
+    assert_same(os.pread(fd, 33 * MIB, 0), noise(32 * MIB))
+    os.close(fd)
+    wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of the unlinked file to come back")
+
+
+def test_memory_of_a_replaced_file_comes_back(small: GpufsMount) -> None:
+    before = free_bytes(small.device)
+    for number in range(12):
+        (small.device / "fresh").write_bytes(noise(16 * MIB, number))
+        os.rename(small.device / "fresh", small.device / "name")
+    assert_same(read_all(small.device / "name"), noise(16 * MIB, 11))
+    os.unlink(small.device / "name")
+    wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of replaced files to come back")
+
+
+def test_fresh_memory_shows_nothing_of_what_was_there(small: GpufsMount) -> None:
+    (small.device / "secret").write_bytes(b"\xaa" * (MEMORY - 2 * GRANULE))
+    os.unlink(small.device / "secret")
+    fd = os.open(small.device / "file", os.O_RDWR | os.O_CREAT)
+    size = MEMORY - 2 * GRANULE
+    wait_until(lambda: errno_of(linux.fallocate, fd, 0, 0, size) == 0, 10, "the memory to be free")
+    assert_same(os.pread(fd, size, 0), bytes(size))
+    os.ftruncate(fd, 0)
+    os.ftruncate(fd, size)
+    for at in range(100, size, GRANULE):
+        os.pwrite(fd, b"x", at)
+    content = os.pread(fd, size, 0)
+    assert content.strip(b"\0x") == b""
+    assert content.count(b"x") == size // GRANULE
+    os.close(fd)
+    for number in range(300):
+        (small.device / f"small{number}").write_bytes(b"\xbb" * 5000)
+    for number in range(300):
+        os.unlink(small.device / f"small{number}")
+    for number in range(300):
+        fd = os.open(small.device / f"new{number}", os.O_RDWR | os.O_CREAT)
+        os.pwrite(fd, b"x", 20_000)
+        assert os.pread(fd, 30_000, 0) == bytes(20_000) + b"x"
+        os.close(fd)
+
+
+def test_stores_into_a_mapping_on_a_full_device(small: GpufsMount) -> None:
+    """A store cannot return ENOSPC. msync or the process learns of it; what the file holds stays readable."""
+    fill(small.device / "large")
+    fd = os.open(small.device / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, 8 * MIB)
+    with mmap.mmap(fd, 8 * MIB) as area:
+        area[4 * MIB] = 1
+        code = errno_of(area.flush) or errno_of(os.fsync, fd)
+        assert code in (ENOSPC, errno.EIO)
+        os.unlink(small.device / "large")
+        area[5 * MIB] = 2
+        wait_until(lambda: errno_of(area.flush) == 0, 10, "room again")
+    assert os.pread(fd, 1, 5 * MIB) == b"\2"
+    os.close(fd)
+
+
+# ---- the tree above the devices ----
+
+
+def test_root_and_control_files_are_read_only(shared_mount: GpufsMount) -> None:
+    top = shared_mount.path
+    names = sorted(os.listdir(top))
+    assert names[:2] == [".gpufs", "gpu0"]
+    assert {"version", "status"} <= set(os.listdir(top / ".gpufs"))
+    for folder in (top, top / ".gpufs"):
+        assert errno_of(os.mkdir, folder / "x") in REFUSED
+        assert errno_of(os.open, folder / "x", os.O_CREAT | os.O_WRONLY) in REFUSED
+        assert errno_of(os.symlink, "y", folder / "x") in REFUSED
+        assert errno_of(os.mkfifo, folder / "x") in REFUSED
+        assert errno_of(os.rename, shared_mount.device, folder / "x") != 0
+    assert errno_of(os.rmdir, top / "gpu0") != 0
+    assert errno_of(os.rmdir, top / ".gpufs") != 0
+    for name in ("version", "status"):
+        path = top / ".gpufs" / name
+        for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC):
+            assert errno_of(os.open, path, flags) in REFUSED
+        assert errno_of(os.truncate, path, 0) in REFUSED
+        assert errno_of(os.unlink, path) in REFUSED
+        assert errno_of(os.rename, path, shared_mount.device / "x") != 0
+        assert errno_of(os.link, path, shared_mount.device / "x") != 0
+        assert errno_of(os.chmod, path, 0o777) in REFUSED
+    assert sorted(os.listdir(top)) == names
+
+
+def test_control_files_tell(shared_mount: GpufsMount) -> None:
+    version = (shared_mount.path / ".gpufs" / "version").read_text()
+    assert run(*GPUFS, "--version").stdout.split()[-1] in version
+    status = json.loads((shared_mount.path / ".gpufs" / "status").read_text())
+    assert isinstance(status, dict)
+    fd = os.open(shared_mount.path / ".gpufs" / "status", os.O_RDONLY)
+    pieces = b""
+    while piece := os.read(fd, 100):
+        pieces += piece
+    assert isinstance(json.loads(pieces), dict)
+    assert os.pread(fd, 1, 0) == b"{"
+    os.close(fd)
+    assert isinstance(json.loads(run("cat", shared_mount.path / ".gpufs" / "status").stdout), dict)
+
+
+def test_df_tells_the_devices_memory(small: GpufsMount) -> None:
+    (small.device / "file").write_bytes(noise(10 * MIB))
+    found = os.statvfs(small.device)
+    assert found.f_blocks * found.f_frsize == MEMORY
+    assert (found.f_blocks - found.f_bfree) * found.f_frsize == 10 * MIB
+    line = run("df", "-B1", "--output=size,used,avail", small.device).stdout.splitlines()[1].split()
+    assert [int(x) for x in line] == [MEMORY, 10 * MIB, MEMORY - 10 * MIB]
+    assert os.statvfs(small.path / "gpu1").f_bfree == found.f_blocks
+
+
+def test_a_file_is_not_torn_by_a_full_device(small: GpufsMount) -> None:
+    """Two writers race for the last memory: every block of either file is whole, and sizes tell what was written."""
+    children = []
+    for index in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                size = fill(small.device / f"file{index}", 10 + index)
+                (small.path / "gpu1" / f"size{index}").write_text(str(size))
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    total = 0
+    for index in range(2):
+        size = int((small.path / "gpu1" / f"size{index}").read_text())
+        total += size
+        assert_same(read_all(small.device / f"file{index}"), (noise(MIB, 10 + index) * 65)[:size])
+    assert MEMORY - 4 * GRANULE <= total <= MEMORY

@@ -1,0 +1,429 @@
+"""How a mount ends: cleanly, busy, by force, and when its daemon is killed. Nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, EXDEV
+from pathlib import Path
+
+import pytest
+from support.data import MIB, assert_same, noise, read_all
+from support.mounting import GPUFS, GpufsMount, Mounter, quiet_close
+from support.processes import (
+    ChildKilled,
+    Snapshot,
+    errno_of,
+    in_child,
+    run,
+    session_processes,
+    wait_until,
+)
+from support.watchdog import mounted_at
+
+pytestmark = [pytest.mark.driver, pytest.mark.timeout(120)]
+LOST = {ENOTCONN, EIO, ECONNABORTED, ENODEV}
+
+
+@pytest.fixture
+def busy(mount: Mounter) -> Iterator[tuple[GpufsMount, int]]:
+    """A mount with an open file of 20 MiB."""
+    mounted = mount(memory=256 * MIB)
+    (mounted.device / "file").write_bytes(noise(20 * MIB))
+    fd = os.open(mounted.device / "file", os.O_RDWR)
+    yield mounted, fd
+    quiet_close(fd)
+
+
+def copying(source: Path | str, target: Path | str) -> subprocess.Popen[bytes]:
+    """A copy that takes long: limited by nothing but the mount, and endless."""
+    command = ["dd", f"if={source}", f"of={target}", "bs=1M", "status=none"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def progressing(path: Path) -> None:
+    wait_until(lambda: path.exists() and path.stat().st_size >= 8 * MIB, 20, "the copy to get going")
+
+
+# ---- clean ends ----
+
+
+def test_the_systems_own_umount(mount: Mounter) -> None:
+    mounted = mount()
+    (mounted.device / "file").write_bytes(noise(MIB))
+    mounted.unmount()
+    assert os.listdir(mounted.path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_mount(mount: Mounter, number: signal.Signals) -> None:
+    mounted = mount()
+    (mounted.device / "file").write_bytes(noise(MIB))
+    mounted.signal(number)
+    mounted.wait_ended(20)
+
+
+def test_a_signal_ends_a_busy_mount(busy: tuple[GpufsMount, int]) -> None:
+    mounted, fd = busy
+    mounted.signal(signal.SIGTERM)
+    mounted.wait_ended(20)
+    assert errno_of(os.pread, fd, 10, 0) in LOST
+
+
+def test_a_signal_during_a_copy(mount: Mounter) -> None:
+    mounted = mount(memory=1 << 30)
+    copy = copying("/dev/zero", mounted.device / "file")
+    progressing(mounted.device / "file")
+    mounted.signal(signal.SIGTERM)
+    mounted.wait_ended(20)
+    _, text = copy.communicate(timeout=20)
+    assert copy.returncode == 1, text
+
+
+def test_a_second_signal_does_no_harm(busy: tuple[GpufsMount, int]) -> None:
+    mounted, _ = busy
+    for _ in range(5):
+        try:
+            mounted.signal(signal.SIGTERM)
+        except ProcessLookupError:
+            break
+        time.sleep(0.02)
+    mounted.wait_ended(20, code=None)
+
+
+def test_a_busy_mount_refuses_umount_and_goes_on(busy: tuple[GpufsMount, int]) -> None:
+    mounted, fd = busy
+    done = run("umount", mounted.path, check=False)
+    assert done.returncode != 0
+    assert "busy" in done.stderr
+    done = run(*GPUFS, "umount", mounted.path, check=False)
+    assert done.returncode != 0
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert_same(os.pread(fd, 21 * MIB, 0), noise(20 * MIB))
+    os.close(fd)
+    mounted.unmount()
+
+
+def test_a_lazy_unmount_lets_open_files_live(busy: tuple[GpufsMount, int]) -> None:
+    mounted, fd = busy
+    run("umount", "-l", mounted.path)
+    assert not mounted.mounted()
+    assert mounted.daemon.poll() is None
+    assert os.pwrite(fd, b"still here", MIB) == 10
+    assert os.pread(fd, 10, MIB) == b"still here"
+    os.close(fd)
+    mounted.wait_ended(20)
+
+
+def test_gpufs_umount_by_force(busy: tuple[GpufsMount, int]) -> None:
+    mounted, fd = busy
+    run(*GPUFS, "umount", "--force", mounted.path, timeout=60)
+    assert not mounted.mounted()
+    mounted.wait_ended(20, code=None)
+    assert errno_of(os.pread, fd, 10, 0) in LOST
+
+
+def test_a_working_directory_and_mappings_in_it(mount: Mounter) -> None:
+    """Whoever stands in the mount or maps a file of it keeps it busy; when they have gone it ends."""
+    mounted = mount()
+    (mounted.device / "file").write_bytes(noise(MIB))
+    sleeper = subprocess.Popen(["sleep", "60"], cwd=mounted.device)
+    assert run("umount", mounted.path, check=False).returncode != 0
+    sleeper.kill()
+    sleeper.wait()
+    with open(mounted.device / "file", "r+b") as file:
+        area = mmap.mmap(file.fileno(), 0)
+    assert run("umount", mounted.path, check=False).returncode != 0
+    area[0] = 1
+    area.close()
+    mounted.unmount()
+
+
+def test_an_aborted_connection_ends_the_daemon(busy: tuple[GpufsMount, int]) -> None:
+    """What an administrator does to a mount that hangs: fusectl's abort."""
+    mounted, fd = busy
+    minor = mounted_at(str(mounted.path))[0][0]
+    Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
+    assert errno_of(os.pread, fd, 10, 0) in LOST
+    wait_until(lambda: mounted.daemon.poll() is not None, 20, "the end of the daemon")
+
+
+# ---- the daemon dies ----
+
+
+def test_the_daemon_is_killed_during_copies(mount: Mounter) -> None:
+    mounted = mount(memory=1 << 30)
+    (mounted.device / "source").write_bytes(noise(64 * MIB))
+    writer = copying("/dev/zero", mounted.device / "file")
+    progressing(mounted.device / "file")
+    reader = subprocess.Popen(["sh", "-c", f"while cat {mounted.device}/source; do :; done > /dev/null"])
+    time.sleep(0.1)
+    mounted.signal(signal.SIGKILL)
+    _, text = writer.communicate(timeout=20)
+    assert writer.returncode == 1
+    assert text
+    reader.wait(20)
+    assert mounted.daemon.wait(10) == -signal.SIGKILL
+    # the dead mount is gone by itself, or answers ENOTCONN until it is cleaned up
+    if mounted.mounted():
+        assert errno_of(os.statvfs, mounted.path) in LOST
+        run(*GPUFS, "umount", mounted.path)
+    assert not mounted.mounted()
+    again = run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M")
+    assert again.stdout == ""
+    assert sorted(os.listdir(mounted.path)) == [".gpufs", "gpu0"]
+    (mounted.device / "new").write_bytes(noise(MIB))
+    assert_same(read_all(mounted.device / "new"), noise(MIB))
+    run(*GPUFS, "umount", mounted.path)
+    assert not mounted.mounted()
+
+
+def test_the_daemon_is_killed_under_a_mapping(busy: tuple[GpufsMount, int]) -> None:
+    mounted, fd = busy
+
+    def touch() -> None:
+        with mmap.mmap(fd, 20 * MIB) as area:
+            mounted.signal(signal.SIGKILL)
+            for page in range(0, 20 * MIB, mmap.PAGESIZE):
+                area[page]
+
+    with pytest.raises(ChildKilled) as caught:
+        in_child(touch)
+    assert caught.value.number == signal.SIGBUS
+    mounted.daemon.wait(10)
+    assert errno_of(os.pread, fd, 1, 0) in LOST
+    assert errno_of(os.fsync, fd) in LOST | {0}
+
+
+def test_the_daemon_dies_while_many_wait(mount: Mounter) -> None:
+    mounted = mount(memory=1 << 30)
+    children = [copying("/dev/zero", mounted.device / f"file{n}") for n in range(8)]
+    progressing(mounted.device / "file7")
+    mounted.signal(signal.SIGKILL)
+    for child in children:
+        child.communicate(timeout=20)
+        assert child.returncode == 1
+
+
+# ---- the daemon hangs ----
+
+
+def test_a_stopped_daemon(mount: Mounter) -> None:
+    """Clients wait while the daemon is stopped, can be killed meanwhile, and go on when it goes on."""
+    mounted = mount(memory=1 << 30)
+    (mounted.device / "file").write_bytes(noise(8 * MIB))
+    mounted.signal(signal.SIGSTOP)
+    try:
+        reader = subprocess.Popen(["cksum", str(mounted.device / "file")], stdout=subprocess.PIPE)
+        victim = subprocess.Popen(["cksum", str(mounted.device / "file")], stdout=subprocess.PIPE)
+        time.sleep(0.3)
+        assert reader.poll() is None
+        victim.kill()
+        assert victim.wait(10) == -signal.SIGKILL
+        assert victim.stdout is not None
+        victim.stdout.close()
+    finally:
+        mounted.signal(signal.SIGCONT)
+    text, _ = reader.communicate(timeout=20)
+    expected = run("cksum", mounted.device / "file").stdout
+    assert text.decode() == expected
+    mounted.unmount()
+
+
+def test_gpufs_umount_by_force_of_a_stopped_daemon(mount: Mounter) -> None:
+    mounted = mount()
+    mounted.signal(signal.SIGSTOP)
+    reader = subprocess.Popen(["cat", str(mounted.device / "file")], stderr=subprocess.DEVNULL)
+    time.sleep(0.1)
+    run(*GPUFS, "umount", "--force", mounted.path, timeout=60)
+    assert not mounted.mounted()
+    assert reader.wait(10) != 0
+    assert mounted.daemon.wait(10) == -signal.SIGKILL
+
+
+# ---- clients that are interrupted ----
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_copy_is_interrupted(mount: Mounter, number: signal.Signals, reference: Path) -> None:
+    """Ctrl-C of cp: it ends at once, what it wrote is a prefix of its source, and the mount goes on."""
+    mounted = mount(memory=1 << 30)
+    with open(reference / "source", "wb") as file:
+        for index in range(64):
+            file.write(noise(4 * MIB, index % 5))
+    for round_ in range(4):
+        target = mounted.device / f"copy{round_}"
+        copy = subprocess.Popen(["cp", str(reference / "source"), str(target)])
+        wait_until(lambda: target.exists() and target.stat().st_size > 0, 20, "the copy to begin")  # noqa: B023
+        time.sleep(0.01 * round_)
+        copy.send_signal(number)
+        assert copy.wait(10) in (-number, 0)
+        size = target.stat().st_size
+        run("cmp", "-n", str(size), reference / "source", target)
+        target.unlink()
+    mounted.unmount()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_copy_inside_the_mount_is_interrupted(mount: Mounter, number: signal.Signals) -> None:
+    """By copy_file_range the whole copy is one request; its INTERRUPT must end it."""
+    mounted = mount(memory=1 << 30)
+    (mounted.device / "source").write_bytes(noise(300 * MIB))
+    for round_ in range(4):
+        copy = subprocess.Popen(["cp", str(mounted.device / "source"), str(mounted.device / "target")])
+        time.sleep(0.01 + 0.02 * round_)
+        copy.send_signal(number)
+        assert copy.wait(10) in (-number, 0)
+    (mounted.device / "target").write_bytes(b"after")
+    assert (mounted.device / "target").read_bytes() == b"after"
+    assert_same(read_all(mounted.device / "source"), noise(300 * MIB))
+    mounted.unmount()
+
+
+def test_signals_all_the_time(mount: Mounter) -> None:
+    """A process that is shot with a handled signal every millisecond still reads and writes what it should."""
+    mounted = mount(memory=1 << 30)
+
+    def work() -> int:
+        hits = 0
+
+        def count(*_: object) -> None:
+            nonlocal hits
+            hits += 1
+
+        signal.signal(signal.SIGALRM, count)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        deadline = time.monotonic() + 5
+        number = 0
+        while time.monotonic() < deadline:
+            data = noise(3 * MIB + number, number)
+            path = mounted.device / f"file{number % 3}"
+            path.write_bytes(data)
+            assert path.read_bytes() == data
+            number += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return hits
+
+    assert in_child(work) > 100
+    mounted.unmount()
+
+
+# ---- nothing is left ----
+
+
+def work_on(mounted: GpufsMount, round_: int) -> None:
+    """A bit of everything, all of it removed again."""
+    base = mounted.device / f"round{round_}"
+    base.mkdir()
+    for number in range(5):
+        (base / f"small{number}").write_bytes(noise(1000, number))
+    (base / "large").write_bytes(noise(5 * MIB, round_))
+    os.link(base / "large", base / "hard")
+    os.symlink("large", base / "soft")
+    os.setxattr(base / "large", "user.x", b"y")
+    with open(base / "large", "r+b") as file, mmap.mmap(file.fileno(), 0) as area:
+        area[MIB] = 7
+        area.flush()
+        os.unlink(base / "hard")
+    run("cp", base / "large", base / "copy")
+    assert (base / "copy").stat().st_size == 5 * MIB
+    os.rename(base / "copy", base / "small0")
+    run("rm", "-r", base)
+
+
+def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter) -> None:
+    mounted = mount()
+    for round_ in range(20):
+        work_on(mounted, round_)
+    wait_until(lambda: Snapshot.of(mounted.pid).memfds <= 2, 10, "the memory files of removed files to be closed")
+    before = Snapshot.of(mounted.pid)
+    for round_ in range(60):
+        work_on(mounted, round_)
+    wait_until(
+        lambda: Snapshot.of(mounted.pid).descriptors <= before.descriptors,
+        10,
+        f"the descriptors to come back: {before.kinds} -> {Snapshot.of(mounted.pid).kinds}",
+    )
+    after = Snapshot.of(mounted.pid)
+    assert after.memfds <= before.memfds
+    assert after.threads <= before.threads + 2  # pools start their threads as they are needed
+    assert after.resident_bytes <= before.resident_bytes + 12 * MIB, (before, after)
+    free = os.statvfs(mounted.device)
+    assert free.f_bfree == free.f_blocks
+    mounted.unmount()
+
+
+def cycles(mount: Mounter, count: int) -> None:
+    ours = Snapshot.of(os.getpid())
+    for round_ in range(count):
+        mounted = mount(devices=1 + round_ % 3, memory=64 * MIB)
+        work_on(mounted, round_)
+        mounted.unmount()
+        assert str(mounted.path) not in " ".join(session_processes(mounted.session.name).values())
+    now = Snapshot.of(os.getpid())
+    assert (now.descriptors, now.threads, now.memfds) == (ours.descriptors, ours.threads, ours.memfds)
+
+
+def test_cycles_of_mounting_leave_nothing(mount: Mounter) -> None:
+    cycles(mount, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hundred_cycles_of_mounting_leave_nothing(mount: Mounter) -> None:
+    cycles(mount, 100)
+
+
+def test_a_daemon_holds_nothing_of_its_starter(mount: Mounter, tmp_path: Path) -> None:
+    """Descriptors that were open in the shell that mounted do not live on in the daemon."""
+    with open(tmp_path / "held", "w") as held:
+        os.set_inheritable(held.fileno(), True)
+        mountpoint = tmp_path / "mnt"
+        mountpoint.mkdir()
+        run(*GPUFS, "mount", mountpoint, "--driver", "host", "--memory", "64M", close_fds=False)
+        try:
+            pids = [
+                p for p, line in session_processes(os.environ["GPUFS_TEST_SESSION"]).items() if str(mountpoint) in line
+            ]
+            assert len(pids) == 1
+            links = [os.readlink(f"/proc/{pids[0]}/fd/{fd}") for fd in os.listdir(f"/proc/{pids[0]}/fd")]
+            assert not [link for link in links if str(tmp_path) in link]
+        finally:
+            run(*GPUFS, "umount", mountpoint)
+
+
+# ---- several mounts ----
+
+
+def test_two_mounts_at_once(mount: Mounter) -> None:
+    one, two = mount(memory=64 * MIB), mount(memory=64 * MIB)
+    (one.device / "file").write_bytes(noise(MIB, 1))
+    (two.device / "file").write_bytes(noise(MIB, 2))
+    run("cp", one.device / "file", two.device / "copy")
+    assert_same(read_all(two.device / "copy"), noise(MIB, 1))
+    assert errno_of(os.rename, one.device / "file", two.device / "x") == EXDEV
+    one.unmount()
+    assert_same(read_all(two.device / "file"), noise(MIB, 2))
+    (two.device / "dir").mkdir()
+    inner = two.device / "dir"
+    run("mount", "-t", "tmpfs", "none", inner)  # a mount on a directory of the mount
+    try:
+        (inner / "x").write_text("x")
+        assert run("umount", two.path, check=False).returncode != 0
+    finally:
+        run("umount", inner)
+    two.unmount()
+
+
+def test_a_mount_over_a_mount(mount: Mounter) -> None:
+    mounted = mount()
+    done = run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M", check=False)
+    assert done.returncode != 0
+    assert "mounted" in done.stderr
+    (mounted.device / "file").write_bytes(b"undisturbed")
+    assert (mounted.device / "file").read_bytes() == b"undisturbed"
+    mounted.unmount()

@@ -1,0 +1,155 @@
+"""Plain users: mounting through fusermount3, and who may come in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from errno import EACCES
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import MIB, assert_same, noise
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import (
+    NOBODY,
+    SESSION_VARIABLE,
+    as_nobody,
+    as_other,
+    errno_of,
+    plain_user,
+    run,
+    wait_until,
+)
+from support.users import user_gpufs
+from support.watchdog import mounted_at, rescue
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root"),
+    pytest.mark.timeout(120),
+]
+AS_NOBODY: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+
+
+User = tuple[Sequence[str], Mapping[str, str]]
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[User]:
+    """The gpufs command and the environment of nobody."""
+    with plain_user() as environment:
+        yield user_gpufs(environment | {SESSION_VARIABLE: os.environ[SESSION_VARIABLE]})
+
+
+@pytest.fixture
+def mountpoint(user: User, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory of nobody's, and not mounted at the end."""
+    path = Path(user[1]["HOME"]) / request.node.name
+    path.mkdir()
+    os.chown(path, NOBODY, NOBODY)
+    yield path
+    if mounted_at(str(path)):
+        rescue(str(path), None)
+        raise AssertionError("something was left mounted")
+
+
+def gpufs(user: User, *words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run(*user[0], *map(str, words), check=check, env=user[1], cwd="/", **AS_NOBODY)
+
+
+@pytest.mark.driver
+def test_a_plain_user_mounts_uses_and_unmounts(mount: Mounter, user: User) -> None:
+    mounted = mount(user=user, memory=128 * MIB)
+
+    def use() -> None:
+        wait_until(lambda: os.path.isdir(mounted.device), 10, "the mount to answer")
+        (mounted.device / "file").write_bytes(noise(5 * MIB))
+        assert_same((mounted.device / "file").read_bytes(), noise(5 * MIB))
+        (mounted.device / "dir").mkdir()
+        os.rename(mounted.device / "file", mounted.device / "dir" / "moved")
+        assert (mounted.device / "dir" / "moved").stat().st_uid == NOBODY
+        assert (mounted.path / ".gpufs" / "version").read_text()
+
+    as_nobody(use)
+    # nobody else, root included, before allow_other
+    assert as_other(lambda: errno_of(os.stat, mounted.device)) == EACCES
+    assert as_other(lambda: errno_of(os.listdir, mounted.path)) == EACCES
+    assert errno_of(os.stat, mounted.device) == EACCES
+    assert "nosuid" in Path("/proc/self/mountinfo").read_text().split(str(mounted.path))[1].split("\n")[0]
+    mounted.unmount()
+
+
+def test_gpufs_mount_and_umount_of_a_plain_user(user: User, mountpoint: Path) -> None:
+    gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M")
+    try:
+        as_nobody(lambda: (mountpoint / "gpu0" / "file").write_bytes(noise(MIB)))
+        assert str(mountpoint) in gpufs(user, "status").stdout
+    finally:
+        gpufs(user, "umount", mountpoint)
+    assert as_nobody(lambda: os.listdir(mountpoint)) == []
+
+
+def test_the_daemon_of_a_plain_user_is_killed(mount: Mounter, user: User) -> None:
+    mounted = mount(user=user)
+    as_nobody(lambda: (mounted.device / "file").write_bytes(b"x"))
+    mounted.daemon.kill()
+    mounted.daemon.wait(10)
+    done = gpufs(user, "umount", mounted.path, check=False)
+    wait_until(lambda: not mounted.mounted(), 10, f"the dead mount to go: {done.stderr}")
+
+
+def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:
+    done = gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--allow-other", check=False)
+    if "user_allow_other" in Path("/etc/fuse.conf").read_text().split("\n"):
+        gpufs(user, "umount", mountpoint)
+        return
+    assert done.returncode != 0
+    assert "allow" in done.stderr
+    assert as_nobody(lambda: os.listdir(mountpoint)) == []
+
+
+def test_a_plain_user_may_not_mount_where_he_may_not_write(user: User) -> None:
+    for place in ("/usr", "/root"):
+        done = gpufs(user, "mount", place, "--driver", "host", "--memory", "64M", check=False)
+        assert done.returncode != 0
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_allow_other_roots_mount_is_closed(mount: Mounter) -> None:
+    mounted = mount(allow_other=False)
+    (mounted.device / "file").write_bytes(b"x")
+    os.chmod(mounted.device / "file", 0o666)
+    assert as_nobody(lambda: errno_of(os.stat, mounted.path)) == EACCES
+    assert as_nobody(lambda: errno_of(os.open, mounted.device / "file", os.O_RDONLY)) == EACCES
+
+
+def test_with_allow_other_modes_decide(mount: Mounter) -> None:
+    mounted = mount(allow_other=True)
+    (mounted.device / "file").write_bytes(b"x")
+    os.chmod(mounted.device / "file", 0o640)
+    assert as_nobody(lambda: errno_of(os.open, mounted.device / "file", os.O_RDONLY)) == EACCES
+    os.chmod(mounted.device / "file", 0o644)
+    assert as_nobody(lambda: (mounted.device / "file").read_bytes()) == b"x"
+    assert as_nobody(lambda: errno_of(os.open, mounted.device / "file", os.O_WRONLY)) == EACCES
+    (mounted.device / "open").mkdir()
+    os.chmod(mounted.device / "open", 0o1777)
+    as_nobody(lambda: (mounted.device / "open" / "mine").write_bytes(b"y"))
+    assert (mounted.device / "open" / "mine").stat().st_uid == NOBODY
+
+
+def test_a_mount_inside_a_user_namespace(mount: Mounter) -> None:
+    """A process in a user and mount namespace of its own sees the mount, and mounts one of its own."""
+    mounted: GpufsMount = mount(allow_other=True)
+    (mounted.device / "file").write_bytes(b"from outside")
+    script = f"cat {mounted.device}/file && mkdir -p $1 && {' '.join(GPUFS)} mount $1 --driver host --memory 64M && \
+        echo -n inside > $1/gpu0/x && cat $1/gpu0/x && {' '.join(GPUFS)} umount $1"
+    place = mounted.path.with_name("namespace-" + mounted.path.name)
+    before = os.stat("/dev/fuse").st_mode & 0o7777
+    os.chmod("/dev/fuse", 0o666)
+    try:
+        done = run("unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", script, "sh", place, check=False)
+    finally:
+        os.chmod("/dev/fuse", before)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "from outsideinside"
