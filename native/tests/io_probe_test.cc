@@ -136,6 +136,18 @@ TEST(BackingFile, FileOnTmpfsIsHotAndHasNoDirectDescriptor) {
   EXPECT_NE(backing.value()->facts().fastpath_refusals & mask_of(Refusal::kFileSystem), 0U);
 }
 
+TEST(BackingFile, FilesThatCheckTheirOpenerAreNotOpenedAgain) {
+  const UniqueFd memory(::open("/proc/self/mem", O_RDWR | O_CLOEXEC));
+  ASSERT_TRUE(memory.valid());
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(memory.get());
+  ASSERT_TRUE(backing.ok()) << backing.status().message();
+  EXPECT_EQ(backing.value()->direct_fd(), -1);
+  EXPECT_TRUE(backing.value()->facts().may_hang);
+  // The caller's own description, not another one.
+  ASSERT_EQ(::fcntl(memory.get(), F_SETFL, O_NONBLOCK), 0);
+  EXPECT_NE(::fcntl(backing.value()->buffered_fd(), F_GETFL) & O_NONBLOCK, 0);
+}
+
 TEST(BackingFile, WorksForAFileWithoutAName) {
   const UniqueFd anonymous(::memfd_create("gpufs-io-test", MFD_CLOEXEC));
   Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get());

@@ -26,13 +26,25 @@ constexpr std::uint32_t kPage = 4096;
 
 // The page cache is all there is of these files.
 constexpr std::array<std::string_view, 4> kInMemory = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"};
-// Behind a server or a user's process, which may stop answering.
-constexpr std::array<std::string_view, 11> kRemote = {"nfs",    "nfs4",   "cifs",   "smb3", "9p", "ceph",
-                                                      "lustre", "beegfs", "wekafs", "gpfs", "afs"};
+// On disks of this machine. Whatever is not among these may stop answering.
+constexpr std::array<std::string_view, 18> kLocal = {"ext2",  "ext3",     "ext4", "xfs",     "btrfs",   "zfs",
+                                                     "f2fs",  "bcachefs", "vfat", "exfat",   "ntfs3",   "jfs",
+                                                     "erofs", "squashfs", "udf",  "iso9660", "overlay", "nilfs2"};
+constexpr std::array<std::string_view, 13> kRemote = {
+    "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "wekafs", "gpfs", "afs", "orangefs", "virtiofs"};
 
 template <std::size_t N>
 bool contains(const std::array<std::string_view, N>& names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Whether opening a file once more asks nothing but its mode and owner. Elsewhere it may give more than the descriptor
+// does: /proc/PID/mem is bound to a program when it is opened, so that opening it again after that process has become
+// a set-id program would hand out that program's memory.
+bool may_open_again(const BackingFacts& facts) {
+  const std::string& type = facts.file_system;
+  return facts.block_device || contains(kInMemory, type) || contains(kLocal, type) || contains(kRemote, type) ||
+         type == "fuse" || type.starts_with("fuse.");
 }
 
 // Opens the file behind `fd` again, with a description of its own. Not the caller's flags: a client could change those
@@ -56,6 +68,42 @@ const MountEntry* find_mount(const std::vector<MountEntry>& mounts, const struct
   return nullptr;
 }
 
+struct Looked {
+  int flags = 0;
+  struct statx status = {};
+  MountEntry mount;  // of no type where it is not visible here
+};
+
+// What a descriptor is, without asking its file system; the refusals that need no more than that.
+Result<Looked> look_at(int fd) {
+  Looked looked;
+  looked.flags = ::fcntl(fd, F_GETFL);
+  if (looked.flags < 0) return Status::from_errno(errno, "the backing file's descriptor");
+  if ((looked.flags & O_PATH) != 0) return Status(EBADF, "a descriptor opened with O_PATH gives no access to the file");
+  if ((looked.flags & O_ACCMODE) == O_ACCMODE) {
+    return Status(EBADF, "the descriptor is open for neither reading nor writing");
+  }
+  // Without synchronising, so that a file of our own mount answers from the kernel's memory.
+  if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_MNT_ID | STATX_DIOALIGN, &looked.status) !=
+      0) {
+    return Status::from_errno(errno, "looking at the backing file");
+  }
+  if ((looked.status.stx_mask & STATX_MNT_ID) == 0) {
+    Result<std::uint64_t> id = mount_id_of(fd);
+    if (id.ok()) {
+      looked.status.stx_mnt_id = id.value();
+      looked.status.stx_mask |= STATX_MNT_ID;
+    }
+  }
+  Result<std::vector<MountEntry>> mounts = read_mount_table();
+  if (!mounts.ok()) return mounts.status();
+  if (const MountEntry* const mount = find_mount(mounts.value(), looked.status)) looked.mount = *mount;
+  if (looked.mount.type == kOwnType) {
+    return Status(EDEADLK, "the backing file is on a mount of gpufs: a transfer would wait for itself");
+  }
+  return looked;
+}
+
 std::uint32_t valid_alignment(std::uint32_t value, std::uint32_t otherwise) {
   return std::has_single_bit(value) && value <= (1U << 20) ? value : otherwise;
 }
@@ -65,7 +113,7 @@ std::uint32_t valid_alignment(std::uint32_t value, std::uint32_t otherwise) {
 void judge_file_system(const std::string& type, const std::string& super_options, BackingFacts& facts) {
   facts.file_system = type;
   facts.always_hot = contains(kInMemory, type);
-  facts.may_hang = contains(kRemote, type) || type == "fuse" || type.starts_with("fuse.");
+  facts.may_hang = !facts.always_hot && !contains(kLocal, type);
   if (facts.block_device) return;  // whatever file system its node lies on
   if (type == "xfs") return;
   if (type != "ext4") {
@@ -77,34 +125,17 @@ void judge_file_system(const std::string& type, const std::string& super_options
 }
 
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
-  // From here on a descriptor that no other thread of the process can close or replace.
+  // Once on the caller's descriptor, since closing a duplicate is already a request to a mount of our own; and on the
+  // duplicate, which no other thread of the process can close or replace.
+  Result<Looked> seen = look_at(fd);
+  if (!seen.ok()) return seen.status();
   UniqueFd held(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
   if (!held.valid()) return Status::from_errno(errno, "the backing file's descriptor");
-  const int flags = ::fcntl(held.get(), F_GETFL);
-  if (flags < 0) return Status::from_errno(errno, "the backing file's descriptor");
-  if ((flags & O_PATH) != 0) return Status(EBADF, "a descriptor opened with O_PATH gives no access to the file");
+  seen = look_at(held.get());
+  if (!seen.ok()) return seen.status();
+  const struct statx& status = seen.value().status;
+  const int flags = seen.value().flags;
   const int access = flags & O_ACCMODE;
-  if (access == O_ACCMODE) return Status(EBADF, "the descriptor is open for neither reading nor writing");
-
-  // Without synchronising, so that a file of our own mount answers from the kernel's memory.
-  struct statx status = {};
-  if (::statx(held.get(), "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_MNT_ID | STATX_DIOALIGN,
-              &status) != 0) {
-    return Status::from_errno(errno, "looking at the backing file");
-  }
-  if ((status.stx_mask & STATX_MNT_ID) == 0) {
-    Result<std::uint64_t> id = mount_id_of(held.get());
-    if (id.ok()) {
-      status.stx_mnt_id = id.value();
-      status.stx_mask |= STATX_MNT_ID;
-    }
-  }
-  Result<std::vector<MountEntry>> mounts = read_mount_table();
-  if (!mounts.ok()) return mounts.status();
-  const MountEntry* const mount = find_mount(mounts.value(), status);
-  if (mount != nullptr && mount->type == kOwnType) {
-    return Status(EDEADLK, "the backing file is on a mount of gpufs: a transfer would wait for itself");
-  }
   if (S_ISDIR(status.stx_mode)) return Status(EISDIR, "the backing file is a directory");
   if (!S_ISREG(status.stx_mode) && !S_ISBLK(status.stx_mode)) {
     return Status(EINVAL, "the backing file is neither a regular file nor a block device");
@@ -115,7 +146,7 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   facts.readable = access != O_WRONLY;
   facts.writable = access != O_RDONLY;
   facts.append = (flags & O_APPEND) != 0;
-  judge_file_system(mount == nullptr ? "" : mount->type, mount == nullptr ? "" : mount->super_options, facts);
+  judge_file_system(seen.value().mount.type, seen.value().mount.super_options, facts);
   if (facts.block_device) {
     // The node's file system tells nothing about the device.
     facts.always_hot = false;
@@ -135,8 +166,9 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   }
   facts.unit = std::max(facts.offset_align, kPage);
 
-  UniqueFd buffered = open_again(held.get(), flags & ~O_DIRECT, 0);
+  UniqueFd buffered;
   UniqueFd direct;
+  if (may_open_again(facts)) buffered = open_again(held.get(), flags, 0);
   if (buffered.valid()) {
     if (direct_possible) direct = open_again(held.get(), flags, O_DIRECT);
   } else {

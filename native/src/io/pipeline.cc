@@ -28,6 +28,8 @@ constexpr std::uint64_t kHotNumerator = 3;
 constexpr std::uint64_t kHotDenominator = 4;
 // Below this, registering pages of the page cache costs more than copying them.
 constexpr std::uint64_t kSmallestMapping = std::uint64_t{1} << 20;
+// Drivers read small sources with the CPU, which a file truncated at that moment would kill with SIGBUS.
+constexpr std::uint64_t kSmallestMappedCopy = std::uint64_t{256} << 10;
 // Stores smaller than this are left to the page cache, from which they are likely read again.
 constexpr std::uint64_t kSmallestDirectStore = std::uint64_t{1} << 20;
 constexpr std::chrono::microseconds kEventLook{20};
@@ -349,7 +351,9 @@ class Session {
     slot->chunk = chunk;
     slot->bytes = read.bytes;
     slot->file_status = read.status;
-    submit_load(*slot, memory);
+    std::vector<Buffer::Piece> pieces;
+    Status status = pin_slot(*slot, &pieces);
+    submit_load(*slot, memory, pieces, std::move(status));
   }
 
   // Into the slot, from where the piece's bytes start at *memory.
@@ -392,9 +396,7 @@ class Session {
   }
 
   // In use; it ends with end_slot().
-  void submit_load(Slot& slot, const std::byte* memory) {
-    std::vector<Buffer::Piece> pieces;
-    Status status = pin_slot(slot, &pieces);
+  void submit_load(Slot& slot, const std::byte* memory, const std::vector<Buffer::Piece>& pieces, Status status) {
     const std::uint64_t start = target_offset(slot.chunk);
     bool queued = false;
     for (const Buffer::Piece& piece : pieces) {
@@ -560,7 +562,16 @@ class Session {
     slot.chunk = chunk;
     slot.bytes = bytes;
     slot.file_status = Status{};
-    submit_load(slot, static_cast<const std::byte*>(mapping) + lead);
+    std::vector<Buffer::Piece> pieces;
+    Status status = pin_slot(slot, &pieces);
+    const auto small = [](const Buffer::Piece& piece) { return piece.bytes < kSmallestMappedCopy; };
+    if (std::any_of(pieces.begin(), pieces.end(), small)) {
+      slot.window.reset();
+      slot.pages.reset();
+      job_.end_use();
+      return false;
+    }
+    submit_load(slot, static_cast<const std::byte*>(mapping) + lead, pieces, std::move(status));
     return true;
   }
 

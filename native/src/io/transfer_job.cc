@@ -552,7 +552,8 @@ bool TransferJob::abandon(bool forced) {
     const std::lock_guard lock(mutex_);
     if (phase_ == Phase::kDone || abandoned_) return true;
     // A store to a disk comes back, and its last write must not arrive after somebody was told that it ended.
-    const bool harmless = request_.direction == Direction::kLoad || file().facts().may_hang || syncing_;
+    const bool harmless =
+        request_.direction == Direction::kLoad || file().facts().may_hang || syncing_ || phase_ == Phase::kQueued;
     if (!forced && (!harmless || uses_ > 0)) return false;
     abandoned_ = true;
     phase_ = Phase::kFinishing;
