@@ -29,9 +29,9 @@ typedef struct {
 } gpufs_status;
 
 /* The text of the calling thread's last failed call; "" if none failed. Valid until its next call. */
-const char *gpufs_message(void);
+const char* gpufs_message(void);
 /* "1.2.3", the same as the Python package's version. */
-const char *gpufs_version(void);
+const char* gpufs_version(void);
 
 /* ---- logging ---- */
 
@@ -42,7 +42,7 @@ gpufs_status gpufs_log_configure(int fd, int level);
 /* ---- engine and devices ---- */
 
 typedef struct {
-  const char *driver;    /* "host", "cuda", "hip" */
+  const char* driver;    /* "host", "cuda", "hip" */
   int32_t devices;       /* host: how many to simulate; others: how many to use, 0 for all */
   uint64_t memory_bytes; /* cap for each device, 0 for the driver's default (host has none: EINVAL) */
   /* Files up to this size share slabs of device memory instead of taking a granule each; 0: none do. At most 1 MiB. */
@@ -62,17 +62,17 @@ typedef struct {
 typedef struct {
   uint64_t total_bytes;
   uint64_t free_bytes;
-  uint64_t held_bytes;    /* by buffers of this engine */
-  int32_t health_error;   /* 0, or the errno of the failure that put the device out of service */
+  uint64_t held_bytes;  /* by buffers of this engine */
+  int32_t health_error; /* 0, or the errno of the failure that put the device out of service */
   int32_t health_device_code;
 } gpufs_device_memory;
 
-gpufs_status gpufs_engine_open(const gpufs_engine_options *options, gpufs_handle *engine);
+gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine);
 /* Closes every buffer and mount of the engine that is still open, then the devices. */
 gpufs_status gpufs_engine_close(gpufs_handle engine);
-gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t *count);
-gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info *info);
-gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory *memory);
+gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
+gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
+gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory);
 
 /* ---- buffers ---- */
 
@@ -85,17 +85,18 @@ typedef struct {
   int32_t device;
 } gpufs_buffer_info;
 
-gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle *buffer);
+gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
 gpufs_status gpufs_buffer_close(gpufs_handle buffer);
-gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info *info);
+gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info);
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size);
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes);
-gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t *found);
+gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* found);
 /* *done is the count moved, short only at the end of the file (read). */
-gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void *destination, uint64_t bytes, uint64_t *done);
-gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void *source, uint64_t bytes, uint64_t *done);
+gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes, uint64_t* done);
+gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
+                                uint64_t* done);
 /* The device address of offset 0; from now on the buffer never moves and cannot grow past maximum_bytes. */
-gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t *address);
+gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address);
 
 /* ---- mount: the data plane of one FUSE connection ---- */
 
@@ -107,23 +108,23 @@ typedef struct {
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */
-  const char *transport;    /* "auto", "device" (later: "io_uring") */
+  const char* transport;    /* "auto", "device" (later: "io_uring") */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
  * system allows). native_fd is for gpufs_mount_options, control_fd is what pyfuse3 gets as /dev/fd/N; the caller owns
  * both until then, and control_fd for good. */
-gpufs_status gpufs_relay_pair(int32_t *native_fd, int32_t *control_fd);
+gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 
-gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options *options, gpufs_handle *mount);
+gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
 /* Starts the threads. Call after the descriptor is mounted and before pyfuse3.main. */
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* An eventfd of the mount's that becomes readable once the connection has ended (unmounted or aborted). */
-gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int *fd);
+gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
 /* Ends the threads, closes the descriptors and frees the table. Not to be called from a pyfuse3 handler. */
 gpufs_status gpufs_mount_close(gpufs_handle mount);
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
-gpufs_status gpufs_mount_statistics(gpufs_handle mount, char *text, uint64_t capacity, uint64_t *needed);
+gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
 
 /* ---- the inode table: attributes of every inode of a mount, shared by both planes ---- */
 
@@ -146,7 +147,7 @@ enum {
   GPUFS_SET_MODE = 1,
   GPUFS_SET_UID = 2,
   GPUFS_SET_GID = 4,
-  GPUFS_SET_SIZE = 8,       /* regular files: resizes the buffer; others: sets the number */
+  GPUFS_SET_SIZE = 8, /* regular files: resizes the buffer; others: sets the number */
   GPUFS_SET_ATIME = 16,
   GPUFS_SET_MTIME = 32,
   GPUFS_SET_CTIME = 64,
@@ -157,13 +158,13 @@ enum {
 };
 
 /* Adds an inode. A regular file with device >= 0 gets an empty buffer there (size is ignored). EEXIST if known. */
-gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes *attributes);
+gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes);
 /* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown. */
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
-gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes *attributes);
+gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
 /* Sets what `set` names, all or nothing, and returns the attributes as they are afterwards (attributes is in and out).
  * Of a mode only the permission bits are set. No time changes that `set` does not name. */
-gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes *attributes);
+gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes);
 
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
  * become now, set-id bits go, and the kernel is told as by gpufs_mount_invalidate_inode(). ENOENT if unknown. */
@@ -171,18 +172,18 @@ gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
 
 /* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
  * flags: as open(2); O_TRUNC empties it. Bit 62 of *fh is set: handles of Python's own must not have it. */
-gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t *fh);
+gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh);
 /* The answer to RELEASE. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 
 /* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference
  * only. EISDIR or EINVAL for what has no buffer. Closed with the mount. */
-gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle *buffer);
+gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer);
 
 /* Tells the kernel, on the notification thread: contents and attributes, or a name, are not what it has cached.
  * Returns once queued; never blocks. */
 gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino);
-gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char *name, uint64_t name_bytes);
+gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes);
 
 /* ---- backing files and transfers: bytes between files and device memory ---- */
 
@@ -200,30 +201,30 @@ typedef struct {
 } gpufs_io_options;
 
 /* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */
-gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options *options);
+gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options);
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
-gpufs_status gpufs_io_statistics(gpufs_handle engine, char *text, uint64_t capacity, uint64_t *needed);
+gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed);
 
 typedef struct {
   char file_system[32]; /* "ext4"; "" where its mount is not visible here */
   int32_t block_device;
   int32_t readable;
   int32_t writable;
-  int32_t direct;             /* it could be opened with O_DIRECT too */
-  uint32_t offset_align;      /* of O_DIRECT */
+  int32_t direct;        /* it could be opened with O_DIRECT too */
+  uint32_t offset_align; /* of O_DIRECT */
   uint32_t memory_align;
   uint32_t fastpath_refusals; /* what about the file itself keeps it from the fastpath: see gpufs_refusal_name() */
 } gpufs_backing_info;
 
 /* A regular file or block device for transfers. Descriptors of its own are opened with the mode of `fd`, never wider;
- * fd stays the caller's. May block for as long as the file's server does. EBADF: O_PATH. EISDIR, EINVAL: another kind of
- * file. EDEADLK: on a mount of gpufs. */
-gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle *backing);
+ * fd stays the caller's. May block for as long as the file's server does. EBADF: O_PATH. EISDIR, EINVAL: another kind
+ * of file. EDEADLK: on a mount of gpufs. */
+gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing);
 /* Transfers under way go on. */
 gpufs_status gpufs_backing_close(gpufs_handle backing);
-gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info *info);
+gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info);
 /* The name of a bit (0, 1, ...) of a refusal mask; "" beyond the last. */
-const char *gpufs_refusal_name(int32_t bit);
+const char* gpufs_refusal_name(int32_t bit);
 
 enum { GPUFS_LOAD = 0, GPUFS_STORE = 1 }; /* file to device, device to file */
 enum { GPUFS_SYNC_NONE = 0, GPUFS_SYNC_DATA = 1, GPUFS_SYNC_FULL = 2 };
@@ -231,25 +232,25 @@ enum { GPUFS_TRANSFER_QUEUED = 0, GPUFS_TRANSFER_RUNNING = 1, GPUFS_TRANSFER_DON
 
 typedef struct {
   gpufs_handle backing;
-  gpufs_handle buffer;    /* 0: device memory that the program allocated itself, named by the next three */
-  int32_t device;         /* its index in the engine */
+  gpufs_handle buffer; /* 0: device memory that the program allocated itself, named by the next three */
+  int32_t device;      /* its index in the engine */
   uint64_t address;
   uint64_t address_bytes;
   uint64_t file_offset;
   uint64_t buffer_offset; /* or the offset from address */
   uint64_t bytes;         /* UINT64_MAX: to the end of the source */
   int32_t direction;
-  int32_t sync;           /* after a store */
-  int32_t sparse;         /* store: holes of the buffer become holes of the file where it can have them */
-  int32_t fastpath;       /* GPUFS_AUTO: as configured; GPUFS_ON: auto; GPUFS_OFF, GPUFS_REQUIRE */
-  int32_t fallback;       /* GPUFS_AUTO: as configured; GPUFS_ON, GPUFS_OFF */
-  int32_t share;          /* threads at most, 0: the client's share */
-  uint64_t client;        /* whose it is: threads are shared evenly between clients */
+  int32_t sync;     /* after a store */
+  int32_t sparse;   /* store: holes of the buffer become holes of the file where it can have them */
+  int32_t fastpath; /* GPUFS_AUTO: as configured; GPUFS_ON: auto; GPUFS_OFF, GPUFS_REQUIRE */
+  int32_t fallback; /* GPUFS_AUTO: as configured; GPUFS_ON, GPUFS_OFF */
+  int32_t share;    /* threads at most, 0: the client's share */
+  uint64_t client;  /* whose it is: threads are shared evenly between clients */
 } gpufs_transfer_request;
 
 typedef struct {
   int32_t state;
-  int32_t error;       /* once done: 0 or an errno, also after progress; ECANCELED if cancelled before its end */
+  int32_t error; /* once done: 0 or an errno, also after progress; ECANCELED if cancelled before its end */
   int32_t device_code;
   int32_t sync_failed; /* the error is that of the sync: nothing is known to be durable */
   uint64_t total;      /* there is to move, as known so far */
@@ -263,16 +264,16 @@ typedef struct {
 
 /* Returns once it is queued. Device memory that is not a buffer must stay valid until the transfer is done, and a load
  * into it or a store from it must not race with work that the program queued: finish that first. */
-gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request *request, gpufs_handle *transfer);
+gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer);
 /* Waits until it is done, up to timeout_ms (< 0: for ever); *done says whether it is. How it ended: see progress. */
-gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t *done);
-gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress *progress);
+gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done);
+gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress);
 /* The transfer's own outcome, with its text: EINPROGRESS while it runs. */
 gpufs_status gpufs_transfer_result(gpufs_handle transfer);
 /* Asks it to stop at its next piece; never blocks. */
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer);
 /* An eventfd of the transfer's, readable once it is done; valid until the transfer is closed. */
-gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int *fd);
+gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd);
 /* Cancels it if it still runs and waits for its end. */
 gpufs_status gpufs_transfer_close(gpufs_handle transfer);
 

@@ -51,8 +51,8 @@ class BufferModelTest : public BufferFixture, public ::testing::WithParamInterfa
 
   // Sizes and offsets where mistakes live: around slots, pages and granules.
   std::uint64_t place() {
-    static constexpr std::uint64_t kEdges[] = {0,       512,      1024,        4096,        65536,
-                                               131072, kMiB,     kGranule,    2 * kGranule, 3 * kGranule};
+    static constexpr std::uint64_t kEdges[] = {0,      512,  1024,     4096,         65536,
+                                               131072, kMiB, kGranule, 2 * kGranule, 3 * kGranule};
     const std::uint64_t edge = kEdges[below(std::size(kEdges))];
     switch (below(4)) {
       case 0:

@@ -96,7 +96,9 @@ class FaultyStream : public Stream {
   Status copy_to_device(DeviceAddress to, const void* from, std::size_t n) override {
     return inner_->copy_to_device(to, from, n);
   }
-  Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override { return inner_->copy_to_host(to, from, n); }
+  Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
+    return inner_->copy_to_host(to, from, n);
+  }
   Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
     return inner_->copy_on_device(to, from, n);
   }

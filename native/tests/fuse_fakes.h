@@ -406,9 +406,7 @@ class FakeKernel {
       EXPECT_TRUE(kept_.emplace(reply->header.unique, *reply).second) << "two replies to one request";
     }
   }
-  Reply call(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) {
-    return wait(send(opcode, nodeid, body));
-  }
+  Reply call(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) { return wait(send(opcode, nodeid, body)); }
   void interrupt(std::uint64_t unique) {
     send_raw(message(FUSE_INTERRUPT, unique | kUniqueInterruptBit, 0, bytes_of(fuse_interrupt_in{unique})));
   }

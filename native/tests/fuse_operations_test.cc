@@ -111,8 +111,8 @@ TEST_F(OperationsTest, RangesThatOverflow) {
 
 TEST_F(OperationsTest, MessagesThatAreTooShort) {
   const std::uint64_t fh = add_file(2);
-  for (const std::uint32_t opcode : {FUSE_READ, FUSE_WRITE, FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE,
-                                     FUSE_FLUSH, FUSE_FSYNC}) {
+  for (const std::uint32_t opcode :
+       {FUSE_READ, FUSE_WRITE, FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE, FUSE_FLUSH, FUSE_FSYNC}) {
     EXPECT_EQ(kernel->call(opcode, 2, Bytes(4)).error(), EINVAL) << opcode_name(opcode);
   }
   Bytes body = FakeKernel::write_body(fh, 0, pattern(100, 1));

@@ -90,8 +90,7 @@ gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t off
   return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
     if (position == nullptr) return gpufs::null_argument();
     if (whence != GPUFS_SEEK_DATA && whence != GPUFS_SEEK_HOLE) return Status(EINVAL, "not SEEK_DATA or SEEK_HOLE");
-    const Result<std::uint64_t> result =
-        whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset);
+    const Result<std::uint64_t> result = whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset);
     if (result.ok()) *position = result.value();
     return result.status();
   });

@@ -137,11 +137,10 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     session.max_write = options->max_write;
     session.mask_flags = options->mask_flags;
     session.operations.attribute_timeout = options->attribute_timeout;
-    Result<std::shared_ptr<Mount>> opened =
-        Mount::open(*owner.value(), std::move(device), std::move(relay), session);
+    Result<std::shared_ptr<Mount>> opened = Mount::open(*owner.value(), std::move(device), std::move(relay), session);
     if (!opened.ok()) return opened.status();
-    Result<gpufs_handle> handle = HandleTable::instance().put<Mount>(
-        opened.take(), engine, [](Mount& open) { open.session().close(); });
+    Result<gpufs_handle> handle =
+        HandleTable::instance().put<Mount>(opened.take(), engine, [](Mount& open) { open.session().close(); });
     if (!handle.ok()) return handle.status();
     *mount = handle.value();
     return {};

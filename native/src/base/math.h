@@ -13,7 +13,9 @@ namespace gpufs {
 }
 
 // To a multiple of `unit`, a power of two. round_up wraps to 0 above 2^64 - unit: check the value first.
-[[nodiscard]] constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t unit) { return value & ~(unit - 1); }
+[[nodiscard]] constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t unit) {
+  return value & ~(unit - 1);
+}
 [[nodiscard]] constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
   return (value + unit - 1) & ~(unit - 1);
 }

@@ -40,8 +40,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}           // NOLINT: implicit by intent
-  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {}    // NOLINT: implicit by intent
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}         // NOLINT: implicit by intent
+  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {}  // NOLINT: implicit by intent
 
   [[nodiscard]] bool ok() const { return state_.index() == 0; }
   [[nodiscard]] T& value() { return std::get<0>(state_); }

@@ -140,8 +140,8 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
   Device* const device = driver->devices()[index].get();
   std::shared_ptr<DeviceContext> context(new DeviceContext(std::move(driver), device));
   const std::shared_ptr<Worker> worker = context->worker_;
-  Result<std::thread> thread = start_thread("gpufs-dev" + std::to_string(device->info().index),
-                                            [worker] { Worker::loop(worker); });
+  Result<std::thread> thread =
+      start_thread("gpufs-dev" + std::to_string(device->info().index), [worker] { Worker::loop(worker); });
   if (!thread.ok()) return thread.status();
   worker->thread = thread.take();
   worker->id = worker->thread.get_id();
@@ -189,7 +189,9 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
     if (!outcome.ok()) return outcome;
     return made;
   };
-  streams.reset = [on_worker](Stream& stream) { return on_worker([&stream](Device&) { return stream.synchronize(); }); };
+  streams.reset = [on_worker](Stream& stream) {
+    return on_worker([&stream](Device&) { return stream.synchronize(); });
+  };
   streams.destroy = [on_worker](std::vector<std::unique_ptr<Stream>> doomed) {
     (void)on_worker([&doomed](Device&) {
       doomed.clear();

@@ -20,10 +20,10 @@ namespace gpufs {
 using DeviceAddress = std::uint64_t;
 
 struct DeviceInfo {
-  int index = 0;             // position in the driver's list; the mount's gpuN
-  std::string name;          // "NVIDIA H200", "host memory"
-  std::string pci_address;   // "0000:3b:00.0"; empty where there is none
-  int numa_node = -1;        // -1: unknown or none
+  int index = 0;            // position in the driver's list; the mount's gpuN
+  std::string name;         // "NVIDIA H200", "host memory"
+  std::string pci_address;  // "0000:3b:00.0"; empty where there is none
+  int numa_node = -1;       // -1: unknown or none
   std::uint64_t total_bytes = 0;
   std::uint64_t granule = 0;  // bytes; memory is populated and released in whole granules
   bool cpu_addressable = false;
@@ -153,8 +153,8 @@ class Device {
 };
 
 struct DriverOptions {
-  int devices = 0;                  // host: how many to simulate; others: how many to use, 0 for all
-  std::uint64_t memory_bytes = 0;   // cap a device; 0: the driver's default (host requires one)
+  int devices = 0;                 // host: how many to simulate; others: how many to use, 0 for all
+  std::uint64_t memory_bytes = 0;  // cap a device; 0: the driver's default (host requires one)
 };
 
 class Driver {

@@ -28,9 +28,9 @@
 namespace gpufs::fuse {
 
 struct DeviceTransportOptions {
-  std::size_t reader_threads = 0;         // at most; 0: chosen by the number of CPUs
-  std::size_t payload_bytes = 1 << 20;    // max_write
-  bool adaptive = true;                   // false: all readers always wait in read()
+  std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs
+  std::size_t payload_bytes = 1 << 20;  // max_write
+  bool adaptive = true;                 // false: all readers always wait in read()
   PinHooks pin_hooks;
 };
 

@@ -17,8 +17,8 @@ namespace gpufs::fuse {
 class InitNegotiation {
  public:
   struct Options {
-    std::uint32_t max_write = 1 << 20;    // page multiple
-    std::uint64_t mask_flags = 0;         // treated as not offered
+    std::uint32_t max_write = 1 << 20;  // page multiple
+    std::uint64_t mask_flags = 0;       // treated as not offered
     std::uint32_t max_background = 64;
     std::uint32_t relay_bytes = 1 << 20;  // the largest read-ahead that a relayed file may ask for
   };

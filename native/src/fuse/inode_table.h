@@ -34,8 +34,8 @@ class Inode {
 
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
-  void was_read();                        // access time by the relatime rule
-  void was_written(bool drop_set_id);     // modification and change time, set-id bits
+  void was_read();                     // access time by the relatime rule
+  void was_written(bool drop_set_id);  // modification and change time, set-id bits
 
  private:
   friend class InodeTable;

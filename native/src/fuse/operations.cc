@@ -20,9 +20,9 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kBlock = 4096;                        // of STATFS
+constexpr std::uint64_t kBlock = 4096;                              // of STATFS
 constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // between two looks for an INTERRUPT
-constexpr std::chrono::milliseconds kSpaceSlice{20};          // the same while waiting for space
+constexpr std::chrono::milliseconds kSpaceSlice{20};                // the same while waiting for space
 constexpr std::uint64_t kMaximumOffset = INT64_MAX;
 
 // COPY_FILE_RANGE answers with 32 bits: the largest multiple of a page that fits.
@@ -53,16 +53,16 @@ Operations::Operations(InodeTable& table, WorkerPool& workers, Cancellations& ca
 template <typename Body>
 void Operations::submit(Responder responder, Body body) {
   std::shared_ptr<Operation> operation = cancellations_.begin(responder.unique());
-  workers_.submit(operation->unique, [this, operation, responder = std::move(responder),
-                                      body = std::move(body)](bool discarded) mutable {
-    if (discarded) {
-      responder.error(EINTR);
-    } else {
-      body(*operation, responder);
-    }
-    // After the reply: the kernel does not use the number for another request.
-    cancellations_.end(operation->unique);
-  });
+  workers_.submit(operation->unique,
+                  [this, operation, responder = std::move(responder), body = std::move(body)](bool discarded) mutable {
+                    if (discarded) {
+                      responder.error(EINTR);
+                    } else {
+                      body(*operation, responder);
+                    }
+                    // After the reply: the kernel does not use the number for another request.
+                    cancellations_.end(operation->unique);
+                  });
 }
 
 bool Operations::serve(Request& request, Responder& responder) {
@@ -209,28 +209,28 @@ void Operations::finish_write(OpenFile& file, bool drop_set_id, std::uint64_t by
 
 void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
                                   std::vector<std::byte> data, Responder responder) {
-  submit(std::move(responder), [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation,
-                                                                                         Responder& reply) {
-    const std::int32_t device = file->inode->device();
-    const std::uint64_t granule = table_.source().granule(device);
-    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-    bool waited = false;
-    for (;;) {
-      const std::uint64_t noted = table_.reaped();
-      Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
-      if (written.ok()) {
-        if (waited) statistics_.space_waits_won.add();
-        finish_write(*file, drop_set_id, written.value(), reply);
-        return;
-      }
-      if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
-      if (!waited) statistics_.space_waits.add();
-      waited = true;
-      if (!wait_for_space(device, noted, operation, deadline)) {
-        return reply.error(operation.cancelled ? EINTR : ENOSPC);
-      }
-    }
-  });
+  submit(std::move(responder),
+         [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation, Responder& reply) {
+           const std::int32_t device = file->inode->device();
+           const std::uint64_t granule = table_.source().granule(device);
+           const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+           bool waited = false;
+           for (;;) {
+             const std::uint64_t noted = table_.reaped();
+             Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
+             if (written.ok()) {
+               if (waited) statistics_.space_waits_won.add();
+               finish_write(*file, drop_set_id, written.value(), reply);
+               return;
+             }
+             if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
+             if (!waited) statistics_.space_waits.add();
+             waited = true;
+             if (!wait_for_space(device, noted, operation, deadline)) {
+               return reply.error(operation.cancelled ? EINTR : ENOSPC);
+             }
+           }
+         });
 }
 
 Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,

@@ -31,7 +31,8 @@ class PayloadMemory {
   [[nodiscard]] std::span<std::byte> payload() const;
 
  private:
-  PayloadMemory(std::byte* base, std::size_t bytes, const PinHooks* hooks) : base_(base), bytes_(bytes), hooks_(hooks) {}
+  PayloadMemory(std::byte* base, std::size_t bytes, const PinHooks* hooks)
+      : base_(base), bytes_(bytes), hooks_(hooks) {}
 
   std::byte* base_;
   std::size_t bytes_;

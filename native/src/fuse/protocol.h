@@ -64,7 +64,7 @@ static_assert(kWriteHeaderBytes == 80);
 // Error numbers above this one are refused by the kernel in replies: the reply would be lost.
 inline constexpr int kMaximumErrno = 511;
 
-inline constexpr std::uint32_t kOpcodeNames = 54;  // opcodes below this have a name
+inline constexpr std::uint32_t kOpcodeNames = 54;             // opcodes below this have a name
 [[nodiscard]] const char* opcode_name(std::uint32_t opcode);  // "read"; "other" without a name
 
 // The structure at `offset` of a message, or false when the message ends before it does.

@@ -71,15 +71,15 @@ Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay
   transport.adaptive = options.adaptive_readers;
   transport.pin_hooks = options.pin_hooks;
   session->transport_ = std::make_unique<DeviceTransport>(std::move(device), transport, statistics);
-  session->workers_ = std::make_unique<WorkerPool>(
-      options.worker_threads == 0 ? kDefaultWorkers : options.worker_threads, statistics);
+  session->workers_ =
+      std::make_unique<WorkerPool>(options.worker_threads == 0 ? kDefaultWorkers : options.worker_threads, statistics);
   InitNegotiation::Options init;
   init.max_write = max_write;
   init.mask_flags = options.mask_flags;
   init.relay_bytes = static_cast<std::uint32_t>(session->relay_->payload_limit());
   session->init_ = std::make_unique<InitNegotiation>(init);
-  session->operations_ = std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics,
-                                                      options.operations);
+  session->operations_ =
+      std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics, options.operations);
   session->notifier_ = std::make_unique<Notifier>(*session->transport_, statistics);
   return session;
 }

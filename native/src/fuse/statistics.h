@@ -62,16 +62,16 @@ struct Statistics {
 
   Counter worker_jobs;
   Counter worker_queue_peak;
-  Counter space_waits;       // writes that waited for removed files' memory
-  Counter space_waits_won;   // and then succeeded
+  Counter space_waits;      // writes that waited for removed files' memory
+  Counter space_waits_won;  // and then succeeded
 
   Counter relay_replies;
-  Counter relay_overflowed;       // messages that had to queue since the control plane was busy
-  Counter relay_overflow_peak;    // bytes
-  Counter relay_truncated;        // replies too large for a message: answered EIO
-  Counter relay_bad_replies;      // wrong length or unknown request
-  Counter relay_clipped;          // requests shortened to what the relay can carry
-  Counter relay_refused;          // requests answered since the control plane is gone
+  Counter relay_overflowed;     // messages that had to queue since the control plane was busy
+  Counter relay_overflow_peak;  // bytes
+  Counter relay_truncated;      // replies too large for a message: answered EIO
+  Counter relay_bad_replies;    // wrong length or unknown request
+  Counter relay_clipped;        // requests shortened to what the relay can carry
+  Counter relay_refused;        // requests answered since the control plane is gone
 
   Counter notifications;
   Counter notification_errors;  // without ENOENT, which says that the kernel had nothing cached

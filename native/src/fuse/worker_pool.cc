@@ -43,7 +43,8 @@ bool WorkerPool::discard(std::uint64_t id) {
   std::unique_ptr<Job> job;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(queue_.begin(), queue_.end(), [id](const auto& entry) { return entry.first == id; });
+    const auto found =
+        std::find_if(queue_.begin(), queue_.end(), [id](const auto& entry) { return entry.first == id; });
     if (found == queue_.end()) return false;
     job = std::move(found->second);
     queue_.erase(found);

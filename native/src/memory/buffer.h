@@ -1,7 +1,7 @@
 // A buffer: the contents of one file, as a virtual range on a device with extents of memory mapped into it.
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
-// Any thread may call any function, but for callbacks on a device's worker. Readers wait for nobody; writers for growth,
-// and for calls that take memory away, which wait until nobody uses that memory any more.
+// Any thread may call any function, but for callbacks on a device's worker. Readers wait for nobody; writers for
+// growth, and for calls that take memory away, which wait until nobody uses that memory any more.
 #pragma once
 
 #include <sys/uio.h>
@@ -58,7 +58,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
   // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not
   // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
-  // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its writers.
+  // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
+  // writers.
   virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
@@ -79,7 +80,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
 
   // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
-  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum, and beyond what pin_address() promised.
+  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum, and beyond what pin_address()
+  // promised.
   virtual Status resize(std::uint64_t size) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;

@@ -168,10 +168,10 @@ class ExtentBuffer : public Buffer {
   // Guards all below; nothing is called and nothing destroyed under it. The two counters are written under it and read
   // without.
   mutable std::mutex state_mutex_;
-  std::condition_variable state_changed_;  // a writer has ended, or the gate has opened
-  SnapshotPointer snapshot_;               // never null
-  WriteLease* writers_ = nullptr;          // all leases for writing
-  std::uint64_t write_limit_ = kNoLimit;   // writes that end above it take the slow path
+  std::condition_variable state_changed_;   // a writer has ended, or the gate has opened
+  SnapshotPointer snapshot_;                // never null
+  WriteLease* writers_ = nullptr;           // all leases for writing
+  std::uint64_t write_limit_ = kNoLimit;    // writes that end above it take the slow path
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is under way: no size above it
   std::uint64_t gate_offset_ = 0;           // [gate_offset_, gate_end_): being moved by the driver, nobody may use it
   std::uint64_t gate_end_ = 0;

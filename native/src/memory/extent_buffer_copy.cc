@@ -13,7 +13,7 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;     // between two looks at a cancellation
+constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;    // between two looks at a cancellation
 constexpr std::uint64_t kStagingBytes = std::uint64_t{4} << 20;  // between devices without a direct way
 
 Status copy_staged(Device& to, DeviceAddress destination, Device& from, DeviceAddress source, std::uint64_t bytes) {

@@ -488,14 +488,16 @@ Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
       const std::lock_guard lock(state_mutex_);
       const std::uint64_t highest = highest_locked();
       if (highest > maximum_bytes) {
-        return Status(EFBIG, "the buffer has " + std::to_string(highest) + " bytes, more than an address is wanted for");
+        return Status(EFBIG,
+                      "the buffer has " + std::to_string(highest) + " bytes, more than an address is wanted for");
       }
     }
     Status status = ensure_own(0, 0, maximum_bytes, /*promise=*/true);
     if (!status.ok()) return status;
     // Writes that began meanwhile, in memory that was allocated ahead, count too; later ones see the promise.
     const std::lock_guard lock(state_mutex_);
-    if (highest_locked() > maximum_bytes) return Status(EFBIG, "the buffer is growing past what an address is wanted for");
+    if (highest_locked() > maximum_bytes)
+      return Status(EFBIG, "the buffer is growing past what an address is wanted for");
     promised_ = maximum_bytes;
   } else if (maximum_bytes > promised_) {
     if (maximum_bytes > range_->bytes()) {

@@ -65,8 +65,8 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
     std::size_t size_class = 0;
     std::size_t used = 0;
     std::size_t lowest_free = 0;  // none below it is free
-    std::vector<bool> taken;  // by slot
-    std::vector<bool> dirty;  // was in use before, so it must be zeroed for its next file
+    std::vector<bool> taken;      // by slot
+    std::vector<bool> dirty;      // was in use before, so it must be zeroed for its next file
   };
   struct Place {
     std::uint64_t slab = 0;
@@ -92,9 +92,9 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // Guards all below; innermost.
   mutable std::mutex mutex_;
   DeviceAddress base_ = 0;
-  std::map<std::uint64_t, Slab> slabs_;                // by offset in the memory
-  std::vector<std::set<std::uint64_t>> with_room_;     // by size class: slabs with a free slot, filled from the lowest
-  std::set<std::uint64_t> free_offsets_;               // granules below used_end_ that are not slabs
+  std::map<std::uint64_t, Slab> slabs_;             // by offset in the memory
+  std::vector<std::set<std::uint64_t>> with_room_;  // by size class: slabs with a free slot, filled from the lowest
+  std::set<std::uint64_t> free_offsets_;            // granules below used_end_ that are not slabs
   std::uint64_t used_end_ = 0;
 };
 

@@ -27,8 +27,7 @@ Status HostPins::pin(void* address, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto next = ranges_.lower_bound(start);
   const bool overlaps_next = next != ranges_.end() && next->first < end;
-  const bool overlaps_previous =
-      next != ranges_.begin() && std::prev(next)->first + std::prev(next)->second > start;
+  const bool overlaps_previous = next != ranges_.begin() && std::prev(next)->first + std::prev(next)->second > start;
   if (overlaps_next || overlaps_previous) return Status(EEXIST, "the range, or a part of it, is pinned already");
   ranges_.emplace(start, bytes);
   return {};
@@ -36,7 +35,8 @@ Status HostPins::pin(void* address, std::size_t bytes) {
 
 Status HostPins::unpin(void* address) {
   const std::lock_guard lock(mutex_);
-  if (ranges_.erase(reinterpret_cast<std::uintptr_t>(address)) == 0) return Status(EINVAL, "no pinned range starts there");
+  if (ranges_.erase(reinterpret_cast<std::uintptr_t>(address)) == 0)
+    return Status(EINVAL, "no pinned range starts there");
   return {};
 }
 
@@ -50,9 +50,7 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
   info_.binds_threads = false;
 }
 
-Result<MemoryInfo> HostDevice::memory() {
-  return MemoryInfo{limit_->total(), limit_->total() - limit_->used()};
-}
+Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), limit_->total() - limit_->used()}; }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
 

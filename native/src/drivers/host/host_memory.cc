@@ -38,7 +38,8 @@ int protect(DeviceAddress address, std::uint64_t bytes, int protection) {
 }  // namespace
 
 struct HostMemory::File {
-  File(UniqueFd descriptor, std::shared_ptr<HostLimit> charged_to) : fd(std::move(descriptor)), limit(std::move(charged_to)) {}
+  File(UniqueFd descriptor, std::shared_ptr<HostLimit> charged_to)
+      : fd(std::move(descriptor)), limit(std::move(charged_to)) {}
   ~File() { limit->give(charged.load(std::memory_order_relaxed)); }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -68,8 +69,8 @@ class HostMemory::Range : public AddressRange {
     const DeviceAddress end = base + bytes;
     if (base > start) ::munmap(wide, base - start);
     if (start + mapped_bytes > end) ::munmap(reinterpret_cast<void*>(end), start + mapped_bytes - end);
-    void* const address = ::mmap(reinterpret_cast<void*>(base), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
-                                 file->fd.get(), 0);
+    void* const address =
+        ::mmap(reinterpret_cast<void*>(base), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->fd.get(), 0);
     if (address == MAP_FAILED) {
       const int error = errno;
       ::munmap(reinterpret_cast<void*>(base), bytes);

@@ -23,7 +23,7 @@ class HostMemory : public DeviceMemory {
   Result<std::vector<ExportedMemory>> export_memory() override;
 
  private:
-  struct File;   // the memfd and its charge
+  struct File;  // the memfd and its charge
   class Range;
 
   explicit HostMemory(std::shared_ptr<File> file) : file_(std::move(file)) {}
@@ -32,7 +32,7 @@ class HostMemory : public DeviceMemory {
   [[nodiscard]] bool none_populated(std::uint64_t offset, std::uint64_t bytes) const;
 
   std::shared_ptr<File> file_;
-  std::shared_ptr<Range> range_;  // the current one; null before the first reserve()
+  std::shared_ptr<Range> range_;                      // the current one; null before the first reserve()
   std::map<std::uint64_t, std::uint64_t> populated_;  // offset -> bytes; neighbours are joined
 };
 
