@@ -1,0 +1,73 @@
+"""Results as a table and as JSON, with the machine that they are from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+REPOSITORY = Path(__file__).parents[1]
+
+
+def machine() -> dict[str, Any]:
+    """What a reader of the numbers must know of where they were measured."""
+    cpu = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "?")  # noqa: SIM115
+    memory = next(int(x.split()[1]) * 1024 for x in open("/proc/meminfo") if x.startswith("MemTotal"))  # noqa: SIM115
+    commit = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "pyfuse3": metadata.version("pyfuse3"),
+        "commit": commit or "?",
+        "load_before": os.getloadavg()[0],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def median(samples: Sequence[float]) -> float:
+    return statistics.median(samples)
+
+
+def size_text(size: int) -> str:
+    return f"{size >> 20}M" if size >= 1 << 20 else f"{size >> 10}K"
+
+
+def table(cases: Sequence[tuple[str, int, int]], systems: Sequence[str], rates: Mapping[Any, Sequence[float]]) -> str:
+    """GB/s for each case and system (medians), the time of a call for small blocks, and gpufs against the others."""
+    others = [name for name in systems if name != "gpufs"]
+    head = ["", "block", "streams", *(f"{name} GB/s" for name in systems)]
+    head += [f"gpufs/{name}" for name in others] if "gpufs" in systems else []
+    rows = [head]
+    for operation, block, streams in cases:
+        found = {name: median(rates[name, operation, block, streams]) for name in systems}
+        row = [operation, size_text(block), str(streams)]
+        for name in systems:
+            micros = block * streams / found[name] * 1e6
+            row.append(f"{found[name] / 1e9:.2f}" + (f" ({micros:.1f} us)" if block <= 1 << 16 else ""))
+        if "gpufs" in systems:
+            row += [f"{found['gpufs'] / found[name]:.2f}" for name in others]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def write_json(document: dict[str, Any], path: Path | None) -> Path:
+    """Writes the results; without a path to bench/results/, named by the time."""
+    if path is None:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / time.strftime("mount-%Y%m%d-%H%M%S.json")
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path

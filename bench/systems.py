@@ -1,0 +1,113 @@
+"""What is measured: each system is mounted by entering it and gone, whatever happened, after leaving it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+GPUFS = (sys.executable, "-m", "gpufs")
+
+
+class System:
+    """A directory to measure in, under a name for the table."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.directory = directory
+
+    def files(self, count: int, size: int) -> list[Path]:
+        """Files with `size` bytes of data each; made once."""
+        paths = [self.directory / f"bench{index}" for index in range(count)]
+        block = os.urandom(MIB)
+        for path in paths:
+            if not path.exists() or path.stat().st_size != size:
+                with open(path, "wb", buffering=0) as file:
+                    for _ in range(size // MIB):
+                        file.write(block)
+        return paths
+
+
+@contextlib.contextmanager
+def tmpfs() -> Iterator[System]:
+    """The kernel's own file system in memory."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-bench-", dir="/dev/shm"))
+    try:
+        yield System("tmpfs", path)
+    finally:
+        shutil.rmtree(path)
+
+
+def _mountpoint() -> Path:
+    return Path(tempfile.mkdtemp(prefix="gpufs-bench-"))
+
+
+def _clean_up(path: Path) -> None:
+    if os.path.ismount(path):
+        tool = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        subprocess.run([*tool, str(path)], check=False, timeout=30)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+@contextlib.contextmanager
+def gpufs(name: str, memory: int, *options: str, driver: str = "host") -> Iterator[System]:
+    """A mount with one device of `memory` bytes (host driver)."""
+    path = _mountpoint()
+    words = ["--driver", driver, *(["--memory", str(memory)] if driver == "host" else []), *options]
+    subprocess.run([*GPUFS, "mount", str(path), *words], check=True, timeout=120)
+    try:
+        yield System(name, path / "gpu0")
+    finally:
+        subprocess.run([*GPUFS, "umount", "--force", str(path)], check=False, timeout=60)
+        _clean_up(path)
+
+
+def reader_threads(driver: str = "host") -> int:
+    """How many reader threads a mount has by default here."""
+    with gpufs("probe", 64 * MIB, driver=driver) as system:
+        status = json.loads((system.directory.parent / ".gpufs" / "status").read_text())
+        return int(find(status, "reader_threads"))
+
+
+def find(tree: Any, key: str) -> Any:
+    """The value of the first `key` anywhere in nested dicts. KeyError without one."""
+    if isinstance(tree, dict):
+        if key in tree:
+            return tree[key]
+        for value in tree.values():
+            with contextlib.suppress(KeyError):
+                return find(value, key)
+    raise KeyError(key)
+
+
+@contextlib.contextmanager
+def peer(limit: int) -> Iterator[System]:
+    """The plain pyfuse3 file system; `limit` is the largest size of a file in bytes."""
+    path = _mountpoint()
+    words = [sys.executable, "-m", "bench.peer_pyfuse3", str(path), str(limit)]
+    process = subprocess.Popen(words, start_new_session=True, cwd=Path(__file__).parents[1])
+    try:
+        deadline = time.monotonic() + 30
+        while not os.path.ismount(path):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the pyfuse3 peer did not come up")
+            time.sleep(0.02)
+        yield System("pyfuse3", path)
+    finally:
+        _clean_up(path)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
