@@ -156,6 +156,8 @@ def test_between_devices_by_the_kernel(shared_mount: GpufsMount, root: Path) -> 
     content = noise(11 * MIB + 5)
     (root / "file").write_bytes(content)
     other = shared_mount.path / "gpu1" / f"other-{os.getpid()}"
+    if not other.parent.is_dir():
+        pytest.skip("one device only")
     try:
         result = client.copy(root / "file", other, verify=True)
         assert (result.method, result.paths) == ("kernel", {"kernel": len(content)})

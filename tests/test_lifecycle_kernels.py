@@ -63,8 +63,9 @@ def test_a_mount_without(mount: Mounter, kernel: str) -> None:
     os.close(fd)
     run("cp", file, mounted.device / "copy")
     run("cmp", file, mounted.device / "copy")
-    run("cp", file, mounted.path / "gpu1" / "copy")
-    run("cmp", file, mounted.path / "gpu1" / "copy")
+    if (mounted.path / "gpu1").is_dir():
+        run("cp", file, mounted.path / "gpu1" / "copy")
+        run("cmp", file, mounted.path / "gpu1" / "copy")
     (mounted.device / "a" / "b").mkdir(parents=True)
     for number in range(100):
         (mounted.device / "a" / f"{number}").write_text(str(number))

@@ -81,7 +81,7 @@ class GpufsMount:
         *options: str,
         driver: str = "host",
         devices: int = 1,
-        memory: int = 256 * MIB,
+        memory: int | None = None,
         allow_other: bool = False,
         user: tuple[Sequence[str], Mapping[str, str]] | None = None,
         environment: Mapping[str, str] | None = None,
@@ -94,7 +94,9 @@ class GpufsMount:
         self._checked_log = 0
         words = ["--driver", driver, "--foreground", "--log-file", str(self.log), "--log-level", "info"]
         if driver == "host":
-            words += ["--devices", str(devices), "--memory", str(memory)]
+            words += ["--devices", str(devices), "--memory", str(256 * MIB if memory is None else memory)]
+        elif memory is not None:
+            words += ["--memory", str(memory)]
         if allow_other:
             words.append("--allow-other")
         program, base = user or (GPUFS, os.environ)
