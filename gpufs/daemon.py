@@ -39,6 +39,10 @@ _LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 _LOG_DATE = "%Y-%m-%d %H:%M:%S"
 # The drivers that `auto` tries, in this order.
 _AUTOMATIC = ("cuda", "hip", "host")
+# Seconds at the end: for copies that were cancelled, and until a mount in use is detached instead of unmounted.
+_COPIES_GRACE = 6.0
+_BUSY_GRACE = 0.5
+_BUSY_PAUSE = 0.05
 
 
 class StartFailure(Exception):
@@ -229,6 +233,7 @@ class Daemon:
         self._answer = answer
         self._log = logs
         self._service: service.Service | None = None
+        self._copies_ended = trio.Event()
 
     def run(self) -> None:
         """Serves the mount until it ends. StartFailure where it does not come up."""
@@ -356,6 +361,7 @@ class Daemon:
                 except OSError as failure:
                     # The mount is worth having without it.
                     log.error("no copy service: %s: %s", socket_path, failure.strerror)
+        self._copies_ended.set()
 
     async def _tell_launcher(self, mount: engine.Mount, driver: str, devices: int, notes: list[str]) -> None:
         # The kernel's first question comes back only once both planes work.
@@ -393,6 +399,9 @@ class Daemon:
                     continue
                 log.info("%s: the mount ends", signal.Signals(number).name)
                 copies.cancel()
+                # Clients get their results and close their files while the mount still answers.
+                with trio.move_on_after(_COPIES_GRACE):
+                    await self._copies_ended.wait()
                 await self._unmount()
                 pyfuse3.terminate()
                 return
@@ -404,8 +413,10 @@ class Daemon:
         pyfuse3.terminate()
 
     async def _unmount(self) -> None:
-        """In peace, or by detaching where it is in use."""
-        for lazy in (False, True):
+        """In peace, or by detaching where it stays in use."""
+        deadline = trio.current_time() + _BUSY_GRACE
+        while True:
+            lazy = trio.current_time() >= deadline
             try:
                 await trio.to_thread.run_sync(
                     functools.partial(mounting.unmount, self._request.mountpoint, lazy=lazy), abandon_on_cancel=True
@@ -415,7 +426,7 @@ class Daemon:
                 if failure.errno != errno.EBUSY or lazy:
                     log.warning("%s", failure.strerror or failure)
                     return
-                log.warning("%s is in use: it is detached, and open files in it fail", self._request.mountpoint)
+            await trio.sleep(_BUSY_PAUSE)
 
 
 def main(arguments: list[str] | None = None) -> int:
