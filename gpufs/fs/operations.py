@@ -38,7 +38,7 @@ from gpufs.fs.xattrs import ExtendedAttributes
 
 log = logging.getLogger(__name__)
 
-# File handles made here are below 2**62, those of the engine above.
+# File handles made here count from 1; those of the engine have bit 62 set.
 _FIRST_HANDLE = 1
 # Giving back more than this many bytes happens off the trio thread: on a GPU it can take a while.
 _INLINE_BYTES = 64 << 20

@@ -69,6 +69,7 @@ class Tree:
         self._table = table
         self._next_ino = ROOT_INODE + 1
         self.nodes: dict[int, Node] = {}
+        self.files = [0] * devices  # buffers of each device
         self.root = Directory(ROOT_INODE, -1)
         self.root.parent = self.root
         control = Directory(self._take_ino(), -1)
@@ -390,6 +391,8 @@ class Tree:
             )
         )
         self.nodes[node.ino] = node
+        if isinstance(node, BufferFile):
+            self.files[node.device] += 1
 
     def _touch(self, directory: Directory, *, links: bool = False) -> None:
         """A name came or went: the directory's times, and its link count when that was a directory's name."""
@@ -412,4 +415,6 @@ class Tree:
 
     def _drop_if_unused(self, node: Node) -> None:
         if node.lookups == 0 and node.names == 0 and self.nodes.pop(node.ino, None) is not None:
+            if isinstance(node, BufferFile):
+                self.files[node.device] -= 1
             self._table.inode_remove(node.ino)
