@@ -1,0 +1,120 @@
+// Status, log lines, threads, descriptors, arithmetic.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <regex>
+#include <string>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "base/status.h"
+#include "base/thread.h"
+#include "base/unique_fd.h"
+
+namespace gpufs {
+namespace {
+
+TEST(StatusTest, KeepsErrnoAndDeviceCodeApart) {
+  const Status status(EIO, "copying", 719);
+  EXPECT_FALSE(status.ok());
+  const Status seen = status.with_context("reading file 7");
+  EXPECT_EQ(seen.error(), EIO);
+  EXPECT_EQ(seen.device_code(), 719);
+  EXPECT_EQ(seen.message(), "reading file 7: copying");
+  EXPECT_TRUE(Status().with_context("anything").ok());
+  EXPECT_EQ(Status::from_errno(ENOENT, "opening x").message(), "opening x: No such file or directory");
+}
+
+TEST(ResultTest, ValueOrStatus) {
+  Result<std::string> value = std::string("x");
+  ASSERT_TRUE(value.ok());
+  EXPECT_TRUE(value.status().ok());
+  EXPECT_EQ(value.take(), "x");
+  const Result<std::string> failed = Status(ENOSPC, "full");
+  EXPECT_EQ(failed.error(), ENOSPC);
+  EXPECT_EQ(failed.status().message(), "full");
+}
+
+TEST(MathTest, RoundsAndSaysWhenItOverflows) {
+  EXPECT_EQ(round_up(1, 4096), 4096U);
+  EXPECT_EQ(round_up(4096, 4096), 4096U);
+  EXPECT_EQ(round_down(8191, 4096), 4096U);
+  std::uint64_t sum = 0;
+  EXPECT_FALSE(add_overflows(1, 2, &sum));
+  EXPECT_EQ(sum, 3U);
+  EXPECT_TRUE(add_overflows(~std::uint64_t{0}, 1, &sum));
+}
+
+class LogTest : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_EQ(::pipe2(pipe_, O_CLOEXEC | O_NONBLOCK), 0); }
+  void TearDown() override {
+    log_configure(-1, LogLevel::kInfo);
+    ::close(pipe_[0]);
+    ::close(pipe_[1]);
+  }
+  std::string written() {
+    char text[8192];
+    const ssize_t count = ::read(pipe_[0], text, sizeof text);
+    return count < 0 ? "" : std::string(text, static_cast<std::size_t>(count));
+  }
+  int pipe_[2] = {-1, -1};
+};
+
+TEST_F(LogTest, LinesLookLikePythons) {
+  log_configure(pipe_[1], LogLevel::kInfo);
+  ::pthread_setname_np(::pthread_self(), "tester");
+  errno = EDOM;
+  log_warning("two\nlines");
+  EXPECT_EQ(errno, EDOM);
+  EXPECT_TRUE(std::regex_match(
+      written(), std::regex(R"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING gpufs\.native: \[tester\] two lines\n)")));
+}
+
+TEST_F(LogTest, LevelAndDescriptorDecide) {
+  log_warning("nowhere yet");
+  log_configure(pipe_[1], LogLevel::kWarning);
+  EXPECT_FALSE(log_enabled(LogLevel::kInfo));
+  log_info("too low");
+  EXPECT_EQ(written(), "");
+  log_error(std::string(10'000, 'x'));
+  const std::string line = written();
+  EXPECT_LT(line.size(), 4096U);  // one write, never torn
+  EXPECT_EQ(line.back(), '\n');
+}
+
+TEST(ThreadTest, IsNamedAndTakesNoSignals) {
+  char name[16] = {};
+  sigset_t mask;
+  ::sigemptyset(&mask);
+  Result<std::thread> thread = start_thread("a-name-that-is-too-long", [&] {
+    ::pthread_getname_np(::pthread_self(), name, sizeof name);
+    ::pthread_sigmask(SIG_BLOCK, nullptr, &mask);
+  });
+  ASSERT_TRUE(thread.ok());
+  thread.value().join();
+  EXPECT_STREQ(name, "a-name-that-is-");
+  EXPECT_EQ(::sigismember(&mask, SIGTERM), 1);
+  EXPECT_EQ(::sigismember(&mask, SIGUSR1), 1);
+  sigset_t mine;
+  ::pthread_sigmask(SIG_BLOCK, nullptr, &mine);
+  EXPECT_EQ(::sigismember(&mine, SIGTERM), 0);
+}
+
+TEST(UniqueFdTest, ClosesOnce) {
+  UniqueFd first(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  const int number = first.get();
+  ASSERT_GE(number, 0);
+  UniqueFd second(std::move(first));
+  EXPECT_FALSE(first.valid());  // NOLINT: what moving leaves is what is tested
+  second.reset();
+  EXPECT_EQ(::fcntl(number, F_GETFD), -1);
+}
+
+}  // namespace
+}  // namespace gpufs

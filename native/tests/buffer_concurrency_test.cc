@@ -1,0 +1,183 @@
+// Readers, writers, and those who grow, shrink, punch and move a buffer, all at once.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "buffer_fixture.h"
+
+namespace gpufs::testing {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kRounds = 200;
+#else
+constexpr int kRounds = 1500;
+#endif
+
+struct Setting {
+  const char* name;
+  std::uint64_t slab_file_bytes;
+  bool binds_threads;
+  bool reserve_copies;
+  std::uint64_t span;
+};
+
+class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamInterface<Setting> {
+ protected:
+  void SetUp() override {
+    plan->binds_threads = GetParam().binds_threads;
+    plan->reserve_copies = GetParam().reserve_copies;
+    plan->span = GetParam().span;
+    start(128 * kMiB, GetParam().slab_file_bytes);
+  }
+  void TearDown() override { expect_nothing_left(); }
+};
+
+// Each writer has a part of the file of its own, which nobody else takes away, and always finds there what it wrote;
+// meanwhile others grow the file, allocate, punch and shrink above all parts, and give its address away.
+TEST_P(BufferConcurrencyTest, WritersKeepTheirBytes) {
+  constexpr std::uint64_t kWriters = 4;
+  const std::uint64_t part = GetParam().slab_file_bytes > 0 ? 3000 : 700'000;
+  const auto buffer = make();
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (std::uint64_t writer = 0; writer < kWriters; ++writer) {
+    threads.emplace_back([&, writer] {
+      std::mt19937 random(static_cast<unsigned>(writer));
+      std::vector<std::byte> mine(part, std::byte{0});
+      const std::uint64_t base = writer * part;
+      for (int round = 0; round < kRounds; ++round) {
+        const std::uint64_t offset = random() % part;
+        const std::uint64_t bytes = 1 + random() % std::min<std::uint64_t>(part - offset, 5000);
+        const auto data = pattern(bytes, static_cast<unsigned>(random()));
+        std::memcpy(mine.data() + offset, data.data(), bytes);
+        const Result<std::size_t> count = buffer->write(base + offset, data);
+        ASSERT_TRUE(count.ok()) << count.status().message();
+        const std::uint64_t from = random() % part;
+        const std::uint64_t length = std::min<std::uint64_t>(part - from, 5000);
+        const std::vector<std::byte> seen = contents(*buffer, base + from, length);
+        // The file may end below, but never below what was written.
+        ASSERT_TRUE(std::equal(seen.begin(), seen.end(), mine.begin() + static_cast<std::ptrdiff_t>(from)));
+      }
+      std::vector<std::byte> seen = contents(*buffer, base, part);
+      seen.resize(part);
+      ASSERT_TRUE(seen == mine);
+    });
+  }
+  std::thread disturbing([&] {
+    std::mt19937 random(99);
+    const std::uint64_t above = std::max<std::uint64_t>(kWriters * part, 8 * kMiB) + kGranule;
+    while (!end) {
+      const std::uint64_t offset = above + random() % (20 * kMiB);
+      switch (random() % 5) {
+        case 0:
+          ASSERT_TRUE(buffer->resize(offset).ok());
+          break;
+        case 1:
+          ASSERT_TRUE(buffer->punch(above, 30 * kMiB).ok());
+          break;
+        case 2:
+          ASSERT_TRUE(buffer->allocate(offset, 1 + random() % kMiB, random() % 2 == 0).ok());
+          break;
+        case 3:
+          ASSERT_TRUE(buffer->resize(above).ok());
+          break;
+        default:
+          ASSERT_TRUE(buffer->write(offset, pattern(1000, 1)).ok());
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  end = true;
+  disturbing.join();
+}
+
+// Appending writers against a truncation to nothing: what is there is always somebody's whole write or zeros, and after
+// the last truncation nothing of before shows up.
+TEST_P(BufferConcurrencyTest, TruncationsAndAppends) {
+  const auto buffer = make();
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (std::uint64_t writer = 0; writer < 3; ++writer) {
+    threads.emplace_back([&, writer] {
+      std::mt19937 random(static_cast<unsigned>(writer));
+      const auto data = pattern(64, static_cast<unsigned>(writer) + 1);
+      for (int round = 0; round < kRounds; ++round) {
+        // Each writes to places of its own.
+        const std::uint64_t place = (random() % (random() % 2 == 0 ? 300 : 20'000)) * 3 + writer;
+        ASSERT_TRUE(buffer->write(place * data.size(), data).ok());
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    std::mt19937 random(7);
+    while (!end) {
+      ASSERT_TRUE(buffer->resize(random() % 3 == 0 ? 0 : random() % kMiB).ok());
+      ASSERT_TRUE(buffer->punch(random() % 2 * kGranule, (1 + random() % 2) * kGranule).ok());
+      std::this_thread::yield();
+    }
+  });
+  for (std::size_t index = 0; index < 3; ++index) threads[index].join();
+  end = true;
+  threads[3].join();
+  ASSERT_TRUE(buffer->resize(0).ok());
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+  ASSERT_TRUE(buffer->resize(16 * kMiB).ok());
+  EXPECT_TRUE(all_zero(contents(*buffer)));
+  ASSERT_TRUE(buffer->allocate(0, 16 * kMiB, false).ok());
+  EXPECT_TRUE(all_zero(contents(*buffer)));
+}
+
+// Copies in both directions between two buffers that are punched and resized meanwhile: nobody waits for ever.
+TEST_P(BufferConcurrencyTest, CopiesInBothDirections) {
+  const auto left = make();
+  const auto right = make();
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (int direction = 0; direction < 2; ++direction) {
+    threads.emplace_back([&, direction] {
+      std::mt19937 random(static_cast<unsigned>(direction));
+      Buffer& to = direction == 0 ? *left : *right;
+      Buffer& from = direction == 0 ? *right : *left;
+      for (int round = 0; round < kRounds / 5; ++round) {
+        // Halves of their own, so that no byte is read and written at once.
+        const std::uint64_t half = direction == 0 ? 0 : 5 * kMiB;
+        ASSERT_TRUE(to.copy_from(from, half + random() % 1000, half, 1 + random() % (4 * kMiB), nullptr).ok());
+      }
+    });
+  }
+  for (Buffer* buffer : {left.get(), right.get()}) {
+    threads.emplace_back([&, buffer] {
+      std::mt19937 random(17);
+      while (!end) {
+        ASSERT_TRUE(buffer->resize(random() % 4 == 0 ? 0 : 12 * kMiB).ok());
+        ASSERT_TRUE(buffer->allocate(10 * kMiB, kMiB, false).ok());
+        ASSERT_TRUE(buffer->punch(random() % 4 * kGranule, 2 * kGranule).ok());
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+    });
+  }
+  threads[0].join();
+  threads[1].join();
+  end = true;
+  threads[2].join();
+  threads[3].join();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Settings, BufferConcurrencyTest,
+    ::testing::Values(Setting{"plain", 0, false, false, 0}, Setting{"slabs", 65536, false, false, 0},
+                      Setting{"bound", 65536, true, false, 0}, Setting{"copying", 0, false, true, 0},
+                      Setting{"pieces", 0, true, false, 2 * kGranule}),
+    [](const ::testing::TestParamInfo<Setting>& setting) { return std::string(setting.param.name); });
+
+}  // namespace
+}  // namespace gpufs::testing

@@ -1,0 +1,186 @@
+// Planned failures of the driver under a Buffer: the file stays as it was, and nothing leaks.
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+
+#include "buffer_fixture.h"
+
+namespace gpufs::testing {
+namespace {
+
+class BufferFaultsTest : public BufferFixture, public ::testing::WithParamInterface<std::uint64_t> {
+ protected:
+  void SetUp() override { start(64 * kMiB, GetParam(), 2); }
+  void TearDown() override {
+    plan->release.clear();
+    buffer.reset();
+    other.reset();
+    expect_nothing_left();
+    // The slabs' own memory stays with the pool, empty.
+    EXPECT_LE(plan->memories, 2);
+  }
+  void prepare(std::size_t bytes) {
+    buffer = make();
+    data = pattern(bytes, 1);
+    write(*buffer, 0, data);
+    held = buffer->bytes_held();
+  }
+  void expect_unchanged() {
+    EXPECT_EQ(buffer->bytes_held(), held);
+    EXPECT_TRUE(contents(*buffer) == data);
+    // Nothing that a failure left shows up later.
+    const std::uint64_t size = buffer->size();
+    ASSERT_TRUE(buffer->resize(size + 20 * kMiB).ok());
+    EXPECT_TRUE(all_zero(contents(*buffer, size, 20 * kMiB)));
+    ASSERT_TRUE(buffer->resize(size).ok());
+    EXPECT_TRUE(contents(*buffer) == data);
+  }
+  std::shared_ptr<Buffer> buffer;
+  std::shared_ptr<Buffer> other;
+  std::vector<std::byte> data;
+  std::uint64_t held = 0;
+};
+
+TEST_P(BufferFaultsTest, PopulateFailsAtEachCall) {
+  prepare(3 * kMiB);
+  write(*buffer, 12 * kMiB, std::span(data).first(1));
+  write(*buffer, 18 * kMiB, std::span(data).first(1));
+  ASSERT_TRUE(buffer->resize(3 * kMiB).ok());
+  held = buffer->bytes_held();
+  write(*buffer, 12 * kMiB, std::span(data).first(1));
+  data = contents(*buffer);
+  held = buffer->bytes_held();
+  // Two holes have to be filled: the failure of either undoes all.
+  for (int call = 1; call <= 2; ++call) {
+    plan->populate.at(call, 1, ENOSPC);
+    EXPECT_EQ(buffer->write(kMiB, pattern(15 * kMiB, 2)).error(), ENOSPC);
+    EXPECT_EQ(plan->populate.calls(), call);
+    plan->populate.clear();
+    expect_unchanged();
+  }
+}
+
+TEST_P(BufferFaultsTest, WhatCannotBeUndoneStaysAsZeros) {
+  prepare(3 * kMiB);
+  write(*buffer, 12 * kMiB, std::span(data).first(1));
+  data = contents(*buffer);
+  plan->populate.at(2);
+  plan->release.at(1);
+  EXPECT_EQ(buffer->write(kMiB, pattern(15 * kMiB, 2)).error(), EIO);
+  plan->populate.clear();
+  EXPECT_TRUE(contents(*buffer) == data);
+  EXPECT_EQ(used(), contexts[0]->held_bytes());
+  write(*buffer, kMiB, pattern(15 * kMiB, 2));  // and is used by the next
+}
+
+TEST_P(BufferFaultsTest, CreateOrReserveFails) {
+  buffer = make();
+  plan->create_memory.at(1, 2);
+  EXPECT_EQ(buffer->write(0, pattern(100'000, 1)).error(), EIO);
+  plan->create_memory.clear();
+  plan->reserve.at(1, 100, ENOMEM);
+  EXPECT_EQ(buffer->write(0, pattern(100'000, 1)).error(), ENOMEM);
+  EXPECT_EQ(buffer->pin_address(kMiB).error(), ENOMEM);
+  EXPECT_EQ(plan->memories, 0);
+  plan->reserve.clear();
+  prepare(3 * kMiB);
+  plan->reserve.at(1, 100, ENOMEM);
+  EXPECT_EQ(buffer->write(std::uint64_t{1} << 35, pattern(10, 1)).error(), ENOMEM);
+  EXPECT_GT(plan->reserve.calls(), 1);  // it had tried with less
+  plan->reserve.clear();
+  expect_unchanged();
+  plan->reserve.at(1, 2, ENOMEM);
+  write(*buffer, std::uint64_t{1} << 35, pattern(10, 1));
+  plan->reserve.clear();
+}
+
+TEST_P(BufferFaultsTest, AWriteFailsHalfWay) {
+  prepare(100);
+  plan->copy_in.at(1);
+  const Result<std::size_t> count = buffer->write(100, pattern(kMiB, 2));
+  EXPECT_EQ(count.error(), EIO);
+  EXPECT_EQ(count.status().device_code(), 700);
+  held = buffer->bytes_held();  // memory that was made for it may stay
+  expect_unchanged();
+}
+
+TEST_P(BufferFaultsTest, AReadFails) {
+  prepare(100);
+  plan->copy_out.at(1);
+  std::vector<std::byte> into(100);
+  EXPECT_EQ(buffer->read(0, into).error(), EIO);
+  expect_unchanged();
+}
+
+TEST_P(BufferFaultsTest, ZeroingFailsInAShrink) {
+  prepare(5 * kMiB);
+  plan->zero.at(1);
+  EXPECT_EQ(buffer->resize(kMiB).error(), EIO);
+  plan->zero.clear();
+  expect_unchanged();
+  plan->zero.at(1);
+  EXPECT_EQ(buffer->punch(kMiB, 3 * kMiB).error(), EIO);
+  plan->zero.clear();
+  expect_unchanged();
+}
+
+TEST_P(BufferFaultsTest, ReleaseFails) {
+  prepare(7 * kMiB);
+  plan->release.at(1, 100);
+  ASSERT_TRUE(buffer->resize(kMiB).ok());  // what counts for the file is done
+  EXPECT_EQ(buffer->bytes_held(), 8 * kMiB);
+  EXPECT_EQ(used(), 8 * kMiB);
+  plan->release.clear();
+  data.resize(kMiB);
+  held = kGranule;
+  ASSERT_TRUE(buffer->resize(7 * kMiB).ok());
+  EXPECT_TRUE(all_zero(contents(*buffer, kMiB, 6 * kMiB)));
+  plan->release.at(1, 100);
+  ASSERT_TRUE(buffer->punch(2 * kMiB, 2 * kMiB).ok());
+  plan->release.clear();
+  EXPECT_TRUE(all_zero(contents(*buffer, kMiB, 6 * kMiB)));
+  ASSERT_TRUE(buffer->resize(kMiB).ok());
+  expect_unchanged();
+}
+
+TEST_P(BufferFaultsTest, MovingOutOfASlotFails) {
+  if (GetParam() == 0) return;
+  prepare(300);
+  plan->copy_within.at(1, 2);  // to a larger slot, and then to memory of its own
+  EXPECT_EQ(buffer->write(300, pattern(1000, 2)).error(), EIO);
+  EXPECT_EQ(buffer->bytes_held(), 512U);
+  plan->copy_within.at(1);
+  EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), EIO);  // to memory of its own
+  plan->copy_within.at(1);
+  EXPECT_EQ(buffer->pin_address(kMiB).error(), EIO);
+  plan->populate.at(1, 1, ENOSPC);
+  EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), ENOSPC);
+  plan->populate.clear();
+  plan->export_memory.at(1, 1, EOPNOTSUPP);
+  expect_unchanged();
+  EXPECT_EQ(buffer->export_memory().error(), EOPNOTSUPP);
+  held = kGranule;
+  expect_unchanged();
+}
+
+TEST_P(BufferFaultsTest, ACopyFails) {
+  prepare(3 * kMiB);
+  other = make(1);
+  write(*other, 0, data);
+  plan->peer.at(1);
+  EXPECT_EQ(buffer->copy_from(*other, 0, 3 * kMiB, 3 * kMiB, nullptr).error(), EIO);
+  plan->peer.clear();
+  held = buffer->bytes_held();
+  EXPECT_TRUE(contents(*buffer) == data);
+  ASSERT_TRUE(buffer->resize(6 * kMiB).ok());
+  EXPECT_TRUE(all_zero(contents(*buffer, 3 * kMiB, 3 * kMiB)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Slabs, BufferFaultsTest, ::testing::Values(0, 65536),
+                         [](const ::testing::TestParamInfo<std::uint64_t>& slabs) {
+                           return slabs.param == 0 ? "off" : "on";
+                         });
+
+}  // namespace
+}  // namespace gpufs::testing

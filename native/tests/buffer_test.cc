@@ -1,0 +1,489 @@
+// Buffer: sizes, holes, growth, limits, addresses, exports, copies, pins.
+
+#include "memory/buffer.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <thread>
+
+#include "buffer_fixture.h"
+
+namespace gpufs::testing {
+namespace {
+
+class BufferTest : public BufferFixture {};
+
+TEST_F(BufferTest, EmptyHoldsNothing) {
+  start(8 * kMiB);
+  const auto buffer = make();
+  EXPECT_EQ(buffer->size(), 0U);
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+  EXPECT_TRUE(contents(*buffer, 0, 10).empty());
+  EXPECT_TRUE(contents(*buffer, 1 << 20, 10).empty());
+  EXPECT_EQ(buffer->seek_data(0).error(), ENXIO);
+  EXPECT_EQ(buffer->seek_hole(0).error(), ENXIO);
+  EXPECT_EQ(plan->memories, 0);
+  EXPECT_EQ(buffer->write(5, {}).value(), 0U);
+  EXPECT_EQ(buffer->size(), 0U);
+}
+
+TEST_F(BufferTest, GranulesAreTakenAsTheyAreNeeded) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(100, 1);
+  write(*buffer, 3 * kGranule - 50, data);
+  EXPECT_EQ(buffer->size(), 3 * kGranule + 50);
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  EXPECT_EQ(used(), 2 * kGranule);
+  EXPECT_TRUE(all_zero(contents(*buffer, 0, 3 * kGranule - 50)));
+  EXPECT_EQ(contents(*buffer, 3 * kGranule - 50, 1000), data);
+  EXPECT_EQ(buffer->seek_data(0).value(), 2 * kGranule);
+  EXPECT_EQ(buffer->seek_hole(0).value(), 0U);
+  EXPECT_EQ(buffer->seek_hole(2 * kGranule).value(), 3 * kGranule + 50);
+  EXPECT_EQ(buffer->seek_data(3 * kGranule + 49).value(), 3 * kGranule + 49);
+  EXPECT_EQ(buffer->seek_data(3 * kGranule + 50).error(), ENXIO);
+}
+
+TEST_F(BufferTest, SizesAreBounded) {
+  start(8 * kMiB);
+  const auto buffer = make();
+  const auto byte = pattern(1, 1);
+  EXPECT_TRUE(buffer->resize(Buffer::kMaximumBytes).ok());
+  EXPECT_EQ(buffer->resize(Buffer::kMaximumBytes + 1).error(), EFBIG);
+  EXPECT_EQ(buffer->resize(~std::uint64_t{0}).error(), EFBIG);
+  EXPECT_EQ(buffer->write(Buffer::kMaximumBytes, byte).error(), EFBIG);
+  EXPECT_EQ(buffer->write(~std::uint64_t{0}, byte).error(), EFBIG);
+  EXPECT_EQ(buffer->pin_for_write(~std::uint64_t{0} - 10, 100).error(), EFBIG);
+  EXPECT_EQ(buffer->allocate(Buffer::kMaximumBytes - 1, 2, true).error(), EFBIG);
+  EXPECT_EQ(buffer->allocate(0, 0, true).error(), EINVAL);
+  EXPECT_EQ(buffer->allocate(1, ~std::uint64_t{0}, true).error(), EFBIG);
+  EXPECT_EQ(buffer->zero_range(1, ~std::uint64_t{0}, true).error(), EFBIG);
+  EXPECT_EQ(buffer->zero_range(1, 0, true).error(), EINVAL);
+  EXPECT_EQ(buffer->punch(1, 0).error(), EINVAL);
+  EXPECT_TRUE(buffer->punch(~std::uint64_t{0} - 5, 100).ok());
+  EXPECT_EQ(buffer->allocate(0, 9 * kMiB, true).error(), ENOSPC);
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+  EXPECT_TRUE(buffer->pin_for_read(~std::uint64_t{0} - 5, ~std::uint64_t{0}).value()->pieces().empty());
+  // A huge sparse read is one hole.
+  const auto pin = buffer->pin_for_read(5, ~std::uint64_t{0}).take();
+  ASSERT_EQ(pin->pieces().size(), 1U);
+  EXPECT_EQ(pin->pieces()[0].bytes, Buffer::kMaximumBytes - 5);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which has no room for such a range
+TEST_F(BufferTest, TheLastByteCanBeWritten) {
+  start(8 * kMiB);
+  const auto buffer = make();
+  const auto byte = pattern(1, 1);
+  write(*buffer, Buffer::kMaximumBytes - 1, byte);
+  write(*buffer, 0, byte);
+  EXPECT_EQ(buffer->size(), Buffer::kMaximumBytes);
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  EXPECT_EQ(contents(*buffer, Buffer::kMaximumBytes - 1, 10), byte);
+  EXPECT_EQ(buffer->seek_data(kGranule).value(), Buffer::kMaximumBytes - kGranule);
+}
+#endif
+
+TEST_F(BufferTest, FullLeavesTheFileAsItWas) {
+  start(8 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(3 * kMiB, 1);
+  write(*buffer, 0, data);
+  const auto big = pattern(8 * kMiB, 2);
+  EXPECT_EQ(buffer->write(kMiB, big).error(), ENOSPC);
+  EXPECT_EQ(contents(*buffer), data);
+  EXPECT_EQ(buffer->bytes_held(), 4 * kMiB);
+  EXPECT_EQ(buffer->zero_range(kMiB, 10 * kMiB, false).error(), ENOSPC);
+  EXPECT_EQ(contents(*buffer), data);
+  write(*buffer, 4 * kMiB, std::span(data).first(kMiB));
+  write(*buffer, 6 * kMiB, std::span(data).first(kMiB));
+  const auto other = make();
+  EXPECT_EQ(other->write(0, std::span(data).first(1)).error(), ENOSPC);
+  EXPECT_EQ(other->size(), 0U);
+  ASSERT_TRUE(buffer->resize(10).ok());
+  write(*other, 0, std::span(data).first(1));
+}
+
+TEST_F(BufferTest, ShrinkingFreesAndForgets) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(10 * kMiB, 3);
+  write(*buffer, 0, data);
+  ASSERT_TRUE(buffer->resize(kGranule + 10).ok());
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  EXPECT_EQ(used(), 2 * kGranule);
+  ASSERT_TRUE(buffer->resize(9 * kMiB).ok());
+  auto expected = data;
+  expected.resize(kGranule + 10);
+  expected.resize(9 * kMiB);
+  EXPECT_EQ(contents(*buffer), expected);
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  ASSERT_TRUE(buffer->resize(0).ok());
+  EXPECT_EQ(used(), 0U);
+  EXPECT_EQ(plan->memories, 0);
+}
+
+TEST_F(BufferTest, AllocationBeyondTheSize) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  ASSERT_TRUE(buffer->allocate(0, 6 * kMiB, true).ok());
+  EXPECT_EQ(buffer->size(), 0U);
+  EXPECT_EQ(buffer->bytes_held(), 6 * kMiB);
+  write(*buffer, 0, pattern(10, 1));
+  ASSERT_TRUE(buffer->resize(10).ok());  // what lies beyond the end goes
+  EXPECT_EQ(buffer->bytes_held(), kGranule);
+  ASSERT_TRUE(buffer->allocate(5, 3 * kMiB, false).ok());
+  EXPECT_EQ(buffer->size(), 3 * kMiB + 5);
+  EXPECT_TRUE(all_zero(contents(*buffer, 10, 3 * kMiB)));
+}
+
+TEST_F(BufferTest, PunchingFreesWholeGranules) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(9 * kMiB, 5);
+  write(*buffer, 0, data);
+  ASSERT_TRUE(buffer->punch(kMiB, 4 * kMiB).ok());
+  EXPECT_EQ(buffer->bytes_held(), 8 * kMiB);
+  EXPECT_EQ(buffer->size(), 9 * kMiB);
+  auto expected = data;
+  std::fill_n(expected.begin() + kMiB, 4 * kMiB, std::byte{0});
+  EXPECT_EQ(contents(*buffer), expected);
+  EXPECT_EQ(buffer->seek_hole(0).value(), 2 * kMiB);
+  EXPECT_EQ(buffer->seek_data(2 * kMiB).value(), 4 * kMiB);
+  // To the end: the last granule goes although the file does not fill it.
+  ASSERT_TRUE(buffer->punch(8 * kMiB, kMiB).ok());
+  EXPECT_EQ(buffer->bytes_held(), 6 * kMiB);
+  ASSERT_TRUE(buffer->punch(0, 100 * kMiB).ok());
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+  EXPECT_EQ(buffer->size(), 9 * kMiB);
+  EXPECT_EQ(buffer->seek_data(0).error(), ENXIO);
+  EXPECT_EQ(buffer->seek_hole(0).value(), 0U);
+}
+
+TEST_F(BufferTest, ZeroingKeepsRoom) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  write(*buffer, 0, pattern(kMiB, 5));
+  ASSERT_TRUE(buffer->zero_range(10, 5 * kMiB, true).ok());
+  EXPECT_EQ(buffer->size(), kMiB);
+  EXPECT_EQ(buffer->bytes_held(), 6 * kMiB);
+  EXPECT_TRUE(all_zero(contents(*buffer, 10, kMiB)));
+  ASSERT_TRUE(buffer->zero_range(10, 5 * kMiB, false).ok());
+  EXPECT_EQ(buffer->size(), 5 * kMiB + 10);
+}
+
+TEST_F(BufferTest, GrowthMovesTheRangeNotTheData) {
+  start(512 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(kGranule, 9);
+  write(*buffer, 0, data);
+  const auto pin = buffer->pin_for_read(0, 100).take();
+  // Past the first reservation, whatever that is: a new range, the same memory.
+  write(*buffer, std::uint64_t{1} << 34, std::span(data).first(10));
+  const auto later = buffer->pin_for_read(0, 100).take();
+  EXPECT_NE(pin->pieces()[0].address, later->pieces()[0].address);
+  write(*buffer, 0, std::span(data).last(100));
+  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin->pieces()[0].address), data.data() + kGranule - 100, 100), 0);
+  EXPECT_EQ(plan->reserve.calls(), 2);
+  EXPECT_EQ(plan->copy_within.calls(), 0);
+  for (std::uint64_t offset = 0; offset < 64 * kMiB; offset += kGranule) write(*buffer, offset, data);
+  EXPECT_EQ(plan->reserve.calls(), 2);
+}
+
+TEST_F(BufferTest, PinsKeepWhatTheyShow) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(4 * kMiB, 2);
+  write(*buffer, 0, data);
+  auto pin = buffer->pin_for_read(0, 4 * kMiB).take();
+  std::atomic<bool> done{false};
+  std::thread shrinking([&] {
+    EXPECT_TRUE(buffer->resize(0).ok());
+    done = true;
+  });
+  while (buffer->size() != 0) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(done);  // it waits for the pin, and nobody waits for it
+  EXPECT_TRUE(contents(*buffer, 0, 100).empty());
+  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin->pieces()[0].address), data.data(), data.size()), 0);
+  pin.reset();
+  shrinking.join();
+  EXPECT_EQ(used(), 0U);
+}
+
+TEST_F(BufferTest, APinOutlivesItsBuffer) {
+  start(8 * kMiB);
+  auto buffer = make();
+  write(*buffer, 0, pattern(100, 2));
+  auto pin = buffer->pin_for_read(0, 100).take();
+  auto writing = buffer->pin_for_write(0, 100).take();
+  buffer.reset();
+  EXPECT_NE(*reinterpret_cast<const char*>(pin->pieces()[0].address), 0);
+  pin.reset();
+  writing.reset();
+  expect_nothing_left();
+}
+
+TEST_F(BufferTest, AWriteUnderWayIsBeforeTheTruncation) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  write(*buffer, 0, pattern(100, 1));
+  auto pin = buffer->pin_for_write(50, 3 * kMiB).take();
+  const auto junk = pattern(3 * kMiB, 4);
+  ASSERT_TRUE(contexts[0]->device().copy_in(pin->pieces()[0].address, junk.data(), junk.size()).ok());
+  std::thread shrinking([&] { EXPECT_TRUE(buffer->resize(20).ok()); });
+  while (buffer->size() != 20) std::this_thread::yield();
+  // One that starts now and reaches above the new end comes after it.
+  std::thread appending([&] { write(*buffer, 30, pattern(5, 6)); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  buffer->publish(50 + junk.size());
+  EXPECT_EQ(buffer->size(), 20U);
+  pin.reset();
+  shrinking.join();
+  appending.join();
+  EXPECT_EQ(buffer->size(), 35U);
+  EXPECT_EQ(contents(*buffer, 30, 100), pattern(5, 6));
+  EXPECT_TRUE(all_zero(contents(*buffer, 20, 10)));
+  ASSERT_TRUE(buffer->resize(4 * kMiB).ok());
+  EXPECT_TRUE(all_zero(contents(*buffer, 35, 4 * kMiB)));
+}
+
+TEST_F(BufferTest, DiscardingSparesOtherWriters) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto junk = pattern(kMiB, 4);
+  auto failing = buffer->pin_for_write(0, kMiB).take();
+  auto other = buffer->pin_for_write(1000, 500).take();
+  ASSERT_TRUE(contexts[0]->device().copy_in(failing->pieces()[0].address, junk.data(), junk.size()).ok());
+  failing.reset();
+  ASSERT_TRUE(buffer->discard_above_size(0, kMiB).ok());
+  buffer->publish(1500);
+  other.reset();
+  EXPECT_TRUE(all_zero(contents(*buffer, 0, 1000)));
+  EXPECT_EQ(contents(*buffer, 1000, 500), std::vector<std::byte>(junk.begin() + 1000, junk.begin() + 1500));
+  ASSERT_TRUE(buffer->resize(kMiB).ok());
+  EXPECT_TRUE(all_zero(contents(*buffer, 1500, kMiB)));
+}
+
+TEST_F(BufferTest, GatherShowsHolesAsZeros) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(100, 8);
+  write(*buffer, 4 * kMiB, data);
+  auto gathered = buffer->gather(kMiB, 100 * kMiB).take();
+  EXPECT_EQ(gathered.bytes, 3 * kMiB + 100);
+  std::uint64_t total = 0;
+  for (const iovec& piece : gathered.pieces) {
+    const std::span seen(static_cast<const std::byte*>(piece.iov_base), piece.iov_len);
+    if (total < 3 * kMiB) {
+      EXPECT_TRUE(all_zero(seen));
+    } else {
+      EXPECT_TRUE(std::equal(seen.begin(), seen.end(), data.begin(), data.end()));
+    }
+    total += piece.iov_len;
+  }
+  EXPECT_EQ(total, gathered.bytes);
+  EXPECT_EQ(buffer->gather(5 * kMiB, 10).value().bytes, 0U);
+}
+
+TEST_F(BufferTest, GatherNeedsTheCpu) {
+  plan->cpu_addressable = false;
+  start(8 * kMiB);
+  EXPECT_EQ(make()->gather(0, 10).error(), EOPNOTSUPP);
+}
+
+TEST_F(BufferTest, APromisedAddressStays) {
+  start(256 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(1000, 3);
+  write(*buffer, 0, data);
+  EXPECT_EQ(buffer->pin_address(0).error(), EINVAL);
+  EXPECT_EQ(buffer->pin_address(Buffer::kMaximumBytes + 1).error(), EFBIG);
+  EXPECT_EQ(buffer->pin_address(999).error(), EFBIG);
+  const DeviceAddress address = buffer->pin_address(100 * kMiB).take();
+  EXPECT_GE(plan->fixed, 1);
+  EXPECT_EQ(buffer->pin_address(50 * kMiB).value(), address);
+  EXPECT_EQ(buffer->pin_address(std::uint64_t{1} << 40).error(), EFBIG);
+  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(address), data.data(), data.size()), 0);
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    write(*buffer, 100 * kMiB - 1000, data);
+    EXPECT_EQ(buffer->pin_for_read(100 * kMiB - 1000, 1).value()->pieces()[0].address, address + 100 * kMiB - 1000);
+    EXPECT_EQ(buffer->write(100 * kMiB - 999, data).error(), EFBIG);
+    EXPECT_EQ(buffer->resize(100 * kMiB + 1).error(), EFBIG);
+    EXPECT_EQ(buffer->allocate(100 * kMiB, 1, true).error(), EFBIG);
+    EXPECT_EQ(buffer->size(), 100 * kMiB);
+    ASSERT_TRUE(buffer->resize(0).ok());
+    EXPECT_EQ(used(), 0U);
+    EXPECT_EQ(buffer->pin_address(kMiB).value(), address);
+  }
+}
+
+TEST_F(BufferTest, APromiseHoldsInMemoryThatWasAllocatedAhead) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  ASSERT_TRUE(buffer->allocate(0, 8 * kMiB, true).ok());
+  ASSERT_TRUE(buffer->pin_address(kMiB).ok());
+  EXPECT_EQ(buffer->write(kMiB, pattern(1, 1)).error(), EFBIG);
+}
+
+TEST_F(BufferTest, ExportedMemoryIsTheFile) {
+  start(64 * kMiB, 65536);
+  const auto buffer = make();
+  const auto data = pattern(100, 3);
+  write(*buffer, 0, data);
+  EXPECT_EQ(buffer->bytes_held(), 512U);  // in a slab until somebody wants it
+  std::vector<ExportedMemory> exported = buffer->export_memory().take();
+  EXPECT_EQ(buffer->bytes_held(), kGranule);
+  ASSERT_EQ(exported.size(), 1U);
+  void* const mapped = ::mmap(nullptr, kGranule, PROT_READ, MAP_SHARED, exported[0].descriptor.get(), 0);
+  ASSERT_NE(mapped, MAP_FAILED);
+  EXPECT_EQ(std::memcmp(mapped, data.data(), data.size()), 0);
+  // Emptied and written again, it is still the same memory.
+  ASSERT_TRUE(buffer->resize(0).ok());
+  write(*buffer, 0, std::span(data).first(50));
+  EXPECT_EQ(std::memcmp(mapped, data.data(), 50), 0);
+  EXPECT_EQ(static_cast<const char*>(mapped)[50], 0);
+  ::munmap(mapped, kGranule);
+}
+
+TEST_F(BufferTest, CopiesBetweenDevices) {
+  start(64 * kMiB, 0, 2);
+  const auto from = make(0);
+  const auto to = make(1);
+  const auto data = pattern(5 * kMiB, 1);
+  write(*from, kMiB, data);
+  EXPECT_EQ(to->copy_from(*from, 0, 3, ~std::uint64_t{0}, nullptr).value(), 6 * kMiB);
+  EXPECT_EQ(to->size(), 6 * kMiB + 3);
+  EXPECT_EQ(contents(*to, 3 + kMiB, 5 * kMiB), data);
+  EXPECT_GT(plan->peer.calls(), 0);
+  EXPECT_EQ(to->copy_from(*from, 6 * kMiB, 0, 10, nullptr).value(), 0U);
+  // No direct way: through the host.
+  plan->peer.at(1, 1000, EOPNOTSUPP);
+  const auto staged = make(1);
+  EXPECT_EQ(staged->copy_from(*from, kMiB, 0, 5 * kMiB, nullptr).value(), 5 * kMiB);
+  EXPECT_EQ(contents(*staged), data);
+  plan->peer.at(1);
+  EXPECT_EQ(staged->copy_from(*from, kMiB, 10 * kMiB, 5 * kMiB, nullptr).error(), EIO);
+  EXPECT_EQ(staged->size(), 5 * kMiB);
+}
+
+TEST_F(BufferTest, CopiesWithinAndOfHoles) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  const auto data = pattern(kMiB, 1);
+  write(*buffer, 0, data);
+  EXPECT_EQ(buffer->copy_from(*buffer, 0, kMiB - 1, kMiB, nullptr).error(), EINVAL);
+  EXPECT_EQ(buffer->copy_from(*buffer, 0, 0, 5, nullptr).error(), EINVAL);
+  EXPECT_EQ(buffer->copy_from(*buffer, 0, kMiB, kMiB, nullptr).value(), kMiB);
+  EXPECT_EQ(contents(*buffer, kMiB, kMiB), data);
+  EXPECT_EQ(buffer->copy_from(*buffer, 0, Buffer::kMaximumBytes, kMiB, nullptr).error(), EFBIG);
+  const auto sparse = make();
+  ASSERT_TRUE(sparse->resize(20 * kMiB).ok());
+  EXPECT_EQ(buffer->copy_from(*sparse, 0, 100, 20 * kMiB, nullptr).value(), 20 * kMiB);
+  EXPECT_EQ(buffer->size(), 20 * kMiB + 100);
+  EXPECT_EQ(buffer->bytes_held(), kGranule);  // holes stay holes
+  EXPECT_TRUE(all_zero(contents(*buffer, 100, 20 * kMiB)));
+  EXPECT_EQ(contents(*buffer, 0, 100), std::vector<std::byte>(data.begin(), data.begin() + 100));
+}
+
+TEST_F(BufferTest, CopiesCanBeCancelledAndRunFull) {
+  start(16 * kMiB, 0, 2);
+  const auto from = make(0);
+  write(*from, 0, pattern(14 * kMiB, 1));
+  const auto to = make(1);
+  std::atomic<bool> cancelled{true};
+  EXPECT_EQ(to->copy_from(*from, 0, 0, 14 * kMiB, &cancelled).error(), ECANCELED);
+  EXPECT_EQ(to->size(), 0U);
+  const auto ballast = make(1);
+  ASSERT_TRUE(ballast->allocate(0, 8 * kMiB, false).ok());
+  EXPECT_EQ(to->copy_from(*from, 0, 0, 14 * kMiB, nullptr).error(), ENOSPC);
+  EXPECT_EQ(to->size(), 0U);
+  EXPECT_EQ(to->bytes_held(), 0U);
+}
+
+TEST_F(BufferTest, SmallFilesShareGranules) {
+  start(64 * kMiB, 65536);
+  std::vector<std::shared_ptr<Buffer>> files;
+  const auto data = pattern(100, 1);
+  for (int index = 0; index < 10'000; ++index) {
+    files.push_back(make());
+    write(*files.back(), 0, data);
+    ASSERT_EQ(files.back()->bytes_held(), 512U);
+  }
+  EXPECT_LE(used(), 6 * kMiB);
+  EXPECT_EQ(used(), contexts[0]->held_bytes());
+  for (const auto& file : files) ASSERT_EQ(contents(*file), data);
+  files.resize(1);
+  EXPECT_EQ(used(), kGranule);
+  files.clear();
+  expect_nothing_left();
+}
+
+TEST_F(BufferTest, SmallFilesMoveOutWhenTheyGrow) {
+  start(64 * kMiB, 65536);
+  const auto buffer = make();
+  const auto data = pattern(200'000, 1);
+  std::uint64_t done = 0;
+  for (const std::uint64_t step : {100U, 500U, 4000U, 60'936U, 1U, 100'000U}) {
+    write(*buffer, done, std::span(data).subspan(done, step));
+    done += step;
+    ASSERT_EQ(contents(*buffer), std::vector<std::byte>(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(done)));
+    ASSERT_EQ(buffer->bytes_held(), done <= 65536 ? std::bit_ceil(std::max<std::uint64_t>(done, 512)) : kGranule);
+  }
+  EXPECT_EQ(used(), kGranule);
+  EXPECT_EQ(contexts[0]->held_bytes(), kGranule);
+  // Emptied, it may be small again.
+  ASSERT_TRUE(buffer->resize(0).ok());
+  write(*buffer, 0, std::span(data).first(10));
+  EXPECT_EQ(buffer->bytes_held(), 512U);
+  // A sparse size does not need memory; a write beyond the largest slot does.
+  ASSERT_TRUE(buffer->resize(kMiB * 10).ok());
+  EXPECT_EQ(buffer->bytes_held(), 512U);
+  EXPECT_EQ(buffer->seek_hole(0).value(), 512U);
+  write(*buffer, 9 * kMiB, std::span(data).first(10));
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  EXPECT_EQ(contents(*buffer, 0, 10), std::vector<std::byte>(data.begin(), data.begin() + 10));
+  EXPECT_TRUE(all_zero(contents(*buffer, 10, 9 * kMiB - 10)));
+}
+
+TEST_F(BufferTest, AnAddressNeedsMemoryOfItsOwn) {
+  start(64 * kMiB, 65536);
+  const auto buffer = make();
+  const auto data = pattern(100, 1);
+  write(*buffer, 0, data);
+  const DeviceAddress address = buffer->pin_address(kMiB).take();
+  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(address), data.data(), 100), 0);
+  EXPECT_EQ(buffer->bytes_held(), kGranule);
+  const auto empty = make();
+  ASSERT_TRUE(empty->pin_address(kMiB).ok());
+  write(*empty, 0, data);
+  EXPECT_EQ(empty->bytes_held(), kGranule);
+  ASSERT_TRUE(make()->allocate(0, kMiB, false).ok());
+}
+
+TEST_F(BufferTest, MovingOutWaitsForWritersAndLosesNothing) {
+  start(64 * kMiB, 65536);
+  const auto buffer = make();
+  const auto data = pattern(1000, 1);
+  write(*buffer, 0, data);
+  auto pin = buffer->pin_for_write(0, 100).take();
+  std::thread growing([&] { write(*buffer, 70'000, data); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(buffer->size(), 1000U);
+  EXPECT_EQ(contents(*buffer), data);  // readers go on
+  const auto fresh = pattern(100, 7);
+  ASSERT_TRUE(contexts[0]->device().copy_in(pin->pieces()[0].address, fresh.data(), 100).ok());
+  pin.reset();
+  growing.join();
+  EXPECT_EQ(contents(*buffer, 0, 100), fresh);
+  EXPECT_EQ(contents(*buffer, 70'000, 1000), data);
+}
+
+}  // namespace
+}  // namespace gpufs::testing

@@ -1,0 +1,121 @@
+// The handle table: stale, foreign and closed handles, owners, races between closing and using.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "abi/barrier.h"
+#include "abi/handles.h"
+
+namespace gpufs {
+namespace {
+
+TEST(HandleTableTest, StaleIsBadForEver) {
+  HandleTable table;
+  const gpufs_handle first = table.put(std::make_shared<int>(1)).take();
+  EXPECT_NE(first, 0U);
+  EXPECT_EQ(*table.get<int>(first).value(), 1);
+  EXPECT_EQ(*table.take<int>(first).value(), 1);
+  EXPECT_EQ(table.get<int>(first).error(), EBADF);
+  EXPECT_EQ(table.take<int>(first).error(), EBADF);
+  // The slot is used again, under another number.
+  const gpufs_handle second = table.put(std::make_shared<int>(2)).take();
+  EXPECT_NE(second, first);
+  EXPECT_EQ(table.get<int>(first).error(), EBADF);
+  EXPECT_EQ(*table.get<int>(second).value(), 2);
+}
+
+TEST(HandleTableTest, RefusesWhatItNeverGave) {
+  HandleTable table;
+  const gpufs_handle handle = table.put(std::make_shared<int>(1)).take();
+  for (const gpufs_handle wrong : {gpufs_handle{0}, handle + 1, handle ^ (gpufs_handle{1} << 40), ~gpufs_handle{0}}) {
+    EXPECT_EQ(table.get<int>(wrong).error(), EBADF);
+    EXPECT_EQ(table.take<int>(wrong).error(), EBADF);
+  }
+  EXPECT_EQ(table.get<std::string>(handle).error(), EBADF);
+  EXPECT_EQ(table.take<std::string>(handle).error(), EBADF);
+  EXPECT_TRUE(table.get<int>(handle).ok());
+}
+
+TEST(HandleTableTest, OwnersCloseTheirsYoungestFirst) {
+  HandleTable table;
+  std::vector<int> closed;
+  const gpufs_handle owner = table.put(std::make_shared<std::string>("engine")).take();
+  const auto note = [&closed](int& value) { closed.push_back(value); };
+  const gpufs_handle first = table.put<int>(std::make_shared<int>(1), owner, note).take();
+  const gpufs_handle second = table.put<int>(std::make_shared<int>(2), owner, note).take();
+  const gpufs_handle nested = table.put<int>(std::make_shared<int>(3), first, note).take();
+  const gpufs_handle taken = table.put<int>(std::make_shared<int>(4), owner, note).take();
+  const gpufs_handle other = table.put(std::make_shared<int>(5)).take();
+  ASSERT_TRUE(table.take<int>(taken).ok());
+  ASSERT_TRUE(table.take<std::string>(owner).ok());
+  table.close_owned(owner);
+  EXPECT_EQ(closed, (std::vector<int>{2, 3, 1}));
+  for (const gpufs_handle handle : {first, second, nested}) EXPECT_EQ(table.get<int>(handle).error(), EBADF);
+  EXPECT_TRUE(table.get<int>(other).ok());
+  EXPECT_EQ(table.put(std::make_shared<int>(6), owner).error(), EBADF);
+}
+
+TEST(HandleTableTest, OneOfManyClosersGetsTheObject) {
+  HandleTable table;
+  std::atomic<int> alive{0};
+  struct Counted {
+    explicit Counted(std::atomic<int>& count) : alive(count) { ++alive; }
+    ~Counted() { --alive; }
+    Counted(const Counted&) = delete;
+    Counted& operator=(const Counted&) = delete;
+    std::atomic<int>& alive;
+  };
+  for (int round = 0; round < 200; ++round) {
+    const gpufs_handle handle = table.put(std::make_shared<Counted>(alive)).take();
+    std::atomic<int> winners{0};
+    std::vector<std::thread> threads;
+    for (int index = 0; index < 3; ++index) {
+      threads.emplace_back([&] {
+        (void)table.get<Counted>(handle);
+        if (table.take<Counted>(handle).ok()) ++winners;
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    ASSERT_EQ(winners, 1);
+    ASSERT_EQ(alive, 0);
+  }
+}
+
+TEST(HandleTableTest, DoesNotSurviveFork) {
+  HandleTable& table = HandleTable::instance();
+  const gpufs_handle handle = table.put(std::make_shared<int>(1)).take();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::_exit(table.get<int>(handle).error() == EBADF && table.put(std::make_shared<int>(2)).error() == EBADF ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(table.take<int>(handle).ok());
+}
+
+TEST(BarrierTest, NothingPassesAndTheTextStays) {
+  const gpufs_status failed = guarded([]() -> Status { return Status(ENOSPC, "the device is full", 2); });
+  EXPECT_EQ(failed.error, ENOSPC);
+  EXPECT_EQ(failed.device_code, 2);
+  EXPECT_STREQ(gpufs_message(), "the device is full");
+  EXPECT_EQ(guarded([]() -> Status { return {}; }).error, 0);
+  EXPECT_STREQ(gpufs_message(), "the device is full");  // of the last failure
+  EXPECT_EQ(guarded([]() -> Status { throw std::bad_alloc(); }).error, ENOMEM);
+  EXPECT_EQ(guarded([]() -> Status { throw std::runtime_error("odd"); }).error, EIO);
+  EXPECT_STREQ(gpufs_message(), "internal failure: odd");
+  EXPECT_EQ(guarded([]() -> Status { throw 7; }).error, EIO);
+  std::thread([] { EXPECT_STREQ(gpufs_message(), ""); }).join();
+}
+
+}  // namespace
+}  // namespace gpufs

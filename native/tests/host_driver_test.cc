@@ -1,0 +1,282 @@
+// The host driver: limits, memory that is shown in ranges, exports, streams and events that are really asynchronous.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "drivers/driver.h"
+
+namespace gpufs {
+namespace {
+
+constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+constexpr std::uint64_t kGranule = 2 * kMiB;
+
+class HostDriverTest : public ::testing::Test {
+ protected:
+  void open(std::uint64_t memory, int devices = 1) {
+    Result<std::unique_ptr<Driver>> opened = open_driver("host", {devices, memory});
+    ASSERT_TRUE(opened.ok()) << opened.status().message();
+    driver = opened.take();
+  }
+  Device& device(std::size_t index = 0) { return *driver->devices()[index]; }
+  std::uint64_t free_bytes(std::size_t index = 0) { return device(index).memory().value().free_bytes; }
+  static char* at(const std::shared_ptr<AddressRange>& range, std::uint64_t offset) {
+    return reinterpret_cast<char*>(range->base() + offset);
+  }
+  std::unique_ptr<Driver> driver;
+};
+
+TEST(OpenDriverTest, SaysWhatItCannot) {
+  EXPECT_EQ(open_driver("opencl", {}).error(), EINVAL);
+  EXPECT_EQ(open_driver("", {}).error(), EINVAL);
+  const Result<std::unique_ptr<Driver>> hip = open_driver("hip", {});
+  EXPECT_EQ(hip.error(), ENODEV);
+  EXPECT_NE(hip.status().message().find("hip is not available"), std::string::npos);
+  EXPECT_EQ(open_driver("host", {1, 0}).error(), EINVAL);
+  EXPECT_EQ(open_driver("host", {1, kGranule - 1}).error(), EINVAL);
+  EXPECT_EQ(open_driver("host", {-1, kGranule}).error(), EINVAL);
+  EXPECT_EQ(open_driver("host", {65, kGranule}).error(), EINVAL);
+}
+
+TEST_F(HostDriverTest, DevicesHaveLimitsOfTheirOwn) {
+  open(8 * kMiB + 5, 2);
+  ASSERT_EQ(driver->devices().size(), 2U);
+  EXPECT_STREQ(driver->name(), "host");
+  EXPECT_EQ(device(0).info().total_bytes, 8 * kMiB);
+  EXPECT_EQ(device(1).info().index, 1);
+  EXPECT_EQ(device(1).info().granule, kGranule);
+  EXPECT_TRUE(device(1).info().cpu_addressable);
+  std::unique_ptr<DeviceMemory> memory = device(0).create_memory().take();
+  ASSERT_TRUE(memory->reserve(64 * kMiB).ok());
+  ASSERT_TRUE(memory->populate(0, 6 * kMiB).ok());
+  EXPECT_EQ(free_bytes(0), kGranule);
+  EXPECT_EQ(free_bytes(1), 8 * kMiB);
+  EXPECT_EQ(memory->populate(16 * kMiB, 2 * kGranule).error(), ENOSPC);
+  EXPECT_EQ(free_bytes(0), kGranule);
+  ASSERT_TRUE(memory->populate(16 * kMiB, kGranule).ok());
+  EXPECT_EQ(free_bytes(0), 0U);
+  memory.reset();
+  EXPECT_EQ(free_bytes(0), 8 * kMiB);
+}
+
+TEST_F(HostDriverTest, RefusesWhatIsNotGranulesOfTheRange) {
+  open(64 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  EXPECT_EQ(memory->populate(0, kGranule).error(), EINVAL);  // no range yet
+  ASSERT_TRUE(memory->reserve(8 * kMiB).ok());
+  EXPECT_EQ(memory->populate(0, 0).error(), EINVAL);
+  EXPECT_EQ(memory->populate(4096, kGranule).error(), EINVAL);
+  EXPECT_EQ(memory->populate(0, 4096).error(), EINVAL);
+  EXPECT_EQ(memory->populate(8 * kMiB, kGranule).error(), EINVAL);
+  EXPECT_EQ(memory->populate(~std::uint64_t{0} - kGranule + 1, kGranule).error(), EINVAL);
+  EXPECT_EQ(memory->release(0, kGranule).error(), EINVAL);
+  ASSERT_TRUE(memory->populate(kGranule, kGranule).ok());
+  EXPECT_EQ(memory->populate(0, 2 * kGranule).error(), EINVAL);
+  EXPECT_EQ(memory->release(0, 2 * kGranule).error(), EINVAL);
+  EXPECT_EQ(memory->reserve(~std::uint64_t{0}).error(), ENOMEM);
+  EXPECT_EQ(memory->reserve(std::uint64_t{1} << 60).error(), ENOMEM);
+  EXPECT_EQ(memory->reserve(kGranule).error(), EINVAL);  // would not show what there is
+  EXPECT_EQ(free_bytes(), 62 * kMiB);
+}
+
+TEST_F(HostDriverTest, FreshMemoryIsZeroAlsoWhenItComesBack) {
+  open(64 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  const std::shared_ptr<AddressRange> range = memory->reserve(64 * kMiB).take();
+  EXPECT_EQ(range->base() % kGranule, 0U);
+  ASSERT_TRUE(memory->populate(0, 3 * kGranule).ok());
+  std::memset(at(range, 0), 0x5a, 3 * kGranule);
+  ASSERT_TRUE(memory->release(kGranule, kGranule).ok());
+  ASSERT_TRUE(memory->populate(kGranule, kGranule).ok());
+  EXPECT_EQ(*at(range, kGranule - 1), 0x5a);
+  EXPECT_EQ(*at(range, 2 * kGranule), 0x5a);
+  const std::vector<char> zeros(kGranule, 0);
+  EXPECT_EQ(std::memcmp(at(range, kGranule), zeros.data(), kGranule), 0);
+  // In parts, from every side.
+  ASSERT_TRUE(memory->release(0, kGranule).ok());
+  ASSERT_TRUE(memory->release(2 * kGranule, kGranule).ok());
+  ASSERT_TRUE(memory->release(kGranule, kGranule).ok());
+  EXPECT_EQ(free_bytes(), 64 * kMiB);
+}
+
+TEST_F(HostDriverTest, ANewRangeShowsTheSameMemory) {
+  open(64 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  const std::shared_ptr<AddressRange> old = memory->reserve(8 * kMiB).take();
+  ASSERT_TRUE(memory->populate(0, kGranule).ok());
+  ASSERT_TRUE(memory->populate(2 * kGranule, kGranule).ok());
+  *at(old, 5) = 'a';
+  const std::shared_ptr<AddressRange> wide = memory->reserve(64 * kMiB).take();
+  EXPECT_EQ(*at(wide, 5), 'a');
+  *at(wide, 2 * kGranule) = 'b';
+  EXPECT_EQ(*at(old, 2 * kGranule), 'b');
+  ASSERT_TRUE(memory->populate(20 * kMiB, kGranule).ok());
+  *at(wide, 20 * kMiB) = 'c';
+}
+
+TEST_F(HostDriverTest, RangesOutliveTheirMemory) {
+  open(8 * kMiB);
+  std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  std::shared_ptr<AddressRange> range = memory->reserve(8 * kMiB).take();
+  ASSERT_TRUE(memory->populate(0, kGranule).ok());
+  *at(range, 0) = 'x';
+  memory.reset();
+  EXPECT_EQ(*at(range, 0), 'x');
+  EXPECT_EQ(free_bytes(), 6 * kMiB);  // it is still there, so it is still charged
+  range.reset();
+  EXPECT_EQ(free_bytes(), 8 * kMiB);
+}
+
+TEST_F(HostDriverTest, ExportIsTheSameMemory) {
+  open(8 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  const std::shared_ptr<AddressRange> range = memory->reserve(8 * kMiB).take();
+  ASSERT_TRUE(memory->populate(kGranule, kGranule).ok());
+  std::vector<ExportedMemory> exported = memory->export_memory().take();
+  ASSERT_EQ(exported.size(), 1U);
+  EXPECT_EQ(exported[0].offset, 0U);
+  EXPECT_EQ(exported[0].bytes, 2 * kGranule);
+  EXPECT_EQ(::fcntl(exported[0].descriptor.get(), F_GETFD), FD_CLOEXEC);
+  void* const mapped = ::mmap(nullptr, 2 * kGranule, PROT_READ, MAP_SHARED, exported[0].descriptor.get(), 0);
+  ASSERT_NE(mapped, MAP_FAILED);
+  *at(range, kGranule + 3) = 'q';
+  EXPECT_EQ(static_cast<const char*>(mapped)[kGranule + 3], 'q');
+  ::munmap(mapped, 2 * kGranule);
+}
+
+TEST_F(HostDriverTest, NeighboursAreOneMapping) {
+  open(512 * kMiB);
+  const auto mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) count += line.find("gpufs-buffer") != std::string::npos ? 1 : 0;
+    return count;
+  };
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  const std::shared_ptr<AddressRange> range = memory->reserve(1024 * kMiB).take();
+  for (std::uint64_t granule = 0; granule < 32; ++granule) {
+    ASSERT_TRUE(memory->populate((granule * 7 % 32) * kGranule, kGranule).ok());
+  }
+  EXPECT_LE(mappings(), 3);
+}
+
+TEST_F(HostDriverTest, LimitsOfTheProcessAreAFullDevice) {
+  open(64 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  ASSERT_TRUE(memory->reserve(64 * kMiB).ok());
+  ASSERT_TRUE(memory->populate(0, kGranule).ok());
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = 8 * kMiB;
+  const auto ignored = ::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &low), 0);
+  const Status status = memory->populate(kGranule, 16 * kMiB);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  ::signal(SIGXFSZ, ignored);
+  EXPECT_EQ(status.error(), ENOSPC);
+  EXPECT_EQ(free_bytes(), 62 * kMiB);
+  ASSERT_TRUE(memory->populate(kGranule, 16 * kMiB).ok());
+}
+
+TEST_F(HostDriverTest, SignalsDoNotDisturbPopulate) {
+  open(256 * kMiB);
+  struct sigaction action{};
+  struct sigaction before{};
+  action.sa_handler = [](int) {};
+  ASSERT_EQ(::sigaction(SIGUSR2, &action, &before), 0);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  ASSERT_TRUE(memory->reserve(256 * kMiB).ok());
+  std::atomic<bool> end{false};
+  const pthread_t target = ::pthread_self();
+  std::thread nuisance([&] {
+    while (!end) {
+      ::pthread_kill(target, SIGUSR2);
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  });
+  const Status status = memory->populate(0, 64 * kMiB);
+  end = true;
+  nuisance.join();
+  ::sigaction(SIGUSR2, &before, nullptr);
+  EXPECT_TRUE(status.ok()) << status.message();
+}
+
+TEST_F(HostDriverTest, StreamsAreAsynchronousAndOrdered) {
+  open(8 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
+  const std::shared_ptr<AddressRange> range = memory->reserve(8 * kMiB).take();
+  ASSERT_TRUE(memory->populate(0, 2 * kGranule).ok());
+  const std::unique_ptr<Stream> first = device().create_stream().take();
+  const std::unique_ptr<Stream> second = device().create_stream().take();
+  const std::unique_ptr<Event> filled = device().create_event().take();
+  const std::unique_ptr<Event> done = device().create_event().take();
+  EXPECT_TRUE(filled->query().value());  // never recorded: nothing to wait for
+  std::vector<char> in(kGranule, 'z');
+  std::vector<char> out(kGranule, 0);
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    ASSERT_TRUE(first->fill_zero(range->base(), 2 * kGranule).ok());
+    ASSERT_TRUE(first->copy_to_device(range->base(), in.data(), in.size()).ok());
+    ASSERT_TRUE(first->record(*filled).ok());
+    ASSERT_TRUE(second->wait(*filled).ok());
+    ASSERT_TRUE(second->copy_on_device(range->base() + kGranule, range->base(), kGranule).ok());
+    ASSERT_TRUE(second->copy_to_host(out.data(), range->base() + kGranule, out.size()).ok());
+    ASSERT_TRUE(second->record(*done).ok());
+    ASSERT_TRUE(done->synchronize().ok());
+    ASSERT_TRUE(done->query().value());
+    ASSERT_TRUE(filled->query().value());
+    ASSERT_EQ(in, out);
+    std::fill(out.begin(), out.end(), 0);
+  }
+  ASSERT_TRUE(first->synchronize().ok());
+}
+
+TEST_F(HostDriverTest, PeersCopyDirectly) {
+  open(8 * kMiB, 2);
+  const std::unique_ptr<DeviceMemory> one = device(0).create_memory().take();
+  const std::unique_ptr<DeviceMemory> two = device(1).create_memory().take();
+  const std::shared_ptr<AddressRange> from = one->reserve(kGranule).take();
+  const std::shared_ptr<AddressRange> to = two->reserve(kGranule).take();
+  ASSERT_TRUE(one->populate(0, kGranule).ok());
+  ASSERT_TRUE(two->populate(0, kGranule).ok());
+  ASSERT_TRUE(device(0).copy_in(from->base(), "hello", 5).ok());
+  ASSERT_TRUE(device(0).copy_to_peer(device(1), to->base(), from->base(), 5).ok());
+  char text[6] = {};
+  ASSERT_TRUE(device(1).copy_out(text, to->base(), 5).ok());
+  EXPECT_STREQ(text, "hello");
+  ASSERT_TRUE(device(1).zero(to->base(), 2).ok());
+  EXPECT_EQ(*at(to, 2), 'l');
+  EXPECT_EQ(*at(to, 1), 0);
+}
+
+TEST_F(HostDriverTest, PinsFollowTheRules) {
+  open(8 * kMiB, 2);
+  std::vector<char> host(16384);
+  EXPECT_TRUE(device(0).pin(host.data() + 4096, 4096).ok());
+  EXPECT_EQ(device(1).pin(host.data() + 4096, 4096).error(), EEXIST);
+  EXPECT_EQ(device(0).pin(host.data() + 8191, 10).error(), EEXIST);
+  EXPECT_EQ(device(0).pin(host.data(), 4097).error(), EEXIST);
+  EXPECT_TRUE(device(0).pin(host.data(), 4096).ok());
+  EXPECT_EQ(device(0).pin(host.data(), 0).error(), EINVAL);
+  EXPECT_EQ(device(0).pin(host.data(), ~std::size_t{0}).error(), EINVAL);
+  EXPECT_TRUE(device(0).unpin(host.data()).ok());
+  EXPECT_TRUE(device(0).unpin(host.data() + 4096).ok());
+  EXPECT_EQ(device(0).unpin(host.data()).error(), EINVAL);
+}
+
+}  // namespace
+}  // namespace gpufs
