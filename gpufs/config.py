@@ -130,7 +130,23 @@ def _parse_path(text: str) -> str:
     return str(Path(text).expanduser().absolute())
 
 
+def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
+    shown: list[tuple[str, str, bool]] = []
+    for part in text.split(","):
+        name, equals, path = part.partition("=")
+        read_only = path.endswith(":ro")
+        path = path.removesuffix(":ro")
+        bad_name = not name or "/" in name or "\0" in name or name in (".", "..") or len(os.fsencode(name)) > 255
+        if bad_name or not equals or not path or "\0" in path or name in [known for known, _, _ in shown]:
+            raise ValueError(text)
+        shown.append((name, str(Path(path).expanduser().absolute()), read_only))
+    return shown
+
+
 BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
+BACKINGS: Final = Kind(
+    "NAME=DIR or NAME=DIR:ro, several with commas between them, each NAME once", "NAME=DIR[:ro]", _parse_backings
+)
 PATH: Final = Kind("the path of a file", "FILE", _parse_path)
 
 
@@ -203,6 +219,15 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Files up to this size share slabs of device memory instead of taking a granule each; 0: none do.",
     ),
     Knob("allow_other", BOOLEAN, False, "", "Let other users in; each file's mode and owner decide what they may do."),
+    Knob(
+        "backing",
+        BACKINGS,
+        None,
+        "",
+        "A directory of the host to show below backing/NAME, so that plain cp between it and a device is a transfer of "
+        "the engine. May be given several times.",
+        default_text="none",
+    ),
     Knob("foreground", BOOLEAN, False, "", "Stay in the foreground and log to standard error."),
     Knob(
         "log_file",

@@ -28,8 +28,8 @@ import trio
 
 from gpufs import config, engine, mounting, service
 from gpufs._version import __version__
+from gpufs.fs.backing import Backing, BackingOperations
 from gpufs.fs.control import MountStatus, version_text
-from gpufs.fs.nodes import BufferFile
 from gpufs.fs.operations import Operations
 from gpufs.fs.tree import Tree
 
@@ -43,6 +43,9 @@ _AUTOMATIC = ("cuda", "hip", "host")
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
 _BUSY_PAUSE = 0.05
+# They end the mount, or reopen the log file. Held back until there is somebody to see to them: one that came between
+# mounting and that would end the process with its default action, and leave a dead mount.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StartFailure(Exception):
@@ -218,7 +221,7 @@ def _mounted(request: Request) -> Iterator[int]:
         yield fd
     finally:
         # Another mount may be there by now, when ours was unmounted by somebody else.
-        if entry is not None and mounting.entry_of(request.mountpoint) == entry:
+        if mounting.entry_of(request.mountpoint) == entry:
             try:
                 mounting.unmount(request.mountpoint, lazy=True)
             except OSError as failure:
@@ -249,6 +252,7 @@ class Daemon:
                 raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
             control = parts.enter_context(ExitStack())
             control.callback(os.close, control_fd)
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
                 fuse_fd = parts.enter_context(_mounted(self._request))
             except BaseException:
@@ -274,7 +278,7 @@ class Daemon:
                 raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
             parts.callback(mount.close)
             socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
-            operations = self._build(opened, mount, driver, socket_path)
+            operations = self._build(opened, mount, driver, socket_path, entry)
             pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
             control.pop_all()  # from here on libfuse's session closes the descriptor
             parts.callback(pyfuse3.close, unmount=False)
@@ -283,7 +287,9 @@ class Daemon:
             trio.run(self._serve, mount, entry, socket_path, driver, len(opened.devices), notes)
         log.info("the mount at %s has ended", self._request.mountpoint)
 
-    def _build(self, opened: engine.Engine, mount: engine.Mount, driver: str, socket_path: str) -> Operations:
+    def _build(
+        self, opened: engine.Engine, mount: engine.Mount, driver: str, socket_path: str, entry: mounting.MountEntry
+    ) -> Operations:
         values = self._request.config
         status = MountStatus(
             mountpoint=self._request.mountpoint,
@@ -291,9 +297,7 @@ class Daemon:
             devices=opened.devices,
             knobs=values,
             statistics=mount.statistics,
-            files=lambda index: sum(
-                isinstance(node, BufferFile) and node.device == index for node in tree.nodes.values()
-            ),
+            files=lambda index: tree.files[index],
             transfers=lambda: self._service.statistics() if self._service is not None else {},
         )
         contents: dict[str, Callable[[], bytes]] = {
@@ -315,14 +319,27 @@ class Daemon:
             amounts = [device.memory() for device in opened.devices]
             return sum(amount.total_bytes for amount in amounts), sum(amount.free_bytes for amount in amounts)
 
-        return Operations(
-            tree,
-            mount,
-            driver=driver,
-            entry_timeout=values["entry_timeout"],
-            attribute_timeout=values["attribute_timeout"],
-            memory=memory,
-        )
+        options = {
+            "driver": driver,
+            "entry_timeout": values["entry_timeout"],
+            "attribute_timeout": values["attribute_timeout"],
+            "memory": memory,
+        }
+        if not values["backing"]:
+            return Operations(tree, mount, **options)
+        try:
+            return BackingOperations(
+                tree,
+                mount,
+                backings=[Backing(*one) for one in values["backing"]],
+                device=entry.st_dev,
+                uid=os.geteuid(),
+                gid=os.getegid(),
+                **options,
+            )
+        except OSError as failure:
+            path = os.fsdecode(failure.filename) if failure.filename else "backing"
+            raise StartFailure(failure.errno or errno.EIO, f"backing: {path}: {failure.strerror}") from None
 
     async def _serve(
         self,
@@ -392,7 +409,8 @@ class Daemon:
                 print(f"gpufs: {note}", file=sys.stderr)
 
     async def _watch_signals(self, copies: trio.CancelScope) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as arriving:
+        with trio.open_signal_receiver(*_SIGNALS) as arriving:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             async for number in arriving:
                 if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
                     self._log.reopen()

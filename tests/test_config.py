@@ -61,6 +61,7 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "log_file": "/tmp/a.log",
         "allow_other": "true",
         "foreground": "true",
+        "backing": "data=/srv/data,fixed=/srv/fixed:ro",
     }.get(knob.name, "3")
     file = tmp_path / "a.toml"
     file.write_text(f'{knob.name} = "{text}"\n')

@@ -73,7 +73,14 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
                     f"{knob.option}/--no-{knob.option[2:]}", knob.name, default=None, help=text, hidden=knob.hidden
                 )
             else:
-                option = click.option(knob.option, knob.name, metavar=knob.kind.metavar, help=text, hidden=knob.hidden)
+                option = click.option(
+                    knob.option,
+                    knob.name,
+                    metavar=knob.kind.metavar,
+                    multiple=knob.kind is config.BACKINGS,
+                    help=text,
+                    hidden=knob.hidden,
+                )
             function = option(function)
         return function
 
@@ -82,5 +89,9 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
 
 def settings(arguments: Mapping[str, Any]) -> config.Settings:
     """The settings for the arguments of a command that has knob_options."""
-    given = {name: value for name, value in arguments.items() if name in config.BY_NAME}
+    given = {
+        name: (",".join(value) or None) if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+        if name in config.BY_NAME
+    }
     return config.load(given, config_file=arguments.get("config_file"))

@@ -1,0 +1,669 @@
+"""Directories of the host, shown below ``backing/NAME``.
+
+A faithful pass-through: what the host says is the answer, errors too. Each inode that the kernel knows has an O_PATH
+descriptor here, found with openat2 below the shown directory and never through a symbolic link. Attributes come from
+the host at each question: these inodes are not in the engine's table. Whatever needs rights is done as the caller, with
+his user, group and supplementary groups, on a thread, so neither a slow disk nor a hung server holds up the loop.
+
+Symbolic links that are absolute or lead out of the shown directory are ELOOP when they are read. A directory shown
+``:ro`` answers EROFS to every change. This mount itself inside a shown directory is EDEADLK.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import platform
+import stat
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import pyfuse3
+import trio
+
+from gpufs.engine import SET_NLINK, Attributes
+from gpufs.fs.nodes import Directory, Node
+from gpufs.fs.operations import Operations, handler
+from gpufs.fs.tree import Tree, error
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DIRECTORY_NAME: Final = b"backing"
+_FIRST_INO: Final = 1 << 48  # the tree's own numbers are below
+_THREADS: Final = 32
+_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
+_SYS_OPENAT2: Final = 437  # the same on all architectures
+_SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
+_CHANGES: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
+# What an open file here does not have from its caller: the kernel has made names and offsets of these.
+_NOT_HANDED_ON: Final = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | getattr(os, "O_DIRECT", 0)
+_SET_ID: Final = stat.S_ISUID | stat.S_ISGID
+_RENAME_EXCHANGE: Final = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """A directory of the host to show: its name below ``backing/``, its path, and whether it must not be changed."""
+
+    name: str
+    path: str
+    read_only: bool
+
+
+class BackingNode(Node):
+    """An inode of the host: ``fd`` is an O_PATH descriptor of it, ``depth`` the number of directories above it."""
+
+    __slots__ = ("depth", "fd", "key", "share")
+
+    def __init__(self, ino: int, kind: int, fd: int, key: tuple[str, int, int], share: Backing, depth: int) -> None:
+        super().__init__(ino, kind, -1)
+        self.fd = fd
+        self.key = key
+        self.share = share
+        self.depth = depth
+
+    @property
+    def link(self) -> str:
+        """A path that leads to the inode, whatever its names are."""
+        return f"/proc/self/fd/{self.fd}"
+
+
+def _open_beneath(directory: int, name: bytes, flags: int, mode: int = 0) -> int:
+    """openat2(2) of one name, never through a symbolic link and never out of the directory."""
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
+    fd: int = _libc.syscall(_SYS_OPENAT2, directory, name, how, len(how))
+    if fd < 0:
+        raise error(ctypes.get_errno())
+    return fd
+
+
+def _rename(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
+    if _libc.renameat2(old, old_name, new, new_name, flags):
+        raise error(ctypes.get_errno())
+
+
+def _set_groups(groups: Sequence[int]) -> None:
+    """Of the calling thread alone: the C library's function would set those of the process."""
+    if _SYS_SETGROUPS < 0:
+        raise error(errno.ENOSYS)
+    array = (ctypes.c_uint32 * len(groups))(*groups)
+    if _libc.syscall(_SYS_SETGROUPS, len(groups), array):
+        raise error(ctypes.get_errno())
+
+
+@contextmanager
+def _identity(uid: int, gid: int, pid: int) -> Iterator[None]:
+    """The calling thread acts as a user, also on file systems: as root's daemon can; a user's acts as itself."""
+    if os.geteuid() != 0 or uid == 0:
+        yield
+        return
+    try:
+        groups = sorted(pyfuse3.get_sup_groups(pid)) if pid else []
+    except (OSError, RuntimeError):
+        groups = []  # the caller has gone, or is of another PID namespace: he gets no more than his group
+    before = os.getgroups()
+    _set_groups(groups)
+    try:
+        _libc.setfsgid(gid)
+        _libc.setfsuid(uid)  # takes the rights over files as well
+        yield
+    finally:
+        _libc.setfsuid(0)
+        _libc.setfsgid(os.getegid())
+        _set_groups(before)
+
+
+@contextmanager
+def _daemons_rights() -> Iterator[None]:
+    """Inside of _identity(): the daemon's own rights over files for a moment."""
+    if os.geteuid() != 0:
+        yield
+        return
+    caller = _libc.setfsuid(0)
+    try:
+        yield
+    finally:
+        _libc.setfsuid(caller)
+
+
+def _leads_out(target: bytes, depth: int) -> bool:
+    """Whether a link in a directory ``depth`` levels below the shown one leads out of it."""
+    if target.startswith(b"/"):
+        return True
+    for part in target.split(b"/"):
+        if part == b"..":
+            depth -= 1
+            if depth < 0:
+                return True
+        elif part not in (b"", b"."):
+            depth += 1
+    return False
+
+
+class BackingOperations(Operations):
+    """The control plane of a mount that shows directories of the host; what is not below them is as ever."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        table: Any,
+        *,
+        backings: Sequence[Backing],
+        device: int,
+        uid: int,
+        gid: int,
+        **options: Any,
+    ) -> None:
+        """``device``: the st_dev of this mount. OSError, with the path, when a directory cannot be opened."""
+        super().__init__(tree, table, **options)
+        self._device = device
+        self._threads = trio.CapacityLimiter(_THREADS)
+        self._next_backing_ino = _FIRST_INO
+        self._known: dict[tuple[str, int, int], BackingNode] = {}
+        self._listings: dict[int, list[tuple[bytes, int]]] = {}
+        self._listed: dict[int, BackingNode] = {}
+        self._open_files: dict[int, int] = {}  # handle: descriptor, of files that the engine does not serve
+        self._shown = Directory(tree._take_ino(), -1)
+        self._shown.fixed = True
+        tree._place(tree.root, DIRECTORY_NAME, self._shown, 0o555, uid, gid)
+        table.inode_set(tree.root.ino, SET_NLINK, Attributes(nlink=2 + tree.root.subdirectories))
+        self._shares: dict[bytes, BackingNode] = {}
+        try:
+            for share in backings:
+                fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                node = self._node_of(fd, os.fstat(fd), share, 0)
+                node.names = 1  # stays
+                self._shares[os.fsencode(share.name)] = node
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        for node in list(self._known.values()):
+            os.close(node.fd)
+        self._known.clear()
+        for fd in self._open_files.values():
+            os.close(fd)
+        self._open_files.clear()
+
+    # ---- inside ----
+
+    def _backing(self, ino: int) -> BackingNode | None:
+        node = self._tree.nodes.get(ino)
+        return node if isinstance(node, BackingNode) else None
+
+    async def _as_caller(self, ctx: pyfuse3.RequestContext, work: Callable[[], T]) -> T:
+        """Runs work on a thread with the caller's identity."""
+        uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
+
+        def run() -> T:
+            with _identity(uid, gid, pid):
+                return work()
+
+        return await trio.to_thread.run_sync(run, limiter=self._threads)
+
+    def _changeable(self, *nodes: BackingNode) -> None:
+        if any(node.share.read_only for node in nodes):
+            raise error(errno.EROFS)
+
+    def _node_of(self, fd: int, found: os.stat_result, share: Backing, depth: int) -> BackingNode:
+        """The node for an O_PATH descriptor, which it takes over."""
+        if found.st_dev == self._device:
+            os.close(fd)
+            raise error(errno.EDEADLK)
+        key = (share.name, found.st_dev, found.st_ino)
+        node = self._known.get(key)
+        if node is not None:
+            os.close(fd)
+            return node
+        node = BackingNode(self._next_backing_ino, stat.S_IFMT(found.st_mode), fd, key, share, depth)
+        self._next_backing_ino += 1
+        self._known[key] = node
+        self._tree.nodes[node.ino] = node
+        return node
+
+    def _attributes(self, node: BackingNode, found: os.stat_result) -> pyfuse3.EntryAttributes:
+        reply = self._entry_reply(node.ino, found.st_mode)
+        reply.st_nlink = found.st_nlink
+        reply.st_uid = found.st_uid
+        reply.st_gid = found.st_gid
+        reply.st_rdev = found.st_rdev
+        reply.st_size = found.st_size
+        reply.st_blocks = found.st_blocks
+        reply.st_blksize = found.st_blksize
+        reply.st_atime_ns = found.st_atime_ns
+        reply.st_mtime_ns = found.st_mtime_ns
+        reply.st_ctime_ns = found.st_ctime_ns
+        return reply
+
+    def _adopt(self, fd: int, found: os.stat_result, parent: BackingNode) -> pyfuse3.EntryAttributes:
+        """The reply that gives the kernel one more reference; takes the descriptor over."""
+        node = self._node_of(fd, found, parent.share, parent.depth + 1)
+        node.lookups += 1
+        return self._attributes(node, found)
+
+    async def _find(self, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+        def find() -> tuple[int, os.stat_result]:
+            fd = _open_beneath(parent.fd, name, os.O_PATH | os.O_NOFOLLOW)
+            try:
+                return fd, os.fstat(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+
+        fd, found = await trio.to_thread.run_sync(find, limiter=self._threads)
+        return self._adopt(fd, found, parent)
+
+    # ---- names ----
+
+    @handler
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        if parent_inode == self._shown.ino and name not in (b".", b".."):
+            share = self._shares.get(name)
+            if share is None:
+                return self._no_entry
+            share.lookups += 1
+            return self._attributes(share, await trio.to_thread.run_sync(os.fstat, share.fd, limiter=self._threads))
+        parent = self._backing(parent_inode)
+        if parent is None:
+            return await super().lookup(parent_inode, name, ctx)
+        if name in (b".", b".."):
+            raise error(errno.ESTALE)
+        try:
+            return await self._find(parent, name)
+        except FileNotFoundError:
+            return self._no_entry
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        others = []
+        for ino, count in inode_list:
+            node = self._backing(ino)
+            if node is None:
+                others.append((ino, count))
+                continue
+            node.lookups = max(0, node.lookups - count)
+            if node.lookups == 0 and node.names == 0:
+                del self._tree.nodes[ino]
+                if self._known.get(node.key) is node:
+                    del self._known[node.key]
+                os.close(node.fd)
+        if others:
+            await super().forget(others)
+
+    @handler
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        parent = self._backing(parent_inode)
+        if parent is None:
+            return await super().create(parent_inode, name, mode, flags, ctx)
+        self._changeable(parent)
+        wanted = flags & ~_NOT_HANDED_ON | os.O_CREAT | os.O_NOFOLLOW | flags & os.O_EXCL
+
+        def make() -> tuple[int, int, os.stat_result]:
+            fd = _open_beneath(parent.fd, name, wanted, stat.S_IMODE(mode))
+            try:
+                return fd, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), os.fstat(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+
+        fd, path_fd, found = await self._as_caller(ctx, make)
+        try:
+            reply = self._adopt(path_fd, found, parent)
+            return self._opened(reply.st_ino, fd, flags), reply
+        except BaseException:
+            os.close(fd)
+            raise
+
+    async def _make(
+        self, parent: BackingNode, name: bytes, ctx: pyfuse3.RequestContext, make: Callable[[], None]
+    ) -> pyfuse3.EntryAttributes:
+        self._changeable(parent)
+        await self._as_caller(ctx, make)
+        return await self._find(parent, name)
+
+    @handler
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        parent = self._backing(parent_inode)
+        if parent is None:
+            return await super().mknod(parent_inode, name, mode, rdev, ctx)
+        return await self._make(parent, name, ctx, lambda: os.mknod(name, mode, rdev, dir_fd=parent.fd))
+
+    @handler
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        parent = self._backing(parent_inode)
+        if parent is None:
+            return await super().mkdir(parent_inode, name, mode, ctx)
+        return await self._make(parent, name, ctx, lambda: os.mkdir(name, stat.S_IMODE(mode), dir_fd=parent.fd))
+
+    @handler
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        parent = self._backing(parent_inode)
+        if parent is None:
+            return await super().symlink(parent_inode, name, target, ctx)
+        return await self._make(parent, name, ctx, lambda: os.symlink(target, name, dir_fd=parent.fd))
+
+    @handler
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        node, parent = self._backing(inode), self._backing(new_parent_inode)
+        if node is None and parent is None:
+            return await super().link(inode, new_parent_inode, new_name, ctx)
+        if node is None or parent is None or node.share is not parent.share:
+            raise error(errno.EXDEV)
+        return await self._make(
+            parent,
+            new_name,
+            ctx,
+            lambda: os.link(os.fsencode(node.link), new_name, dst_dir_fd=parent.fd, follow_symlinks=True),
+        )
+
+    @handler
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        node = self._backing(inode)
+        if node is None:
+            return await super().readlink(inode, ctx)
+        target = await trio.to_thread.run_sync(lambda: os.readlink(b"", dir_fd=node.fd), limiter=self._threads)
+        if _leads_out(target, node.depth - 1):
+            raise error(errno.ELOOP)
+        return target
+
+    @handler
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        parent = self._backing(parent_inode)
+        if parent is None:
+            await super().unlink(parent_inode, name, ctx)
+            return
+        self._changeable(parent)
+        await self._as_caller(ctx, lambda: os.unlink(name, dir_fd=parent.fd))
+
+    @handler
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        parent = self._backing(parent_inode)
+        if parent is None:
+            await super().rmdir(parent_inode, name, ctx)
+            return
+        self._changeable(parent)
+        await self._as_caller(ctx, lambda: os.rmdir(name, dir_fd=parent.fd))
+
+    @handler
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        old, new = self._backing(parent_inode_old), self._backing(parent_inode_new)
+        if old is None and new is None:
+            await super().rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx)
+            return
+        if old is None or new is None or old.share is not new.share:
+            raise error(errno.EXDEV)
+        self._changeable(old, new)
+        await self._as_caller(ctx, lambda: _rename(old.fd, name_old, new.fd, name_new, flags))
+
+    # ---- directories ----
+
+    @handler
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        node = self._backing(inode)
+        if node is None:
+            return await super().opendir(inode, ctx)
+
+        def names() -> list[tuple[bytes, int]]:
+            fd = os.open(node.link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                with os.scandir(fd) as entries:
+                    return [(os.fsencode(entry.name), entry.inode()) for entry in entries]
+            finally:
+                os.close(fd)
+
+        listing = await self._as_caller(ctx, names)
+        handle = self._take_handle()
+        self._listings[handle] = listing
+        self._listed[handle] = node
+        return handle
+
+    @handler
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        node = self._listed.get(fh)
+        if node is None:
+            if self._directories.get(fh) is self._shown:
+                await self._list_shares(start_id, token)
+                return
+            await super().readdir(fh, start_id, token)
+            return
+        above = self._entry_reply(node.ino, stat.S_IFDIR)
+        for cookie, name in ((1, b"."), (2, b"..")):
+            if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
+                return
+        listing = self._listings[fh]
+        for index in range(max(start_id - 2, 0), len(listing)):
+            name, _ = listing[index]
+            try:
+                reply = await self._find(node, name)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except OSError as failure:
+                if failure.errno == errno.EDEADLK:
+                    continue
+                raise
+            if not pyfuse3.readdir_reply(token, name, reply, index + 3):
+                await self.forget([(reply.st_ino, 1)])
+                return
+
+    async def _list_shares(self, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        above = self._entry_reply(self._shown.ino, stat.S_IFDIR)
+        for cookie, name in ((1, b"."), (2, b"..")):
+            if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
+                return
+        for cookie, (name, share) in enumerate(self._shares.items(), 3):
+            if start_id >= cookie:
+                continue
+            found = await trio.to_thread.run_sync(os.fstat, share.fd, limiter=self._threads)
+            if not pyfuse3.readdir_reply(token, name, self._attributes(share, found), cookie):
+                return
+            share.lookups += 1
+
+    @handler
+    async def releasedir(self, fh: int) -> None:
+        if self._listed.pop(fh, None) is None:
+            await super().releasedir(fh)
+        self._listings.pop(fh, None)
+
+    # ---- attributes ----
+
+    @handler
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        node = self._backing(inode)
+        if node is None:
+            return await super().getattr(inode, ctx)
+        found = await trio.to_thread.run_sync(os.fstat, node.fd, limiter=self._threads)
+        return self._attributes(node, found)
+
+    @handler
+    async def setattr(
+        self,
+        inode: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
+        node = self._backing(inode)
+        if node is None:
+            return await super().setattr(inode, attr, fields, fh, ctx)
+        self._changeable(node)
+        mode, uid, gid = attr.st_mode, attr.st_uid, attr.st_gid
+        size, atime, mtime = attr.st_size, attr.st_atime_ns, attr.st_mtime_ns
+        open_fd = self._open_files.get(fh) if fh is not None else None
+
+        def change() -> None:
+            if fields.update_size:
+                # An open file may be truncated whatever its mode says by now.
+                os.truncate(node.link if open_fd is None else open_fd, size)
+            if fields.update_uid or fields.update_gid:
+                os.chown(node.link, uid if fields.update_uid else -1, gid if fields.update_gid else -1)
+            if fields.update_mode:
+                self._change_mode(node, stat.S_IMODE(mode))
+            if fields.update_atime or fields.update_mtime:
+                now = os.fstat(node.fd)
+                os.utime(
+                    node.link,
+                    ns=(
+                        atime if fields.update_atime else now.st_atime_ns,
+                        mtime if fields.update_mtime else now.st_mtime_ns,
+                    ),
+                )
+
+        await self._as_caller(ctx, change)
+        found = await trio.to_thread.run_sync(os.fstat, node.fd, limiter=self._threads)
+        return self._attributes(node, found)
+
+    # ---- extended attributes ----
+
+    @handler
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+        node = self._backing(inode)
+        if node is None:
+            await super().setxattr(inode, name, value, ctx)
+            return
+        self._changeable(node)
+        await self._as_caller(ctx, lambda: os.setxattr(node.link, name, value))
+
+    @handler
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        node = self._backing(inode)
+        if node is None:
+            return await super().getxattr(inode, name, ctx)
+        return await self._as_caller(ctx, lambda: os.getxattr(node.link, name))
+
+    @handler
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        node = self._backing(inode)
+        if node is None:
+            return await super().listxattr(inode, ctx)
+        return [os.fsencode(name) for name in await self._as_caller(ctx, lambda: os.listxattr(node.link))]
+
+    @handler
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        node = self._backing(inode)
+        if node is None:
+            await super().removexattr(inode, name, ctx)
+            return
+        self._changeable(node)
+        await self._as_caller(ctx, lambda: os.removexattr(node.link, name))
+
+    # ---- open files ----
+
+    @handler
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        node = self._backing(inode)
+        if node is None:
+            return await super().open(inode, flags, ctx)
+        if flags & _CHANGES:
+            self._changeable(node)
+        uid = ctx.uid
+
+        def open_it() -> int:
+            fd = os.open(node.link, flags & ~_NOT_HANDED_ON | os.O_CLOEXEC)
+            try:
+                # The engine writes as root, for whom the host would leave them.
+                mode = os.fstat(fd).st_mode
+                if flags & _CHANGES and uid != 0 and mode & _SET_ID:
+                    self._drop_set_id(fd, mode)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+
+        fd = await self._as_caller(ctx, open_it)
+        try:
+            return self._opened(inode, fd, flags)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @staticmethod
+    def _change_mode(node: BackingNode, wanted: int) -> None:
+        """chmod(2) as the caller; but where set-id bits alone go, that is the kernel, after a write or a truncation.
+
+        (Had he asked for it himself, the kernel would have made sure that he is the owner.)
+        """
+        now = stat.S_IMODE(os.fstat(node.fd).st_mode)
+        if wanted == now:
+            return
+        if wanted | (now & _SET_ID) == now:
+            with _daemons_rights():
+                os.chmod(node.link, wanted)
+        else:
+            os.chmod(node.link, wanted)
+
+    @staticmethod
+    def _drop_set_id(fd: int, mode: int) -> None:
+        """Before the first write by a plain user, who may not be the owner."""
+        mode &= ~stat.S_ISUID
+        if mode & stat.S_IXGRP:
+            mode &= ~stat.S_ISGID
+        with _daemons_rights():
+            os.fchmod(fd, stat.S_IMODE(mode))
+
+    def _opened(self, ino: int, fd: int, flags: int) -> pyfuse3.FileInfo:
+        """The handle of an open file, which takes the descriptor over: the engine's, so that it moves the bytes."""
+        native = getattr(self._table, "backing_file_open", None)
+        if native is not None:
+            handle: int = native(ino, fd, flags & ~_NOT_HANDED_ON)
+            os.close(fd)  # it has opened its own
+        else:
+            handle = self._take_handle()
+            self._open_files[handle] = fd
+        return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
+
+    @handler
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        fd = self._open_files.get(fh)
+        if fd is None:
+            return await super().read(fh, off, size)
+        return await trio.to_thread.run_sync(os.pread, fd, size, off, limiter=self._threads)
+
+    @handler
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        fd = self._open_files.get(fh)
+        if fd is None:
+            return await super().write(fh, off, buf)
+        return await trio.to_thread.run_sync(os.pwrite, fd, bytes(buf), off, limiter=self._threads)
+
+    @handler
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        fd = self._open_files.get(fh)
+        if fd is None:
+            await super().fsync(fh, datasync)
+            return
+        await trio.to_thread.run_sync(os.fdatasync if datasync else os.fsync, fd, limiter=self._threads)
+
+    @handler
+    async def release(self, fh: int) -> None:
+        fd = self._open_files.pop(fh, None)
+        if fd is None:
+            await super().release(fh)
+            return
+        await trio.to_thread.run_sync(os.close, fd, limiter=self._threads)
