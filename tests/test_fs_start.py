@@ -1,0 +1,125 @@
+"""A daemon that fails at any step of its start says so and leaves nothing; a signal at any step ends it cleanly."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpufs import mounting
+
+SECONDS = 40
+
+# Runs the daemon with one step replaced: {patch} is a statement that knows all the names below.
+PROGRAM = """
+import errno, os, signal, sys
+import pyfuse3
+from gpufs import daemon, engine, mounting, service
+
+def fail(*arguments, **named):
+    raise OSError(errno.ENOMEM, "planned failure")
+
+def crash(*arguments, **named):
+    raise RuntimeError("planned failure")
+
+async def crash_later(*arguments, **named):
+    raise RuntimeError("planned failure")
+
+def signalled(function):
+    def wrapped(*arguments, **named):
+        result = function(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+    return wrapped
+
+{patch}
+sys.exit(daemon.main(["--answer-fd", "1", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def mountpoint() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="gpufs-tests-start-", dir="/tmp") as directory:
+        yield directory
+        if mounting.entry_of(directory) is not None:
+            mounting.unmount(directory, lazy=True)
+
+
+def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], str]:
+    """The exit code, the answers and the standard error of a daemon that is expected to end by itself."""
+    request = {
+        "mountpoint": mountpoint,
+        "source": "gpufs",
+        "config": {"driver": "host", "devices": 1, "memory": 64 << 20},
+        "foreground": False,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(patch=patch), mountpoint],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            said, complaints = process.communicate(json.dumps(request), timeout=SECONDS)
+        finally:
+            process.kill()
+    assert not list(Path("/run/gpufs").glob(f"{process.pid}-*")), "its socket is left"
+    return process.returncode, [json.loads(line) for line in said.splitlines()], complaints
+
+
+STEPS = {
+    "engine": "engine.Engine = fail",
+    "io": "engine.io_configure = fail",
+    "relay": "engine.relay_pair = crash",
+    "mount": "mounting.mount = fail",
+    "mountinfo": "mounting.entry_of = lambda path: None",
+    "data plane": "engine.Mount = crash",
+    "tree": "daemon.Tree = crash",
+    "operations": "daemon.Operations = fail",
+    "pyfuse3": "pyfuse3.init = crash",
+    "threads": "engine.Mount.start = fail",
+    "main loop": "pyfuse3.main = crash_later",
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failure_at_any_step_leaves_nothing(mountpoint: str, step: str) -> None:
+    code, answers, said = start(mountpoint, STEPS[step])
+    assert code == 1, said
+    # The main loop may fail after the mount has answered; until then there is one answer, with the reason.
+    assert len(answers) == 1 or step == "main loop"
+    if answers and not answers[0].get("ok"):
+        assert answers[0]["error"]
+        assert "\n" not in str(answers[0]["message"])
+    assert mounting.entry_of(mountpoint) is None
+
+
+@pytest.mark.parametrize(
+    "step", ["mounting.mount", "daemon.Tree", "daemon.Operations", "pyfuse3.init", "engine.Mount.start"]
+)
+def test_a_signal_during_the_start_unmounts(mountpoint: str, step: str) -> None:
+    code, _, said = start(mountpoint, f"{step} = signalled({step})")
+    assert code == 0, said
+    assert mounting.entry_of(mountpoint) is None
+
+
+def test_a_copy_service_that_fails_costs_no_mount(mountpoint: str) -> None:
+    patch = (
+        "service.serve = fail\n"
+        "old = daemon.Answer.give\n"
+        "def give(self, fields):\n"
+        "    given = old(self, fields)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return given\n"
+        "daemon.Answer.give = give"
+    )
+    code, answers, said = start(mountpoint, patch)
+    assert code == 0, said
+    assert answers[0]["ok"] is True
+    assert mounting.entry_of(mountpoint) is None
