@@ -209,6 +209,18 @@ class Mount(Handle):
             raise failure(status)
         return int(fh[0])
 
+    def backing_file_open(self, ino: int, fd: int) -> int:
+        """Opens a file of the host below backing/ by a descriptor, which stays the caller's.
+
+        The result is pyfuse3's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
+        not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
+        """
+        fh = ffi.new(_FH)
+        status = lib.gpufs_backing_file_open(self._handle, ino, fd, fh)
+        if status.error:
+            raise failure(status)
+        return int(fh[0])
+
     def file_release(self, fh: int) -> None:
         """The answer to RELEASE. EngineError EBADF for an unknown file handle."""
         status = lib.gpufs_file_release(self._handle, fh)

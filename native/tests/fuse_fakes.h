@@ -260,7 +260,7 @@ class FakeBuffer : public Buffer {
     return done;
   }
   Result<DeviceAddress> pin_address(std::uint64_t) override { return unused(); }
-  Result<UniqueFd> export_descriptor() override { return unused(); }
+  Result<std::vector<ExportedMemory>> export_memory() override { return unused(); }
 
   std::atomic<bool> first_chunk_free{false};  // copy_from() copies one chunk before it comes to the gate
   std::size_t piece_bytes = 100'000;

@@ -13,6 +13,7 @@
 #include "abi/barrier.h"
 #include "abi/engine.h"
 #include "abi/handles.h"
+#include "abi/transfers.h"
 #include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
@@ -137,6 +138,9 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     session.max_write = options->max_write;
     session.mask_flags = options->mask_flags;
     session.operations.attribute_timeout = options->attribute_timeout;
+    Result<std::shared_ptr<gpufs::TransferEngine>> transfers = gpufs::engine_transfers(*owner.value());
+    if (!transfers.ok()) return transfers.status();
+    session.transfers = transfers.take();
     Result<std::shared_ptr<Mount>> opened = Mount::open(*owner.value(), std::move(device), std::move(relay), session);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle =
@@ -244,10 +248,23 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
   });
 }
 
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh) {
+  return guarded([&]() -> Status {
+    if (fh == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    Result<std::uint64_t> opened = found.value()->session().backing_files().open(ino, fd);
+    if (opened.ok()) *fh = opened.value();
+    return opened.status();
+  });
+}
+
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
   return guarded([&]() -> Status {
     Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->table().release(fh) : found.status();
+    if (!found.ok()) return found.status();
+    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.value()->session().backing_files().release(fh);
+    return found.value()->table().release(fh);
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "fuse/backing_table.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
@@ -34,6 +35,9 @@ void amend_open(std::span<std::byte> message, std::size_t at, const InodeTable& 
   if (table.file(out.fh)) {
     // Whoever opens a buffer sees what is in it now: never the pages of an earlier opening.
     out.open_flags = kOpenNoFlush | (direct_io ? kOpenDirectIo | kOpenParallelDirectWrites : 0);
+  } else if (BackingTable::is_backing(out.fh)) {
+    // What others do to the host's file must show here at once.
+    out.open_flags = direct_io ? kOpenDirectIo | kOpenParallelDirectWrites : 0;
   } else {
     out.open_flags &= ~kOpenKeepCache;
   }

@@ -24,6 +24,7 @@ constexpr std::uint32_t kPage = 4096;
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kDefaultWorkers = 4;
+constexpr std::size_t kBackingWorkers = 8;  // they wait for disks rather than work
 constexpr std::size_t kLargestWorkers = 256;
 // FORGETs in one relayed message: the control plane works through a message without a pause.
 constexpr std::size_t kForgetsTogether = 1024;
@@ -80,6 +81,8 @@ Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay
   session->init_ = std::make_unique<InitNegotiation>(init);
   session->operations_ =
       std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics, options.operations);
+  session->backing_ = std::make_unique<BackingOperations>(table, options.transfers, session->cancellations_, statistics,
+                                                          kBackingWorkers);
   session->notifier_ = std::make_unique<Notifier>(*session->transport_, statistics);
   return session;
 }
@@ -105,6 +108,7 @@ void Session::close() {
   notifier_->stop();
   cancellations_.cancel_all();
   workers_->stop();
+  backing_->stop();
   transport_->stop();
   transport_->close();
   connection_ended();
@@ -126,6 +130,12 @@ std::string Session::statistics() const {
   json.number("limit", workers_->limit());
   json.number("running", workers_->running());
   json.number("queued", workers_->queued());
+  json.close();
+  json.open("backing_pool");
+  json.number("limit", backing_->workers().limit());
+  json.number("running", backing_->workers().running());
+  json.number("queued", backing_->workers().queued());
+  json.number("open_files", backing_->files().size());
   json.close();
   json.open("table");
   const InodeTable::Counts counts = table_.counts();
@@ -154,7 +164,8 @@ void Session::handle(Request& request) {
   }
   Responder responder(*transport_, statistics_, request.header.unique, request.header.opcode);
   if (request.header.opcode == FUSE_INIT) return handle_init(request, std::move(responder));
-  if (!operations_->serve(request, responder)) return relay_->forward(request, std::move(responder));
+  if (!backing_->serve(request, responder) && !operations_->serve(request, responder))
+    return relay_->forward(request, std::move(responder));
   statistics_.of(request.header.opcode).native.add();
 }
 
@@ -182,7 +193,7 @@ void Session::handle_interrupt(Request& request) {
   if (cancellations_.interrupt(in.unique)) {
     statistics_.interrupts_cancelled.add();
     // One that still waits for a worker is answered at once: the workers may be busy for long.
-    static_cast<void>(workers_->discard(in.unique));
+    if (!workers_->discard(in.unique)) static_cast<void>(backing_->discard(in.unique));
   } else {
     statistics_.interrupts_remembered.add();
   }
@@ -237,7 +248,8 @@ void Session::orphaned(Request& request, Responder& responder) {
   // The memory of a file that is closed after the control plane's end is given back all the same.
   fuse_release_in in{};
   if (request.header.opcode != FUSE_RELEASE || !read_struct(request.message, sizeof(fuse_in_header), &in)) return;
-  if (table_.release(in.fh).ok()) responder.ok();
+  const Status released = BackingTable::is_backing(in.fh) ? backing_->files().release(in.fh) : table_.release(in.fh);
+  if (released.ok()) responder.ok();
 }
 
 }  // namespace gpufs::fuse

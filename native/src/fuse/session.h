@@ -14,6 +14,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "fuse/backing_operations.h"
 #include "fuse/cancellation.h"
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
@@ -24,6 +25,7 @@
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 #include "fuse/worker_pool.h"
+#include "io/transfer.h"
 
 namespace gpufs::fuse {
 
@@ -36,6 +38,7 @@ struct SessionOptions {
   std::uint64_t mask_flags = 0;
   OperationOptions operations;
   PinHooks pin_hooks;
+  std::shared_ptr<TransferEngine> transfers;  // null: copies between buffers and files of the host are the kernel's
 };
 
 class Session : private RequestHandler, private RelayHandler {
@@ -60,6 +63,8 @@ class Session : private RequestHandler, private RelayHandler {
   Status invalidate_entry(std::uint64_t parent, std::string_view name) {
     return notifier_->invalidate_entry(parent, name);
   }
+  // The host's files that are open below backing/.
+  [[nodiscard]] BackingTable& backing_files() { return backing_->files(); }
   [[nodiscard]] std::string statistics() const;
 
  private:
@@ -88,6 +93,7 @@ class Session : private RequestHandler, private RelayHandler {
   Cancellations cancellations_;
   std::unique_ptr<InitNegotiation> init_;
   std::unique_ptr<Operations> operations_;
+  std::unique_ptr<BackingOperations> backing_;
   std::unique_ptr<Notifier> notifier_;
   std::unique_ptr<Relay> relay_;
 
