@@ -190,7 +190,7 @@ def test_fresh_memory_shows_nothing_of_what_was_there(small: GpufsMount) -> None
         (small.device / f"small{number}").write_bytes(b"\xbb" * 5000)
     for number in range(300):
         os.unlink(small.device / f"small{number}")
-    for number in range(300):
+    for number in range(60):
         fd = os.open(small.device / f"new{number}", os.O_RDWR | os.O_CREAT)
         os.pwrite(fd, b"x", 20_000)
         assert os.pread(fd, 30_000, 0) == bytes(20_000) + b"x"
@@ -207,8 +207,9 @@ def test_stores_into_a_mapping_on_a_full_device(small: GpufsMount) -> None:
         code = errno_of(area.flush) or errno_of(os.fsync, fd)
         assert code in (ENOSPC, errno.EIO)
         os.unlink(small.device / "large")
+        wait_until(lambda: free_bytes(small.device) > 8 * MIB, 10, "room again")
         area[5 * MIB] = 2
-        wait_until(lambda: errno_of(area.flush) == 0, 10, "room again")
+        area.flush()
     assert os.pread(fd, 1, 5 * MIB) == b"\2"
     os.close(fd)
 

@@ -1,4 +1,7 @@
-"""Older kernels: what a mount does without the INIT flags that they do not offer. A knob masks them here."""
+"""Older kernels, which lack INIT flags (a knob masks them here), and the knobs that change how the mount works.
+
+Whatever the kernel offers and the knobs say, files behave alike; only the speed differs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import linux
 from support.data import GRANULE, MIB, assert_same, noise, read_all
-from support.mounting import REPOSITORY, Mounter
+from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import run, start_children, wait_children
 
 pytestmark = [pytest.mark.driver, pytest.mark.timeout(120)]
@@ -29,9 +32,31 @@ KERNELS = {
 }
 
 
+KNOBS = {
+    "one reader": "--reader-threads 1",
+    "many readers": "--reader-threads 16",
+    "one worker": "--worker-threads 1",
+    "small requests": "--max-write 4K",
+    "large requests": "--max-write 16M",
+    "nothing kept": "--attribute-timeout 0 --entry-timeout 0",
+    "kept for long": "--attribute-timeout 1h --entry-timeout 1h",
+    "no slabs": "--slab-file-bytes 0",
+    "large slab files": "--slab-file-bytes 1M",
+}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_mount_without(mount: Mounter, kernel: str) -> None:
-    mounted = mount("--mask-flags", hex(KERNELS[kernel]), devices=2, memory=256 * MIB)
+def test_a_mount_on(mount: Mounter, kernel: str) -> None:
+    use(mount("--mask-flags", hex(KERNELS[kernel]), devices=2, memory=256 * MIB))
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+def test_a_mount_with(mount: Mounter, knobs: str) -> None:
+    use(mount(*KNOBS[knobs].split(), devices=2, memory=256 * MIB))
+
+
+def use(mounted: GpufsMount) -> None:
+    """Every way to move bytes once, and names; then unmounts."""
     file = mounted.device / "file"
     data = bytearray(noise(9 * MIB + 13))
     file.write_bytes(data)
@@ -84,7 +109,7 @@ def test_a_mount_without(mount: Mounter, kernel: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kernel", ["no direct mappings", "linux 6.1", "no large requests"])
-def test_the_contract_without(kernel: str) -> None:
+def test_the_contract_on(kernel: str) -> None:
     """The whole contract, in a pytest of its own whose mounts have the flags masked."""
     tests = [str(path) for path in sorted(Path(__file__).parent.glob("test_contract_*.py"))]
     words = ["-q", "-x", "-p", "no:cacheprovider", f"--mount-option=--mask-flags={KERNELS[kernel]:#x}"]
