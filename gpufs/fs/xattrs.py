@@ -83,10 +83,9 @@ class ExtendedAttributes:
 
 
 def _check_namespace(name: bytes, *, root: bool) -> None:
-    if name.startswith(b"user.") and len(name) > len(b"user."):
-        return
-    if name.startswith(b"trusted.") and len(name) > len(b"trusted."):
-        if not root:
-            raise error(errno.EPERM)
-        return
-    raise error(errno.EOPNOTSUPP)
+    if not name.startswith((b"user.", b"trusted.")):
+        raise error(errno.EOPNOTSUPP)
+    if name in (b"user.", b"trusted."):
+        raise error(errno.EINVAL)
+    if name.startswith(b"trusted.") and not root:
+        raise error(errno.EPERM)
