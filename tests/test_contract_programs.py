@@ -316,6 +316,8 @@ with shelve.open(str(root / "shelf")) as s:
 @pytest.mark.parametrize("engine", ["psync", "libaio", "mmap", "io_uring"])
 @pytest.mark.driver
 def test_fio_verifies(root: Path, reference: Path, engine: str) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
     options = [
         "--size=16M",
         "--bsrange=512-256k",

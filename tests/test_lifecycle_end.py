@@ -335,10 +335,11 @@ def work_on(mounted: GpufsMount, round_: int) -> None:
     run("rm", "-r", base)
 
 
-def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter) -> None:
+def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter, driver: str) -> None:
     mounted = mount()
     for round_ in range(20):
         work_on(mounted, round_)
+    empty = os.statvfs(mounted.device)
     wait_until(lambda: Snapshot.of(mounted.pid).memfds <= 2, 10, "the memory files of removed files to be closed")
     before = Snapshot.of(mounted.pid)
     for round_ in range(60):
@@ -353,7 +354,10 @@ def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter) -> None:
     assert after.threads <= before.threads + 2  # pools start their threads as they are needed
     assert after.resident_bytes <= before.resident_bytes + 12 * MIB, (before, after)
     free = os.statvfs(mounted.device)
-    assert free.f_bfree == free.f_blocks
+    # A GPU's own runtime takes some of its memory, and more of it with its first use.
+    assert (
+        free.f_bfree == free.f_blocks if driver == "host" else free.f_bfree + 64 * MIB // free.f_frsize > empty.f_bfree
+    )
     mounted.unmount()
 
 

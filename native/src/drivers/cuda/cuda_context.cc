@@ -5,6 +5,7 @@
 #include <cctype>
 #include <cerrno>
 #include <fstream>
+#include <utility>
 
 #include "base/log.h"
 
@@ -103,8 +104,10 @@ Context::~Context() {
 
 Status Context::check(CuResult code, const char* call, Purpose purpose) {
   if (code == kCuSuccess) return {};
-  Status status{errno_of(code, purpose),
-                "gpu " + std::to_string(info_.index) + ": " + call + ": " + library_->describe(code), code};
+  std::string text = "gpu " + std::to_string(info_.index) + ": " + call + ": " + library_->describe(code);
+  const int error = errno_of(code, purpose);
+  if (error == ENOSPC) text = "No space left on device (" + text + ")";
+  Status status{error, std::move(text), code};
   if (is_fatal(code)) fail(status);
   return status;
 }
@@ -129,8 +132,8 @@ Status Context::take(std::uint64_t bytes) {
   std::uint64_t taken = taken_.load(std::memory_order_relaxed);
   do {
     if (cap_ != 0 && (taken > cap_ || bytes > cap_ - taken)) {
-      return {ENOSPC, "gpu " + std::to_string(info_.index) + ": " + std::to_string(bytes) +
-                          " more bytes would exceed the cap of " + std::to_string(cap_)};
+      return {ENOSPC, "No space left on device (gpu " + std::to_string(info_.index) + ": " + std::to_string(bytes) +
+                          " more bytes would exceed the cap of " + std::to_string(cap_) + ")"};
     }
   } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
   return {};

@@ -234,7 +234,7 @@ Status VirtualMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
   if (status.ok()) status = zero(offset, bytes);
   if (!status.ok()) {
     for (const auto& piece : fresh) static_cast<void>(current_->hide(piece.first));
-    return status.with_context("populating " + std::to_string(bytes) + " bytes");
+    return status;
   }
   pieces_.merge(fresh);
   mark(offset, bytes, true);
