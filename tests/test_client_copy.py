@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.copying import MIB, FakeMount, wait_until
+from support.processes import NOBODY, in_child
 
 from gpufs import client
 from gpufs.cli import _copying, run
@@ -498,3 +499,18 @@ def test_cp_ignores_nothing_of_an_interrupt_between_files(fake: FakeMount) -> No
     assert child.returncode == -signal.SIGTERM
     assert len(list((fake.folder / "tree").iterdir())) < 50
     wait_until(fake.quiet)
+
+
+def test_a_destination_that_may_be_written_but_not_read(fake: FakeMount) -> None:
+    source, target = fake.file("source", bytes(BIG), fake.folder), fake.file("target", b"old")
+    target.chmod(0o222)
+
+    def store() -> str:
+        with client.Copier() as copier:
+            copier._mounts = {fake.device: [fake.mount_point()]}
+            return copier.copy_file(str(source), str(target), progress=None).method
+
+    # The service is the test's own user's: root's daemon, so that nobody may use it.
+    os.chmod(fake.socket, 0o666)
+    assert in_child(store, uid=NOBODY, gid=NOBODY) == "transfer"
+    assert target.read_bytes() == bytes(BIG)

@@ -192,7 +192,9 @@ class Copier:
         source_fd, before = _open_source(source)
         with _Closing(source_fd, quiet=True):
             self._refuse_host_to_host(source, destination, before)
-            destination_fd, created = _open_destination(destination, before)
+            destination_fd, created = _open_destination(
+                destination, before, store=self.mount_of(before.st_dev) is not None
+            )
             with _Closing(destination_fd) as closing:
                 moved = _Moved(total=_size_of(source_fd, before))
                 one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
@@ -494,14 +496,19 @@ def _size_of(fd: int, status: os.stat_result) -> int:
     return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
 
 
-def _open_destination(path: str, source: os.stat_result) -> tuple[int, bool]:
-    """Open for writing and empty; True if it was not there before."""
+def _open_destination(path: str, source: os.stat_result, *, store: bool) -> tuple[int, bool]:
+    """Open for writing and empty; True if it was not there before.
+
+    Where it may be, and for a store, open for reading too: the engine can then write through a mapping, which several
+    threads can do at once.
+    """
+    access = os.O_RDWR if store else os.O_WRONLY
     try:
-        for _ in range(3):
+        for _ in range(4):
             try:
                 there = os.stat(path)
             except FileNotFoundError:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
+                flags = access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
                 try:
                     return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
                 except FileExistsError:
@@ -510,9 +517,13 @@ def _open_destination(path: str, source: os.stat_result) -> tuple[int, bool]:
                     continue  # somebody else has just made it
             _check_destination(path, there, source)
             try:
-                return os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
+                return os.open(path, access | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
             except FileNotFoundError:
                 continue  # somebody else has just removed it
+            except PermissionError:
+                if access == os.O_WRONLY:
+                    raise
+                access = os.O_WRONLY  # he may write but not read
     except CopyError:
         raise
     except OSError as error:
