@@ -97,7 +97,8 @@ TEST_P(DeviceContextTest, EveryCallbackOnceAlsoAroundShutdown) {
                           [&](const Status& outcome) {
                             ++callbacks;
                             if (outcome.error() == ESHUTDOWN) ++refused;
-                            if (outcome.error() == EIO) throw std::runtime_error("callbacks may not, but must not kill");
+                            if (outcome.error() == EIO)
+                              throw std::runtime_error("callbacks may not, but must not kill");
                           });
         }
       });
