@@ -433,7 +433,8 @@ TEST_F(BufferTest, SmallFilesMoveOutWhenTheyGrow) {
   for (const std::uint64_t step : {100U, 500U, 4000U, 60'936U, 1U, 100'000U}) {
     write(*buffer, done, std::span(data).subspan(done, step));
     done += step;
-    ASSERT_EQ(contents(*buffer), std::vector<std::byte>(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(done)));
+    ASSERT_EQ(contents(*buffer),
+              std::vector<std::byte>(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(done)));
     ASSERT_EQ(buffer->bytes_held(), done <= 65536 ? std::bit_ceil(std::max<std::uint64_t>(done, 512)) : kGranule);
   }
   EXPECT_EQ(used(), kGranule);
