@@ -195,8 +195,8 @@ TEST_F(HostDriverTest, LimitsOfTheProcessAreAFullDevice) {
 
 TEST_F(HostDriverTest, SignalsDoNotDisturbPopulate) {
   open(256 * kMiB);
-  struct sigaction action{};
-  struct sigaction before{};
+  struct sigaction action {};
+  struct sigaction before {};
   action.sa_handler = [](int) {};
   ASSERT_EQ(::sigaction(SIGUSR2, &action, &before), 0);
   const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
