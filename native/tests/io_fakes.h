@@ -319,6 +319,7 @@ class PlannedFileOps : public FileOps {
       std::function<bool(int fd, const void* memory, std::size_t bytes, std::uint64_t offset, ssize_t* result)>;
   ReadHook on_read;
   WriteHook on_write;
+  std::atomic<int> page_writes{0};
   std::function<int(bool)> on_sync;  // data only?
   std::function<int(int, std::uint64_t, std::uint64_t)> on_allocate;
   std::function<int(std::uint64_t*)> on_size;
@@ -333,6 +334,12 @@ class PlannedFileOps : public FileOps {
     ssize_t result = 0;
     if (on_write && on_write(fd, source, bytes, offset, &result)) return result;
     return FileOps::system().write_at(fd, source, bytes, offset);
+  }
+  ssize_t write_pages_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
+    ++page_writes;
+    ssize_t result = 0;
+    if (on_write && on_write(fd, source, bytes, offset, &result)) return result;
+    return FileOps::system().write_pages_at(fd, source, bytes, offset);
   }
   int sync(int fd, bool data_only) override {
     return on_sync ? on_sync(data_only) : FileOps::system().sync(fd, data_only);

@@ -358,6 +358,55 @@ TEST_P(Paths, TmpfsIsNeverReadDirect) {
   EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kFileSystem), 1U);
 }
 
+TEST_P(Paths, StoreToTmpfsWritesPagesSideBySide) {
+  Rig rig(GetParam(), Rig::small_options(), "/dev/shm");
+  auto data = pattern(4 * kMiB + 1234);
+  rig.make_buffer(16 * kMiB);
+  rig.buffer->fill(data);
+  const auto old = pattern(kMiB, 8);
+  rig.make_file(old);
+  timespec long_ago[2] = {{1000, 0}, {1000, 0}};
+  ASSERT_EQ(::futimens(rig.fd(), long_ago), 0);
+  TransferRequest wanted = rig.store();
+  wanted.file_offset = 777;
+  ASSERT_TRUE(rig.finish(wanted).status.ok());
+  EXPECT_GE(rig.operations.page_writes, 16);
+  data.insert(data.begin(), old.begin(), old.begin() + 777);
+  EXPECT_EQ(rig.file_contents(), data);
+  struct stat status = {};
+  ASSERT_EQ(::fstat(rig.fd(), &status), 0);
+  EXPECT_GT(status.st_mtime, 1000);
+
+  // A file that is cut off meanwhile is extended again, as by any other write.
+  rig.operations.on_write = [&](int, const void*, std::size_t, std::uint64_t offset, ssize_t*) {
+    if (offset > 2 * kMiB) {
+      EXPECT_EQ(::ftruncate(rig.fd(), static_cast<off_t>(kMiB)), 0);
+    }
+    return false;
+  };
+  wanted.file_offset = 4096 + 777;
+  const TransferProgress cut = rig.finish(wanted);
+  EXPECT_TRUE(cut.status.ok()) << cut.status.message();
+  EXPECT_EQ(rig.file_size(), 4096 + 777 + 4 * kMiB + 1234);
+}
+
+TEST_P(Paths, FullTmpfsOnStore) {
+  Rig rig(GetParam(), Rig::small_options(), "/dev/shm");
+  rig.make_buffer(16 * kMiB);
+  rig.buffer->fill(pattern(4 * kMiB));
+  rig.open_file();
+  rig.operations.on_write = [&](int fd, const void* memory, std::size_t bytes, std::uint64_t offset, ssize_t* result) {
+    if (offset + bytes <= 2 * kMiB) return false;
+    errno = ENOSPC;
+    *result = offset >= 2 * kMiB ? -1 : ::pwrite(fd, memory, 2 * kMiB - offset, static_cast<off_t>(offset));
+    return true;
+  };
+  const TransferProgress done = rig.finish(rig.store());
+  EXPECT_EQ(done.status.error(), ENOSPC);
+  EXPECT_EQ(done.prefix, 2 * kMiB);
+  EXPECT_EQ(rig.file_size(), 2 * kMiB);
+}
+
 TEST_P(Paths, HolesAreNotReadFromTheDevice) {
   for (const bool sparse : {true, false}) {
     Rig rig(GetParam(), without_fastpath());

@@ -104,6 +104,16 @@ Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t byte
   return moved;
 }
 
+Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  const ssize_t count =
+      file.operations().write_pages_at(file.buffered_fd(), source, static_cast<std::size_t>(bytes), offset);
+  const std::uint64_t done = count > 0 ? static_cast<std::uint64_t>(count) : 0;
+  if (done == bytes) return Moved{bytes, Status{}};
+  Moved rest = write_buffered(file, source + done, bytes - done, offset + done);
+  rest.bytes += done;
+  return rest;
+}
+
 Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, bool sparse, std::uint64_t* holed) {
   *holed = 0;
   if (sparse) {

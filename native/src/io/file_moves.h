@@ -25,6 +25,10 @@ bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t byte
 // Writes by O_DIRECT what is aligned and the edges through the page cache.
 Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
+// Through the pages of a file in memory, which several threads can do at once; what does not go that way, and why it
+// did not, is write_buffered()'s.
+Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
+
 // Makes a range read as zeros: a hole where `sparse` and the file system can, zeros that are written elsewhere.
 // holed: bytes for which no zeros were written.
 Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, bool sparse, std::uint64_t* holed);

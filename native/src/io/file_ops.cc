@@ -6,10 +6,12 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
 #include <vector>
 
 #include "base/math.h"
@@ -45,6 +47,20 @@ class SystemFileOps final : public FileOps {
   }
   ssize_t write_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
     return ::pwrite(fd, source, bytes, static_cast<off_t>(offset));
+  }
+  ssize_t write_pages_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
+    const std::uint64_t start = round_down(offset, page_bytes());
+    const std::uint64_t lead = offset - start;
+    const std::size_t length = static_cast<std::size_t>(lead) + bytes;
+    void* const mapping = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(start));
+    if (mapping == MAP_FAILED) return -1;
+    const iovec from{const_cast<void*>(source), bytes};
+    const iovec to{static_cast<std::byte*>(mapping) + lead, bytes};
+    const ssize_t count = ::process_vm_writev(::getpid(), &from, 1, &to, 1, 0);
+    const int error = errno;
+    ::munmap(mapping, length);
+    errno = error;
+    return count;
   }
   int sync(int fd, bool data_only) override { return data_only ? ::fdatasync(fd) : ::fsync(fd); }
   int truncate(int fd, std::uint64_t size) override { return ::ftruncate(fd, static_cast<off_t>(size)); }

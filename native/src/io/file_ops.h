@@ -16,6 +16,10 @@ class FileOps {
   virtual ~FileOps() = default;
   virtual ssize_t read_at(int fd, void* destination, std::size_t bytes, std::uint64_t offset) = 0;
   virtual ssize_t write_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) = 0;
+  // As write_at, without the file's own lock, which keeps writers of one file in memory apart: the range's pages are
+  // written through a mapping, by the kernel, so that a file that is cut off meanwhile gives an error and no signal.
+  // The file must reach to the range's end, be open for both, and is not marked as modified.
+  virtual ssize_t write_pages_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) = 0;
   virtual int sync(int fd, bool data_only) = 0;
   virtual int truncate(int fd, std::uint64_t size) = 0;
   virtual int allocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) = 0;

@@ -267,8 +267,9 @@ class Session {
   }
 
   Moved write_out(const std::byte* memory, std::uint64_t bytes, std::uint64_t offset, bool direct) {
-    const Moved moved =
-        direct ? write_split(file_, memory, bytes, offset) : write_buffered(file_, memory, bytes, offset);
+    const Moved moved = direct            ? write_split(file_, memory, bytes, offset)
+                        : job_.by_pages() ? write_pages(file_, memory, bytes, offset)
+                                          : write_buffered(file_, memory, bytes, offset);
     count_way(direct, moved.bytes);
     return moved;
   }

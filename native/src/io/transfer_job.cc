@@ -210,11 +210,18 @@ Result<std::uint64_t> TransferJob::extent() {
   return total;
 }
 
-// Room for a store by O_DIRECT, so that pieces written out of order do not wait for each other at the file's end, and
+// The size for a store to a file in memory, whose pages several threads can then write at once; and room for a store by
+// O_DIRECT, so that pieces written out of order do not wait for each other at the file's end, and
 // a full disk is found before the work. What is cached anyway gains nothing from it.
 Status TransferJob::preallocate(std::uint64_t total, const Plan& plan) {
   BackingFile& backing = file();
   const std::uint64_t end = request_.file_offset + total;
+  if (backing.facts().always_hot && backing.facts().readable && end > original_file_size_ &&
+      total > options().chunk_bytes) {
+    by_pages_ = backing.operations().truncate(backing.buffered_fd(), end) == 0;
+    if (by_pages_) preallocated_end_ = end;
+    return {};
+  }
   if (backing.facts().block_device || backing.facts().may_hang || backing.direct_fd() < 0) return {};
   if (options().direct == Switch::kOff && std::none_of(plan.begin(), plan.end(), by_fastpath)) return {};
   if (end <= original_file_size_ || total <= options().chunk_bytes) return {};
@@ -493,7 +500,9 @@ Status TransferJob::finish_store(std::uint64_t reached, std::uint64_t touched) {
   // A size that we cannot have caused is somebody else's.
   const bool too_long = size > wanted_size && size <= highest;
   const bool too_short = reached > 0 && size < end;
-  if (!too_long && !too_short) return {};
+  // Written pages leave the time of modification as it was; setting the size sets it.
+  const bool unmarked = by_pages_ && reached > 0 && size == wanted_size;
+  if (!too_long && !too_short && !unmarked) return {};
   while (backing.operations().truncate(backing.buffered_fd(), wanted_size) != 0) {
     if (errno != EINTR) return Status::from_errno(errno, "setting the backing file's size");
   }

@@ -78,6 +78,8 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   [[nodiscard]] DirectFile* direct_file() const { return direct_file_; }
   [[nodiscard]] const std::atomic<bool>& cancelled() const { return cancelled_; }
   [[nodiscard]] bool pagecache() const { return pagecache_.load(std::memory_order_relaxed); }
+  // A store that may write the file's pages side by side.
+  [[nodiscard]] bool by_pages() const { return by_pages_; }
   void give_up_pagecache() { pagecache_.store(false, std::memory_order_relaxed); }
   // Session: how much there is to move.
   [[nodiscard]] std::uint64_t total() const { return total_; }
@@ -121,6 +123,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   DirectFile* direct_file_ = nullptr;
   std::uint64_t original_file_size_ = 0;
   std::uint64_t preallocated_end_ = 0;
+  bool by_pages_ = false;
 
   std::atomic<bool> cancelled_{false};
   std::atomic<int> wanted_{1};
