@@ -456,7 +456,7 @@ def measure_others(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
     size, pinned_in = args.size, "pinned copies, in"
     bench.section("Other libraries")
     warm_cache(path)
-    kvikio = module(bench, "kvikio")
+    kvikio = module(bench, "kvikio.defaults")
     cupy = module(bench, "cupy")
     if kvikio is not None and cupy is not None:
         array = cupy.empty(size, dtype=cupy.uint8)
