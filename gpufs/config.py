@@ -224,8 +224,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         BACKINGS,
         None,
         "",
-        "A directory of the host to show below backing/NAME, so that plain cp between it and a device is a transfer of "
-        "the engine. May be given several times.",
+        "A directory of the host to show below backing/NAME. May be given several times.",
         default_text="none",
     ),
     Knob("foreground", BOOLEAN, False, "", "Stay in the foreground and log to standard error."),

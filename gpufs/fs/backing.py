@@ -169,7 +169,7 @@ class BackingOperations(Operations):
         self._known: dict[tuple[str, int, int], BackingNode] = {}
         self._listings: dict[int, list[tuple[bytes, int]]] = {}
         self._listed: dict[int, BackingNode] = {}
-        self._open_files: dict[int, int] = {}  # handle: descriptor, of files that the engine does not serve
+        self._open_files: dict[int, int] = {}  # handle: descriptor
         self._shown = Directory(tree._take_ino(), -1)
         self._shown.fixed = True
         tree._place(tree.root, DIRECTORY_NAME, self._shown, 0o555, uid, gid)
@@ -319,7 +319,7 @@ class BackingOperations(Operations):
         fd, path_fd, found = await self._as_caller(ctx, make)
         try:
             reply = self._adopt(path_fd, found, parent)
-            return self._opened(reply.st_ino, fd, flags), reply
+            return self._opened(fd), reply
         except BaseException:
             os.close(fd)
             raise
@@ -598,7 +598,7 @@ class BackingOperations(Operations):
 
         fd = await self._as_caller(ctx, open_it)
         try:
-            return self._opened(inode, fd, flags)
+            return self._opened(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -627,15 +627,10 @@ class BackingOperations(Operations):
         with _daemons_rights():
             os.fchmod(fd, stat.S_IMODE(mode))
 
-    def _opened(self, ino: int, fd: int, flags: int) -> pyfuse3.FileInfo:
-        """The handle of an open file, which takes the descriptor over: the engine's, so that it moves the bytes."""
-        native = getattr(self._table, "backing_file_open", None)
-        if native is not None:
-            handle: int = native(ino, fd, flags & ~_NOT_HANDED_ON)
-            os.close(fd)  # it has opened its own
-        else:
-            handle = self._take_handle()
-            self._open_files[handle] = fd
+    def _opened(self, fd: int) -> pyfuse3.FileInfo:
+        """The handle of an open file, which takes the descriptor over."""
+        handle = self._take_handle()
+        self._open_files[handle] = fd
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     @handler
