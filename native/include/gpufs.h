@@ -174,10 +174,10 @@ gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
  * flags: as open(2); O_TRUNC empties it. Bit 62 of *fh is set: handles of Python's own must not have it. */
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh);
 /* Opens a regular file or block device of the host below backing/ by a descriptor, which stays the caller's and whose
- * mode and O_APPEND count: *fh goes into pyfuse3's FileInfo. Natively answered like those of buffers: READ, WRITE, LSEEK,
- * FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of *fh is set:
- * handles of Python's own must not have it. May block; fails as gpufs_backing_open() does. */
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t *fh);
+ * mode and O_APPEND count: *fh goes into pyfuse3's FileInfo. Natively answered like those of buffers: READ, WRITE,
+ * LSEEK, FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of
+ * *fh is set: handles of Python's own must not have it. May block; fails as gpufs_backing_open() does. */
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh);
 /* The answer to RELEASE. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 
