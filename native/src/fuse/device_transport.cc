@@ -24,10 +24,11 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kTick = 1ms;
-constexpr unsigned kGrowTicks = 2;     // requests waiting so often in a row call for another reader
-constexpr unsigned kShrinkTicks = 50;  // a reader not needed for so long is sent to sleep
-constexpr unsigned kSleepTicks = 200;  // without a request for so long the watcher sleeps, too
-constexpr auto kKickInterval = 5ms;    // between two attempts to get a reader out of read()
+constexpr unsigned kGrowTicks = 3;             // requests waiting so often in a row call for another reader
+constexpr unsigned kShrinkTicks = 50;          // a reader not needed for so long is sent to sleep
+constexpr unsigned kSleepTicks = 200;          // without a request for so long the watcher sleeps, too
+constexpr auto kKickInterval = 5ms;            // between two attempts to get a reader out of read()
+constexpr std::size_t kBulkBytes = 64 * 1024;  // a message whose copying takes longer than waking somebody
 constexpr std::size_t kMinimumReaders = 4;
 constexpr std::size_t kMaximumReaders = 64;
 
@@ -159,6 +160,7 @@ void DeviceTransport::park_if_surplus(Reader& reader) {
     --active_;
     parked_.push_back(&reader);
   }
+  if (std::exchange(reader.bulk, false)) busy_.fetch_sub(kBulk, std::memory_order_relaxed);
   reader.wake.acquire();  // by allow_one_more(), which has counted this reader as active again, or stop()
 }
 
@@ -190,8 +192,9 @@ bool DeviceTransport::read_one(Reader& reader) {
 }
 
 bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
-  const std::size_t busy = busy_.fetch_add(1, std::memory_order_relaxed) + 1;
-  if (busy > busy_peak_.load(std::memory_order_relaxed)) busy_peak_.store(busy, std::memory_order_relaxed);
+  const std::uint64_t before = busy_.fetch_add(kServing - (reader.bulk ? kBulk : 0), std::memory_order_relaxed);
+  const std::uint64_t serving = before % kBulk + kServing;
+  if (serving > busy_peak_.load(std::memory_order_relaxed)) busy_peak_.store(serving, std::memory_order_relaxed);
   // In one total order with the watcher's own pair (sets the flag, then looks at the count): one of the two sees the
   // other, so the watcher never sleeps through a request that could hold up the only reader.
   served_.fetch_add(1);
@@ -217,7 +220,8 @@ bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
       log_error(std::string("serving ") + opcode_name(request.header.opcode) + " failed: " + failure.what());
     }
   }
-  busy_.fetch_sub(1, std::memory_order_relaxed);
+  reader.bulk = bytes >= kBulkBytes;
+  busy_.fetch_add((reader.bulk ? kBulk : 0) - kServing, std::memory_order_relaxed);
   return true;
 }
 
@@ -268,13 +272,14 @@ bool DeviceTransport::watch_tick() {
   statistics_.watcher_ticks.add();
   const std::uint64_t served = served_.load();
   const std::size_t allowed = allowed_.load();
-  const std::size_t busy = busy_.load(std::memory_order_relaxed);
-  idle_ticks_ = served == seen_served_ && busy == 0 ? idle_ticks_ + 1 : 0;
+  const std::uint64_t busy = busy_.load(std::memory_order_relaxed);
+  const std::uint64_t serving = busy % kBulk;
+  idle_ticks_ = served == seen_served_ && serving == 0 ? idle_ticks_ + 1 : 0;
   seen_served_ = served;
   if (!ready_.load()) return true;
 
   bool backlog = false;
-  if (busy >= allowed && allowed < reader_limit_) {
+  if (serving + busy / kBulk >= allowed && allowed < reader_limit_) {
     pollfd waiting{device_.get(), POLLIN, 0};
     backlog = ::poll(&waiting, 1, 0) == 1 && (waiting.revents & POLLIN) != 0;
   }
@@ -290,7 +295,7 @@ bool DeviceTransport::watch_tick() {
     return true;
   }
 
-  window_peak_ = std::max({window_peak_, busy_peak_.exchange(busy, std::memory_order_relaxed), busy});
+  window_peak_ = std::max({window_peak_, busy_peak_.exchange(serving, std::memory_order_relaxed), serving});
   if (++window_ticks_ >= kShrinkTicks) {
     if (allowed > 1 && window_peak_ < allowed) {
       statistics_.reader_shrunk.add();

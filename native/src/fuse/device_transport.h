@@ -55,6 +55,7 @@ class DeviceTransport : public Transport {
     std::counting_semaphore<4> wake{0};  // released by allow_one_more(), and once more by stop()
     std::atomic<bool> finished{false};
     std::thread thread;
+    bool bulk = false;  // its last message was large; used by its thread alone
   };
 
   Status spawn_reader();
@@ -84,9 +85,13 @@ class DeviceTransport : public Transport {
 
   // Written by the watcher, read by every reader before each read.
   alignas(64) std::atomic<std::size_t> allowed_{1};
-  // Readers inside serve(), and the most at once since the watcher last asked; requests served.
-  alignas(64) std::atomic<std::size_t> busy_{0};
-  std::atomic<std::size_t> busy_peak_{0};
+  // Readers inside serve(), counted in kServing, and readers in read() whose last message was large, in kBulk: half of
+  // a large WRITE's time passes there, in the kernel's copy. Then the most inside serve() at once since the watcher
+  // last asked, and the requests served.
+  static constexpr std::uint64_t kServing = 1;
+  static constexpr std::uint64_t kBulk = std::uint64_t{1} << 32;
+  alignas(64) std::atomic<std::uint64_t> busy_{0};
+  std::atomic<std::uint64_t> busy_peak_{0};
   std::atomic<std::uint64_t> served_{0};
   // The watcher sleeps until a reader finds this set and clears it.
   alignas(64) std::atomic<bool> watcher_asleep_{false};
@@ -105,7 +110,7 @@ class DeviceTransport : public Transport {
   unsigned idle_ticks_ = 0;
   unsigned backlog_ticks_ = 0;
   unsigned window_ticks_ = 0;
-  std::size_t window_peak_ = 0;
+  std::uint64_t window_peak_ = 0;
 };
 
 }  // namespace gpufs::fuse

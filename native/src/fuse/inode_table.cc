@@ -98,9 +98,13 @@ Status InodeTable::remove(std::uint64_t ino) {
     inode = std::move(found->second);
     inodes_.erase(found);
   }
-  const std::lock_guard lock(inode->mutex_);
-  inode->removed_ = true;
-  update_orphan_locked(inode);
+  bool doomed = false;
+  {
+    const std::lock_guard lock(inode->mutex_);
+    inode->removed_ = true;
+    doomed = update_orphan_locked(inode);
+  }
+  if (doomed) reap(std::move(inode));
   return {};
 }
 
@@ -136,7 +140,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     if ((set & GPUFS_SET_MTIME_NOW) != 0) set_mtime(ours, now);
     if ((set & GPUFS_SET_NLINK) != 0) {
       ours.nlink = attributes->nlink;
-      update_orphan_locked(inode);
+      if (update_orphan_locked(inode)) reap(inode);  // removed meanwhile
     }
     if ((set & GPUFS_SET_CTIME) != 0) {
       set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
@@ -162,7 +166,7 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
   {
     const std::lock_guard lock(inode->mutex_);
     ++inode->open_files_;
-    update_orphan_locked(inode);
+    static_cast<void>(update_orphan_locked(inode));  // in use now
   }
   const std::unique_lock lock(files_mutex_);
   const std::uint64_t fh = kHandleBit | next_file_++;
@@ -179,10 +183,15 @@ Status InodeTable::release(std::uint64_t fh) {
     file = std::move(found->second);
     files_.erase(found);
   }
-  const std::shared_ptr<Inode> inode = file->inode;
-  const std::lock_guard lock(inode->mutex_);
-  --inode->open_files_;
-  update_orphan_locked(inode);
+  std::shared_ptr<Inode> inode = file->inode;
+  file.reset();
+  bool doomed = false;
+  {
+    const std::lock_guard lock(inode->mutex_);
+    --inode->open_files_;
+    doomed = update_orphan_locked(inode);
+  }
+  if (doomed) reap(std::move(inode));
   return {};
 }
 
@@ -193,18 +202,25 @@ std::shared_ptr<OpenFile> InodeTable::file(std::uint64_t fh) const {
   return found == files_.end() ? nullptr : found->second;
 }
 
-void InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
-  if (!inode->buffer_) return;
+bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
+  if (!inode->buffer_) return false;
   const bool unused = inode->open_files_ == 0;
   const std::lock_guard lock(orphan_mutex_);
   if (!unused || (!inode->removed_ && inode->attributes_.nlink != 0)) {
     orphans_.erase(inode.get());  // the caller's pointer keeps it alive
-    return;
+    return false;
   }
   orphans_.emplace(inode.get(), inode);
-  if (!inode->removed_) return;
-  // Freeing gigabytes takes long: on a thread that nobody waits for.
-  reap_queue_.push_back(inode);
+  return inode->removed_;
+}
+
+void InodeTable::reap(std::shared_ptr<Inode> inode) {
+  // Freeing gigabytes takes long: on a thread that nobody waits for. The caller's reference goes along, so that the
+  // reaper's is the last one and the memory is back when it says so.
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    reap_queue_.push_back(std::move(inode));
+  }
   reap_wanted_.notify_one();
 }
 

@@ -76,8 +76,8 @@ class InodeTable {
   Status remove(std::uint64_t ino);
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<Inode> find(std::uint64_t ino) const;
-  // Sets what `set` (GPUFS_SET_*) names, all or nothing, and fills in the attributes as they are afterwards. The change
-  // time becomes now unless it is set itself; a new size also sets the modification time unless that is set.
+  // Sets what `set` (GPUFS_SET_*) names, all or nothing, and fills in the attributes as they are afterwards. No time
+  // changes that it does not name.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 
   // EISDIR and EINVAL for what has no buffer. O_TRUNC empties the file.
@@ -107,7 +107,9 @@ class InodeTable {
 
  private:
   // After a change of links, open files or presence, with the inode's mutex held.
-  void update_orphan_locked(const std::shared_ptr<Inode>& inode);
+  // True if the reaper is to free it, by reap().
+  [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
+  void reap(std::shared_ptr<Inode> inode);
   [[nodiscard]] std::uint64_t orphan_bytes_locked(std::int32_t device) const;
   void reap_loop();
 
