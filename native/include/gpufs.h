@@ -178,7 +178,7 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
  * LSEEK, FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of
  * *fh is set: handles of Python's own must not have it. May block; fails as gpufs_backing_open() does. */
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh);
-/* The answer to RELEASE. */
+/* Closes a file handle: the answer to RELEASE, which is relayed for backing files alone. EBADF if unknown. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 
 /* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference

@@ -81,6 +81,8 @@ bool Operations::serve(Request& request, Responder& responder) {
     case FUSE_FLUSH:
     case FUSE_FSYNC:
       return nothing_to_do(request, responder);
+    case FUSE_RELEASE:
+      return release(request, responder);
     case FUSE_GETATTR:
       return getattr(request, responder);
     case FUSE_STATFS:
@@ -102,6 +104,15 @@ Operations::Source Operations::classify(std::uint64_t fh, std::shared_ptr<OpenFi
   if ((fh & InodeTable::kHandleBit) == 0) return Source::kControl;
   *file = table_.file(fh);
   return *file ? Source::kNative : Source::kStale;
+}
+
+bool Operations::release(Request& request, Responder& responder) {
+  fuse_release_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) return false;
+  // Quick, as the memory of a file that is gone is given back by another thread. What is no buffer's handle is relayed.
+  if (!table_.release(in.fh).ok()) return false;
+  responder.ok();
+  return true;
 }
 
 bool Operations::read(Request& request, Responder& responder) {

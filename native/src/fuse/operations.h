@@ -41,6 +41,7 @@ class Operations {
   bool fallocate(Request& request, Responder& responder);
   bool copy_file_range(Request& request, Responder& responder);
   bool nothing_to_do(Request& request, Responder& responder);  // FLUSH, FSYNC
+  bool release(Request& request, Responder& responder);
   bool getattr(Request& request, Responder& responder);
   bool statfs(Request& request, Responder& responder);
   bool getxattr(Request& request, Responder& responder);

@@ -245,11 +245,10 @@ void Session::replied(std::uint32_t opcode, bool success) {
 void Session::notification(std::span<const std::byte> message) { notifier_->forward(message); }
 
 void Session::orphaned(Request& request, Responder& responder) {
-  // The memory of a file that is closed after the control plane's end is given back all the same.
+  // A backing file that is closed after the control plane's end is closed all the same.
   fuse_release_in in{};
   if (request.header.opcode != FUSE_RELEASE || !read_struct(request.message, sizeof(fuse_in_header), &in)) return;
-  const Status released = BackingTable::is_backing(in.fh) ? backing_->files().release(in.fh) : table_.release(in.fh);
-  if (released.ok()) responder.ok();
+  if (backing_->files().release(in.fh).ok()) responder.ok();
 }
 
 }  // namespace gpufs::fuse
