@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <regex>
 #include <string>
 
 #include "base/log.h"
@@ -59,7 +58,7 @@ class LogTest : public ::testing::Test {
     ::close(pipe_[1]);
   }
   std::string written() {
-    char text[8192];
+    char text[8192] = {};
     const ssize_t count = ::read(pipe_[0], text, sizeof text);
     return count < 0 ? "" : std::string(text, static_cast<std::size_t>(count));
   }
@@ -72,8 +71,13 @@ TEST_F(LogTest, LinesLookLikePythons) {
   errno = EDOM;
   log_warning("two\nlines");
   EXPECT_EQ(errno, EDOM);
-  EXPECT_TRUE(std::regex_match(
-      written(), std::regex(R"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING gpufs\.native: \[tester\] two lines\n)")));
+  const std::string line = written();
+  std::string shape = line.substr(0, 23);
+  for (char& c : shape) {
+    if (c >= '0' && c <= '9') c = '9';
+  }
+  EXPECT_EQ(shape, "9999-99-99 99:99:99.999");
+  EXPECT_EQ(line.substr(23), " WARNING gpufs.native: [tester] two lines\n");
 }
 
 TEST_F(LogTest, LevelAndDescriptorDecide) {
