@@ -28,6 +28,10 @@ class DevicePeaks:
         self.host_bytes = 256 * MIB
         self._memory, self.host = cuda.pinned(self.host_bytes)
 
+    def close(self) -> None:
+        """Unpins the memory: a registration outlives its mapping, and blocks the next one at that address."""
+        self.cuda("cuMemHostUnregister", ctypes.c_void_p(self.host))
+
     def allocate(self, size: int) -> int:
         address = ctypes.c_uint64()
         self.cuda("cuMemAlloc_v2", ctypes.byref(address), size)

@@ -236,6 +236,7 @@ def measure_peaks(bench: Bench, args: argparse.Namespace, cuda: Cuda, path: Path
         half = args.within
         bench.measure("peak", "one cuMemcpyDtoD", half, lambda: device.copy_within(address + half, address, half))
     device.free(address)
+    device.close()
     warm_cache(path)
     for count in THREADS:
         name = f"page cache read, {count} threads"
@@ -308,7 +309,7 @@ def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                     if out.write(buffer, size) != size:
                         raise OSError("the store came out short")
 
-            bench.measure(
+            stored = bench.measure(
                 "store tmpfs",
                 "gpufs.engine, store",
                 size,
@@ -316,7 +317,7 @@ def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                 prepare=lambda: target.unlink(missing_ok=True),
                 yardstick="tmpfs write",
             )
-            if target.exists():
+            if stored is not None and target.exists():
                 same = subprocess.run(["cmp", str(path), str(target)], check=False).returncode == 0
                 print(f"  the stored file {'equals' if same else 'DIFFERS FROM'} the loaded one")
                 if not same:
@@ -384,8 +385,8 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
         stores.insert(0, ("cp to backing/", mount.backing("shm") / target.name, lambda to: command("cp", file, to)))
     for name, to, store in stores:
         work = functools.partial(store, to)
-        bench.measure("store tmpfs", name, size, work, prepare=remove(target), yardstick="tmpfs write")
-        if target.exists() and subprocess.run(["cmp", str(path), str(target)], check=False).returncode != 0:
+        row = bench.measure("store tmpfs", name, size, work, prepare=remove(target), yardstick="tmpfs write")
+        if row is not None and subprocess.run(["cmp", str(path), str(target)], check=False).returncode != 0:
             bench.skip(f"{name}: THE STORED FILE DIFFERS FROM THE LOADED ONE")
     remove(target)()
     words = ["dd", f"if={file}", f"of={target}", "bs=1M", *cut]
