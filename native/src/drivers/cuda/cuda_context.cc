@@ -2,58 +2,64 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cerrno>
-#include <fstream>
-#include <utility>
 
-#include "base/log.h"
+#include "drivers/gpu/vendor_library.h"
 
 namespace gpufs::cuda {
 namespace {
 
 constexpr std::uint64_t kPlainGranule = std::uint64_t{2} << 20;
 
-// The NUMA node that the kernel gives for a PCI device, -1 where it gives none.
-int numa_node_of(const std::string& pci_address) {
-  std::ifstream file("/sys/bus/pci/devices/" + pci_address + "/numa_node");
-  int node = -1;
-  if (!(file >> node)) return -1;
-  return node;
-}
+CuStream stream_of(StreamHandle stream) { return static_cast<CuStream>(stream); }
+CuEvent event_of(EventHandle event) { return static_cast<CuEvent>(event); }
 
 }  // namespace
 
-Result<std::shared_ptr<Context>> Context::open(std::shared_ptr<const Library> library, int index, std::uint64_t cap) {
+template <auto Function, typename... Arguments>
+Status CudaContext::call(const char* name, Purpose purpose, Arguments&&... arguments) {
+  return check(library_->call<Function>(std::forward<Arguments>(arguments)...), name, purpose);
+}
+
+Status CudaContext::check(CuResult code, const char* name, Purpose purpose) {
+  if (code == kCuSuccess) return {};
+  std::string text = Context::name() + ": " + name + ": " + library_->describe(code);
+  const int error = errno_of(code, purpose);
+  if (error == ENOSPC) text = "No space left on device (" + text + ")";
+  Status status{error, std::move(text), code};
+  if (is_fatal(code)) fail(status);
+  return status;
+}
+
+Result<std::shared_ptr<CudaContext>> CudaContext::open(std::shared_ptr<const Library> library, int index,
+                                                       std::uint64_t cap) {
   CuDevice device = 0;
   const CuResult code = library->call<&Functions::device_get>(&device, index);
   if (code != kCuSuccess) {
     return Status{ENODEV, "gpu " + std::to_string(index) + ": cuDeviceGet: " + library->describe(code), code};
   }
-  std::shared_ptr<Context> context(new Context(std::move(library), device, cap));
+  std::shared_ptr<CudaContext> context(new CudaContext(std::move(library), device, cap));
   context->info_.index = index;
   if (Status status = context->describe_device(); !status.ok()) return status;
   return context;
 }
 
-Status Context::describe_device() {
+Status CudaContext::describe_device() {
   std::array<char, 128> text{};
   Status status =
-      check(library_->call<&Functions::device_name>(text.data(), int{text.size()}, device_), "cuDeviceGetName");
+      call<&Functions::device_name>("cuDeviceGetName", Purpose::kHost, text.data(), int{text.size()}, device_);
   if (!status.ok()) return status;
   info_.name = text.data();
 
   text.fill('\0');
-  status = check(library_->call<&Functions::device_pci_address>(text.data(), int{text.size()}, device_),
-                 "cuDeviceGetPCIBusId");
+  status = call<&Functions::device_pci_address>("cuDeviceGetPCIBusId", Purpose::kHost, text.data(), int{text.size()},
+                                                device_);
   if (!status.ok()) return status;
-  info_.pci_address = text.data();
-  std::transform(info_.pci_address.begin(), info_.pci_address.end(), info_.pci_address.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  info_.numa_node = numa_node_of(info_.pci_address);
+  info_.pci_address = gpu::kernel_pci_address(text.data());
+  info_.numa_node = gpu::numa_node_of(info_.pci_address);
 
   std::size_t total = 0;
-  status = check(library_->call<&Functions::device_total_memory>(&total, device_), "cuDeviceTotalMem");
+  status = call<&Functions::device_total_memory>("cuDeviceTotalMem", Purpose::kHost, &total, device_);
   if (!status.ok()) return status;
   // Every call makes the context current for itself, which is far cheaper than waking another thread: growing a file by
   // a granule costs 50 us here.
@@ -68,8 +74,7 @@ Status Context::describe_device() {
   virtual_memory_ = library_->has_virtual_memory() && attribute(kCuAttributeVirtualMemory);
   read_only_pinning_ = attribute(kCuAttributeReadOnlyHostRegister);
 
-  status = check(library_->call<&Functions::primary_context_retain>(&context_, device_), "cuDevicePrimaryCtxRetain",
-                 Purpose::kHost);
+  status = call<&Functions::primary_context_retain>("cuDevicePrimaryCtxRetain", Purpose::kHost, &context_, device_);
   if (!status.ok()) {
     context_ = nullptr;
     return status;
@@ -81,137 +86,224 @@ Status Context::describe_device() {
   }
   allocation_.type = kCuAllocationPinned;
   allocation_.location = {kCuLocationDevice, device_};
-  if (attribute(kCuAttributeExportDescriptor)) allocation_.handle_types = kCuHandleDescriptor;
+  exports_descriptors_ = attribute(kCuAttributeExportDescriptor);
+  if (exports_descriptors_) allocation_.handle_types = kCuHandleDescriptor;
   if (attribute(kCuAttributeDirectRdmaWithVirtualMemory)) allocation_.flags.direct_rdma = 1;
   access_ = {{allocation_.location, kCuAccessReadWrite}};
 
-  const Current current(*this);
+  const gpu::Current current(*this);
   if (!current.status().ok()) return current.status();
   std::size_t granule = 0;
-  status = check(library_->call<&Functions::granularity>(&granule, &allocation_, unsigned{kCuGranularityMinimum}),
-                 "cuMemGetAllocationGranularity");
+  status = call<&Functions::granularity>("cuMemGetAllocationGranularity", Purpose::kHost, &granule, &allocation_,
+                                         unsigned{kCuGranularityMinimum});
   if (!status.ok()) return status;
   info_.granule = granule;
   return {};
 }
 
-Context::~Context() {
+CudaContext::~CudaContext() {
   if (context_ == nullptr) return;
-  // Nothing can be done about failures here, and after a fatal one all of these fail.
-  {
-    const Current current(*this);
-    for (CuStream stream : idle_streams_) library_->call<&Functions::stream_destroy>(stream);
-  }
+  destroy_idle_streams();
   library_->call<&Functions::primary_context_release>(device_);
 }
 
-Status Context::check(CuResult code, const char* call, Purpose purpose) {
-  if (code == kCuSuccess) return {};
-  std::string text = "gpu " + std::to_string(info_.index) + ": " + call + ": " + library_->describe(code);
-  const int error = errno_of(code, purpose);
-  if (error == ENOSPC) text = "No space left on device (" + text + ")";
-  Status status{error, std::move(text), code};
-  if (is_fatal(code)) fail(status);
+void CudaContext::open_to(const std::vector<std::shared_ptr<CudaContext>>& peers) {
+  if (!virtual_memory_) return;
+  for (const auto& peer : peers) {
+    int reachable = 0;
+    if (peer.get() == this) continue;
+    // Where this fails there is no direct way, and copy_to_peer() says so.
+    if (library_->call<&Functions::device_can_access_peer>(&reachable, peer->device_, device_) == kCuSuccess &&
+        reachable != 0) {
+      access_.push_back({{kCuLocationDevice, peer->device_}, kCuAccessReadWrite});
+    }
+  }
+}
+
+Result<bool> CudaContext::make_current(std::uint64_t* /*before*/) {
+  CuContext current = nullptr;
+  Status status = call<&Functions::context_get>("cuCtxGetCurrent", Purpose::kHost, &current);
+  if (!status.ok()) return status;
+  if (current == context_) return false;
+  status = call<&Functions::context_push>("cuCtxPushCurrent", Purpose::kHost, context_);
+  if (!status.ok()) return status;
+  return true;
+}
+
+// The thread's stack of contexts knows what was current.
+void CudaContext::restore(std::uint64_t /*before*/) {
+  CuContext popped = nullptr;
+  library_->call<&Functions::context_pop>(&popped);
+}
+
+Status CudaContext::bind_thread() {
+  CuContext current = nullptr;
+  Status status = call<&Functions::context_get>("cuCtxGetCurrent", Purpose::kHost, &current);
+  if (!status.ok() || current == context_) return status;
+  return call<&Functions::context_set>("cuCtxSetCurrent", Purpose::kHost, context_);
+}
+
+Status CudaContext::free_memory(std::uint64_t* bytes) {
+  std::size_t free_bytes = 0;
+  std::size_t total = 0;
+  Status status = call<&Functions::memory_info>("cuMemGetInfo", Purpose::kHost, &free_bytes, &total);
+  *bytes = free_bytes;
   return status;
 }
 
-void Context::fail(const Status& reason) {
-  {
-    const std::scoped_lock lock(failure_mutex_);
-    if (!failure_.ok()) return;
-    failure_ = Status{EIO, "out of service since " + reason.message(), reason.device_code()};
-    failed_.store(true, std::memory_order_release);
-  }
-  log_error("gpu " + std::to_string(info_.index) + " is out of service: " + reason.message());
+Status CudaContext::create_physical(std::uint64_t bytes, PhysicalHandle* handle) {
+  CuMemoryHandle created = 0;
+  Status status = call<&Functions::memory_create>("cuMemCreate", Purpose::kMemory, &created, bytes, &allocation_, 0ULL);
+  *handle = created;
+  return status;
 }
 
-Status Context::health() {
-  if (!failed_.load(std::memory_order_acquire)) return {};
-  const std::scoped_lock lock(failure_mutex_);
-  return failure_;
+void CudaContext::release_physical(PhysicalHandle handle) { library_->call<&Functions::memory_release>(handle); }
+
+Status CudaContext::export_physical(PhysicalHandle handle, int* fd) {
+  return call<&Functions::memory_export>("cuMemExportToShareableHandle", Purpose::kMemory, fd, handle,
+                                         int{kCuHandleDescriptor}, 0ULL);
 }
 
-Status Context::take(std::uint64_t bytes) {
-  std::uint64_t taken = taken_.load(std::memory_order_relaxed);
-  do {
-    if (cap_ != 0 && (taken > cap_ || bytes > cap_ - taken)) {
-      return {ENOSPC, "No space left on device (gpu " + std::to_string(info_.index) + ": " + std::to_string(bytes) +
-                          " more bytes would exceed the cap of " + std::to_string(cap_) + ")"};
-    }
-  } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
-  return {};
+Status CudaContext::reserve_range(std::uint64_t bytes, DeviceAddress* base) {
+  CuAddress reserved = 0;
+  Status status = call<&Functions::address_reserve>("cuMemAddressReserve", Purpose::kHost, &reserved, bytes,
+                                                    std::size_t{0}, CuAddress{0}, 0ULL);
+  *base = reserved;
+  return status;
 }
 
-Result<MemoryInfo> Context::memory() {
-  const Current current(*this);
-  if (!current.status().ok()) return current.status();
-  std::size_t free_bytes = 0;
-  std::size_t total = 0;
-  Status status = check(library_->call<&Functions::memory_info>(&free_bytes, &total), "cuMemGetInfo");
-  if (!status.ok()) return status;
-  MemoryInfo info{info_.total_bytes, free_bytes};
-  if (cap_ != 0) {
-    const std::uint64_t taken = taken_.load(std::memory_order_relaxed);
-    info.free_bytes = std::min<std::uint64_t>(info.free_bytes, taken < cap_ ? cap_ - taken : 0);
-  }
-  return info;
+void CudaContext::free_range(DeviceAddress base, std::uint64_t bytes) {
+  library_->call<&Functions::address_free>(base, bytes);
 }
 
-Result<CuStream> Context::borrow_stream() {
-  {
-    const std::scoped_lock lock(streams_mutex_);
-    if (!idle_streams_.empty()) {
-      CuStream stream = idle_streams_.back();
-      idle_streams_.pop_back();
-      return stream;
-    }
-  }
-  CuStream stream = nullptr;
+Status CudaContext::map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle) {
+  return call<&Functions::memory_map>("cuMemMap", Purpose::kMemory, address, bytes, std::size_t{0}, handle, 0ULL);
+}
+
+Status CudaContext::unmap(DeviceAddress address, std::uint64_t bytes) {
+  return call<&Functions::memory_unmap>("cuMemUnmap", Purpose::kMemory, address, bytes);
+}
+
+Status CudaContext::allow(DeviceAddress address, std::uint64_t bytes) {
+  return call<&Functions::memory_set_access>("cuMemSetAccess", Purpose::kMemory, address, bytes, access_.data(),
+                                             access_.size());
+}
+
+Status CudaContext::allocate(std::uint64_t bytes, DeviceAddress* base) {
+  CuAddress allocated = 0;
+  Status status = call<&Functions::memory_allocate>("cuMemAlloc", Purpose::kMemory, &allocated, bytes);
+  *base = allocated;
+  return status;
+}
+
+void CudaContext::free(DeviceAddress base) { library_->call<&Functions::memory_free>(base); }
+
+Status CudaContext::copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) {
+  return call<&Functions::copy_to_device>("cuMemcpyHtoDAsync", Purpose::kMemory, destination, source, bytes,
+                                          stream_of(stream));
+}
+
+Status CudaContext::copy_out(void* destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) {
+  return call<&Functions::copy_to_host>("cuMemcpyDtoHAsync", Purpose::kMemory, destination, source, bytes,
+                                        stream_of(stream));
+}
+
+Status CudaContext::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+                                StreamHandle stream) {
+  return call<&Functions::copy_on_device>("cuMemcpyDtoDAsync", Purpose::kMemory, destination, source, bytes,
+                                          stream_of(stream));
+}
+
+Status CudaContext::copy_to_peer(gpu::Context& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+                                 StreamHandle stream) {
+  return call<&Functions::copy_to_peer>("cuMemcpyPeerAsync", Purpose::kMemory, destination,
+                                        static_cast<CudaContext&>(peer).context_, source, context_, bytes,
+                                        stream_of(stream));
+}
+
+Status CudaContext::fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) {
+  return call<&Functions::fill>("cuMemsetD8Async", Purpose::kMemory, destination, static_cast<unsigned char>(0), bytes,
+                                stream_of(stream));
+}
+
+Status CudaContext::create_stream(StreamHandle* stream) {
+  CuStream created = nullptr;
   Status status =
-      check(library_->call<&Functions::stream_create>(&stream, unsigned{kCuStreamNonBlocking}), "cuStreamCreate");
+      call<&Functions::stream_create>("cuStreamCreate", Purpose::kMemory, &created, unsigned{kCuStreamNonBlocking});
+  *stream = created;
+  return status;
+}
+
+void CudaContext::destroy_stream(StreamHandle stream) { library_->call<&Functions::stream_destroy>(stream_of(stream)); }
+
+Status CudaContext::synchronize_stream(StreamHandle stream) {
+  return call<&Functions::stream_synchronize>("cuStreamSynchronize", Purpose::kMemory, stream_of(stream));
+}
+
+Status CudaContext::wait_for_event(StreamHandle stream, EventHandle event) {
+  return call<&Functions::stream_wait_event>("cuStreamWaitEvent", Purpose::kMemory, stream_of(stream), event_of(event),
+                                             0U);
+}
+
+Status CudaContext::create_event(EventHandle* event) {
+  CuEvent created = nullptr;
+  // Without timing events are cheap. Waiting spins: where the device's interrupts pass through a virtual machine, a
+  // thread that sleeps wakes 170-470 us late, and a chunk of 8 MiB takes 160 us.
+  Status status =
+      call<&Functions::event_create>("cuEventCreate", Purpose::kMemory, &created, unsigned{kCuEventDisableTiming});
+  *event = created;
+  return status;
+}
+
+void CudaContext::destroy_event(EventHandle event) { library_->call<&Functions::event_destroy>(event_of(event)); }
+
+Status CudaContext::record_event(EventHandle event, StreamHandle stream) {
+  return call<&Functions::event_record>("cuEventRecord", Purpose::kMemory, event_of(event), stream_of(stream));
+}
+
+Result<bool> CudaContext::query_event(EventHandle event) {
+  const CuResult code = library_->call<&Functions::event_query>(event_of(event));
+  if (code == kCuNotReady) return false;
+  if (Status status = check(code, "cuEventQuery", Purpose::kMemory); !status.ok()) return status;
+  return true;
+}
+
+Status CudaContext::synchronize_event(EventHandle event) {
+  return call<&Functions::event_synchronize>("cuEventSynchronize", Purpose::kMemory, event_of(event));
+}
+
+Status CudaContext::pin(void* address, std::size_t bytes) {
+  return call<&Functions::host_register>("cuMemHostRegister", Purpose::kHost, address, bytes,
+                                         unsigned{kCuHostRegisterPortable});
+}
+
+Status CudaContext::pin_read_only(const void* address, std::size_t bytes) {
+  if (!read_only_pinning_) return {EOPNOTSUPP, "this device cannot pin read-only memory"};
+  return call<&Functions::host_register>("cuMemHostRegister", Purpose::kHost, const_cast<void*>(address), bytes,
+                                         kCuHostRegisterPortable | kCuHostRegisterReadOnly);
+}
+
+Status CudaContext::unpin(void* address) {
+  return call<&Functions::host_unregister>("cuMemHostUnregister", Purpose::kHost, address);
+}
+
+bool CudaContext::same_vendor(const gpu::Context& other) const {
+  return dynamic_cast<const CudaContext*>(&other) != nullptr;
+}
+
+Result<bool> CudaContext::reaches(gpu::Context& peer) {
+  int reachable = 0;
+  Status status = call<&Functions::device_can_access_peer>("cuDeviceCanAccessPeer", Purpose::kHost, &reachable, device_,
+                                                           static_cast<CudaContext&>(peer).device_);
   if (!status.ok()) return status;
-  return stream;
+  return reachable != 0;
 }
 
-void Context::return_stream(CuStream stream) {
-  const std::scoped_lock lock(streams_mutex_);
-  idle_streams_.push_back(stream);
-}
-
-Current::Current(Context& context) : context_(context), status_(context.health()) {
-  if (!status_.ok()) return;
-  CuContext before = nullptr;
-  status_ = context_.check(context_.library().call<&Functions::context_get>(&before), "cuCtxGetCurrent");
-  if (!status_.ok() || before == context_.handle()) return;
-  status_ = context_.check(context_.library().call<&Functions::context_push>(context_.handle()), "cuCtxPushCurrent");
-  pushed_ = status_.ok();
-}
-
-Current::~Current() {
-  if (!pushed_) return;
-  CuContext popped = nullptr;
-  context_.library().call<&Functions::context_pop>(&popped);
-}
-
-SynchronousWork::SynchronousWork(Context& context) : context_(context), current_(context), status_(current_.status()) {
-  if (!status_.ok()) return;
-  Result<CuStream> stream = context_.borrow_stream();
-  if (stream.ok()) {
-    stream_ = stream.value();
-  } else {
-    status_ = stream.status();
-  }
-}
-
-SynchronousWork::~SynchronousWork() {
-  if (stream_ == nullptr) return;
-  if (!finished_) static_cast<void>(finish());
-  context_.return_stream(stream_);
-}
-
-Status SynchronousWork::finish() {
-  finished_ = true;
-  return context_.check(context_.library().call<&Functions::stream_synchronize>(stream_), "cuStreamSynchronize");
+Status CudaContext::enable_peer(gpu::Context& peer) {
+  const CuResult code = library_->call<&Functions::context_enable_peer>(static_cast<CudaContext&>(peer).context_, 0U);
+  if (code == kCuPeerAccessAlreadyEnabled) return {};
+  return check(code, "cuCtxEnablePeerAccess", Purpose::kMemory);
 }
 
 }  // namespace gpufs::cuda

@@ -10,6 +10,8 @@
 
 #include "base/status.h"
 #include "drivers/cuda/cuda_api.h"
+#include "drivers/gpu/context.h"
+#include "drivers/gpu/vendor_library.h"
 
 namespace gpufs::cuda {
 
@@ -25,7 +27,7 @@ class Library {
   // (libcuda takes itself down there, in no order that we know): the answer is kCuDeinitialized.
   template <auto Function, typename... Arguments>
   CuResult call(Arguments&&... arguments) const {
-    if (process_is_ending()) return kCuDeinitialized;
+    if (gpu::process_is_ending()) return kCuDeinitialized;
     return (functions_.*Function)(std::forward<Arguments>(arguments)...);
   }
 
@@ -35,16 +37,13 @@ class Library {
 
  private:
   Library() = default;
-  static bool process_is_ending();
 
   Functions functions_;
   bool has_virtual_memory_ = false;
 };
 
-// The errno that stands for a failed call: what the caller can do about it. kMemory: device memory was asked for;
-// kHost: host memory or address space was.
-enum class Purpose { kMemory, kHost };
-int errno_of(CuResult code, Purpose purpose);
+// The errno that stands for a failed call: what the caller can do about it.
+int errno_of(CuResult code, gpu::Purpose purpose);
 
 // True for codes after which nothing works on that device in this process.
 bool is_fatal(CuResult code);

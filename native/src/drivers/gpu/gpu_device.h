@@ -1,25 +1,27 @@
-// One CUDA device behind the driver interface.
-// Owned by the CUDA driver object.
+// One GPU behind the driver interface, and the driver that has them.
+// A device is owned by its driver, the driver by the Engine.
 // Any thread may call any function: each makes the device current for itself, and puts back what was current.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "drivers/cuda/cuda_context.h"
 #include "drivers/driver.h"
+#include "drivers/gpu/context.h"
 
-namespace gpufs::cuda {
+namespace gpufs::gpu {
 
-class CudaDevice final : public Device {
+class GpuDevice final : public Device {
  public:
-  explicit CudaDevice(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+  explicit GpuDevice(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
   [[nodiscard]] const DeviceInfo& info() const override { return context_->info(); }
   Result<MemoryInfo> memory() override { return context_->memory(); }
-  Status bind_thread() override;
+  Status bind_thread() override { return context_->bind_thread(); }
   Status health() override { return context_->health(); }
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
@@ -36,18 +38,32 @@ class CudaDevice final : public Device {
   Status unpin(void* address) override;
   Status pin_read_only(const void* address, std::size_t bytes) override;
 
-  [[nodiscard]] const std::shared_ptr<Context>& context() const { return context_; }
-
  private:
-  template <auto Function, typename... Arguments>
-  Status run(const char* name, Arguments... arguments);
-  Status host_register(void* address, std::size_t bytes, unsigned flags);
-  // Lets this device reach plain allocations of the peer (virtual memory is opened to peers where it is mapped).
-  Status enable_peer(const Context& peer);
+  // Queues with a stream of the context's pool, and waits for it.
+  template <typename Queue>
+  Status run(Queue queue);
+  template <typename Call>
+  Status with_device(Call call);
+  Status enable_peer(Context& peer);
 
   const std::shared_ptr<Context> context_;
   std::mutex peers_mutex_;  // guards enabled_peers_; a leaf
-  std::set<CuDevice> enabled_peers_;
+  std::set<int> enabled_peers_;
 };
 
-}  // namespace gpufs::cuda
+// A driver over the contexts of a vendor's devices.
+class GpuDriver final : public Driver {
+ public:
+  GpuDriver(std::string name, std::vector<std::shared_ptr<Context>> contexts);
+  [[nodiscard]] const char* name() const override { return name_.c_str(); }
+  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+
+ private:
+  const std::string name_;
+  std::vector<std::unique_ptr<Device>> devices_;
+};
+
+// How many of the devices that a library shows a driver is to use. EINVAL, ENODEV.
+Result<int> wanted_devices(const std::string& driver, const DriverOptions& options, int found);
+
+}  // namespace gpufs::gpu

@@ -1,37 +1,37 @@
-// Streams and events of a CUDA device.
+// Streams and events of a GPU.
 // Owned by whoever created them (the device's pools); they keep the device's context alive.
 // Stream: one thread at a time; Event: any thread may query and wait. Neither needs a bound thread.
 #pragma once
 
 #include <memory>
 
-#include "drivers/cuda/cuda_context.h"
 #include "drivers/driver.h"
+#include "drivers/gpu/context.h"
 
-namespace gpufs::cuda {
+namespace gpufs::gpu {
 
-class CudaEvent final : public Event {
+class GpuEvent final : public Event {
  public:
   static Result<std::unique_ptr<Event>> create(std::shared_ptr<Context> context);
-  ~CudaEvent() override;
-  CudaEvent(const CudaEvent&) = delete;
-  CudaEvent& operator=(const CudaEvent&) = delete;
+  ~GpuEvent() override;
+  GpuEvent(const GpuEvent&) = delete;
+  GpuEvent& operator=(const GpuEvent&) = delete;
   Result<bool> query() override;
   Status synchronize() override;
-  [[nodiscard]] CuEvent handle() const { return event_; }
+  [[nodiscard]] EventHandle handle() const { return event_; }
 
  private:
-  CudaEvent(std::shared_ptr<Context> context, CuEvent event) : context_(std::move(context)), event_(event) {}
+  GpuEvent(std::shared_ptr<Context> context, EventHandle event) : context_(std::move(context)), event_(event) {}
   const std::shared_ptr<Context> context_;
-  const CuEvent event_;
+  const EventHandle event_;
 };
 
-class CudaStream final : public Stream {
+class GpuStream final : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(std::shared_ptr<Context> context);
-  ~CudaStream() override;
-  CudaStream(const CudaStream&) = delete;
-  CudaStream& operator=(const CudaStream&) = delete;
+  ~GpuStream() override;
+  GpuStream(const GpuStream&) = delete;
+  GpuStream& operator=(const GpuStream&) = delete;
 
   Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
@@ -42,12 +42,10 @@ class CudaStream final : public Stream {
   Status synchronize() override;
 
  private:
-  CudaStream(std::shared_ptr<Context> context, CuStream stream) : context_(std::move(context)), stream_(stream) {}
-  template <auto Function, typename... Arguments>
-  Status queue(const char* name, Arguments... arguments);
+  GpuStream(std::shared_ptr<Context> context, StreamHandle stream) : context_(std::move(context)), stream_(stream) {}
 
   const std::shared_ptr<Context> context_;
-  const CuStream stream_;
+  const StreamHandle stream_;
 };
 
-}  // namespace gpufs::cuda
+}  // namespace gpufs::gpu

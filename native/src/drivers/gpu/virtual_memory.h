@@ -17,10 +17,10 @@
 #include <memory>
 #include <vector>
 
-#include "drivers/cuda/cuda_context.h"
 #include "drivers/driver.h"
+#include "drivers/gpu/context.h"
 
-namespace gpufs::cuda {
+namespace gpufs::gpu {
 
 // Physical memory of a device; freed when the last piece and the last range that show it are gone.
 class PhysicalMemory {
@@ -30,14 +30,14 @@ class PhysicalMemory {
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
-  [[nodiscard]] CuMemoryHandle handle() const { return handle_; }
+  [[nodiscard]] PhysicalHandle handle() const { return handle_; }
   Result<UniqueFd> export_descriptor() const;
 
  private:
-  PhysicalMemory(std::shared_ptr<Context> context, CuMemoryHandle handle, std::uint64_t bytes)
+  PhysicalMemory(std::shared_ptr<Context> context, PhysicalHandle handle, std::uint64_t bytes)
       : context_(std::move(context)), handle_(handle), bytes_(bytes) {}
   const std::shared_ptr<Context> context_;
-  const CuMemoryHandle handle_;
+  const PhysicalHandle handle_;
   const std::uint64_t bytes_;
 };
 
@@ -60,10 +60,10 @@ class MappedRange final : public AddressRange {
   Status allow(std::uint64_t offset, std::uint64_t bytes);
 
  private:
-  MappedRange(std::shared_ptr<Context> context, CuAddress base, std::uint64_t bytes)
+  MappedRange(std::shared_ptr<Context> context, DeviceAddress base, std::uint64_t bytes)
       : context_(std::move(context)), base_(base), bytes_(bytes) {}
   const std::shared_ptr<Context> context_;
-  const CuAddress base_;
+  const DeviceAddress base_;
   const std::uint64_t bytes_;
   std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
 };
@@ -114,4 +114,4 @@ class VirtualMemory final : public DeviceMemory {
   bool fixed_ = false;
 };
 
-}  // namespace gpufs::cuda
+}  // namespace gpufs::gpu

@@ -7,10 +7,10 @@
 #include <memory>
 #include <vector>
 
-#include "drivers/cuda/cuda_context.h"
 #include "drivers/driver.h"
+#include "drivers/gpu/context.h"
 
-namespace gpufs::cuda {
+namespace gpufs::gpu {
 
 class PlainRange final : public AddressRange {
  public:
@@ -22,10 +22,10 @@ class PlainRange final : public AddressRange {
   [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
 
  private:
-  PlainRange(std::shared_ptr<Context> context, CuAddress base, std::uint64_t bytes)
+  PlainRange(std::shared_ptr<Context> context, DeviceAddress base, std::uint64_t bytes)
       : context_(std::move(context)), base_(base), bytes_(bytes) {}
   const std::shared_ptr<Context> context_;
-  const CuAddress base_;
+  const DeviceAddress base_;
   const std::uint64_t bytes_;
 };
 
@@ -50,4 +50,4 @@ class PlainMemory final : public DeviceMemory {
   std::vector<bool> live_;  // by granule of the current range
 };
 
-}  // namespace gpufs::cuda
+}  // namespace gpufs::gpu

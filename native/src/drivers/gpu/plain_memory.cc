@@ -1,15 +1,15 @@
-#include "drivers/cuda/cuda_plain_memory.h"
+#include "drivers/gpu/plain_memory.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <string>
 
-namespace gpufs::cuda {
+namespace gpufs::gpu {
 
 Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<Context> context, std::uint64_t bytes) {
   if (Status status = context->take(bytes); !status.ok()) return status;
-  CuAddress base = 0;
-  Status status = context->check(context->library().call<&Functions::memory_allocate>(&base, bytes), "cuMemAlloc");
+  DeviceAddress base = 0;
+  Status status = context->allocate(bytes, &base);
   if (!status.ok()) {
     context->give_back(bytes);
     return status;
@@ -19,7 +19,7 @@ Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<Context
 
 PlainRange::~PlainRange() {
   const Current current(*context_);
-  context_->library().call<&Functions::memory_free>(base_);
+  context_->free(base_);
   context_->give_back(bytes_);
 }
 
@@ -56,10 +56,8 @@ Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) 
     }
     std::uint64_t to = from;
     while (to < live_.size() && live_[to]) ++to;
-    Status status = context_->check(
-        context_->library().call<&Functions::copy_on_device>(
-            range->base() + from * granule_, current_->base() + from * granule_, (to - from) * granule_, work.get()),
-        "cuMemcpyDtoDAsync");
+    Status status = context_->copy_within(range->base() + from * granule_, current_->base() + from * granule_,
+                                          (to - from) * granule_, work.get());
     if (!status.ok()) return status;
     from = to;
   }
@@ -73,9 +71,7 @@ Status PlainMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
   if (!uniform(offset, bytes, false)) return {EINVAL, "not whole granules of the range, none of them populated"};
   SynchronousWork work(*context_);
   if (!work.status().ok()) return work.status();
-  Status status = context_->check(context_->library().call<&Functions::fill>(
-                                      current_->base() + offset, static_cast<unsigned char>(0), bytes, work.get()),
-                                  "cuMemsetD8Async");
+  Status status = context_->fill_zero(current_->base() + offset, bytes, work.get());
   if (status.ok()) status = work.finish();
   if (status.ok()) mark(offset, bytes, true);
   return status;
@@ -91,4 +87,4 @@ Result<std::vector<ExportedMemory>> PlainMemory::export_memory() {
   return Status{EOPNOTSUPP, "this device has no virtual memory management, so its memory cannot be exported"};
 }
 
-}  // namespace gpufs::cuda
+}  // namespace gpufs::gpu

@@ -1,4 +1,4 @@
-#include "drivers/cuda/cuda_virtual_memory.h"
+#include "drivers/gpu/virtual_memory.h"
 
 #include <fcntl.h>
 
@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <string>
 
-namespace gpufs::cuda {
+namespace gpufs::gpu {
 namespace {
 
 std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { return offset + physical.bytes(); }
@@ -15,9 +15,8 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<Context> context, std::uint64_t bytes) {
   if (Status status = context->take(bytes); !status.ok()) return status;
-  CuMemoryHandle handle = 0;
-  Status status = context->check(
-      context->library().call<&Functions::memory_create>(&handle, bytes, &context->allocation(), 0ULL), "cuMemCreate");
+  PhysicalHandle handle = 0;
+  Status status = context->create_physical(bytes, &handle);
   if (!status.ok()) {
     context->give_back(bytes);
     return status;
@@ -27,15 +26,13 @@ Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<C
 
 PhysicalMemory::~PhysicalMemory() {
   const Current current(*context_);
-  context_->library().call<&Functions::memory_release>(handle_);
+  context_->release_physical(handle_);
   context_->give_back(bytes_);
 }
 
 Result<UniqueFd> PhysicalMemory::export_descriptor() const {
   int fd = -1;
-  Status status =
-      context_->check(context_->library().call<&Functions::memory_export>(&fd, handle_, int{kCuHandleDescriptor}, 0ULL),
-                      "cuMemExportToShareableHandle");
+  Status status = context_->export_physical(handle_, &fd);
   if (!status.ok()) return status;
   UniqueFd descriptor(fd);
   // The driver opens it; whether children inherit it is not its concern.
@@ -44,10 +41,8 @@ Result<UniqueFd> PhysicalMemory::export_descriptor() const {
 }
 
 Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<Context> context, std::uint64_t bytes) {
-  CuAddress base = 0;
-  Status status = context->check(
-      context->library().call<&Functions::address_reserve>(&base, bytes, std::size_t{0}, CuAddress{0}, 0ULL),
-      "cuMemAddressReserve", Purpose::kHost);
+  DeviceAddress base = 0;
+  Status status = context->reserve_range(bytes, &base);
   if (!status.ok()) return status;
   return std::shared_ptr<MappedRange>(new MappedRange(std::move(context), base, bytes));
 }
@@ -62,15 +57,14 @@ MappedRange::~MappedRange() {
       end = end_of(end, *piece->second);
       ++piece;
     }
-    context_->library().call<&Functions::memory_unmap>(base_ + start, end - start);
+    // A range that is given back with a piece still in it cannot be: the vendor keeps both, and nothing else is lost.
+    static_cast<void>(context_->unmap(base_ + start, end - start));
   }
-  context_->library().call<&Functions::address_free>(base_, bytes_);
+  context_->free_range(base_, bytes_);
 }
 
 Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical) {
-  Status status = context_->check(context_->library().call<&Functions::memory_map>(
-                                      base_ + offset, physical->bytes(), std::size_t{0}, physical->handle(), 0ULL),
-                                  "cuMemMap");
+  Status status = context_->map(base_ + offset, physical->bytes(), physical->handle());
   if (status.ok()) shown_.emplace(offset, std::move(physical));
   return status;
 }
@@ -78,8 +72,7 @@ Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> p
 Status MappedRange::hide(std::uint64_t offset) {
   const auto piece = shown_.find(offset);
   if (piece == shown_.end()) return {};
-  Status status = context_->check(
-      context_->library().call<&Functions::memory_unmap>(base_ + offset, piece->second->bytes()), "cuMemUnmap");
+  Status status = context_->unmap(base_ + offset, piece->second->bytes());
   if (status.ok()) shown_.erase(piece);
   return status;
 }
@@ -89,12 +82,7 @@ bool MappedRange::shows(std::uint64_t offset, const PhysicalMemory& physical) co
   return piece != shown_.end() && piece->second.get() == &physical;
 }
 
-Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
-  const std::vector<CuAccess>& access = context_->access();
-  return context_->check(
-      context_->library().call<&Functions::memory_set_access>(base_ + offset, bytes, access.data(), access.size()),
-      "cuMemSetAccess");
-}
+Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) { return context_->allow(base_ + offset, bytes); }
 
 VirtualMemory::VirtualMemory(std::shared_ptr<Context> context)
     : context_(std::move(context)), granule_(context_->info().granule) {}
@@ -204,9 +192,7 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
 Status VirtualMemory::zero(std::uint64_t offset, std::uint64_t bytes) {
   SynchronousWork work(*context_);
   if (!work.status().ok()) return work.status();
-  Status status = context_->check(context_->library().call<&Functions::fill>(
-                                      current_->base() + offset, static_cast<unsigned char>(0), bytes, work.get()),
-                                  "cuMemsetD8Async");
+  Status status = context_->fill_zero(current_->base() + offset, bytes, work.get());
   return status.ok() ? work.finish() : status;
 }
 
@@ -296,9 +282,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
     Status status = range->show(within, physical.value());
     if (status.ok()) status = range->allow(within, run.bytes);
     if (status.ok()) {
-      status = context_->check(context_->library().call<&Functions::copy_on_device>(
-                                   range->base() + within, current_->base() + run.offset, run.bytes, work.get()),
-                               "cuMemcpyDtoDAsync");
+      status = context_->copy_within(range->base() + within, current_->base() + run.offset, run.bytes, work.get());
     }
     if (!status.ok()) return status;
     const std::uint64_t granules = run.bytes / granule_;
@@ -347,7 +331,7 @@ Status VirtualMemory::split(Pieces::iterator piece) {
 }
 
 Result<std::vector<ExportedMemory>> VirtualMemory::export_memory() {
-  if ((context_->allocation().handle_types & kCuHandleDescriptor) == 0) {
+  if (!context_->exports_descriptors()) {
     return Status{EOPNOTSUPP, "this device cannot export memory as file descriptors"};
   }
   const Current current(*context_);
@@ -362,4 +346,4 @@ Result<std::vector<ExportedMemory>> VirtualMemory::export_memory() {
   return exported;
 }
 
-}  // namespace gpufs::cuda
+}  // namespace gpufs::gpu

@@ -1,0 +1,107 @@
+#include "drivers/gpu/context.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/log.h"
+
+namespace gpufs::gpu {
+
+void Context::destroy_idle_streams() {
+  // Nothing can be done about failures here, and after a fatal one all of these fail.
+  const Current current(*this);
+  for (StreamHandle stream : idle_streams_) destroy_stream(stream);
+  idle_streams_.clear();
+}
+
+void Context::fail(const Status& reason) {
+  {
+    const std::scoped_lock lock(failure_mutex_);
+    if (!failure_.ok()) return;
+    failure_ = Status{EIO, "out of service since " + reason.message(), reason.device_code()};
+    failed_.store(true, std::memory_order_release);
+  }
+  log_error(name() + " is out of service: " + reason.message());
+}
+
+Status Context::health() {
+  if (!failed_.load(std::memory_order_acquire)) return {};
+  const std::scoped_lock lock(failure_mutex_);
+  return failure_;
+}
+
+Status Context::take(std::uint64_t bytes) {
+  std::uint64_t taken = taken_.load(std::memory_order_relaxed);
+  do {
+    if (cap_ != 0 && (taken > cap_ || bytes > cap_ - taken)) {
+      return {ENOSPC, "No space left on device (" + name() + ": " + std::to_string(bytes) +
+                          " more bytes would exceed the cap of " + std::to_string(cap_) + ")"};
+    }
+  } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
+  return {};
+}
+
+Result<MemoryInfo> Context::memory() {
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  MemoryInfo info{info_.total_bytes, 0};
+  if (Status status = free_memory(&info.free_bytes); !status.ok()) return status;
+  if (cap_ != 0) {
+    const std::uint64_t taken = taken_.load(std::memory_order_relaxed);
+    info.free_bytes = std::min<std::uint64_t>(info.free_bytes, taken < cap_ ? cap_ - taken : 0);
+  }
+  return info;
+}
+
+Result<StreamHandle> Context::borrow_stream() {
+  {
+    const std::scoped_lock lock(streams_mutex_);
+    if (!idle_streams_.empty()) {
+      StreamHandle stream = idle_streams_.back();
+      idle_streams_.pop_back();
+      return stream;
+    }
+  }
+  StreamHandle stream = nullptr;
+  if (Status status = create_stream(&stream); !status.ok()) return status;
+  return stream;
+}
+
+void Context::return_stream(StreamHandle stream) {
+  const std::scoped_lock lock(streams_mutex_);
+  idle_streams_.push_back(stream);
+}
+
+Current::Current(Context& context) : context_(context), status_(context.health()) {
+  if (!status_.ok()) return;
+  Result<bool> changed = context_.make_current(&before_);
+  status_ = changed.status();
+  changed_ = changed.ok() && changed.value();
+}
+
+Current::~Current() {
+  if (changed_) context_.restore(before_);
+}
+
+SynchronousWork::SynchronousWork(Context& context) : context_(context), current_(context), status_(current_.status()) {
+  if (!status_.ok()) return;
+  Result<StreamHandle> stream = context_.borrow_stream();
+  if (stream.ok()) {
+    stream_ = stream.value();
+  } else {
+    status_ = stream.status();
+  }
+}
+
+SynchronousWork::~SynchronousWork() {
+  if (stream_ == nullptr) return;
+  if (!finished_) static_cast<void>(finish());
+  context_.return_stream(stream_);
+}
+
+Status SynchronousWork::finish() {
+  finished_ = true;
+  return context_.synchronize_stream(stream_);
+}
+
+}  // namespace gpufs::gpu
