@@ -6,20 +6,16 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "drivers/cuda/cuda_driver.h"
 #include "fake_cuda/fake_cuda.h"
+#include "gpu_test_support.h"
 
 namespace gpufs::cuda_test {
 
-constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
-constexpr std::uint64_t kGranule = 2 * kMiB;
+using namespace gpufs::gpu_test;
 
 inline const FakeCudaControl& fake() {
   static const FakeCudaControl* const control = [] {
@@ -57,33 +53,5 @@ class FakeCuda : public ::testing::Test {
   FakeCudaSetup setup_;
   std::unique_ptr<Driver> driver_;
 };
-
-// A pattern that differs between offsets, and between seeds.
-inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
-  std::vector<std::byte> data(bytes);
-  std::uint32_t x = seed * 2654435761U + 1;
-  for (std::byte& byte : data) {
-    x = x * 1664525U + 1013904223U;
-    byte = static_cast<std::byte>(x >> 24);
-  }
-  return data;
-}
-
-template <typename T>
-T must(Result<T> result) {
-  EXPECT_TRUE(result.ok()) << result.status().message();
-  return result.take();
-}
-
-#define ASSERT_OK(expression)                                 \
-  do {                                                        \
-    const ::gpufs::Status status_of_it = (expression);        \
-    ASSERT_TRUE(status_of_it.ok()) << status_of_it.message(); \
-  } while (false)
-#define EXPECT_OK(expression)                                 \
-  do {                                                        \
-    const ::gpufs::Status status_of_it = (expression);        \
-    EXPECT_TRUE(status_of_it.ok()) << status_of_it.message(); \
-  } while (false)
 
 }  // namespace gpufs::cuda_test

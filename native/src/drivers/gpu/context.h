@@ -36,6 +36,8 @@ class Context {
   // Whether ranges and physical memory are there; otherwise there are plain allocations only.
   [[nodiscard]] bool virtual_memory() const { return virtual_memory_; }
   [[nodiscard]] bool exports_descriptors() const { return exports_descriptors_; }
+  // Whether one call of unmap() or allow() may span several pieces that were mapped side by side.
+  [[nodiscard]] bool spans_pieces() const { return spans_pieces_; }
 
   Status health();
   // Puts the device out of service; only the first reason is kept.
@@ -116,6 +118,7 @@ class Context {
   DeviceInfo info_;
   bool virtual_memory_ = false;
   bool exports_descriptors_ = false;
+  bool spans_pieces_ = true;
 
  private:
   std::atomic<std::uint64_t> taken_{0};

@@ -49,14 +49,14 @@ Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<Contex
 
 MappedRange::~MappedRange() {
   const Current current(*context_);
-  // One call for each contiguous run of pieces.
+  // One call for each contiguous run of pieces, where the vendor allows that.
   for (auto piece = shown_.begin(); piece != shown_.end();) {
     const std::uint64_t start = piece->first;
     std::uint64_t end = start;
-    while (piece != shown_.end() && piece->first == end) {
+    do {
       end = end_of(end, *piece->second);
       ++piece;
-    }
+    } while (context_->spans_pieces() && piece != shown_.end() && piece->first == end);
     // A range that is given back with a piece still in it cannot be: the vendor keeps both, and nothing else is lost.
     static_cast<void>(context_->unmap(base_ + start, end - start));
   }
@@ -82,7 +82,15 @@ bool MappedRange::shows(std::uint64_t offset, const PhysicalMemory& physical) co
   return piece != shown_.end() && piece->second.get() == &physical;
 }
 
-Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) { return context_->allow(base_ + offset, bytes); }
+Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
+  if (context_->spans_pieces()) return context_->allow(base_ + offset, bytes);
+  const std::uint64_t end = offset + bytes;
+  for (auto piece = shown_.find(offset); piece != shown_.end() && piece->first < end; ++piece) {
+    Status status = context_->allow(base_ + piece->first, piece->second->bytes());
+    if (!status.ok()) return status;
+  }
+  return {};
+}
 
 VirtualMemory::VirtualMemory(std::shared_ptr<Context> context)
     : context_(std::move(context)), granule_(context_->info().granule) {}

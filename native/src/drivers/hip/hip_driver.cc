@@ -1,0 +1,60 @@
+#include "drivers/hip/hip_driver.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "drivers/gpu/gpu_device.h"
+#include "drivers/hip/hip_context.h"
+#include "drivers/hip/hip_library.h"
+
+namespace gpufs {
+namespace {
+
+constexpr const char* kKernelDriver = "/dev/kfd";
+
+// What is wrong with the kernel's side, as far as this process can see it.
+std::string kernel_side() {
+  if (::access(kKernelDriver, R_OK | W_OK) == 0) return "";
+  if (errno == ENOENT)
+    return std::string(" (there is no ") + kKernelDriver + ": the kernel's amdgpu driver is not loaded)";
+  return std::string(" (") + kKernelDriver + " cannot be opened: is this user in the groups render and video?)";
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options) {
+  return open_hip_driver_from(hip::Library::names(), options);
+}
+
+Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::string>& candidates,
+                                                     const DriverOptions& options) {
+  Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
+  if (!loaded.ok()) return loaded.status();
+  const std::shared_ptr<const hip::Library> library = loaded.take();
+
+  int found = 0;
+  const hip::HipResult code = library->call<&hip::Functions::device_count>(&found);
+  if (code != hip::kHipSuccess && code != hip::kHipNoDevice) {
+    return Status{ENODEV,
+                  "hip is not available: " + library->name() + ": hipGetDeviceCount: " + library->describe(code), code};
+  }
+  if (code == hip::kHipNoDevice || found == 0) {
+    return Status{ENODEV, "hip is not available: no device: " + library->name() + " shows none" + kernel_side(), code};
+  }
+  Result<int> count = gpu::wanted_devices("hip", options, found);
+  if (!count.ok()) return count.status();
+
+  std::vector<std::shared_ptr<hip::HipContext>> contexts;
+  for (int index = 0; index < count.value(); ++index) {
+    Result<std::shared_ptr<hip::HipContext>> context = hip::HipContext::open(library, index, options.memory_bytes);
+    if (!context.ok()) return context.status();
+    contexts.push_back(context.take());
+  }
+  for (const auto& context : contexts) context->open_to(contexts);
+  return std::unique_ptr<Driver>(std::make_unique<gpu::GpuDriver>(
+      "hip", std::vector<std::shared_ptr<gpu::Context>>(contexts.begin(), contexts.end())));
+}
+
+}  // namespace gpufs

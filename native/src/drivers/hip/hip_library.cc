@@ -1,0 +1,147 @@
+#include "drivers/hip/hip_library.h"
+
+#include <cerrno>
+#include <string_view>
+
+namespace gpufs::hip {
+namespace {
+
+Status unavailable(const std::string& why, int code = 0) { return {ENODEV, "hip is not available: " + why, code}; }
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text;
+}
+
+}  // namespace
+
+const std::vector<std::string>& Library::names() {
+  static const std::vector<std::string> all = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
+                                               "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"};
+  return all;
+}
+
+Result<std::shared_ptr<const Library>> Library::load(const std::vector<std::string>& candidates) {
+  Status first_failure;
+  const auto note = [&first_failure](Status status) {
+    if (first_failure.ok()) first_failure = std::move(status);
+  };
+  for (const std::string& name : candidates) {
+    std::string why;
+    void* const handle = gpu::open_library(name, &why);
+    if (handle == nullptr) {
+      // A library that is there and cannot be opened is the news, rather than those that are not there.
+      if (!why.starts_with(name + ": cannot open shared object file")) note(unavailable(name + ": " + why));
+      continue;
+    }
+    // make_shared cannot reach the private constructor.
+    std::shared_ptr<Library> library(new Library);
+    library->name_ = name;
+    if (Status status = library->resolve(handle); !status.ok()) {
+      note(std::move(status));
+      continue;
+    }
+    const HipResult code = library->prepare_thread();
+    // Without a device hipInit fails in one version and not in the other; counting the devices says it clearly.
+    if (code != kHipSuccess && code != kHipNoDevice && code != kHipInvalidDevice) {
+      note(unavailable(name + ": hipInit: " + library->describe(code), code));
+      continue;
+    }
+    static const Status watching = gpu::watch_process_end();
+    if (!watching.ok()) return watching.with_context("hip");
+    return std::shared_ptr<const Library>(std::move(library));
+  }
+  if (!first_failure.ok()) return first_failure;
+  return unavailable(joined(candidates) + (candidates.size() > 1 ? ": none of these was found" : " was not found"));
+}
+
+Status Library::resolve(void* handle) {
+#define GPUFS_HIP_RESOLVE(member, symbol, ...) \
+  if (!gpu::resolve(handle, symbol, functions_.member)) return unavailable(name_ + " lacks " symbol);
+  GPUFS_HIP_REQUIRED(GPUFS_HIP_RESOLVE)
+  GPUFS_HIP_RESOLVE(error_name, "hipGetErrorName")
+  GPUFS_HIP_RESOLVE(error_text, "hipGetErrorString")
+#undef GPUFS_HIP_RESOLVE
+#define GPUFS_HIP_RESOLVE(member, symbol, ...) gpu::resolve(handle, symbol, functions_.member);
+  GPUFS_HIP_OPTIONAL(GPUFS_HIP_RESOLVE)
+#undef GPUFS_HIP_RESOLVE
+  has_virtual_memory_ = true;
+#define GPUFS_HIP_RESOLVE(member, symbol, ...) \
+  if (!gpu::resolve(handle, symbol, functions_.member)) has_virtual_memory_ = false;
+  GPUFS_HIP_VIRTUAL_MEMORY(GPUFS_HIP_RESOLVE)
+#undef GPUFS_HIP_RESOLVE
+  has_peers_ = true;
+#define GPUFS_HIP_RESOLVE(member, symbol, ...) \
+  if (!gpu::resolve(handle, symbol, functions_.member)) has_peers_ = false;
+  GPUFS_HIP_PEERS(GPUFS_HIP_RESOLVE)
+#undef GPUFS_HIP_RESOLVE
+
+  if (functions_.runtime_version == nullptr || call<&Functions::runtime_version>(&version_) != kHipSuccess) {
+    version_ = 0;
+  }
+  // The interface was there before, in another form.
+  if (version_ < kHipVersion6) has_virtual_memory_ = false;
+  return {};
+}
+
+HipResult Library::prepare_thread() const {
+  thread_local HipResult (*prepared)(unsigned) = nullptr;
+  if (prepared == functions_.init) return kHipSuccess;
+  const HipResult code = call<&Functions::init>(0U);
+  if (code == kHipSuccess) prepared = functions_.init;
+  return code;
+}
+
+void* Library::find_hidden(const char* symbol) const {
+  if (functions_.symbol_address == nullptr || version_ == 0) return nullptr;
+  void* address = nullptr;
+  int found = kHipSymbolFound;
+  if (call<&Functions::symbol_address>(symbol, &address, version_, 0ULL, &found) != kHipSuccess) return nullptr;
+  return found == kHipSymbolFound ? address : nullptr;
+}
+
+std::string Library::describe(HipResult code) const {
+  if (gpu::process_is_ending()) return "code " + std::to_string(code);
+  const char* const name = functions_.error_name(code);
+  const char* const text = functions_.error_text(code);
+  std::string description =
+      std::string(name != nullptr ? name : "unknown HIP error") + " (" + std::to_string(code) + ")";
+  // Some versions have no words but the name.
+  if (text != nullptr && (name == nullptr || std::string_view(text) != name)) description += std::string(": ") + text;
+  return description;
+}
+
+int errno_of(HipResult code, gpu::Purpose purpose) {
+  switch (code) {
+    case kHipSuccess:
+      return 0;
+    case kHipOutOfMemory:
+      return purpose == gpu::Purpose::kMemory ? ENOSPC : ENOMEM;
+    case kHipHostMemoryAlreadyRegistered:
+      return EEXIST;
+    case kHipHostMemoryNotRegistered:
+      return ENOENT;
+    case kHipNotSupported:
+      return EOPNOTSUPP;
+    default:
+      return EIO;
+  }
+}
+
+bool is_fatal(HipResult code) {
+  switch (code) {
+    case kHipPriorLaunchFailure:
+    case kHipEccUncorrectable:
+    case kHipIllegalAddress:
+    case kHipLaunchTimeout:
+    case kHipContextIsDestroyed:
+    case kHipAssert:
+    case kHipLaunchFailure:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace gpufs::hip

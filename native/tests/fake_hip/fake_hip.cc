@@ -1,0 +1,889 @@
+// A libamdhip64 over host memory. Streams are really asynchronous: each has a thread that does its work in order.
+//
+// Compiled three times: complete; FAKE_HIP_BARE, without all that a runtime may lack; FAKE_HIP_OLD, without a function
+// that every runtime must have. Where no test is in the same process the environment sets it up:
+//   FAKE_HIP_DEVICES=2  FAKE_HIP_MEMORY=BYTES  FAKE_HIP_FAULTS=SYMBOL:N:CODE:TIMES,...
+//   FAKE_HIP_FILE_PLANS=RESULT:STATUS:ERRNO:BYTES,...   how the first file calls end, in order
+//   FAKE_HIP_RECORDS=FILE   a line for each file call: name, descriptor's file, bytes, offset, copied, result, status
+#include "fake_hip.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "drivers/hip/hip_api.h"
+
+using namespace gpufs::hip;
+
+namespace {
+
+// A point in a stream's order: `recorded` counts the recordings, `done` those that the streams have come to.
+struct EventCore {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::uint64_t recorded = 0;
+  std::uint64_t done = 0;
+
+  void wait(std::uint64_t number) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return done >= number; });
+  }
+};
+
+}  // namespace
+
+namespace gpufs::hip {
+
+struct HipEventObject {
+  int device = 0;
+  std::shared_ptr<EventCore> core = std::make_shared<EventCore>();
+};
+
+struct HipStreamObject {
+  explicit HipStreamObject(int on) : device(on), worker([this] { run(); }) {}
+  ~HipStreamObject() {
+    {
+      const std::scoped_lock lock(mutex);
+      ending = true;
+    }
+    changed.notify_all();
+    worker.join();
+  }
+  HipStreamObject(const HipStreamObject&) = delete;
+  HipStreamObject& operator=(const HipStreamObject&) = delete;
+
+  void queue(std::function<void()> task) {
+    {
+      const std::scoped_lock lock(mutex);
+      tasks.push_back(std::move(task));
+    }
+    changed.notify_all();
+  }
+  void synchronize() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return tasks.empty() && !busy; });
+  }
+  void hold(bool now) {
+    {
+      const std::scoped_lock lock(mutex);
+      held = now;
+    }
+    changed.notify_all();
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return (!tasks.empty() && !held) || (ending && tasks.empty()); });
+      if (tasks.empty()) return;
+      const std::function<void()> task = std::move(tasks.front());
+      tasks.pop_front();
+      busy = true;
+      lock.unlock();
+      task();
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+
+  const int device;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  bool busy = false;
+  bool held = false;
+  bool ending = false;
+  std::thread worker;  // last: it uses all the others
+};
+
+struct HipMemoryHandleObject {
+  int fd = -1;
+  int device = 0;
+  std::uint64_t bytes = 0;
+  bool released = false;
+  int mappings = 0;
+};
+
+}  // namespace gpufs::hip
+
+namespace {
+
+constexpr std::uint64_t kGranule = std::uint64_t{2} << 20;
+constexpr std::uint64_t kPage = 4096;  // the granularity that the runtime states
+constexpr int kMaximumDevices = 8;
+
+using Address = std::uintptr_t;
+
+struct Mapping {
+  std::uint64_t bytes = 0;
+  HipMemoryHandle handle = nullptr;
+  std::set<int> devices;  // that have access
+};
+
+struct Fault {
+  int skip = 0;
+  int code = 0;
+  int times = 0;
+};
+
+std::vector<std::string> split(const char* text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text == nullptr ? "" : text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+struct State {
+  std::mutex mutex;
+  FakeHipSetup setup;
+  int poison[kMaximumDevices] = {};  // what every call on a device answers since a fatal failure
+  std::set<HipMemoryHandle> physical;
+  std::map<Address, std::uint64_t> reservations;
+  std::map<Address, Mapping> mappings;
+  std::map<Address, std::pair<int, std::uint64_t>> allocations;
+  std::set<HipStream> streams;
+  std::set<HipEvent> events;
+  std::map<const void*, std::uint64_t> pinned;
+  unsigned pin_flags = 0;
+  std::uint64_t used[kMaximumDevices] = {};
+  std::map<std::string, Fault, std::less<>> faults;
+  std::map<std::string, int, std::less<>> calls;
+  std::deque<FakeHipFilePlan> file_plans;
+  std::vector<FakeHipFileCall> file_calls;
+  std::string records;
+  bool held = false;
+  int leaked = 0;  // what was open at the last reset
+
+  State() {
+    if (const char* devices = std::getenv("FAKE_HIP_DEVICES")) setup.devices = std::atoi(devices);
+    if (const char* memory = std::getenv("FAKE_HIP_MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
+    for (const std::string& plan : split(std::getenv("FAKE_HIP_FAULTS"), ',')) {
+      const std::vector<std::string> part = split(plan.c_str(), ':');
+      if (part.size() == 4) faults[part[0]] = Fault{std::stoi(part[1]) - 1, std::stoi(part[2]), std::stoi(part[3])};
+    }
+    for (const std::string& plan : split(std::getenv("FAKE_HIP_FILE_PLANS"), ',')) {
+      const std::vector<std::string> part = split(plan.c_str(), ':');
+      if (part.size() != 4) continue;
+      FakeHipFilePlan end;
+      end.result = std::stoi(part[0]);
+      end.status = std::stoi(part[1]);
+      end.error_number = std::stoi(part[2]);
+      end.bytes = std::stoull(part[3]);
+      file_plans.push_back(end);
+    }
+    if (const char* path = std::getenv("FAKE_HIP_RECORDS")) records = path;
+  }
+};
+
+State& state() {
+  static State* const instance = new State;  // never destroyed: the library may be called until the process ends
+  return *instance;
+}
+
+thread_local int current_device = 0;
+thread_local bool initialised = false;
+
+bool is_fatal(int code) {
+  return code == kHipIllegalAddress || code == kHipLaunchTimeout || code == kHipContextIsDestroyed ||
+         code == kHipEccUncorrectable || code == kHipLaunchFailure || code == kHipAssert ||
+         code == kHipPriorLaunchFailure;
+}
+
+// Counts a call and answers its planned failure, if there is one. The state's mutex is held.
+HipResult enter(const char* symbol) {
+  State& s = state();
+  ++s.calls[symbol];
+  const auto fault = s.faults.find(symbol);
+  if (fault == s.faults.end()) return kHipSuccess;
+  if (fault->second.skip > 0) {
+    --fault->second.skip;
+    return kHipSuccess;
+  }
+  const HipResult code = fault->second.code;
+  if (--fault->second.times <= 0) s.faults.erase(fault);
+  if (is_fatal(code)) s.poison[current_device] = code;
+  return code;
+}
+
+#define ENTER(symbol)             \
+  State& s = state();             \
+  std::unique_lock lock(s.mutex); \
+  if (const HipResult planned = enter(symbol); planned != kHipSuccess) return planned
+
+#define ENTER_ON_DEVICE(symbol)                                    \
+  ENTER(symbol);                                                   \
+  if (!initialised) return kHipNotInitialized;                     \
+  if (current_device >= s.setup.devices) return kHipInvalidDevice; \
+  if (s.poison[current_device] != kHipSuccess) return s.poison[current_device]
+
+#ifndef FAKE_HIP_BARE
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+void free_physical_if_unused(HipMemoryHandle handle) {
+  if (!handle->released || handle->mappings != 0) return;
+  State& s = state();
+  s.used[handle->device] -= handle->bytes;
+  ::close(handle->fd);
+  s.physical.erase(handle);
+  delete handle;
+}
+#endif
+
+Address number(const void* address) { return reinterpret_cast<Address>(address); }
+
+// Whether the device may touch all of [address, address + bytes).
+bool reachable(Address address, std::uint64_t bytes, int device) {
+  State& s = state();
+  const Address end = address + bytes;
+  while (address < end) {
+    auto mapping = s.mappings.upper_bound(address);
+    if (mapping != s.mappings.begin() && std::prev(mapping)->first + std::prev(mapping)->second.bytes > address) {
+      --mapping;
+      if (!mapping->second.devices.contains(device)) return false;
+      address = mapping->first + mapping->second.bytes;
+      continue;
+    }
+    auto allocation = s.allocations.upper_bound(address);
+    if (allocation == s.allocations.begin()) return false;
+    --allocation;
+    if (allocation->first + allocation->second.second <= address) return false;
+    address = allocation->first + allocation->second.second;
+  }
+  return true;
+}
+
+// A stray access takes the device down, as real ones do.
+HipResult checked(std::initializer_list<const void*> addresses, std::uint64_t bytes, HipStream stream) {
+  State& s = state();
+  if (!s.streams.contains(stream) || stream->device != current_device) return kHipInvalidHandle;
+  for (const void* address : addresses) {
+    if (reachable(number(address), bytes, current_device)) continue;
+    s.poison[current_device] = kHipIllegalAddress;
+    return kHipIllegalAddress;
+  }
+  return kHipSuccess;
+}
+
+const char* name_of(HipResult code) {
+  switch (code) {
+    case kHipSuccess:
+      return "hipSuccess";
+    case kHipInvalidValue:
+      return "hipErrorInvalidValue";
+    case kHipOutOfMemory:
+      return "hipErrorOutOfMemory";
+    case kHipNotInitialized:
+      return "hipErrorNotInitialized";
+    case kHipNoDevice:
+      return "hipErrorNoDevice";
+    case kHipIllegalAddress:
+      return "hipErrorIllegalAddress";
+    case kHipNotSupported:
+      return "hipErrorNotSupported";
+    default:
+      return "hipErrorUnknown";
+  }
+}
+
+#ifndef FAKE_HIP_BARE
+void record(const FakeHipFileCall& call) {
+  State& s = state();
+  s.file_calls.push_back(call);
+  if (s.records.empty()) return;
+  char path[4096] = {};
+  const std::string link = "/proc/self/fd/" + std::to_string(call.fd);
+  if (::readlink(link.c_str(), path, sizeof path - 1) < 0) std::strcpy(path, "?");
+  std::ostringstream line;
+  line << (call.write ? "hipAmdFileWrite " : "hipAmdFileRead ") << path << ' ' << call.bytes << ' ' << call.file_offset
+       << ' ' << call.copied << ' ' << call.result << ' ' << call.status << '\n';
+  const int fd = ::open(s.records.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (fd < 0) return;
+  const std::string text = line.str();
+  if (::write(fd, text.data(), text.size()) < 0) std::perror("fake_hip: records");
+  ::close(fd);
+}
+
+// What the kernel would do: the transfer itself. 0 or a negative errno.
+std::int32_t move(bool write, int fd, void* device, std::uint64_t bytes, std::int64_t offset, std::uint64_t* copied) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0) return -EBADF;
+  if ((flags & O_DIRECT) == 0 || bytes % 512 != 0 || offset % 512 != 0) return -EINVAL;
+  while (*copied < bytes) {
+    auto* at = static_cast<char*>(device) + *copied;
+    const auto want = static_cast<std::size_t>(bytes - *copied);
+    const off_t where = offset + static_cast<off_t>(*copied);
+    const ssize_t count = write ? ::pwrite(fd, at, want, where) : ::pread(fd, at, want, where);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return -errno;
+    if (count == 0) return 0;
+    *copied += static_cast<std::uint64_t>(count);
+    if (count % 512 != 0) return 0;
+  }
+  return 0;
+}
+
+HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
+                    std::uint64_t* size_copied, std::int32_t* status) {
+  FakeHipFileCall call{};
+  call.write = write;
+  call.fd = handle.fd;
+  call.device_address = number(device);
+  call.bytes = bytes;
+  call.file_offset = offset;
+  call.device = current_device;
+  call.outputs_zeroed = *size_copied == 0 && *status == 0;
+  call.errno_zeroed = errno == 0;
+  const char* const symbol = write ? "hipAmdFileWrite" : "hipAmdFileRead";
+  ENTER_ON_DEVICE(symbol);
+  if (bytes == 0) return kHipSuccess;
+  if (number(handle.handle) >> 32 != 0) return kHipInvalidValue;  // only the descriptor may be set
+  FakeHipFilePlan plan;
+  if (!s.file_plans.empty()) {
+    plan = s.file_plans.front();
+    s.file_plans.pop_front();
+  }
+  if (!reachable(number(device), bytes, current_device)) {
+    plan = {};
+    plan.result = kHipInvalidValue;
+    plan.outputs_untouched = true;
+  }
+  if (plan.outputs_untouched) {
+    call.result = plan.result;
+    record(call);
+    errno = plan.error_number;
+    return plan.result;
+  }
+  lock.unlock();
+  call.status = move(write, handle.fd, device, std::min(bytes, plan.bytes), offset, &call.copied);
+  if (call.status != 0) {
+    call.result = kHipUnknown;
+  } else {
+    call.status = plan.status;
+    call.result = plan.result;
+  }
+  lock.lock();
+  record(call);
+  lock.unlock();
+  *size_copied = call.copied;
+  *status = call.status;
+  errno = plan.error_number;
+  return call.result;
+}
+
+HipResult file_read(HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
+                    std::uint64_t* size_copied, std::int32_t* status) {
+  return file_call(false, handle, device, bytes, offset, size_copied, status);
+}
+
+HipResult file_write(HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
+                     std::uint64_t* size_copied, std::int32_t* status) {
+  return file_call(true, handle, device, bytes, offset, size_copied, status);
+}
+#endif
+
+int reset(const FakeHipSetup* setup) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  const int open = static_cast<int>(s.physical.size() + s.mappings.size() + s.reservations.size() +
+                                    s.allocations.size() + s.streams.size() + s.events.size() + s.pinned.size());
+  const int leaked = open - s.leaked;
+  s.leaked = open;
+  s.setup = *setup;
+  std::fill(std::begin(s.poison), std::end(s.poison), kHipSuccess);
+  s.faults.clear();
+  s.calls.clear();
+  s.file_plans.clear();
+  s.file_calls.clear();
+  s.held = false;
+  for (HipStream stream : s.streams) stream->hold(false);
+  return leaked;
+}
+
+void fail(const char* symbol, int n, int code, int times) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  s.faults[symbol] = Fault{n - 1, code, times};
+}
+
+int calls(const char* symbol) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  const auto found = s.calls.find(symbol);
+  return found == s.calls.end() ? 0 : found->second;
+}
+
+void read_state(FakeHipState* out) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  *out = {};
+  for (const std::uint64_t used : s.used) out->bytes_used += used;
+  for (HipMemoryHandle handle : s.physical) out->handles += handle->released ? 0 : 1;
+  out->mappings = static_cast<int>(s.mappings.size());
+  out->reservations = static_cast<int>(s.reservations.size());
+  out->allocations = static_cast<int>(s.allocations.size());
+  out->streams = static_cast<int>(s.streams.size());
+  out->events = static_cast<int>(s.events.size());
+  out->pinned = static_cast<int>(s.pinned.size());
+}
+
+void hold(bool held) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  s.held = held;
+  for (HipStream stream : s.streams) stream->hold(held);
+}
+
+int read_current() { return current_device; }
+
+void plan_file_call(const FakeHipFilePlan* plan) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  s.file_plans.push_back(*plan);
+}
+
+int read_file_calls(FakeHipFileCall* records, int room) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  const int there = static_cast<int>(s.file_calls.size());
+  std::copy_n(s.file_calls.begin(), std::min(there, room), records);
+  return there;
+}
+
+unsigned last_pin_flags() {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  return s.pin_flags;
+}
+
+constexpr FakeHipControl kControl{reset,        fail,           calls,           read_state,    hold,
+                                  read_current, plan_file_call, read_file_calls, last_pin_flags};
+
+}  // namespace
+
+extern "C" {
+
+const FakeHipControl* fake_hip_control() { return &kControl; }
+
+HipResult hipInit(unsigned /*flags*/) {
+  ENTER("hipInit");
+  initialised = true;
+  return kHipSuccess;
+}
+
+const char* hipGetErrorName(HipResult code) { return name_of(code); }
+
+const char* hipGetErrorString(HipResult code) {
+  return std::strcmp(name_of(code), "hipErrorUnknown") != 0 ? "as the test planned" : name_of(code);
+}
+
+HipResult hipGetDeviceCount(int* count) {
+  ENTER("hipGetDeviceCount");
+  *count = s.setup.devices;
+  return s.setup.devices == 0 ? kHipNoDevice : kHipSuccess;
+}
+
+HipResult hipDeviceGetName(char* name, int bytes, int device) {
+  ENTER("hipDeviceGetName");
+  std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", device);
+  return kHipSuccess;
+}
+
+HipResult hipDeviceGetPCIBusId(char* text, int bytes, int device) {
+  ENTER("hipDeviceGetPCIBusId");
+  std::snprintf(text, static_cast<std::size_t>(bytes), "FFFF:%02X:00.0", 0xC0 + device);
+  return kHipSuccess;
+}
+
+HipResult hipDeviceTotalMem(std::size_t* bytes, int /*device*/) {
+  ENTER("hipDeviceTotalMem");
+  *bytes = s.setup.memory_bytes;
+  return kHipSuccess;
+}
+
+HipResult hipDeviceGetAttribute(int* value, int attribute, int /*device*/) {
+  ENTER("hipDeviceGetAttribute");
+  if (attribute != kHipAttributeVirtualMemory) return kHipInvalidValue;
+  *value = s.setup.virtual_memory ? 1 : 0;
+  return kHipSuccess;
+}
+
+HipResult hipGetDevice(int* device) {
+  ENTER("hipGetDevice");
+  *device = current_device;
+  return kHipSuccess;
+}
+
+HipResult hipSetDevice(int device) {
+  ENTER("hipSetDevice");
+  if (device < 0 || device >= s.setup.devices) return kHipInvalidDevice;
+  current_device = device;
+  return kHipSuccess;
+}
+
+HipResult hipMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
+  ENTER_ON_DEVICE("hipMemGetInfo");
+  *total = s.setup.memory_bytes;
+  *free_bytes = s.setup.memory_bytes - s.used[current_device];
+  return kHipSuccess;
+}
+
+HipResult hipMalloc(void** address, std::size_t bytes) {
+  ENTER_ON_DEVICE("hipMalloc");
+  if (bytes == 0) return kHipInvalidValue;
+  if (s.used[current_device] + bytes > s.setup.memory_bytes) return kHipOutOfMemory;
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return kHipOutOfMemory;
+  std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kGranule));  // fresh memory is not zero
+  *address = memory;
+  s.allocations[number(memory)] = {current_device, bytes};
+  s.used[current_device] += bytes;
+  return kHipSuccess;
+}
+
+HipResult hipFree(void* address) {
+  ENTER_ON_DEVICE("hipFree");
+  const auto allocation = s.allocations.find(number(address));
+  if (allocation == s.allocations.end()) return kHipInvalidValue;
+  ::munmap(address, allocation->second.second);
+  s.used[allocation->second.first] -= allocation->second.second;
+  s.allocations.erase(allocation);
+  return kHipSuccess;
+}
+
+#ifndef FAKE_HIP_OLD
+HipResult hipHostRegister(void* address, std::size_t bytes, unsigned flags) {
+  ENTER_ON_DEVICE("hipHostRegister");
+  if (!s.pinned.emplace(address, bytes).second) return kHipHostMemoryAlreadyRegistered;
+  s.pin_flags = flags;
+  return kHipSuccess;
+}
+#endif
+
+HipResult hipHostUnregister(void* address) {
+  ENTER_ON_DEVICE("hipHostUnregister");
+  return s.pinned.erase(address) == 1 ? kHipSuccess : kHipHostMemoryNotRegistered;
+}
+
+HipResult hipMemcpyHtoDAsync(void* destination, const void* source, std::size_t bytes, HipStream stream) {
+  ENTER_ON_DEVICE("hipMemcpyHtoDAsync");
+  if (const HipResult code = checked({destination}, bytes, stream); code != kHipSuccess) return code;
+  stream->queue([=] { std::memcpy(destination, source, bytes); });
+  return kHipSuccess;
+}
+
+HipResult hipMemcpyDtoHAsync(void* destination, void* source, std::size_t bytes, HipStream stream) {
+  ENTER_ON_DEVICE("hipMemcpyDtoHAsync");
+  if (const HipResult code = checked({source}, bytes, stream); code != kHipSuccess) return code;
+  stream->queue([=] { std::memcpy(destination, source, bytes); });
+  return kHipSuccess;
+}
+
+HipResult hipMemcpyDtoDAsync(void* destination, void* source, std::size_t bytes, HipStream stream) {
+  ENTER_ON_DEVICE("hipMemcpyDtoDAsync");
+  if (const HipResult code = checked({source, destination}, bytes, stream); code != kHipSuccess) return code;
+  stream->queue([=] { std::memmove(destination, source, bytes); });
+  return kHipSuccess;
+}
+
+HipResult hipMemsetD8Async(void* destination, unsigned char value, std::size_t bytes, HipStream stream) {
+  ENTER_ON_DEVICE("hipMemsetD8Async");
+  if (const HipResult code = checked({destination}, bytes, stream); code != kHipSuccess) return code;
+  stream->queue([=] {
+    // Memory that nobody looks at need not really be there: whole pages are given back, which makes them zero.
+    auto* at = static_cast<char*>(destination);
+    if (value != 0 || number(destination) % kPage != 0 || bytes % kPage != 0 ||
+        ::madvise(at, bytes, MADV_REMOVE) != 0) {
+      std::memset(at, value, bytes);
+    }
+  });
+  return kHipSuccess;
+}
+
+HipResult hipStreamCreateWithFlags(HipStream* stream, unsigned flags) {
+  ENTER_ON_DEVICE("hipStreamCreateWithFlags");
+  if (flags != kHipStreamNonBlocking) return kHipInvalidValue;
+  *stream = new HipStreamObject(current_device);
+  (*stream)->hold(s.held);
+  s.streams.insert(*stream);
+  return kHipSuccess;
+}
+
+HipResult hipStreamDestroy(HipStream stream) {
+  {
+    ENTER("hipStreamDestroy");
+    if (s.streams.erase(stream) == 0) return kHipInvalidHandle;
+  }
+  delete stream;  // does what is queued first
+  return kHipSuccess;
+}
+
+// One that was planned to fail waits all the same: the work that was queued is real.
+HipResult hipStreamSynchronize(HipStream stream) {
+  State& s = state();
+  std::unique_lock lock(s.mutex);
+  const HipResult planned = enter("hipStreamSynchronize");
+  if (!initialised || !s.streams.contains(stream)) return kHipInvalidHandle;
+  const HipResult outcome = planned != kHipSuccess ? planned : s.poison[current_device];
+  lock.unlock();
+  stream->synchronize();
+  return outcome;
+}
+
+HipResult hipStreamWaitEvent(HipStream stream, HipEvent event, unsigned /*flags*/) {
+  ENTER_ON_DEVICE("hipStreamWaitEvent");
+  if (!s.streams.contains(stream) || !s.events.contains(event)) return kHipInvalidHandle;
+  const std::scoped_lock event_lock(event->core->mutex);
+  stream->queue([core = event->core, number = event->core->recorded] { core->wait(number); });
+  return kHipSuccess;
+}
+
+HipResult hipEventCreateWithFlags(HipEvent* event, unsigned flags) {
+  ENTER_ON_DEVICE("hipEventCreateWithFlags");
+  if ((flags & kHipEventDisableTiming) == 0) return kHipInvalidValue;
+  *event = new HipEventObject;
+  (*event)->device = current_device;
+  s.events.insert(*event);
+  return kHipSuccess;
+}
+
+HipResult hipEventDestroy(HipEvent event) {
+  ENTER("hipEventDestroy");
+  if (s.events.erase(event) == 0) return kHipInvalidHandle;
+  delete event;
+  return kHipSuccess;
+}
+
+HipResult hipEventRecord(HipEvent event, HipStream stream) {
+  ENTER_ON_DEVICE("hipEventRecord");
+  if (!s.events.contains(event) || !s.streams.contains(stream)) return kHipInvalidHandle;
+  if (event->device != stream->device) return kHipInvalidHandle;
+  std::uint64_t number = 0;
+  {
+    const std::scoped_lock event_lock(event->core->mutex);
+    number = ++event->core->recorded;
+  }
+  stream->queue([core = event->core, number] {
+    {
+      const std::scoped_lock event_lock(core->mutex);
+      core->done = std::max(core->done, number);
+    }
+    core->changed.notify_all();
+  });
+  return kHipSuccess;
+}
+
+HipResult hipEventQuery(HipEvent event) {
+  ENTER_ON_DEVICE("hipEventQuery");
+  if (!s.events.contains(event)) return kHipInvalidHandle;
+  const std::scoped_lock event_lock(event->core->mutex);
+  return event->core->done >= event->core->recorded ? kHipSuccess : kHipNotReady;
+}
+
+HipResult hipEventSynchronize(HipEvent event) {
+  ENTER_ON_DEVICE("hipEventSynchronize");
+  if (!s.events.contains(event)) return kHipInvalidHandle;
+  const std::shared_ptr<EventCore> core = event->core;
+  lock.unlock();
+  std::uint64_t number = 0;
+  {
+    const std::scoped_lock event_lock(core->mutex);
+    number = core->recorded;
+  }
+  core->wait(number);
+  return kHipSuccess;
+}
+
+#ifndef FAKE_HIP_BARE
+
+HipResult hipRuntimeGetVersion(int* version) {
+  ENTER("hipRuntimeGetVersion");
+  *version = s.setup.version;
+  return kHipSuccess;
+}
+
+HipResult hipGetProcAddress(const char* symbol, void** address, int version, std::uint64_t flags, int* status) {
+  ENTER("hipGetProcAddress");
+  *address = nullptr;
+  *status = 1;  // not found
+  if (version != s.setup.version || flags != 0) return kHipInvalidValue;
+  if (!s.setup.file_calls) return kHipSuccess;
+  const std::string wanted = symbol;
+  if (wanted == "hipAmdFileRead") *address = reinterpret_cast<void*>(file_read);
+  if (wanted == "hipAmdFileWrite") *address = reinterpret_cast<void*>(file_write);
+  if (*address != nullptr) *status = kHipSymbolFound;
+  return kHipSuccess;
+}
+
+HipResult hipPointerGetAttributes(HipPointerAttributes* attributes, const void* address) {
+  ENTER("hipPointerGetAttributes");
+  if (s.pinned.contains(address)) {
+    attributes->type = 1;
+    return kHipSuccess;
+  }
+  for (int device = 0; device < s.setup.devices; ++device) {
+    if (!reachable(number(address), 1, device)) continue;
+    attributes->type = kHipMemoryTypeDevice;
+    attributes->device = device;
+    return kHipSuccess;
+  }
+  return kHipInvalidValue;
+}
+
+HipResult hipDeviceCanAccessPeer(int* value, int a, int b) {
+  ENTER("hipDeviceCanAccessPeer");
+  *value = s.setup.peers && a != b ? 1 : 0;
+  return kHipSuccess;
+}
+
+HipResult hipDeviceEnablePeerAccess(int /*peer*/, unsigned /*flags*/) {
+  ENTER_ON_DEVICE("hipDeviceEnablePeerAccess");
+  return kHipSuccess;
+}
+
+HipResult hipMemcpyPeerAsync(void* destination, int destination_device, const void* source, int source_device,
+                             std::size_t bytes, HipStream stream) {
+  ENTER_ON_DEVICE("hipMemcpyPeerAsync");
+  if (source_device != current_device || destination_device == current_device) return kHipInvalidDevice;
+  if (const HipResult code = checked({source, destination}, bytes, stream); code != kHipSuccess) return code;
+  stream->queue([=] { std::memcpy(destination, source, bytes); });
+  return kHipSuccess;
+}
+
+HipResult hipMemGetAllocationGranularity(std::size_t* bytes, const HipAllocationProperties* properties,
+                                         int /*option*/) {
+  ENTER("hipMemGetAllocationGranularity");
+  if (properties->type != kHipAllocationPinned || properties->location.type != kHipLocationDevice) {
+    return kHipInvalidValue;
+  }
+  *bytes = kPage;
+  return kHipSuccess;
+}
+
+HipResult hipMemAddressReserve(void** address, std::size_t bytes, std::size_t /*alignment*/, void* /*where*/,
+                               unsigned long long /*flags*/) {
+  ENTER("hipMemAddressReserve");
+  if (bytes == 0 || bytes % kPage != 0) return kHipInvalidValue;
+  std::uint64_t reserved = 0;
+  for (const auto& reservation : s.reservations) reserved += reservation.second;
+  if (reserved + bytes > s.setup.address_space_bytes) return kHipOutOfMemory;
+  // Ranges of device memory lie at multiples of large pages.
+  void* memory = ::mmap(nullptr, bytes + kGranule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return kHipOutOfMemory;
+  const Address base = (number(memory) + kGranule - 1) / kGranule * kGranule;
+  if (base > number(memory)) ::munmap(memory, base - number(memory));
+  ::munmap(pointer(base + bytes), number(memory) + kGranule - base);
+  *address = pointer(base);
+  s.reservations[base] = bytes;
+  return kHipSuccess;
+}
+
+HipResult hipMemAddressFree(void* address, std::size_t bytes) {
+  ENTER("hipMemAddressFree");
+  const auto reservation = s.reservations.find(number(address));
+  if (reservation == s.reservations.end() || reservation->second != bytes) return kHipInvalidValue;
+  const auto mapping = s.mappings.lower_bound(number(address));
+  if (mapping != s.mappings.end() && mapping->first < number(address) + bytes) return kHipInvalidValue;
+  ::munmap(address, bytes);
+  s.reservations.erase(reservation);
+  return kHipSuccess;
+}
+
+HipResult hipMemCreate(HipMemoryHandle* handle, std::size_t bytes, const HipAllocationProperties* properties,
+                       unsigned long long /*flags*/) {
+  ENTER("hipMemCreate");
+  const int device = properties->location.id;
+  if (bytes == 0 || bytes % kPage != 0 || device < 0 || device >= s.setup.devices) return kHipInvalidValue;
+  if (s.used[device] + bytes > s.setup.memory_bytes) return kHipOutOfMemory;
+  const int fd = ::memfd_create("fake_hip", MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kHipOutOfMemory;
+  // Fresh memory is not zero, in every granule.
+  for (std::uint64_t at = 0; at < bytes; at += kGranule) {
+    if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return kHipOutOfMemory;
+  }
+  *handle = new HipMemoryHandleObject{fd, device, bytes, false, 0};
+  s.physical.insert(*handle);
+  s.used[device] += bytes;
+  return kHipSuccess;
+}
+
+HipResult hipMemRelease(HipMemoryHandle handle) {
+  ENTER("hipMemRelease");
+  if (!s.physical.contains(handle) || handle->released) return kHipInvalidValue;
+  handle->released = true;
+  free_physical_if_unused(handle);
+  return kHipSuccess;
+}
+
+HipResult hipMemMap(void* address, std::size_t bytes, std::size_t offset, HipMemoryHandle handle,
+                    unsigned long long /*flags*/) {
+  ENTER("hipMemMap");
+  if (!s.physical.contains(handle) || handle->released || offset != 0 || bytes != handle->bytes) {
+    return kHipInvalidValue;
+  }
+  const Address at = number(address);
+  const auto next = s.mappings.lower_bound(at);
+  if (next != s.mappings.end() && next->first < at + bytes) return kHipInvalidValue;
+  if (next != s.mappings.begin() && std::prev(next)->first + std::prev(next)->second.bytes > at) {
+    return kHipInvalidValue;
+  }
+  auto reservation = s.reservations.upper_bound(at);
+  if (reservation == s.reservations.begin()) return kHipInvalidValue;
+  --reservation;
+  if (at + bytes > reservation->first + reservation->second) return kHipInvalidValue;
+  if (::mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->fd, 0) == MAP_FAILED) return kHipOutOfMemory;
+  s.mappings[at] = Mapping{bytes, handle, {}};
+  ++handle->mappings;
+  return kHipSuccess;
+}
+
+// One piece a call, as the real runtime.
+HipResult hipMemUnmap(void* address, std::size_t bytes) {
+  ENTER("hipMemUnmap");
+  const auto mapping = s.mappings.find(number(address));
+  if (mapping == s.mappings.end() || mapping->second.bytes != bytes) return kHipInvalidValue;
+  ::mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  HipMemoryHandle handle = mapping->second.handle;
+  s.mappings.erase(mapping);
+  --handle->mappings;
+  free_physical_if_unused(handle);
+  return kHipSuccess;
+}
+
+HipResult hipMemSetAccess(void* address, std::size_t bytes, const HipAccess* access, std::size_t count) {
+  ENTER("hipMemSetAccess");
+  const auto mapping = s.mappings.find(number(address));
+  if (mapping == s.mappings.end() || mapping->second.bytes != bytes) return kHipInvalidValue;
+  if (::mprotect(address, bytes, PROT_READ | PROT_WRITE) != 0) return kHipInvalidValue;
+  for (std::size_t i = 0; i < count; ++i) mapping->second.devices.insert(access[i].location.id);
+  return kHipSuccess;
+}
+
+HipResult hipMemExportToShareableHandle(void* out, HipMemoryHandle handle, int type, unsigned long long /*flags*/) {
+  ENTER("hipMemExportToShareableHandle");
+  if (!s.physical.contains(handle) || type != kHipHandleDescriptor) return kHipInvalidValue;
+  const int fd = ::dup(handle->fd);
+  if (fd < 0) return kHipOutOfMemory;
+  std::memcpy(out, &fd, sizeof fd);
+  return kHipSuccess;
+}
+
+#endif
+
+}  // extern "C"

@@ -1,0 +1,48 @@
+// What the tests of all GPU drivers use: patterns, and results that must be there.
+// Owned by the tests that include it.
+// Any thread.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace gpufs::gpu_test {
+
+constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+constexpr std::uint64_t kGranule = 2 * kMiB;
+
+// A pattern that differs between offsets, and between seeds.
+inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
+  std::vector<std::byte> data(bytes);
+  std::uint32_t x = seed * 2654435761U + 1;
+  for (std::byte& byte : data) {
+    x = x * 1664525U + 1013904223U;
+    byte = static_cast<std::byte>(x >> 24);
+  }
+  return data;
+}
+
+template <typename T>
+T must(Result<T> result) {
+  EXPECT_TRUE(result.ok()) << result.status().message();
+  return result.take();
+}
+
+#define ASSERT_OK(expression)                                 \
+  do {                                                        \
+    const ::gpufs::Status status_of_it = (expression);        \
+    ASSERT_TRUE(status_of_it.ok()) << status_of_it.message(); \
+  } while (false)
+#define EXPECT_OK(expression)                                 \
+  do {                                                        \
+    const ::gpufs::Status status_of_it = (expression);        \
+    EXPECT_TRUE(status_of_it.ok()) << status_of_it.message(); \
+  } while (false)
+
+}  // namespace gpufs::gpu_test
