@@ -283,6 +283,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "How requests come from the kernel: auto takes the fastest it offers.",
     ),
     Knob(
+        "stats_interval",
+        _duration(0.1, 3600),
+        1.0,
+        "seconds",
+        "How often a mount writes how its memory and pools stand beside its counters.",
+    ),
+    Knob(
         "mount_timeout", _duration(0.1, 3600), 60.0, "seconds", "How long `gpufs mount` waits until the mount answers."
     ),
     Knob(
@@ -343,8 +350,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         _duration(0.1, 3600),
         2.0,
         "seconds",
-        "How long `gpufs status` and `gpufs df` wait for a mount's answer.",
-        commands=("status", "df"),
+        "How long `gpufs status`, `gpufs df` and `gpufs stats` wait for a mount's answer.",
+        commands=("status", "df", "stats"),
     ),
     Knob("mask_flags", _flags(64), 0, "", "INIT flags to treat as not offered by the kernel.", hidden=True),
 )

@@ -21,15 +21,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyfuse3
 import trio
 
-from gpufs import config, engine, mounting, service
+from gpufs import config, engine, mounting, service, statistics
 from gpufs._version import __version__
 from gpufs.fs.backing import Backing, BackingOperations
-from gpufs.fs.control import MountStatus, version_text
+from gpufs.fs.control import MountStatistics, MountStatus, version_text
 from gpufs.fs.operations import Operations
 from gpufs.fs.tree import Tree
 
@@ -143,7 +144,7 @@ class Answer:
         return True
 
 
-def _open_engine(wanted: str, values: dict[str, Any]) -> tuple[engine.Engine, str, list[str]]:
+def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, str, list[str]]:
     """The engine, the name of its driver, and what the user should know about the choice."""
     reasons = []
     for driver in _AUTOMATIC if wanted == "auto" else (wanted,):
@@ -156,6 +157,7 @@ def _open_engine(wanted: str, values: dict[str, Any]) -> tuple[engine.Engine, st
                 devices=values["devices"] or (1 if driver == "host" else 0),
                 memory_bytes=memory,
                 slab_file_bytes=values["slab_file_bytes"],
+                statistics_path=statistics_path,
             )
         except config.ConfigError as failure:
             raise StartFailure(errno.EINVAL, str(failure)) from None
@@ -201,6 +203,35 @@ def runtime_directory(*, allow_other: bool) -> str:
     return path
 
 
+class _CountersFile:
+    """The file that the mount's counters live in. Left behind by a process that is killed, removed at every other end.
+
+    The engine makes it before there is a mount to name it after.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.path = os.path.join(folder, statistics.file_name(os.getpid(), "new"))
+        statistics.sweep(Path(folder), [entry.device for entry in mounting.mounts()])
+
+    def belongs_to(self, device: str) -> None:
+        """The mount has this device number, "major:minor"."""
+        path = os.path.join(self._folder, statistics.file_name(os.getpid(), device))
+        try:
+            os.rename(self.path, path)
+        except OSError as failure:
+            log.warning("the counters cannot be read from outside: %s: %s", path, failure.strerror)
+        else:
+            self.path = path
+
+    def remove(self) -> None:
+        """Takes it away, if it is there."""
+        try:
+            os.unlink(self.path)
+        except OSError:
+            pass  # never made
+
+
 def _raise_limits() -> None:
     """Many descriptors, for each buffer may have some; no core file, which would hold the devices' memory."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -243,7 +274,9 @@ class Daemon:
         values = self._request.config
         runtime = runtime_directory(allow_other=bool(values["allow_other"]))
         with ExitStack() as parts:
-            opened, driver, notes = _open_engine(values["driver"], values)
+            counters = _CountersFile(runtime)
+            parts.callback(counters.remove)
+            opened, driver, notes = _open_engine(values["driver"], values, counters.path)
             parts.callback(opened.close)
             try:
                 engine.io_configure(opened, **config.io_options(values))
@@ -262,6 +295,7 @@ class Daemon:
             if entry is None:
                 os.close(relay_fd)
                 raise StartFailure(errno.EIO, f"{self._request.mountpoint}: mounted, but not in mountinfo")
+            counters.belongs_to(entry.device)
             try:
                 mount = engine.Mount(
                     opened,
@@ -300,9 +334,12 @@ class Daemon:
             files=lambda index: tree.files[index],
             transfers=lambda: self._service.statistics() if self._service is not None else {},
         )
+        counted = MountStatistics(opened, self._request.mountpoint, driver)
         contents: dict[str, Callable[[], bytes]] = {
             "version": version_text,
             "status": status.as_bytes,
+            "stats": counted.as_bytes,
+            "metrics": counted.as_metrics,
             "socket": lambda: os.fsencode(socket_path) + b"\n",
         }
         tree = Tree(
@@ -356,6 +393,7 @@ class Daemon:
             nursery.start_soon(self._watch_end, mount, copies)
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
             nursery.start_soon(self._tell_launcher, mount, driver, devices, notes)
+            nursery.start_soon(self._publish, mount.engine)
             await pyfuse3.main()
             copies.cancel()
             nursery.cancel_scope.cancel()
@@ -407,6 +445,12 @@ class Daemon:
         elif notes:
             for note in notes:
                 print(f"gpufs: {note}", file=sys.stderr)
+
+    async def _publish(self, opened: engine.Engine) -> None:
+        """Writes how things stand beside the counters, from time to time."""
+        while True:
+            opened.statistics_publish()
+            await trio.sleep(self._request.config["stats_interval"])
 
     async def _watch_signals(self, copies: trio.CancelScope) -> None:
         with trio.open_signal_receiver(*_SIGNALS) as arriving:

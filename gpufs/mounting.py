@@ -38,6 +38,12 @@ class MountEntry:
     fstype: str
 
     @property
+    def uid(self) -> int:
+        """The user who mounted it."""
+        found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(found[1]) if found else 0
+
+    @property
     def st_dev(self) -> int:
         """The device number that stat(2) gives for its files."""
         major, minor = self.device.split(":")

@@ -14,7 +14,7 @@ from gpufs import engine
 ROOT = Path(__file__).resolve().parents[1]
 
 # A part may use those before it.
-NATIVE_ORDER = ["base", "drivers", "device", "memory", "io", "fuse", "abi"]
+NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "fuse", "abi"]
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
@@ -22,14 +22,15 @@ PYTHON_MAY_USE = {
     "gpufs.__main__": {"cli"},
     "gpufs._version": set(),
     "gpufs.machine": set(),
+    "gpufs.statistics": set(),
     "gpufs.config": {"machine"},
     "gpufs.engine": set(),
-    "gpufs.fs": {"engine", "_version"},
+    "gpufs.fs": {"engine", "statistics", "_version"},
     "gpufs.client": {"engine", "_version"},
     "gpufs.mounting": {"machine"},
     "gpufs.service": {"engine", "client", "mounting", "_version"},
-    "gpufs.daemon": {"_version", "machine", "config", "engine", "fs", "client", "mounting", "service"},
-    "gpufs.cli": {"_version", "machine", "config", "client", "mounting"},
+    "gpufs.daemon": {"_version", "machine", "config", "engine", "fs", "client", "mounting", "service", "statistics"},
+    "gpufs.cli": {"_version", "machine", "config", "client", "mounting", "statistics"},
 }
 
 

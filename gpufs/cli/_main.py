@@ -14,6 +14,7 @@ COMMANDS: Final = {
     "umount": "gpufs.cli.umount",
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
+    "stats": "gpufs.cli.stats",
     "cp": "gpufs.cli.cp",
     "mount-helper": "gpufs.cli.mount_helper",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpufs import mounting
+from gpufs import mounting, statistics
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
 from gpufs.cli._main import knob_options, settings
@@ -33,7 +33,8 @@ def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     """Unmounts one mountpoint. Failure, with one line, where that cannot be."""
-    mountpoint = _mounts.find(path).mountpoint
+    entry = _mounts.find(path)
+    mountpoint = entry.mountpoint
     pids = _mounts.daemons(mountpoint)
     if force:
         _signal(pids, signal.SIGTERM)
@@ -48,6 +49,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     if left and force:
         _signal(left, signal.SIGKILL)
         left = _mounts.wait_for_end(left, _GRACE)
+    statistics.remove_dead(entry.device, entry.uid)
     if left:
         numbers = ", ".join(map(str, left))
         raise Failure(f"{path}: unmounted, but its process ({numbers}) has not ended within {timeout:g} seconds")

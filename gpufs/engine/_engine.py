@@ -1,5 +1,7 @@
 """The engine and its devices."""
 
+import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +72,32 @@ class Engine(Handle):
     ``driver`` is "host", "cuda" or "hip". ``devices``: how many to simulate (host) or to use (others, 0 for all).
     ``memory_bytes`` caps each device, 0 for the driver's default (host requires a number).
     ``slab_file_bytes``: files up to this size share slabs of device memory, 0: none do; at most 1 MiB.
+    ``statistics_path``: a file that the counters live in (docs/statistics.md), made anew and left at the end.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
     """
 
     __slots__ = ("_devices", "driver")
 
-    def __init__(self, driver: str, *, devices: int = 0, memory_bytes: int = 0, slab_file_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        driver: str,
+        *,
+        devices: int = 0,
+        memory_bytes: int = 0,
+        slab_file_bytes: int = 0,
+        statistics_path: str = "",
+    ) -> None:
         name = ffi.new("char[]", driver.encode())
+        path = ffi.new("char[]", os.fsencode(statistics_path))
         options = ffi.new(
             "gpufs_engine_options *",
-            {"driver": name, "devices": devices, "memory_bytes": memory_bytes, "slab_file_bytes": slab_file_bytes},
+            {
+                "driver": name,
+                "devices": devices,
+                "memory_bytes": memory_bytes,
+                "slab_file_bytes": slab_file_bytes,
+                "statistics_path": path,
+            },
         )
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_engine_open(options, handle))
@@ -93,6 +111,23 @@ class Engine(Handle):
     def devices(self) -> tuple[Device, ...]:
         """The devices, by index."""
         return tuple(Device(self, index) for index in range(self._devices))
+
+    def statistics_describe(self, facts: dict[str, Any]) -> None:
+        """Puts what the counters are about, in words, beside them. EngineError EFBIG beyond 3840 bytes of JSON."""
+        check(lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", json.dumps(facts).encode())))
+
+    def statistics_publish(self) -> None:
+        """Writes memory, pools and the time beside the counters."""
+        check(lib.gpufs_statistics_publish(self._handle))
+
+    def statistics_read(self) -> bytes:
+        """All counters as they are now, in the format of docs/statistics.md, which gpufs.statistics reads."""
+        needed = ffi.new("uint64_t *")
+        lib.gpufs_statistics_read(self._handle, ffi.NULL, 0, needed)
+        room = ffi.new("char[]", int(needed[0]))
+        check(lib.gpufs_statistics_read(self._handle, room, len(room), needed))
+        data: bytes = ffi.buffer(room)[:]
+        return data
 
     def io_statistics(self) -> dict[str, Any]:
         """The counters of transfers."""

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, EngineError
+from gpufs.engine import Device, Engine, EngineError, refusal_names
+
+_NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 
 
 @dataclass(slots=True)
@@ -74,6 +77,38 @@ class MountStatus:
             entry["held_bytes"] = memory.held_bytes
             entry["health"] = None if memory.health is None else str(memory.health)
         return entry
+
+
+class MountStatistics:
+    """What ``.gpufs/stats`` and ``.gpufs/metrics`` show: the engine's counters."""
+
+    def __init__(self, opened: Engine, mountpoint: str, driver: str) -> None:
+        """Also puts beside the counters what they are about, for those who find them in their file."""
+        self._engine = opened
+        facts: dict[str, Any] = {
+            "version": __version__,
+            "driver": driver,
+            "mountpoint": mountpoint,
+            "refusals": [name for name in refusal_names((1 << 32) - 1) if not name.startswith("bit ")],
+            "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
+        }
+        try:
+            opened.statistics_describe(facts)
+        except EngineError:
+            facts["mountpoint"] = None  # the one part that may be too long
+            opened.statistics_describe(facts)
+
+    def read(self) -> statistics.Statistics:
+        """The counters now."""
+        return statistics.parse(self._engine.statistics_read())
+
+    def as_bytes(self) -> bytes:
+        """The text of ``.gpufs/stats``: one JSON object, as docs/statistics.md describes it."""
+        return json.dumps(self.read().as_dict(), indent=2).encode() + b"\n"
+
+    def as_metrics(self) -> bytes:
+        """The text of ``.gpufs/metrics``, in Prometheus' format."""
+        return statistics.metrics(self.read()).encode()
 
 
 def version_text() -> bytes:

@@ -47,6 +47,10 @@ typedef struct {
   uint64_t memory_bytes; /* cap for each device, 0 for the driver's default (host has none: EINVAL) */
   /* Files up to this size share slabs of device memory instead of taking a granule each; 0: none do. At most 1 MiB. */
   uint64_t slab_file_bytes;
+  /* Where the counters live, so that they outlive the process; NULL or "": in its own memory. Made anew, mode 0600, and
+   * locked for as long as the engine lives; where it cannot be made the log says so and memory serves. Its format:
+   * docs/statistics.md. */
+  const char* statistics_path;
 } gpufs_engine_options;
 
 typedef struct {
@@ -73,6 +77,14 @@ gpufs_status gpufs_engine_close(gpufs_handle engine);
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory);
+
+/* The counters of the engine, in the format of docs/statistics.md, whether they live in a file or not. */
+/* What they are about, in words: a JSON object, EFBIG beyond 3840 bytes. */
+gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json);
+/* Writes how things stand now (memory, pools, the time) beside the counters: call it every second or so. */
+gpufs_status gpufs_statistics_publish(gpufs_handle engine);
+/* Publishes, and copies all of it to data. ERANGE with *needed set when capacity is too small. */
+gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed);
 
 /* ---- buffers ---- */
 

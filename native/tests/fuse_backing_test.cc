@@ -187,9 +187,12 @@ TEST_F(BackingTest, CopiesToAndFromBuffers) {
   const std::uint64_t memory = add_file(2);
   EXPECT_EQ(copied(copy_body(file, memory, data.size() + 1000)), data.size());
   EXPECT_EQ(buffer_contents(2), data);
-  const std::uint64_t loaded = transfers->statistics().of(0, Direction::kLoad).paths[0].bytes +
-                               transfers->statistics().of(0, Direction::kLoad).paths[1].bytes;
-  EXPECT_EQ(loaded, data.size());
+  const observe::Region& counted = *host->device()->counters().region();
+  const auto loaded = [&](observe::Backend backend) {
+    return counted.sum(0, backend, observe::Flow::kIn, &observe::Block::bytes);
+  };
+  EXPECT_EQ(loaded(observe::Backend::kFastpath) + loaded(observe::Backend::kFallback), data.size());
+  EXPECT_EQ(loaded(observe::Backend::kTransfer), data.size());
 
   EXPECT_EQ(copied(copy_body(memory, file, kMiB, 5, data.size())), kMiB);
   Bytes expected = data;

@@ -190,11 +190,16 @@ class Rig {
     EXPECT_EQ(::fstat(fd_.get(), &status), 0);
     return static_cast<std::uint64_t>(status.st_size);
   }
-  DirectionCounters& counters(Direction direction) const { return engine->statistics().of(0, direction); }
+  std::uint64_t counted(Direction direction, Path path, Counter observe::Block::*member) const {
+    return device->counters().region()->sum(0, backend_of(path), flow_of(direction), member);
+  }
+  [[nodiscard]] observe::TransferDetails& details(Direction direction) const {
+    return device->counters().region()->details(0, flow_of(direction));
+  }
   std::uint64_t refused(Direction direction, Refusal reason) const {
     std::size_t bit = 0;
     while (mask_of(reason) >> bit != 1U) ++bit;
-    return counters(direction).refusals[bit];
+    return device->counters().region()->refusals(0, observe::Backend::kFastpath, flow_of(direction), bit);
   }
   [[nodiscard]] int fd() const { return fd_.get(); }
 
@@ -242,8 +247,8 @@ TEST_P(Paths, LoadMovesTheWholeFile) {
   EXPECT_EQ(rig.buffer->size(), data.size());
   EXPECT_TRUE(same(*rig.buffer, rig.buffer->contents(), data));
   EXPECT_EQ(done.path_bytes[1], data.size());
-  EXPECT_EQ(rig.counters(Direction::kLoad).paths[1].bytes, data.size());
-  EXPECT_EQ(rig.counters(Direction::kLoad).paths[0].bytes, 0U);
+  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::bytes), data.size());
+  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFastpath, &observe::Block::bytes), 0U);
   EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kDisabled), 1U);
 }
 
@@ -315,9 +320,9 @@ TEST_P(Paths, DirectAndBufferedAgree) {
     in.target_offset = 100;
     ASSERT_TRUE(rig.finish(in).status.ok());
     EXPECT_EQ(std::memcmp(rig.buffer->contents() + 100, data.data() + 100, data.size() - 100), 0);
-    const bool used = rig.counters(Direction::kLoad).direct_bytes > 0;
+    const bool used = rig.details(Direction::kLoad).direct_bytes > 0;
     EXPECT_EQ(used, direct == Switch::kOn);
-    EXPECT_EQ(rig.counters(Direction::kStore).direct_bytes > 0, direct == Switch::kOn);
+    EXPECT_EQ(rig.details(Direction::kStore).direct_bytes > 0, direct == Switch::kOn);
   }
 }
 
@@ -333,8 +338,8 @@ TEST_P(Paths, ColdPiecesGoDirectAndHotOnesBuffered) {
   };
   ASSERT_TRUE(rig.finish(rig.load()).status.ok());
   EXPECT_EQ(asked, 8);
-  EXPECT_EQ(rig.counters(Direction::kLoad).buffered_bytes, data.size() / 2);
-  EXPECT_EQ(rig.counters(Direction::kLoad).direct_bytes, data.size() / 2);
+  EXPECT_EQ(rig.details(Direction::kLoad).buffered_bytes, data.size() / 2);
+  EXPECT_EQ(rig.details(Direction::kLoad).direct_bytes, data.size() / 2);
   EXPECT_TRUE(same(*rig.buffer, rig.buffer->contents(), data));
 
   rig.operations.on_cached = [](std::uint64_t, std::uint64_t*) {
@@ -342,7 +347,7 @@ TEST_P(Paths, ColdPiecesGoDirectAndHotOnesBuffered) {
     return -1;
   };
   ASSERT_TRUE(rig.finish(rig.load()).status.ok());
-  EXPECT_EQ(rig.counters(Direction::kLoad).direct_bytes, data.size() / 2);
+  EXPECT_EQ(rig.details(Direction::kLoad).direct_bytes, data.size() / 2);
 }
 
 TEST_P(Paths, TmpfsIsNeverReadDirect) {
@@ -353,7 +358,7 @@ TEST_P(Paths, TmpfsIsNeverReadDirect) {
   const TransferProgress done = rig.finish(rig.load());
   EXPECT_TRUE(done.status.ok());
   EXPECT_EQ(done.path_bytes[0], 0U);
-  EXPECT_EQ(rig.counters(Direction::kLoad).direct_bytes, 0U);
+  EXPECT_EQ(rig.details(Direction::kLoad).direct_bytes, 0U);
   EXPECT_NE(done.refusals & mask_of(Refusal::kFileSystem), 0U);
   EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kFileSystem), 1U);
 }
@@ -425,7 +430,7 @@ TEST_P(Paths, HolesAreNotReadFromTheDevice) {
     ASSERT_TRUE(done.status.ok()) << done.status.message();
     ASSERT_EQ(done.prefix, data.size());
     EXPECT_EQ(rig.file_contents(), data) << sparse;
-    EXPECT_EQ(rig.counters(Direction::kStore).hole_bytes, 9 * FakeBuffer::kGranule);
+    EXPECT_EQ(rig.details(Direction::kStore).hole_bytes, 9 * FakeBuffer::kGranule);
     struct stat status = {};
     ASSERT_EQ(::fstat(rig.fd(), &status), 0);
     const bool holes = static_cast<std::uint64_t>(status.st_blocks) * 512 < data.size();
@@ -479,7 +484,7 @@ TEST_P(Paths, NothingToMove) {
   EXPECT_TRUE(done.status.ok());
   EXPECT_EQ(rig.file_size(), 100U);
   EXPECT_EQ(rig.direct->calls, 0);
-  EXPECT_EQ(rig.counters(Direction::kLoad).paths[1].operations, 0U);
+  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::started), 0U);
 }
 
 TEST_P(Paths, FileThatStatesNoSize) {
@@ -663,8 +668,8 @@ TEST(Fastpath, OtherFailuresAreReportedWithTheProgress) {
   EXPECT_EQ(done.status.device_code(), 999);
   EXPECT_EQ(done.prefix, 4 * kChunk + kChunk / 2);
   EXPECT_EQ(rig.buffer->size(), done.prefix);
-  EXPECT_EQ(rig.counters(Direction::kLoad).paths[0].errors, 1U);
-  EXPECT_EQ(rig.counters(Direction::kLoad).failed, 1U);
+  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFastpath, &observe::Block::errors), 1U);
+  EXPECT_EQ(rig.details(Direction::kLoad).failed, 1U);
 }
 
 TEST(Fastpath, FileThatTheVendorRefuses) {
@@ -777,7 +782,7 @@ TEST_P(Paths, ReadErrorInTheMiddleReportsThePrefix) {
   EXPECT_EQ(std::memcmp(rig.buffer->contents(), data.data(), kBad), 0);
   // What was moved beyond the failure is gone again.
   for (std::uint64_t at = kBad; at < data.size(); ++at) ASSERT_EQ(rig.buffer->contents()[at], std::byte{0}) << at;
-  EXPECT_GE(rig.counters(Direction::kLoad).paths[1].errors, 1U);
+  EXPECT_GE(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::errors), 1U);
   const Result<std::uint64_t> again = run_transfer(*rig.engine, wanted, nullptr);
   EXPECT_TRUE(again.ok());
   EXPECT_EQ(again.value(), kBad);
@@ -1081,7 +1086,7 @@ TEST_P(Paths, CancelEndsAtTheNextPiece) {
       EXPECT_EQ(rig.file_size(), done.prefix);
       EXPECT_EQ(std::memcmp(rig.file_contents().data(), data.data(), done.prefix), 0);
     }
-    EXPECT_EQ(rig.counters(direction).cancelled, 1U);
+    EXPECT_EQ(rig.details(direction).cancelled, 1U);
   }
 }
 
@@ -1139,7 +1144,7 @@ TEST_P(Paths, HungFileIsLeftBehind) {
     const TransferProgress done = started.value()->progress();
     EXPECT_EQ(done.status.error(), ECANCELED);
     EXPECT_EQ(done.prefix, 2 * kChunk);
-    EXPECT_EQ(rig.counters(direction).abandoned, 1U);
+    EXPECT_EQ(rig.details(direction).abandoned, 1U);
     // The memory is free although the threads still hang.
     EXPECT_EQ(rig.buffer->pins, 0);
     if (direction == Direction::kLoad) {

@@ -10,6 +10,8 @@
 #include "abi/barrier.h"
 #include "abi/handles.h"
 #include "base/log.h"
+#include "device/event_pool.h"
+#include "device/stream_pool.h"
 #include "gpufs.h"
 #include "io/transfer.h"
 #include "memory/slab_pool.h"
@@ -19,17 +21,26 @@ namespace gpufs {
 Result<std::shared_ptr<Engine>> Engine::open(const EngineOptions& options) {
   Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, options.driver_options);
   if (!driver.ok()) return driver.status();
-  return open(std::shared_ptr<Driver>(driver.take()), options.slab_file_bytes);
+  return open(std::shared_ptr<Driver>(driver.take()), options);
 }
 
-Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, std::uint64_t slab_file_bytes) {
+Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine());
   engine->driver_ = std::move(driver);
+  Result<std::shared_ptr<observe::Region>> counters =
+      observe::Region::create(engine->driver_->devices().size(), options.statistics_path);
+  if (!counters.ok() && !options.statistics_path.empty()) {
+    log_warning(counters.status().with_context("the counters end with this process").message());
+    counters = observe::Region::create(engine->driver_->devices().size(), "");
+  }
+  if (!counters.ok()) return counters.status();
+  engine->counters_ = counters.take();
   for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
     Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
     if (!device.ok()) return device.status();
-    if (slab_file_bytes > 0) {
-      Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*device.value(), slab_file_bytes);
+    device.value()->set_counters(observe::DeviceCounters(engine->counters_, index));
+    if (options.slab_file_bytes > 0) {
+      Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*device.value(), options.slab_file_bytes);
       if (slabs.ok()) {
         device.value()->set_slabs(slabs.take());
       } else {
@@ -62,6 +73,38 @@ Result<std::shared_ptr<TransferEngine>> Engine::transfers(
   if (closed_) return Status(ESHUTDOWN, "the engine is closed");
   transfers_ = made.value();
   return made;
+}
+
+void Engine::publish_gauges() {
+  std::shared_ptr<TransferEngine> transfers;
+  {
+    const std::lock_guard lock(mutex_);
+    transfers = transfers_;
+  }
+  const auto set = [](Counter& gauge, std::uint64_t value) { gauge.store(value, std::memory_order_relaxed); };
+  if (transfers) {
+    observe::EngineGauges& gauges = counters_->gauges();
+    const BouncePool::Statistics pool = transfers->bounce_pool()->statistics();
+    set(gauges.transfers_active, transfers->active());
+    set(gauges.bounce_slot_bytes, pool.slot_bytes);
+    set(gauges.bounce_capacity_bytes, pool.capacity_bytes);
+    set(gauges.bounce_pinned_bytes, pool.pinned_bytes);
+    set(gauges.bounce_used_bytes, pool.used_bytes);
+    set(gauges.bounce_waits, pool.waits);
+    set(gauges.bounce_pin_failures, pool.pin_failures);
+  }
+  for (std::size_t index = 0; index < devices_.size(); ++index) {
+    DeviceContext& device = *devices_[index];
+    observe::DeviceGauges& gauges = counters_->gauges(index);
+    set(gauges.total_bytes, device.info().total_bytes);
+    set(gauges.held_bytes, device.held_bytes());
+    set(gauges.health_error, static_cast<std::uint64_t>(device.device().health().error()));
+    set(gauges.events_existing, device.events().existing());
+    set(gauges.events_idle, device.events().idle());
+    set(gauges.streams_existing, device.streams().existing());
+    set(gauges.streams_idle, device.streams().idle());
+  }
+  counters_->touch();
 }
 
 void Engine::at_close(std::function<void()> work) {
@@ -121,6 +164,7 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     opening.driver = options->driver;
     opening.driver_options = {options->devices, options->memory_bytes};
     opening.slab_file_bytes = options->slab_file_bytes;
+    if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
     Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<Engine>(opened.take());
@@ -135,6 +179,36 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
     if (!taken.ok()) return taken.status();
     taken.value()->close();
     HandleTable::instance().close_owned(engine);
+    return {};
+  });
+}
+
+gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json) {
+  return guarded([&]() -> Status {
+    if (json == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    return found.ok() ? found.value()->counters().describe(json) : found.status();
+  });
+}
+
+gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (found.ok()) found.value()->publish_gauges();
+    return found.status();
+  });
+}
+
+gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed) {
+  return guarded([&]() -> Status {
+    if (needed == nullptr || (data == nullptr && capacity > 0)) return gpufs::null_argument();
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (!found.ok()) return found.status();
+    found.value()->publish_gauges();
+    const std::string_view bytes = found.value()->counters().bytes();
+    *needed = bytes.size();
+    if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more room");
+    std::memcpy(data, bytes.data(), bytes.size());
     return {};
   });
 }

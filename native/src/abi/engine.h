@@ -23,19 +23,25 @@ struct EngineOptions {
   std::string driver;
   DriverOptions driver_options;
   std::uint64_t slab_file_bytes = 0;  // files up to this size share slabs; 0: none do
+  std::string statistics_path;        // the file that holds the counters; empty: none does
 };
 
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> open(const EngineOptions& options);
   // Over a driver that the caller made (tests).
-  static Result<std::shared_ptr<Engine>> open(std::shared_ptr<Driver> driver, std::uint64_t slab_file_bytes);
+  static Result<std::shared_ptr<Engine>> open(std::shared_ptr<Driver> driver, const EngineOptions& options);
 
   [[nodiscard]] const char* driver_name() const { return driver_->name(); }
   [[nodiscard]] std::size_t device_count() const { return devices_.size(); }
   // EINVAL outside 0..device_count()-1.
   [[nodiscard]] Result<std::shared_ptr<DeviceContext>> device(std::int32_t index) const;
   [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
+
+  // The counters of all devices.
+  [[nodiscard]] observe::Region& counters() const { return *counters_; }
+  // Writes how things stand now beside the counters.
+  void publish_gauges();
 
   // What moves data between files and devices; made by `make` at the first use, once. ESHUTDOWN after close().
   Result<std::shared_ptr<TransferEngine>> transfers(
@@ -51,6 +57,7 @@ class Engine {
   Engine() = default;
 
   std::shared_ptr<Driver> driver_;
+  std::shared_ptr<observe::Region> counters_;
   std::vector<std::shared_ptr<DeviceContext>> devices_;
 
   std::mutex transfers_mutex_;  // held while the transfers are made, so that they are made once; before mutex_

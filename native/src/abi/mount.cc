@@ -60,9 +60,14 @@ fuse::PinHooks pin_hooks(const std::vector<std::shared_ptr<DeviceContext>>& devi
     return {[context](void* address, std::size_t bytes) {
               if (Status status = context->device().pin(address, bytes); !status.ok()) {
                 log_warning("request memory is not pinned: " + status.message());
+                return;
               }
+              count(context->counters().region()->gauges().request_pinned_bytes, bytes);
             },
-            [context](void* address, std::size_t) { static_cast<void>(context->device().unpin(address)); }};
+            [context](void* address, std::size_t bytes) {
+              if (!context->device().unpin(address).ok()) return;  // it never was
+              count(context->counters().region()->gauges().request_pinned_bytes, std::uint64_t{0} - bytes);
+            }};
   }
   return {};
 }

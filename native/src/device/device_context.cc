@@ -138,7 +138,10 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
                                                              const DeviceContextOptions& options) {
   if (index >= driver->devices().size()) return Status(EINVAL, "no such device");
   Device* const device = driver->devices()[index].get();
+  Result<std::shared_ptr<observe::Region>> region = observe::Region::create(1, "");
+  if (!region.ok()) return region.status();
   std::shared_ptr<DeviceContext> context(new DeviceContext(std::move(driver), device));
+  context->counters_ = observe::DeviceCounters(region.take(), 0);
   const std::shared_ptr<Worker> worker = context->worker_;
   Result<std::thread> thread =
       start_thread("gpufs-dev" + std::to_string(device->info().index), [worker] { Worker::loop(worker); });
@@ -230,6 +233,8 @@ void DeviceContext::shutdown() {
     worker_->thread.join();
   }
 }
+
+void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
 
 void DeviceContext::set_slabs(std::shared_ptr<SlabPool> slabs) { slabs_ = std::move(slabs); }
 

@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "observe/counters.h"
 
 namespace gpufs {
 
@@ -65,6 +66,11 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
     return held < 0 ? 0 : static_cast<std::uint64_t>(held);
   }
 
+  // What is counted about this device, in memory of its own until it is told otherwise. Set once, before the context is
+  // shared.
+  void set_counters(observe::DeviceCounters counters);
+  [[nodiscard]] const observe::DeviceCounters& counters() const { return counters_; }
+
   // The pool of small files' memory; null where there is none. Set once, before the context is shared.
   void set_slabs(std::shared_ptr<SlabPool> slabs);
   [[nodiscard]] SlabPool* slabs() const { return slabs_.get(); }
@@ -80,6 +86,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   std::unique_ptr<EventPool> events_;
   std::unique_ptr<StreamPool> streams_;
   std::shared_ptr<SlabPool> slabs_;
+  observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
 };
 

@@ -15,6 +15,7 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "device/device_context.h"
 
 namespace gpufs::fuse {
 
@@ -36,6 +37,12 @@ int client_error(const Status& status, const char* what) {
                 ", device code " + std::to_string(status.device_code()) + ")");
   }
   return error;
+}
+
+// Where operations on a buffer are counted: nowhere, for one that is on no device.
+const observe::DeviceCounters& counters_of(const Buffer& buffer) {
+  static const observe::DeviceCounters nowhere;
+  return buffer.device() ? buffer.device()->counters() : nowhere;
 }
 
 // offset + bytes as a range that the kernel could mean.
@@ -136,6 +143,7 @@ bool Operations::read(Request& request, Responder& responder) {
     return true;
   }
   Inode& inode = *file->inode;
+  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
   const std::uint64_t wanted = std::min<std::uint64_t>(in.size, request.payload.size());
   const bool keep_atime = (in.flags & O_NOATIME) != 0;
 
@@ -145,6 +153,7 @@ bool Operations::read(Request& request, Responder& responder) {
     if (!keep_atime) inode.was_read();
     statistics_.read_bytes.add(gathered.value().bytes);
     responder.data(gathered.value().pieces);
+    measured.done(gathered.value().bytes);
     return true;
   }
   if (!gathered.ok() && gathered.error() != EOPNOTSUPP) {
@@ -162,6 +171,7 @@ bool Operations::read(Request& request, Responder& responder) {
   statistics_.read_bytes.add(got.value());
   const iovec part{target.data(), got.value()};
   responder.data({&part, 1});
+  measured.done(got.value());
   return true;
 }
 
@@ -196,15 +206,19 @@ bool Operations::write(Request& request, Responder& responder) {
     responder.body(fuse_write_out{});
     return true;
   }
-  Result<std::size_t> written = file->inode->buffer()->write(in.offset, data);
+  Buffer& buffer = *file->inode->buffer();
+  observe::Measured measured(counters_of(buffer), observe::Backend::kMount, observe::Flow::kIn);
+  Result<std::size_t> written = buffer.write(in.offset, data);
   if (written.ok()) {
     finish_write(*file, drop_set_id, written.value(), responder);
+    measured.done(written.value());
     return true;
   }
   if (written.error() != ENOSPC) {
     responder.error(client_error(written.status(), "write"));
     return true;
   }
+  measured.dismiss();
   // Slow from here on: not on a reader's thread, and the reader's memory is needed for the next request.
   write_when_space(file, in.offset, drop_set_id, {data.begin(), data.end()}, std::move(responder));
   return true;
@@ -220,28 +234,30 @@ void Operations::finish_write(OpenFile& file, bool drop_set_id, std::uint64_t by
 
 void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
                                   std::vector<std::byte> data, Responder responder) {
-  submit(std::move(responder),
-         [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation, Responder& reply) {
-           const std::int32_t device = file->inode->device();
-           const std::uint64_t granule = table_.source().granule(device);
-           const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-           bool waited = false;
-           for (;;) {
-             const std::uint64_t noted = table_.reaped();
-             Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
-             if (written.ok()) {
-               if (waited) statistics_.space_waits_won.add();
-               finish_write(*file, drop_set_id, written.value(), reply);
-               return;
-             }
-             if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
-             if (!waited) statistics_.space_waits.add();
-             waited = true;
-             if (!wait_for_space(device, noted, operation, deadline)) {
-               return reply.error(operation.cancelled ? EINTR : ENOSPC);
-             }
-           }
-         });
+  submit(std::move(responder), [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation,
+                                                                                         Responder& reply) {
+    observe::Measured measured(counters_of(*file->inode->buffer()), observe::Backend::kMount, observe::Flow::kIn);
+    const std::int32_t device = file->inode->device();
+    const std::uint64_t granule = table_.source().granule(device);
+    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+    bool waited = false;
+    for (;;) {
+      const std::uint64_t noted = table_.reaped();
+      Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
+      if (written.ok()) {
+        if (waited) statistics_.space_waits_won.add();
+        finish_write(*file, drop_set_id, written.value(), reply);
+        measured.done(written.value());
+        return;
+      }
+      if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
+      if (!waited) statistics_.space_waits.add();
+      waited = true;
+      if (!wait_for_space(device, noted, operation, deadline)) {
+        return reply.error(operation.cancelled ? EINTR : ENOSPC);
+      }
+    }
+  });
 }
 
 Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,

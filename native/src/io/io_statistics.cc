@@ -21,32 +21,39 @@ void append_numbers(std::string& text, std::initializer_list<std::pair<std::stri
   }
 }
 
-void append_direction(std::string& text, const DirectionCounters& counters) {
+void append_direction(std::string& text, const observe::DeviceCounters& counters, Direction direction) {
+  using observe::Backend;
+  using observe::Block;
+  observe::Region& region = *counters.region();
+  const std::size_t device = counters.device();
+  const observe::Flow flow = flow_of(direction);
+  const observe::TransferDetails& details = region.details(device, flow);
   text += '{';
-  append_numbers(text, {{"transfers", read(counters.transfers)},
-                        {"failed", read(counters.failed)},
-                        {"cancelled", read(counters.cancelled)},
-                        {"abandoned", read(counters.abandoned)}});
+  append_numbers(text, {{"transfers", region.sum(device, Backend::kTransfer, flow, &Block::started)},
+                        {"failed", read(details.failed)},
+                        {"cancelled", read(details.cancelled)},
+                        {"abandoned", read(details.abandoned)}});
   for (const Path path : {Path::kFastpath, Path::kFallback}) {
-    const PathCounters& own = counters.paths[static_cast<std::size_t>(path)];
+    const Backend backend = backend_of(path);
     text += ", \"";
     text += path_name(path);
     text += "\": {";
-    append_numbers(text,
-                   {{"bytes", read(own.bytes)}, {"operations", read(own.operations)}, {"errors", read(own.errors)}});
+    append_numbers(text, {{"bytes", region.sum(device, backend, flow, &Block::bytes)},
+                          {"operations", region.sum(device, backend, flow, &Block::ended)},
+                          {"errors", region.sum(device, backend, flow, &Block::errors)}});
     if (path == Path::kFallback) {
       text += ", ";
-      append_numbers(text, {{"buffered_bytes", read(counters.buffered_bytes)},
-                            {"direct_bytes", read(counters.direct_bytes)},
-                            {"pagecache_bytes", read(counters.pagecache_bytes)},
-                            {"hole_bytes", read(counters.hole_bytes)}});
+      append_numbers(text, {{"buffered_bytes", read(details.buffered_bytes)},
+                            {"direct_bytes", read(details.direct_bytes)},
+                            {"pagecache_bytes", read(details.pagecache_bytes)},
+                            {"hole_bytes", read(details.hole_bytes)}});
     }
     text += '}';
   }
   text += ", \"refusals\": {";
   bool first = true;
   for (std::size_t bit = 0; bit < kRefusalCount; ++bit) {
-    const std::uint64_t times = read(counters.refusals[bit]);
+    const std::uint64_t times = region.refusals(device, Backend::kFastpath, flow, bit);
     if (times == 0) continue;
     if (!first) text += ", ";
     first = false;
@@ -57,21 +64,14 @@ void append_direction(std::string& text, const DirectionCounters& counters) {
 
 }  // namespace
 
-void IoStatistics::count_refusals(int device, Direction direction, RefusalMask mask) {
-  DirectionCounters& counters = of(device, direction);
-  for (std::size_t bit = 0; bit < kRefusalCount; ++bit) {
-    if ((mask >> bit & 1U) != 0) count(counters.refusals[bit]);
-  }
-}
-
 std::string IoStatistics::to_json(const BouncePool::Statistics& pool, std::size_t active) const {
   std::string text = "{\"active\": " + std::to_string(active) + ", \"devices\": [";
-  for (std::size_t index = 0; index < count_; ++index) {
-    if (index > 0) text += ", ";
+  for (const observe::DeviceCounters& device : devices_) {
+    if (&device != &devices_.front()) text += ", ";
     text += "{\"load\": ";
-    append_direction(text, devices_[index].directions[static_cast<std::size_t>(Direction::kLoad)]);
+    append_direction(text, device, Direction::kLoad);
     text += ", \"store\": ";
-    append_direction(text, devices_[index].directions[static_cast<std::size_t>(Direction::kStore)]);
+    append_direction(text, device, Direction::kStore);
     text += '}';
   }
   text += "], \"bounce_pool\": {";

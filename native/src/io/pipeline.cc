@@ -115,8 +115,8 @@ class Session {
   // ---- one piece ----
 
   void process(Chunk chunk) {
+    job_.start_path(chunk);
     if (chunk.path == Path::kFastpath && !move_fast(chunk)) return;
-    count(job_.counters().paths[static_cast<std::size_t>(Path::kFallback)].operations);
     if (straight_) {
       move_straight(chunk);
     } else if (load_) {
@@ -134,8 +134,8 @@ class Session {
   }
 
   void count_way(bool direct, std::uint64_t bytes) {
-    DirectionCounters& counters = job_.counters();
-    count(direct ? counters.direct_bytes : counters.buffered_bytes, bytes);
+    observe::TransferDetails& details = job_.details();
+    count(direct ? details.direct_bytes : details.buffered_bytes, bytes);
   }
 
   // The target's memory for what is left of the piece; in use. An empty range: the source ends here.
@@ -155,23 +155,25 @@ class Session {
 
   // True if (the rest of) the piece is to go by fallback.
   bool move_fast(Chunk& chunk) {
-    count(job_.counters().paths[static_cast<std::size_t>(Path::kFastpath)].operations);
     if (!job_.begin_use()) {
       job_.complete(chunk, Status(ECANCELED, "cancelled"));
       return false;
     }
     bool rest = false;
-    const Status status = move_fast_in_use(chunk, &rest);
+    Status gave_up;
+    const Status status = move_fast_in_use(chunk, &rest, &gave_up);
     job_.end_use();
     if (rest) {
+      job_.end_path(chunk, !gave_up.ok());
       chunk.path = Path::kFallback;
+      job_.start_path(chunk);
       return true;
     }
     job_.complete(chunk, status);
     return false;
   }
 
-  Status move_fast_in_use(Chunk& chunk, bool* rest) {
+  Status move_fast_in_use(Chunk& chunk, bool* rest, Status* gave_up) {
     const Status bound = device_->device().bind_thread();
     if (!bound.ok()) return bound;
     Result<PinnedRange> pinned = pin(chunk, chunk.bytes);
@@ -190,6 +192,7 @@ class Session {
       if (!moved.status.ok()) {
         if (!rerun_on_fallback(moved.status.error())) return moved.status;
         job_.give_up_fastpath(Refusal::kFailedBefore);
+        *gave_up = moved.status;
         *rest = true;
         return {};
       }
@@ -277,7 +280,7 @@ class Session {
   Moved store_hole(std::uint64_t bytes, std::uint64_t offset) {
     std::uint64_t holed = 0;
     const Moved moved = write_zeros(file_, bytes, offset, job_.request().sparse, &holed);
-    count(job_.counters().hole_bytes, moved.bytes);
+    count(job_.details().hole_bytes, moved.bytes);
     return moved;
   }
 
@@ -519,7 +522,7 @@ class Session {
     for (const Hole& hole : slot.holes) {
       if (!job_.request().sparse) {
         std::memset(slot.memory + hole.offset, 0, hole.bytes);
-        count(job_.counters().hole_bytes, hole.bytes);
+        count(job_.details().hole_bytes, hole.bytes);
         continue;
       }
       const std::uint64_t data = hole.offset - position;

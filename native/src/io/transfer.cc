@@ -79,22 +79,22 @@ struct TransferEngine::Owner {
   std::shared_ptr<TransferEngine> inner;
 };
 
-TransferEngine::TransferEngine(const IoOptions& options, std::size_t devices, std::shared_ptr<DirectPath> direct_path)
+TransferEngine::TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
+                               std::shared_ptr<DirectPath> direct_path)
     : options_(options),
       direct_path_(std::move(direct_path)),
       bounce_pool_(BouncePool::create(options.chunk_bytes, options.pinned_bytes)),
-      statistics_(devices) {}
+      statistics_(std::move(counters)) {}
 
 Result<std::shared_ptr<TransferEngine>> TransferEngine::create(
     const IoOptions& options, const std::vector<std::shared_ptr<DeviceContext>>& devices,
     std::shared_ptr<DirectPath> direct_path) {
   const Status checked = check_options(options);
   if (!checked.ok()) return checked;
-  std::size_t count = 0;
-  for (const std::shared_ptr<DeviceContext>& device : devices) {
-    count = std::max(count, static_cast<std::size_t>(device->info().index) + 1);
-  }
-  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, count, std::move(direct_path)));
+  std::vector<observe::DeviceCounters> counters;
+  counters.reserve(devices.size());
+  for (const std::shared_ptr<DeviceContext>& device : devices) counters.push_back(device->counters());
+  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(counters), std::move(direct_path)));
   TransferEngine* const raw = inner.get();
   auto owner = std::make_shared<Owner>(std::move(inner));
   return std::shared_ptr<TransferEngine>(std::move(owner), raw);

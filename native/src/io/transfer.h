@@ -109,7 +109,6 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 
   [[nodiscard]] const IoOptions& options() const { return options_; }
   [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }
-  [[nodiscard]] IoStatistics& statistics() { return statistics_; }
   [[nodiscard]] std::string statistics_json() const;
   [[nodiscard]] std::size_t active() const;
 
@@ -117,7 +116,8 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   friend class TransferJob;
   struct Owner;
 
-  TransferEngine(const IoOptions& options, std::size_t devices, std::shared_ptr<DirectPath> direct_path);
+  TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
+                 std::shared_ptr<DirectPath> direct_path);
   std::shared_ptr<WorkerPool> pool_for(int node);
   void finished(const TransferJob& job);
   // Sees to a cancelled job later, in case it does not end by itself.
@@ -127,7 +127,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   const IoOptions options_;
   const std::shared_ptr<DirectPath> direct_path_;
   const std::shared_ptr<BouncePool> bounce_pool_;
-  IoStatistics statistics_;
+  const IoStatistics statistics_;
 
   // Guards all below; taken after a CancelToken's lock and before none.
   mutable std::mutex mutex_;

@@ -42,11 +42,14 @@ TransferJob::TransferJob(std::shared_ptr<TransferEngine> engine, std::shared_ptr
       pool_(std::move(pool)),
       request_(std::move(request)),
       device_(request_.target.device()),
-      counters_(engine_->statistics().of(device_->info().index, request_.direction)) {
+      counters_(device_->counters()),
+      flow_(flow_of(request_.direction)),
+      details_(counters_.region()->details(counters_.device(), flow_)),
+      queued_(observe::now_ns()) {
   const Switch wish = engine_->options().pagecache;
   pagecache_ = request_.direction == Direction::kLoad && !device_->info().cpu_addressable &&
                (wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) == 1));
-  count(counters_.transfers);
+  counters_.begin(observe::Backend::kTransfer, flow_);
 }
 
 TransferProgress TransferJob::progress() const {
@@ -267,7 +270,7 @@ Result<Plan> TransferJob::make_plan(std::uint64_t total) {
       plan = plan_request(scored, &refusals);
     }
   }
-  engine_->statistics().count_refusals(device_->info().index, request_.direction, refusals);
+  counters_.refuse(observe::Backend::kFastpath, flow_, refusals);
   const std::lock_guard lock(mutex_);
   refusals_ = refusals;
   return plan;
@@ -310,9 +313,7 @@ std::optional<Chunk> TransferJob::claim() {
 
 void TransferJob::complete(const Chunk& chunk, const Status& status) {
   moved_.fetch_add(chunk.done, std::memory_order_relaxed);
-  if (!status.ok() && status.error() != ECANCELED) {
-    count(counters_.paths[static_cast<std::size_t>(chunk.path)].errors);
-  }
+  end_path(chunk, !status.ok() && status.error() != ECANCELED);
   const std::lock_guard lock(mutex_);
   in_flight_.erase(chunk.offset);
   if (chunk.done < chunk.bytes && chunk.offset + chunk.done < stop_) {
@@ -425,23 +426,31 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   return window;
 }
 
+void TransferJob::start_path(Chunk& chunk) const {
+  chunk.started = observe::now_ns();
+  chunk.before = chunk.done;
+  counters_.begin(backend_of(chunk.path), flow_);
+}
+
+void TransferJob::end_path(const Chunk& chunk, bool failed) const {
+  counters_.end(backend_of(chunk.path), flow_, chunk.done - chunk.before, failed, observe::now_ns() - chunk.started);
+}
+
 void TransferJob::give_up_fastpath(Refusal reason) {
   const std::lock_guard lock(mutex_);
   if (fastpath_given_up_) return;
   fastpath_given_up_ = true;
   refusals_ |= mask_of(reason);
-  engine_->statistics().count_refusals(device_->info().index, request_.direction, mask_of(reason));
+  counters_.refuse(observe::Backend::kFastpath, flow_, mask_of(reason));
 }
 
 void TransferJob::count_moved(Path path, std::uint64_t bytes) {
-  const auto index = static_cast<std::size_t>(path);
-  path_bytes_[index].fetch_add(bytes, std::memory_order_relaxed);
-  count(counters_.paths[index].bytes, bytes);
+  path_bytes_[static_cast<std::size_t>(path)].fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void TransferJob::count_pagecache(std::uint64_t bytes) {
   pagecache_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-  count(counters_.pagecache_bytes, bytes);
+  count(details_.pagecache_bytes, bytes);
 }
 
 // ---- the end ----
@@ -535,10 +544,11 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
     status_ = status;
     sync_failed_ = sync_failed;
     update_wanted_locked();
+    counters_.end(observe::Backend::kTransfer, flow_, count_reached, !status.ok(), observe::now_ns() - queued_);
     if (status.error() == ECANCELED) {
-      count(counters_.cancelled);
+      count(details_.cancelled);
     } else if (!status.ok()) {
-      count(counters_.failed);
+      count(details_.failed);
     }
     if (event_.valid()) {
       const std::uint64_t one = 1;
@@ -570,7 +580,7 @@ bool TransferJob::abandon(bool forced) {
     touched = std::max(populated_end_, cursor_);
     // What hangs must not hold the device's memory.
     if (uses_ == 0) target = std::exchange(request_.target, Target{});
-    count(counters_.abandoned);
+    count(details_.abandoned);
   }
   log_warning(std::string("a cancelled ") + direction_name(request_.direction) +
               " was left behind by threads that hang in its file");

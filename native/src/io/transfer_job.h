@@ -25,6 +25,9 @@ struct Chunk {
   std::uint64_t bytes = 0;
   std::uint64_t done = 0;
   Path path = Path::kFallback;
+  // For the statistics: when the path took it over, and how much of it was done by then.
+  std::uint64_t started = 0;
+  std::uint64_t before = 0;
 };
 
 class TransferJob final : public Transfer, public Work, public std::enable_shared_from_this<TransferJob> {
@@ -62,10 +65,13 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   Result<std::shared_ptr<const PinnedRange>> pin_window(const Chunk& chunk, std::uint64_t bytes,
                                                         const std::function<void()>& settle);
 
+  // Session: a path starts on a piece, or on what another left of it; and ends. complete() ends the last one.
+  void start_path(Chunk& chunk) const;
+  void end_path(const Chunk& chunk, bool failed) const;
+
   // Session: fastpath is of no use for the rest.
   void give_up_fastpath(Refusal reason);
 
-  // Counts bytes of a path, here and in the engine's statistics.
   void count_moved(Path path, std::uint64_t bytes);
   void count_pagecache(std::uint64_t bytes);
 
@@ -74,7 +80,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   [[nodiscard]] const IoOptions& options() const { return engine_->options(); }
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const { return device_; }
   [[nodiscard]] BackingFile& file() const { return *request_.file; }
-  [[nodiscard]] DirectionCounters& counters() const { return counters_; }
+  [[nodiscard]] observe::TransferDetails& details() const { return details_; }
   [[nodiscard]] DirectFile* direct_file() const { return direct_file_; }
   [[nodiscard]] const std::atomic<bool>& cancelled() const { return cancelled_; }
   [[nodiscard]] bool pagecache() const { return pagecache_.load(std::memory_order_relaxed); }
@@ -118,7 +124,10 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   const std::shared_ptr<WorkerPool> pool_;
   TransferRequest request_;  // its target is given up when the transfer is left behind; the rest is constant
   const std::shared_ptr<DeviceContext> device_;
-  DirectionCounters& counters_;
+  const observe::DeviceCounters& counters_;  // the device's
+  const observe::Flow flow_;
+  observe::TransferDetails& details_;
+  const std::uint64_t queued_;  // when
   // Set by prepare(), before there is a second session.
   DirectFile* direct_file_ = nullptr;
   std::uint64_t original_file_size_ = 0;

@@ -53,6 +53,10 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
   if (&source == this && offset < source_offset + bytes && source_offset < end) {
     return Status(EINVAL, "the ranges to copy overlap");
   }
+  // Counted at both ends, which are often of one device.
+  const std::shared_ptr<DeviceContext> from = source.device();
+  observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
+  observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
   std::uint64_t done = 0;
   while (done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
@@ -65,6 +69,8 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
     if (!status.ok() || done - before < part) break;  // the source may have become shorter
   }
   if (done == 0 && !status.ok()) return status;
+  taken.done(done);
+  given.done(done);
   return done;
 }
 

@@ -1,0 +1,285 @@
+"""gpufs stats: what the mounts of this machine have moved, also those whose process was killed."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from errno import EACCES, EPERM
+from typing import Any, Final, NoReturn
+
+import click
+
+from gpufs import mounting, statistics
+from gpufs.cli import _mounts
+from gpufs.cli._errors import Failure
+from gpufs.cli._main import knob_options, settings
+from gpufs.cli._output import bytes_text, json_text, table
+
+_FILE: Final = ".gpufs/stats"
+_LEAST_PAUSE: Final = 0.1  # seconds between two looks
+_MOST_PAUSE: Final = 86400.0
+
+
+def _pause(text: str) -> float | None:
+    """Seconds between two looks, None for a text that is no number. Failure for a number that makes no sense."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    if not _LEAST_PAUSE <= seconds <= _MOST_PAUSE:
+        raise Failure(f"--watch: {text} is not from {_LEAST_PAUSE:g} to {_MOST_PAUSE:g} seconds", 2)
+    return seconds
+
+
+@click.command(name="stats")
+@click.argument("mountpoint", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
+@click.option(
+    "--watch",
+    is_flag=False,
+    flag_value="1",
+    metavar="[S]",
+    help="Show it again every S seconds (1), with rates, until interrupted. With --json: an object (list) a line.",
+)
+@knob_options("stats")
+def command(mountpoint: str | None, as_json: bool, watch: str | None, **arguments: Any) -> None:
+    """Show what the mounts of this machine have moved.
+
+    All of them, or MOUNTPOINT: bytes, operations and failures by device and by the way that the bytes took, pinned
+    memory, and why copies did not take the fastpath. A mount whose process was killed keeps its last counters until it
+    is unmounted.
+    """
+    timeout: float = settings(arguments)["status_timeout"]
+    pause = None if watch is None else _pause(watch)
+    if watch is not None and pause is None:
+        if mountpoint is not None:
+            raise Failure(f"--watch: {watch} is no number of seconds", 2)
+        mountpoint, pause = watch, 1.0  # it was the mountpoint, and --watch had no number
+    if pause is None:
+        found = _look(mountpoint, timeout)
+        if as_json:
+            print(json_text(found if mountpoint is None else found[0]))
+        elif not found:
+            print("no gpufs is mounted")
+        else:
+            for place, one in enumerate(found):
+                if place:
+                    print()
+                _print(one)
+        failed = [one for one in found if one.get("error")]
+        if mountpoint is not None and failed:
+            raise Failure(f"{failed[0]['mountpoint']}: {failed[0]['error']}")
+        return
+    try:
+        if as_json:
+            _watch_json(mountpoint, timeout, pause)
+        elif sys.stdout.isatty():
+            _watch_live(mountpoint, timeout, pause)
+        else:
+            _watch_plain(mountpoint, timeout, pause)
+    except KeyboardInterrupt:
+        pass  # the way to end it
+
+
+def _look(mountpoint: str | None, timeout: float) -> list[dict[str, Any]]:
+    """The statistics of the mounts; those that cannot be read have "error" and no devices."""
+    entries = mounting.mounts() if mountpoint is None else [_mounts.find(mountpoint)]
+    found: list[dict[str, Any] | None] = []
+    reasons: dict[int, str] = {}
+    for place, entry in enumerate(entries):
+        try:
+            one = statistics.read_mount(entry.device, entry.uid).as_dict()
+        except statistics.StatisticsError as error:
+            reasons[place] = str(error)
+            found.append(None)
+        except OSError as error:
+            reasons[place] = "its statistics are not to be found" if error.errno not in (EACCES, EPERM) else "not yours"
+            found.append(None)
+        else:
+            found.append({**one, "mountpoint": entry.mountpoint})
+    asked = [place for place, one in enumerate(found) if one is None]
+    answers = _mounts.read_files([os.path.join(entries[place].mountpoint, _FILE) for place in asked], timeout)
+    for place, answer in zip(asked, answers, strict=True):
+        found[place] = _answered(entries[place].mountpoint, answer, reasons[place])
+    return [one for one in found if one is not None]
+
+
+def _answered(mountpoint: str, answer: bytes | OSError, reason: str) -> dict[str, Any]:
+    """What the mount itself says, where its file is not to be read."""
+    problem = reason
+    if isinstance(answer, bytes):
+        try:
+            said = json.loads(answer)
+            if isinstance(said, dict) and said.get("format") == statistics.VERSION:
+                return {**said, "mountpoint": mountpoint}
+            problem = f"{_FILE} has another format: another version of gpufs serves the mount"
+        except ValueError as error:
+            problem = f"{_FILE} is not understood: {error}"
+    else:
+        problem = f"{answer.strerror}; {reason}"
+    return {"mountpoint": mountpoint, "error": problem, "devices": [], "alive": None, "pid": None}
+
+
+# ---- for people ----
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _headline(one: dict[str, Any]) -> str:
+    if one.get("error"):
+        return f"{one['mountpoint']}: {one['error']}"
+    if one["alive"]:
+        return f"{one['mountpoint']}: process {one['pid']}, driver {one['driver']}, since {_clock(one['started'])}"
+    return (
+        f"{one['mountpoint']}: its process ({one['pid']}) is dead since {_clock(one['dead_since'])}; "
+        "these are its last counters"
+    )
+
+
+def _duration_text(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def _quantile(buckets: Sequence[Sequence[Any]], share: float) -> float | None:
+    """The upper bound of the bucket in which this share of all values ends; None where that is beyond them all."""
+    wanted = share * sum(number for _, number in buckets)
+    below = 0
+    for bound, number in buckets:
+        below += number
+        if below >= wanted:
+            return None if bound is None else float(bound)
+    return None
+
+
+_HEADERS: Final = ("DEVICE", "BACKEND", "DIR", "BYTES", "OPS", "ERRORS", "RUNNING", "SIZE<=", "p50<=", "p99<=")
+_RATES: Final = ("BYTES/s", "OPS/s")
+_Counted = dict[tuple[str, str, str, str], tuple[int, int]]
+
+
+def _counted(found: Sequence[dict[str, Any]]) -> _Counted:
+    return {
+        (one["mountpoint"], device["name"], backend, flow): (counts["bytes"], counts["operations"])
+        for one in found
+        for device in one["devices"]
+        for backend, flows in device["backends"].items()
+        for flow, counts in flows.items()
+    }
+
+
+def _rows(one: dict[str, Any], before: _Counted | None = None, seconds: float = 1.0) -> list[tuple[str, ...]]:
+    rows = []
+    for device in one["devices"]:
+        for backend, flows in device["backends"].items():
+            for flow, counts in flows.items():
+                if not counts["operations"] and not counts["in_flight"]:
+                    continue
+                size = _quantile(counts["sizes"], 0.5)
+                typical, slow = (_quantile(counts["times"], share) for share in (0.5, 0.99))
+                row: tuple[str, ...] = (
+                    device["name"],
+                    backend,
+                    flow,
+                    bytes_text(counts["bytes"]),
+                    str(counts["operations"]),
+                    str(counts["errors"]),
+                    str(counts["in_flight"]),
+                    "-" if size is None else bytes_text(int(size)),
+                    "-" if typical is None else _duration_text(typical),
+                    "-" if slow is None else _duration_text(slow),
+                )
+                if before is not None:
+                    old = before.get((one["mountpoint"], device["name"], backend, flow), (0, 0))
+                    rates = ((counts["bytes"] - old[0]) / seconds, (counts["operations"] - old[1]) / seconds)
+                    row += (bytes_text(max(int(rates[0]), 0)), f"{max(rates[1], 0.0):.0f}")
+                rows.append(row)
+    return rows
+
+
+def _remarks(one: dict[str, Any]) -> list[str]:
+    if one.get("error"):
+        return []
+    gauges = one["gauges"]
+    memory = (
+        f"pinned memory: {bytes_text(gauges['bounce_pinned_bytes'])} of {bytes_text(gauges['bounce_capacity_bytes'])} "
+        f"for copies ({bytes_text(gauges['bounce_used_bytes'])} in use, {gauges['bounce_waits']} waits), "
+        f"{bytes_text(gauges['request_pinned_bytes'])} for requests, {bytes_text(gauges['locked_bytes'])} locked; "
+        f"{gauges['transfers_active']} copies under way"
+    )
+    lines = [memory]
+    for device in one["devices"]:
+        for flow, counts in device["backends"]["fastpath"].items():
+            if counts["refusals"]:
+                reasons = ", ".join(f"{name} {number}" for name, number in sorted(counts["refusals"].items()))
+                lines.append(f"{device['name']} {flow}: not by fastpath: {reasons}")
+        if device["gauges"]["health_error"]:
+            lines.append(f"{device['name']} is out of service: {os.strerror(device['gauges']['health_error'])}")
+    return lines
+
+
+_RIGHT: Final = frozenset(range(3, len(_HEADERS) + len(_RATES)))
+
+
+def _print(one: dict[str, Any], before: _Counted | None = None, seconds: float = 1.0) -> None:
+    print(_headline(one))
+    rows = _rows(one, before, seconds)
+    if rows:
+        table(_HEADERS if before is None else _HEADERS + _RATES, rows, _RIGHT)
+    elif not one.get("error"):
+        print("nothing has been moved yet")
+    for line in _remarks(one):
+        print(line)
+
+
+def _watch_json(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
+    while True:
+        found = _look(mountpoint, timeout)
+        print(json.dumps(found if mountpoint is None else found[0]), flush=True)
+        time.sleep(pause)
+
+
+def _watch_plain(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
+    before: _Counted | None = None
+    last = time.monotonic()
+    while True:
+        found = _look(mountpoint, timeout)
+        now = time.monotonic()
+        for one in found:
+            _print(one, before, max(now - last, 1e-3))
+        print(flush=True)
+        before, last = _counted(found), now
+        time.sleep(pause)
+
+
+def _watch_live(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
+    from rich.console import Group, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    def picture(found: Sequence[dict[str, Any]], before: _Counted, seconds: float) -> RenderableType:
+        parts: list[RenderableType] = []
+        for one in found:
+            parts.append(Text(_headline(one), style="bold" if one.get("alive") else "bold red"))
+            shown = Table(box=None, pad_edge=False, header_style="bold")
+            for place, header in enumerate(_HEADERS + _RATES):
+                shown.add_column(header, justify="right" if place in _RIGHT else "left", no_wrap=True)
+            for row in _rows(one, before, seconds):
+                shown.add_row(*map(Text, row))
+            parts += [shown, *map(Text, _remarks(one)), Text("")]
+        return Group(*parts) if parts else Text("no gpufs is mounted")
+
+    before = _counted(_look(mountpoint, timeout))
+    last = time.monotonic()
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(pause)
+            found = _look(mountpoint, timeout)
+            now = time.monotonic()
+            live.update(picture(found, before, max(now - last, 1e-3)), refresh=True)
+            before, last = _counted(found), now

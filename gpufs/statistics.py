@@ -1,0 +1,524 @@
+"""The counters of a mount: where they live, how they are read, and what they look like as JSON and for Prometheus.
+
+A mount keeps its counters in a file of its runtime directory, mapped by the engine, which counts there without a lock.
+Anybody who may read the file reads the counters, without asking the mount, and also after its process was killed: the
+process holds a lock on the file for as long as it lives. docs/statistics.md has the format. Nothing here needs the
+engine.
+"""
+
+import fcntl
+import json
+import os
+import stat
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from errno import EINVAL, ENOENT, EPERM
+from pathlib import Path
+from typing import Any, Final
+
+MAGIC: Final = b"GPUFSTAT"
+VERSION: Final = 1
+BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer")
+FLOWS: Final = ("in", "out")
+_DETAILS: Final = (
+    "failed",
+    "cancelled",
+    "abandoned",
+    "buffered_bytes",
+    "direct_bytes",
+    "pagecache_bytes",
+    "hole_bytes",
+)
+_ENGINE_GAUGES: Final = (
+    "transfers_active",
+    "bounce_slot_bytes",
+    "bounce_capacity_bytes",
+    "bounce_pinned_bytes",
+    "bounce_used_bytes",
+    "bounce_waits",
+    "bounce_pin_failures",
+    "request_pinned_bytes",
+    "locked_bytes",
+    "locked_ranges",
+)
+_DEVICE_GAUGES: Final = (
+    "total_bytes",
+    "held_bytes",
+    "health_error",
+    "events_existing",
+    "events_idle",
+    "streams_existing",
+    "streams_idle",
+)
+_HEADER: Final = struct.Struct("=8sIIQIIIIIIII4QIIIIQQ")
+_TEXT: Final = 256
+_SCALARS: Final = 8  # words of a block before its arrays
+_SECOND: Final = 1e9
+_SUFFIX: Final = ".stats"
+
+
+class StatisticsError(ValueError):
+    """What was read are no counters that this version understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one backend of a device has done in one direction since the mount began.
+
+    ``sizes`` and ``times``: (upper bound, how many) of each bucket that is not empty, bounds in bytes and nanoseconds;
+    the bound of what is beyond all buckets is None.
+    """
+
+    started: int = 0
+    operations: int = 0  # that have ended
+    errors: int = 0
+    bytes: int = 0
+    nanoseconds: int = 0
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    sizes: Sequence[tuple[int | None, int]] = ()
+    times: Sequence[tuple[int | None, int]] = ()
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that have begun and not ended."""
+        return max(self.started - self.operations, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """One device. ``counts``: by backend and direction; ``details``: of transfers, by direction and name."""
+
+    index: int
+    name: str
+    description: str
+    counts: Mapping[str, Mapping[str, Counts]]
+    details: Mapping[str, Mapping[str, int]]
+    gauges: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """All counters of a mount. Times are seconds since 1970; ``updated``: when the gauges were written."""
+
+    pid: int
+    created: float
+    updated: float
+    facts: Mapping[str, Any]
+    gauges: Mapping[str, int]
+    devices: Sequence[DeviceStatistics]
+    alive: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``.gpufs/stats`` and ``gpufs stats --json`` show; docs/statistics.md explains each key."""
+        return {
+            "format": VERSION,
+            "mountpoint": self.facts.get("mountpoint"),
+            "version": self.facts.get("version"),
+            "driver": self.facts.get("driver"),
+            "pid": self.pid,
+            "alive": self.alive,
+            "started": self.created,
+            "updated": self.updated,
+            "dead_since": None if self.alive else self.updated,
+            "gauges": dict(self.gauges),
+            "devices": [_device_dict(device) for device in self.devices],
+        }
+
+
+def _device_dict(device: DeviceStatistics) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "name": device.name,
+        "description": device.description,
+        "gauges": dict(device.gauges),
+        "backends": {
+            backend: {flow: _counts_dict(counts) for flow, counts in flows.items()}
+            for backend, flows in device.counts.items()
+        },
+        "transfers": {flow: dict(details) for flow, details in device.details.items()},
+    }
+
+
+def _counts_dict(counts: Counts) -> dict[str, Any]:
+    return {
+        "bytes": counts.bytes,
+        "operations": counts.operations,
+        "errors": counts.errors,
+        "in_flight": counts.in_flight,
+        "seconds": counts.nanoseconds / _SECOND,
+        "refusals": dict(counts.refusals),
+        "sizes": [list(bucket) for bucket in counts.sizes],
+        "times": [[None if bound is None else bound / _SECOND, number] for bound, number in counts.times],
+    }
+
+
+# ---- reading ----
+
+
+def parse(data: bytes, *, alive: bool = True) -> Statistics:
+    """The counters in the bytes of a file. StatisticsError for anything else, and for formats of other versions."""
+    if len(data) < _HEADER.size or data[: len(MAGIC)] != MAGIC:
+        raise StatisticsError("these are no statistics of gpufs")
+    (
+        _,
+        version,
+        header_bytes,
+        file_bytes,
+        devices,
+        stripes,
+        backends,
+        flows,
+        block_bytes,
+        buckets,
+        reasons,
+        pid,
+        gauges_at,
+        device_gauges_at,
+        details_at,
+        blocks_at,
+        gauges_bytes,
+        device_gauges_bytes,
+        details_bytes,
+        text_bytes,
+        created,
+        updated,
+    ) = _HEADER.unpack_from(data)
+    if version != VERSION:
+        raise StatisticsError(f"the statistics have format {version}, this program reads format {VERSION}")
+    words = _SCALARS + reasons + 2 * buckets
+    blocks = stripes * devices * backends * flows
+    if (
+        file_bytes != len(data)
+        or header_bytes < _TEXT + text_bytes
+        or block_bytes != 8 * words
+        or (backends, flows) != (len(BACKENDS), len(FLOWS))
+        or min(stripes, buckets) < 1
+        or gauges_at + gauges_bytes > len(data)
+        or device_gauges_at + devices * device_gauges_bytes > len(data)
+        or details_at + devices * flows * details_bytes > len(data)
+        or blocks_at + blocks * block_bytes > len(data)
+        or gauges_bytes < 8 * len(_ENGINE_GAUGES)
+        or device_gauges_bytes < 8 * len(_DEVICE_GAUGES)
+        or details_bytes < 8 * len(_DETAILS)
+    ):
+        raise StatisticsError("the statistics are damaged")
+    try:
+        facts = json.loads(data[_TEXT : _TEXT + text_bytes]) if text_bytes else {}
+    except ValueError:
+        facts = {}
+    if not isinstance(facts, dict):
+        facts = {}
+    stripe_bytes = devices * backends * flows * block_bytes
+    columns = [_words(data, blocks_at + stripe * stripe_bytes, stripe_bytes) for stripe in range(stripes)]
+    totals = columns[0] if stripes == 1 else array("Q", [sum(row) & _WRAP for row in zip(*columns, strict=True)])
+    names = [str(name) for name in facts.get("refusals", [])]
+    names += [f"reason_{bit}" for bit in range(len(names), reasons)]
+    found = []
+    for index in range(devices):
+        counts: dict[str, dict[str, Counts]] = {}
+        for place, backend in enumerate(BACKENDS):
+            counts[backend] = {}
+            for side, flow in enumerate(FLOWS):
+                start = ((index * backends + place) * flows + side) * words
+                counts[backend][flow] = _counts(totals[start : start + words], reasons, buckets, names)
+        details = {
+            flow: _named(data, details_at + (index * flows + side) * details_bytes, _DETAILS)
+            for side, flow in enumerate(FLOWS)
+        }
+        described = facts.get("devices", [])
+        description = str(described[index]) if index < len(described) else ""
+        gauges = _named(data, device_gauges_at + index * device_gauges_bytes, _DEVICE_GAUGES)
+        found.append(DeviceStatistics(index, f"gpu{index}", description, counts, details, gauges))
+    engine_gauges = _named(data, gauges_at, _ENGINE_GAUGES)
+    return Statistics(pid, created / _SECOND, updated / _SECOND, facts, engine_gauges, found, alive)
+
+
+_WRAP: Final = (1 << 64) - 1
+
+
+def _words(data: bytes, offset: int, size: int) -> "array[int]":
+    words = array("Q")
+    words.frombytes(data[offset : offset + size])
+    return words
+
+
+def _named(data: bytes, offset: int, names: Sequence[str]) -> dict[str, int]:
+    return dict(zip(names, _words(data, offset, 8 * len(names)), strict=True))
+
+
+def _counts(words: "array[int]", reasons: int, buckets: int, names: Sequence[str]) -> Counts:
+    refusals = words[_SCALARS : _SCALARS + reasons]
+    sizes = words[_SCALARS + reasons : _SCALARS + reasons + buckets]
+    times = words[_SCALARS + reasons + buckets :]
+    return Counts(
+        words[0],
+        words[1],
+        words[2],
+        words[3],
+        words[4],
+        {names[bit]: number for bit, number in enumerate(refusals) if number},
+        _buckets(sizes),
+        _buckets(times),
+    )
+
+
+def _buckets(numbers: "array[int]") -> list[tuple[int | None, int]]:
+    last = len(numbers) - 1
+    return [(None if place == last else 1 << place, number) for place, number in enumerate(numbers) if number]
+
+
+# ---- the file ----
+
+
+def file_name(pid: int, device: str) -> str:
+    """What the file of the mount with this device number ("0:52") is called that a process serves."""
+    return f"{pid}-{device.replace(':', '-')}{_SUFFIX}"
+
+
+def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where the runtime directory of a user's mounts may be."""
+    if uid == 0:
+        return [Path("/run/gpufs")]
+    found = [Path(f"/run/user/{uid}/gpufs"), Path(f"/tmp/gpufs-{uid}")]
+    own = environ.get("XDG_RUNTIME_DIR")
+    if own and Path(own) / "gpufs" not in found:
+        found.insert(0, Path(own) / "gpufs")
+    return found
+
+
+def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Path]:
+    """The files of the mount with this device number that a user made, the newest first; those are the user's own."""
+    found = []
+    for folder in folders(uid) if places is None else places:
+        for path in _listed(folder):
+            if path.name.endswith(f"-{device.replace(':', '-')}{_SUFFIX}"):
+                status = _status(path)
+                if status is not None and status.st_uid == uid and stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except OSError:
+        return None
+
+
+def _is_locked(fd: int) -> bool:
+    """Whether a process holds the writer's lock on a file that is open for reading."""
+    asked = struct.pack("hhlli", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(fd, _F_OFD_GETLK, asked)
+    (kind,) = struct.unpack_from("h", answer)
+    return bool(kind != fcntl.F_UNLCK)
+
+
+_F_OFD_GETLK: Final = 36
+
+
+def read(path: Path, uid: int | None = None) -> Statistics:
+    """The counters in a file. OSError where it cannot be read or is not the user's; StatisticsError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(EINVAL, "no regular file", str(path))
+        if uid is not None and status.st_uid != uid:
+            raise OSError(EPERM, "the file of another user", str(path))
+        alive = _is_locked(fd)
+        data = b""
+        while part := os.pread(fd, status.st_size - len(data), len(data)):
+            data += part
+    finally:
+        os.close(fd)
+    return parse(data, alive=alive)
+
+
+def read_mount(device: str, uid: int) -> Statistics:
+    """The counters of a mount by its device number and the user who made it. OSError ENOENT where there are none."""
+    failure: Exception = FileNotFoundError(ENOENT, os.strerror(ENOENT))
+    newest: Statistics | None = None
+    for path in find(device, uid):
+        try:
+            found = read(path, uid)
+        except (OSError, StatisticsError) as error:
+            failure = error
+            continue
+        if found.alive:
+            return found
+        newest = newest or found
+    if newest is None:
+        raise failure
+    return newest
+
+
+def remove_dead(device: str, uid: int) -> None:
+    """Removes the counters that dead processes left of a mount with this device number."""
+    for path in find(device, uid):
+        _remove_if_dead(path)
+
+
+def sweep(folder: Path, devices: Iterable[str]) -> None:
+    """Removes what dead processes left in a folder, except for the mounts with these device numbers."""
+    keep = tuple(f"-{device.replace(':', '-')}{_SUFFIX}" for device in devices)
+    for path in _listed(folder):
+        if path.name.endswith(_SUFFIX) and not path.name.endswith(keep):
+            _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        # A file whose first bytes are not there yet is of a process that is just making it.
+        if os.pread(fd, len(MAGIC), 0) == MAGIC and not _is_locked(fd):
+            os.unlink(path)
+    except OSError:
+        pass  # somebody else's, or gone
+    finally:
+        os.close(fd)
+
+
+# ---- Prometheus ----
+
+_SIZE_BOUNDS: Final = tuple(1 << power for power in range(9, 37))  # 512 bytes to 64 GiB
+_TIME_BOUNDS: Final = tuple(1 << power for power in range(9, 38))  # 512 ns to 137 s
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class _Page:
+    """Lines in Prometheus' text format, version 0.0.4."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def family(self, name: str, kind: str, text: str) -> None:
+        self.lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+    def sample(self, name: str, value: float, **labels: str) -> None:
+        shown = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
+        number = repr(value) if isinstance(value, float) else str(value)
+        self.lines.append(f"{name}{{{shown}}} {number}" if shown else f"{name} {number}")
+
+    def histogram(
+        self,
+        name: str,
+        buckets: Sequence[tuple[int | None, int]],
+        bounds: Sequence[int],
+        total: float,
+        scale: float,
+        **labels: str,
+    ) -> None:
+        below = 0
+        place = 0
+        ordered = [(bound, number) for bound, number in buckets if bound is not None]
+        for bound in bounds:
+            while place < len(ordered) and ordered[place][0] <= bound:
+                below += ordered[place][1]
+                place += 1
+            shown = repr(bound / scale) if scale != 1 else str(bound)
+            self.sample(f"{name}_bucket", below, **labels, le=shown)
+        number = sum(number for _, number in buckets)
+        self.sample(f"{name}_bucket", number, **labels, le="+Inf")
+        self.sample(f"{name}_sum", total, **labels)
+        self.sample(f"{name}_count", number, **labels)
+
+
+_COUNTERS: Final = (
+    ("gpufs_bytes_total", "bytes", "Bytes moved into (in) or out of (out) device memory."),
+    ("gpufs_errors_total", "errors", "Operations that failed."),
+)
+_DETAIL_TEXTS: Final = {
+    "failed": "Transfers that failed.",
+    "cancelled": "Transfers that were cancelled.",
+    "abandoned": "Cancelled transfers whose threads hung in their files.",
+    "buffered_bytes": "Bytes of the fallback path that went through the page cache.",
+    "direct_bytes": "Bytes of the fallback path that were read or written by O_DIRECT.",
+    "pagecache_bytes": "Bytes of the fallback path that were copied straight from the page cache's pages.",
+    "hole_bytes": "Bytes of holes, never read from the device.",
+}
+_ENGINE_TEXTS: Final = {
+    "transfers_active": "Transfers under way.",
+    "bounce_slot_bytes": "Bytes of one pinned slot.",
+    "bounce_capacity_bytes": "Bytes that pinned slots may take.",
+    "bounce_pinned_bytes": "Bytes that pinned slots take.",
+    "bounce_used_bytes": "Bytes of pinned slots in use.",
+    "bounce_waits": "Times that somebody had to wait for a pinned slot.",
+    "bounce_pin_failures": "Times that memory for a slot could not be pinned.",
+    "request_pinned_bytes": "Pinned bytes of the memory for the kernel's requests.",
+    "locked_bytes": "Bytes of locked host memory.",
+    "locked_ranges": "Locked ranges of host memory.",
+}
+_GROWING: Final = frozenset({"bounce_waits", "bounce_pin_failures"})
+_DEVICE_TEXTS: Final = {
+    "total_bytes": "Bytes of memory of the device that the mount may use.",
+    "held_bytes": "Bytes of device memory that files hold.",
+    "health_error": "0, or the errno of the failure that put the device out of service.",
+    "events_existing": "Events that have been created.",
+    "events_idle": "Events that wait to be used.",
+    "streams_existing": "Streams that have been created.",
+    "streams_idle": "Streams that wait to be used.",
+}
+
+
+def metrics(found: Statistics) -> str:
+    """The counters in Prometheus' text format. What a backend of a device has never done is left out."""
+    page = _Page()
+    page.family("gpufs_build_info", "gauge", "1; the labels say what runs.")
+    facts = {key: str(found.facts.get(key) or "") for key in ("version", "driver", "mountpoint")}
+    page.sample("gpufs_build_info", 1, **facts)
+    page.family("gpufs_start_time_seconds", "gauge", "When the mount's process began, in seconds since 1970.")
+    page.sample("gpufs_start_time_seconds", found.created)
+    for name, text in _ENGINE_TEXTS.items():
+        metric = f"gpufs_{name}_total" if name in _GROWING else f"gpufs_{name}"
+        page.family(metric, "counter" if name in _GROWING else "gauge", text)
+        page.sample(metric, found.gauges[name])
+    for name, text in _DEVICE_TEXTS.items():
+        page.family(f"gpufs_device_{name}", "gauge", text)
+        for device in found.devices:
+            page.sample(f"gpufs_device_{name}", device.gauges[name], device=device.name)
+    used = [
+        ({"device": device.name, "backend": backend, "direction": flow}, counts)
+        for device in found.devices
+        for backend, flows in device.counts.items()
+        for flow, counts in flows.items()
+        if counts.started or counts.refusals
+    ]
+    for metric, member, text in _COUNTERS:
+        page.family(metric, "counter", text)
+        for labels, counts in used:
+            page.sample(metric, getattr(counts, member), **labels)
+    page.family("gpufs_in_flight", "gauge", "Operations that have begun and not ended.")
+    for labels, counts in used:
+        page.sample("gpufs_in_flight", counts.in_flight, **labels)
+    page.family("gpufs_refusals_total", "counter", "Requests that a backend did not take, by reason.")
+    for labels, counts in used:
+        for reason, number in counts.refusals.items():
+            page.sample("gpufs_refusals_total", number, **labels, reason=reason)
+    page.family("gpufs_operation_size_bytes", "histogram", "Bytes that an operation moved.")
+    for labels, counts in used:
+        page.histogram("gpufs_operation_size_bytes", counts.sizes, _SIZE_BOUNDS, counts.bytes, 1, **labels)
+    page.family("gpufs_operation_duration_seconds", "histogram", "How long an operation took.")
+    for labels, counts in used:
+        seconds = counts.nanoseconds / _SECOND
+        page.histogram("gpufs_operation_duration_seconds", counts.times, _TIME_BOUNDS, seconds, _SECOND, **labels)
+    for name, text in _DETAIL_TEXTS.items():
+        page.family(f"gpufs_transfer_{name}_total", "counter", text)
+        for device in found.devices:
+            for flow, details in device.details.items():
+                page.sample(f"gpufs_transfer_{name}_total", details[name], device=device.name, direction=flow)
+    return "\n".join(page.lines) + "\n"

@@ -1,0 +1,266 @@
+// The counters of an engine in one fixed layout, which other processes read when they live in a file
+// (docs/statistics.md). A Region is shared by the engine and its devices' contexts; what lies in it is written by
+// whoever does the work. Any thread may count; nothing is locked, and a reading is not one moment's: each number is
+// exact by itself.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+
+namespace gpufs {
+
+using Counter = std::atomic<std::uint64_t>;
+static_assert(Counter::is_always_lock_free && sizeof(Counter) == 8);
+inline void count(Counter& counter, std::uint64_t amount = 1) { counter.fetch_add(amount, std::memory_order_relaxed); }
+
+}  // namespace gpufs
+
+namespace gpufs::observe {
+
+// Who moved the bytes. A transfer is a whole copy between a file and a device, whatever moved its pieces.
+enum class Backend : std::uint8_t { kMount, kFastpath, kFallback, kDeviceCopy, kTransfer };
+inline constexpr std::size_t kBackendCount = 5;
+inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {"mount", "fastpath", "fallback",
+                                                                              "device_copy", "transfer"};
+// Into the device's memory or out of it.
+enum class Flow : std::uint8_t { kIn, kOut };
+inline constexpr std::size_t kFlowCount = 2;
+inline constexpr std::array<std::string_view, kFlowCount> kFlowNames = {"in", "out"};
+
+// Buckets of histograms: number b counts values above 2^(b-1) up to 2^b, number 0 those up to 1, the last all beyond.
+inline constexpr std::size_t kBuckets = 44;
+inline constexpr std::size_t kReasons = 32;
+[[nodiscard]] constexpr std::size_t bucket_of(std::uint64_t value) {
+  const auto width = static_cast<std::size_t>(value <= 1 ? 0 : std::bit_width(value - 1));
+  return width < kBuckets ? width : kBuckets - 1;
+}
+
+// One device, backend and direction, as one stripe of threads has counted it; a reader adds the stripes.
+struct alignas(64) Block {
+  Counter started;
+  Counter ended;
+  Counter errors;  // of those that ended
+  Counter bytes;
+  Counter nanoseconds;  // of those that ended, from start to end
+  std::array<Counter, 3> reserved;
+  std::array<Counter, kReasons> refusals;  // by the bit of the reason
+  std::array<Counter, kBuckets> sizes;     // bytes moved
+  std::array<Counter, kBuckets> times;     // nanoseconds
+};
+static_assert(sizeof(Block) == 1024 && std::is_standard_layout_v<Block>);
+
+// More about the transfers of a device in one direction; too rare to be striped.
+struct alignas(64) TransferDetails {
+  Counter failed;
+  Counter cancelled;
+  Counter abandoned;  // cancelled, and a thread still hung in the file
+  // Parts of fallback's bytes.
+  Counter buffered_bytes;   // through the page cache
+  Counter direct_bytes;     // by O_DIRECT
+  Counter pagecache_bytes;  // copied straight from the page cache's pages
+  Counter hole_bytes;       // holes of a buffer, never read from the device
+  std::array<Counter, 9> reserved;
+};
+static_assert(sizeof(TransferDetails) == 128);
+
+// How things stand, written from time to time.
+struct alignas(64) EngineGauges {
+  Counter transfers_active;
+  Counter bounce_slot_bytes;
+  Counter bounce_capacity_bytes;
+  Counter bounce_pinned_bytes;
+  Counter bounce_used_bytes;
+  Counter bounce_waits;
+  Counter bounce_pin_failures;
+  Counter request_pinned_bytes;  // of the mount's own request memory
+  Counter locked_bytes;          // host memory that programs or transfers locked
+  Counter locked_ranges;
+  std::array<Counter, 22> reserved;
+};
+static_assert(sizeof(EngineGauges) == 256);
+
+struct alignas(64) DeviceGauges {
+  Counter total_bytes;
+  Counter held_bytes;
+  Counter health_error;  // errno; 0: well
+  Counter events_existing;
+  Counter events_idle;
+  Counter streams_existing;
+  Counter streams_idle;
+  std::array<Counter, 9> reserved;
+};
+static_assert(sizeof(DeviceGauges) == 128);
+
+inline constexpr std::size_t kHeaderBytes = 4096;
+inline constexpr std::size_t kTextBytes = kHeaderBytes - 256;
+inline constexpr std::uint32_t kFormatVersion = 1;
+
+struct Header {
+  std::array<char, 8> magic;  // "GPUFSTAT"
+  std::uint32_t version;
+  std::uint32_t header_bytes;
+  std::uint64_t file_bytes;
+  std::uint32_t devices;
+  std::uint32_t stripes;
+  std::uint32_t backends;
+  std::uint32_t flows;
+  std::uint32_t block_bytes;
+  std::uint32_t buckets;
+  std::uint32_t reasons;
+  std::uint32_t process;  // its number
+  std::uint64_t engine_gauges_offset;
+  std::uint64_t device_gauges_offset;  // one for each device
+  std::uint64_t details_offset;        // [device][flow]
+  std::uint64_t blocks_offset;         // [stripe][device][backend][flow]
+  std::uint32_t engine_gauges_bytes;
+  std::uint32_t device_gauges_bytes;
+  std::uint32_t details_bytes;
+  std::atomic<std::uint32_t> text_bytes;
+  std::uint64_t created;  // nanoseconds since 1970, as below
+  Counter updated;        // when the gauges were written, and so when the process was last seen alive
+  std::array<std::byte, 256 - 120> reserved;
+  std::array<char, kTextBytes> text;  // JSON: what the file is about, in words
+};
+static_assert(sizeof(Header) == kHeaderBytes && std::is_standard_layout_v<Header>);
+
+// Nanoseconds of the monotonic clock.
+[[nodiscard]] inline std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+// A number of the calling thread's own, from 0 on.
+[[nodiscard]] std::uint32_t thread_number();
+
+class Region {
+ public:
+  // path: the file to keep them in, made anew with mode 0600 and locked (a write lock of the whole file, by open file
+  // description) for as long as the process lives: who finds it unlocked finds a dead process's counters. Empty: memory
+  // of the process's own. Fails with the file's errno, ENOSPC included: pages are taken at once.
+  static Result<std::shared_ptr<Region>> create(std::size_t devices, const std::string& path);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  [[nodiscard]] std::size_t devices() const { return devices_; }
+  [[nodiscard]] Block& block(std::size_t device, Backend backend, Flow flow) {
+    const std::size_t stripe = thread_number() & (stripes_ - 1);
+    return blocks_[((stripe * devices_ + device) * kBackendCount + static_cast<std::size_t>(backend)) * kFlowCount +
+                   static_cast<std::size_t>(flow)];
+  }
+  // Of all stripes.
+  [[nodiscard]] std::uint64_t sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const;
+  [[nodiscard]] std::uint64_t refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const;
+
+  [[nodiscard]] TransferDetails& details(std::size_t device, Flow flow) {
+    return details_[device * kFlowCount + static_cast<std::size_t>(flow)];
+  }
+  [[nodiscard]] EngineGauges& gauges() { return *gauges_; }
+  [[nodiscard]] DeviceGauges& gauges(std::size_t device) { return device_gauges_[device]; }
+
+  // Says in words what the counters are about. EFBIG beyond kTextBytes.
+  Status describe(std::string_view json);
+  // The gauges have been written.
+  void touch();
+  // The whole region, as a file has it.
+  [[nodiscard]] std::string_view bytes() const { return {static_cast<const char*>(base_), bytes_}; }
+
+ private:
+  Region(std::size_t devices, std::size_t stripes) : devices_(devices), stripes_(stripes) {}
+  static Result<std::shared_ptr<Region>> map(std::size_t devices, UniqueFd file);
+  const Block& stripe_block(std::size_t stripe, std::size_t device, Backend backend, Flow flow) const;
+  void lay_out();
+
+  const std::size_t devices_;
+  const std::size_t stripes_;  // a power of two
+  UniqueFd file_;              // holds the lock
+  void* base_ = nullptr;
+  std::size_t bytes_ = 0;
+  Header* header_ = nullptr;  // this and the others lie in the mapping
+  EngineGauges* gauges_ = nullptr;
+  DeviceGauges* device_gauges_ = nullptr;
+  TransferDetails* details_ = nullptr;
+  Block* blocks_ = nullptr;
+  std::mutex text_mutex_;  // guards the header's text against two writers
+};
+
+// One device's part of a region. Cheap to copy; empty, it counts nothing.
+class DeviceCounters {
+ public:
+  DeviceCounters() = default;
+  DeviceCounters(std::shared_ptr<Region> region, std::size_t device) : region_(std::move(region)), device_(device) {}
+
+  void begin(Backend backend, Flow flow) const {
+    if (region_) count(region_->block(device_, backend, flow).started);
+  }
+  void end(Backend backend, Flow flow, std::uint64_t bytes, bool failed, std::uint64_t nanoseconds) const {
+    if (!region_) return;
+    Block& block = region_->block(device_, backend, flow);
+    count(block.ended);
+    if (failed) count(block.errors);
+    count(block.bytes, bytes);
+    count(block.nanoseconds, nanoseconds);
+    count(block.sizes[bucket_of(bytes)]);
+    count(block.times[bucket_of(nanoseconds)]);
+  }
+  // begin() did not happen.
+  void forget(Backend backend, Flow flow) const {
+    if (region_) region_->block(device_, backend, flow).started.fetch_sub(1, std::memory_order_relaxed);
+  }
+  // Each set bit once.
+  void refuse(Backend backend, Flow flow, std::uint32_t reasons) const;
+  [[nodiscard]] Region* region() const { return region_.get(); }
+  [[nodiscard]] std::size_t device() const { return device_; }
+
+ private:
+  std::shared_ptr<Region> region_;
+  std::size_t device_ = 0;
+};
+
+// One operation from its start to its end, which is its destruction. A failure unless done() was called.
+class Measured {
+ public:
+  Measured(const DeviceCounters& counters, Backend backend, Flow flow)
+      : counters_(counters), backend_(backend), flow_(flow), started_(now_ns()) {
+    counters_.begin(backend_, flow_);
+  }
+  ~Measured() {
+    if (!dismissed_) counters_.end(backend_, flow_, bytes_, failed_, now_ns() - started_);
+  }
+  Measured(const Measured&) = delete;
+  Measured& operator=(const Measured&) = delete;
+
+  void done(std::uint64_t bytes) {
+    bytes_ = bytes;
+    failed_ = false;
+  }
+  // Somebody else measures it.
+  void dismiss() {
+    counters_.forget(backend_, flow_);
+    dismissed_ = true;
+  }
+
+ private:
+  const DeviceCounters& counters_;
+  const Backend backend_;
+  const Flow flow_;
+  const std::uint64_t started_;
+  std::uint64_t bytes_ = 0;
+  bool failed_ = true;
+  bool dismissed_ = false;
+};
+
+}  // namespace gpufs::observe

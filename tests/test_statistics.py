@@ -1,0 +1,390 @@
+"""The counters of a mount: counted right, readable from outside, after the daemon's death too, and by Prometheus."""
+
+import errno
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import MIB
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import run, wait_until
+
+from gpufs import engine, mounting, statistics
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Any:
+    with engine.Engine("host", devices=2, memory_bytes=64 * MIB, statistics_path=str(tmp_path / "counters")) as opened:
+        yield opened
+
+
+def stats(mount: GpufsMount) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((mount.path / ".gpufs/stats").read_bytes())
+    return value
+
+
+def counted(found: dict[str, Any], backend: str, flow: str, device: int = 0) -> dict[str, Any]:
+    value: dict[str, Any] = found["devices"][device]["backends"][backend][flow]
+    return value
+
+
+def counters_of(mount: GpufsMount) -> Path:
+    entry = mounting.entry_of(str(mount.path))
+    assert entry is not None
+    (path,) = statistics.find(entry.device, entry.uid)
+    return path
+
+
+# ---- reading ----
+
+
+def test_the_file_and_the_copy_say_the_same(host: engine.Engine, tmp_path: Path) -> None:
+    host.statistics_describe({"refusals": ["first"], "devices": ["one", "two"]})
+    by_copy = statistics.parse(host.statistics_read())
+    by_file = statistics.read(tmp_path / "counters")
+    assert by_file.alive
+    assert by_copy.devices == by_file.devices
+    assert by_copy.gauges == by_file.gauges
+    assert [device.description for device in by_file.devices] == ["one", "two"]
+    assert by_file.pid == os.getpid()
+    assert abs(by_file.updated - time.time()) < 60
+
+
+def test_an_engine_that_is_closed_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "counters"
+    with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(path)):
+        assert statistics.read(path).alive
+    found = statistics.read(path)
+    assert not found.alive
+    assert found.as_dict()["dead_since"] == found.updated
+
+
+def test_a_file_that_cannot_be_made_costs_no_engine(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "counters"
+    with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(path)) as opened:
+        assert statistics.parse(opened.statistics_read()).devices[0].gauges["total_bytes"] == 64 * MIB
+    assert not path.exists()
+
+
+def test_a_description_has_a_limit(host: engine.Engine) -> None:
+    with pytest.raises(engine.EngineError) as caught:
+        host.statistics_describe({"mountpoint": "x" * 4096})
+    assert caught.value.errno == errno.EFBIG
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"GPUFSTAT",
+        lambda data: b"x" * len(data),
+        lambda data: data[:-1],
+        lambda data: data[:16] + struct.pack("=Q", 1) + data[24:],
+        lambda data: data[:8] + struct.pack("=I", 99) + data[12:],
+        *(lambda data, at=at: data[:at] + b"\xff\xff\xff\x7f" + data[at + 4 :] for at in range(24, 104, 4)),
+    ],
+)
+def test_damage_is_noticed(host: engine.Engine, damage: Callable[[bytes], bytes]) -> None:
+    """Any of the header's numbers; the process's number alone may be anything."""
+    data = host.statistics_read()
+    broken = damage(data)
+    try:
+        statistics.parse(broken)
+    except statistics.StatisticsError:
+        return
+    assert broken[:52] + broken[56:] == data[:52] + data[56:]
+
+
+def test_another_version_is_named(host: engine.Engine) -> None:
+    data = host.statistics_read()
+    with pytest.raises(statistics.StatisticsError, match="format 99"):
+        statistics.parse(data[:8] + struct.pack("=I", 99) + data[12:])
+
+
+def test_what_is_no_file_of_counters_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "1-0-9.stats").write_text("mine")
+    os.mkfifo(tmp_path / "2-0-9.stats")
+    (tmp_path / "3-0-9.stats").symlink_to(tmp_path / "1-0-9.stats")
+    statistics.sweep(tmp_path, [])
+    assert len(list(tmp_path.iterdir())) == 3
+    for path in statistics.find("0:9", os.getuid(), [tmp_path]):
+        with pytest.raises((OSError, statistics.StatisticsError)):
+            statistics.read(path)
+
+
+def test_sweeping_removes_the_dead_alone(host: engine.Engine, tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+    with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(dead)):
+        pass
+    living = tmp_path / "counters"
+    (tmp_path / "7-0-7.stats").write_bytes(dead.read_bytes())
+    (tmp_path / "8-0-8.stats").write_bytes(dead.read_bytes())
+    living.rename(tmp_path / "9-0-9.stats")
+    statistics.sweep(tmp_path, ["0:8"])
+    assert {path.name for path in tmp_path.iterdir()} == {"dead", "8-0-8.stats", "9-0-9.stats"}
+
+
+# ---- counting ----
+
+
+def test_a_mount_counts_reads_and_writes(mount: Mounter) -> None:
+    own = mount(devices=2)
+    data = os.urandom(3 * MIB)
+    path = own.path / "gpu1" / "file"
+    path.write_bytes(data)
+    assert path.read_bytes() == data
+    # An operation is counted when its reply has gone, a moment after the caller has it.
+    wait_until(lambda: counted(stats(own), "mount", "out", 1)["bytes"] == len(data), 10, "the reads to be counted")
+    found = stats(own)
+    for flow in ("in", "out"):
+        counts = counted(found, "mount", flow, 1)
+        assert counts["bytes"] == len(data)
+        assert counts["operations"] >= 3
+        assert counts["errors"] == counts["in_flight"] == 0
+        assert counts["seconds"] > 0
+        for histogram in ("sizes", "times"):
+            assert sum(number for _, number in counts[histogram]) == counts["operations"]
+        assert counted(found, "mount", flow, 0)["operations"] == 0
+    assert found["alive"]
+    assert found["pid"] == own.pid
+    assert found["mountpoint"] == str(own.path)
+    assert found["devices"][1]["gauges"]["held_bytes"] == 4 * MIB
+
+
+def test_a_full_device_counts_errors_once(mount: Mounter) -> None:
+    own = mount(memory=4 * MIB)
+    with open(own.device / "file", "wb", buffering=0) as file:
+        file.write(bytes(4 * MIB))
+        with pytest.raises(OSError) as caught:
+            file.write(bytes(MIB))
+        assert caught.value.errno == errno.ENOSPC
+    wait_until(lambda: counted(stats(own), "mount", "in")["errors"] == 1, 10, "the failure to be counted")
+    assert counted(stats(own), "mount", "in")["in_flight"] == 0
+
+
+def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(os.urandom(9 * MIB + 5))
+    own = mount("--backing", f"b={tmp_path}", "--io-fastpath", "off")
+    run(*GPUFS, "cp", tmp_path / "source", own.device / "one")
+    run(*GPUFS, "cp", own.device / "one", own.device / "two")
+    run(*GPUFS, "cp", own.device / "one", tmp_path / "back")
+    found = stats(own)
+    size = 9 * MIB + 5
+    for flow in ("in", "out"):
+        transfer, fallback = counted(found, "transfer", flow), counted(found, "fallback", flow)
+        assert transfer["operations"] == 1
+        assert transfer["bytes"] == fallback["bytes"] == size
+        assert fallback["operations"] == 3
+        assert counted(found, "fastpath", flow)["operations"] == 0
+        assert counted(found, "fastpath", flow)["refusals"]["disabled"] == 1
+        assert counted(found, "device_copy", flow)["bytes"] == size
+    assert found["devices"][0]["transfers"]["in"]["failed"] == 0
+
+
+# ---- outliving the daemon ----
+
+
+def test_killed_and_still_there(mount: Mounter) -> None:
+    own = mount()
+    (own.device / "file").write_bytes(bytes(MIB))
+    wait_until(lambda: counted(stats(own), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
+    path = counters_of(own)
+    before = time.time()
+    own.signal(signal.SIGKILL)
+    own.daemon.wait(30)
+    done = run(*GPUFS, "stats", "--json", own.path)
+    found = json.loads(done.stdout)
+    assert not found["alive"]
+    assert counted(found, "mount", "in")["bytes"] == MIB
+    assert before - 60 < found["dead_since"] <= time.time()
+    text = run(*GPUFS, "stats", own.path).stdout
+    assert f"({own.pid}) is dead since" in text
+    assert re.search(r"gpu0 +mount +in +1M", text)
+    assert path.exists()
+    run(*GPUFS, "umount", own.path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("how", ["unmount", "terminate"])
+def test_gone_after_a_clean_end(mount: Mounter, how: str) -> None:
+    own = mount()
+    path = counters_of(own)
+    if how == "unmount":
+        own.unmount()
+    else:
+        own.signal(signal.SIGTERM)
+        own.wait_ended()
+    assert not path.exists()
+
+
+def test_a_later_mount_sweeps_up(mount: Mounter) -> None:
+    """A dead mount that was unmounted by others leaves its counters to the next daemon of its user."""
+    own = mount()
+    path = counters_of(own)
+    own.signal(signal.SIGKILL)
+    own.daemon.wait(30)
+    subprocess.run(["umount", "-l", str(own.path)], check=True, timeout=30)
+    assert path.exists()
+    mount()
+    assert not path.exists()
+
+
+# ---- the command ----
+
+
+def test_the_list_has_all_mounts(mount: Mounter) -> None:
+    own = mount()
+    listed = json.loads(run(*GPUFS, "stats", "--json").stdout)
+    assert [one["pid"] for one in listed if one["mountpoint"] == str(own.path)] == [own.pid]
+
+
+def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
+    own = mount()
+    counters_of(own).unlink()
+    found = json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)
+    assert (found["pid"], found["alive"]) == (own.pid, True)
+    own.signal(signal.SIGKILL)
+    own.daemon.wait(30)
+    done = run(*GPUFS, "stats", own.path, check=False)
+    assert done.returncode == 1
+    assert "its statistics are not to be found" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_watching_shows_rates_and_ends_quietly(mount: Mounter) -> None:
+    own = mount()
+    (own.device / "file").write_bytes(bytes(MIB))
+    process = subprocess.Popen(
+        [*GPUFS, "stats", str(own.path), "--watch=0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    while sum("BYTES/s" in line for line in lines) < 2:
+        lines.append(process.stdout.readline())
+        assert lines[-1]
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nonexistent"], "there is no such directory"),
+        (["/"], "no gpufs is mounted there"),
+        (["--watch", "/nonexistent"], "there is no such directory"),
+        (["--watch=0"], "is not from 0.1 to 86400 seconds"),
+        (["--watch=nan"], "is not from 0.1 to 86400 seconds"),
+        (["--watch=much", "/"], "is no number of seconds"),
+    ],
+)
+def test_wrong_words(words: list[str], message: str) -> None:
+    done = run(*GPUFS, "stats", *words, check=False)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- Prometheus ----
+
+_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+_SAMPLE = re.compile(rf'({_NAME})(?:\{{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\[\\n"])*",?)*)\}})? (\S+)')
+
+
+def parse_metrics(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """The samples of a page in the text format, which is checked strictly on the way."""
+    assert text.endswith("\n")
+    kinds: dict[str, str] = {}
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    family = ""
+    closed: set[str] = set()
+    helped = ""
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            helped = line.split(" ", 3)[2]
+            continue
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert helped == name, "HELP stands before TYPE"
+            assert name not in kinds, f"{name} has two TYPE lines"
+            assert kind in ("counter", "gauge", "histogram")
+            closed.add(family)
+            family, kinds[name] = name, kind
+            continue
+        match = _SAMPLE.fullmatch(line)
+        assert match, f"not a sample: {line}"
+        name, labels, number = match.groups()
+        suffixes = ("_bucket", "_sum", "_count") if kinds[family] == "histogram" else ("",)
+        assert name in [family + suffix for suffix in suffixes], f"{name} stands below {family}"
+        assert family not in closed
+        key = tuple(re.findall(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"', labels or ""))
+        assert len({label for label, _ in key}) == len(key)
+        samples = found.setdefault(name, {})
+        assert key not in samples, f"{line} is there twice"
+        samples[key] = float(number)
+        assert samples[key] >= 0
+        if kinds[family] == "counter":
+            assert family.endswith("_total")
+    for name, kind in kinds.items():
+        if kind == "histogram" and f"{name}_count" in found:
+            check_histogram(name, found)
+    return found
+
+
+def check_histogram(name: str, found: dict[str, dict[tuple[tuple[str, str], ...], float]]) -> None:
+    """Buckets grow with their bounds, the last is +Inf and says what _count says."""
+    series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
+    for labels, number in found[f"{name}_bucket"].items():
+        assert labels[-1][0] == "le"
+        series.setdefault(labels[:-1], []).append((float(labels[-1][1]), number))
+    assert set(series) == set(found[f"{name}_sum"]) == set(found[f"{name}_count"])
+    for labels, buckets in series.items():
+        assert buckets == sorted(buckets)
+        assert [number for _, number in buckets] == sorted(number for _, number in buckets)
+        assert buckets[-1] == (float("inf"), found[f"{name}_count"][labels])
+
+
+def test_metrics(mount: Mounter) -> None:
+    own = mount()
+    (own.device / "file").write_bytes(bytes(2 * MIB))
+    (own.device / "file").read_bytes()
+    wait_until(lambda: counted(stats(own), "mount", "out")["bytes"] == 2 * MIB, 10, "the reads to be counted")
+    found = parse_metrics((own.path / ".gpufs/metrics").read_text())
+    key = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
+    assert found["gpufs_bytes_total"][key] == 2 * MIB
+    assert found["gpufs_operation_size_bytes_sum"][key] == 2 * MIB
+    assert found["gpufs_operation_duration_seconds_count"][key] == found["gpufs_operation_size_bytes_count"][key]
+    assert found["gpufs_device_held_bytes"][(("device", "gpu0"),)] == 2 * MIB
+    assert (("version", engine.engine_version()), ("driver", "host"), ("mountpoint", str(own.path))) in found[
+        "gpufs_build_info"
+    ]
+
+
+def test_metrics_of_odd_numbers() -> None:
+    """Labels are escaped, values beyond the last bucket are counted, what was never done is left out."""
+    counts = statistics.Counts(9, 8, 1, 77, 5 * 10**9, {"too_small": 3}, [(1, 2), (None, 6)], [(1 << 40, 8)])
+    device = statistics.DeviceStatistics(
+        0,
+        "gpu0",
+        "",
+        {"mount": {"in": counts, "out": statistics.Counts()}},
+        {"in": dict.fromkeys(statistics._DETAILS, 0)},
+        dict.fromkeys(statistics._DEVICE_GAUGES, 0),
+    )
+    gauges = dict.fromkeys(statistics._ENGINE_GAUGES, 0)
+    whole = statistics.Statistics(1, 2.0, 3.0, {"mountpoint": 'a "b"\\\n'}, gauges, [device])
+    found = parse_metrics(statistics.metrics(whole))
+    key = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
+    assert found["gpufs_in_flight"] == {key: 1}
+    assert found["gpufs_refusals_total"] == {(*key, ("reason", "too_small")): 3}
+    assert found["gpufs_operation_size_bytes_bucket"][(*key, ("le", "512"))] == 2
+    assert found["gpufs_operation_size_bytes_count"] == {key: 8}
+    assert found["gpufs_operation_duration_seconds_sum"] == {key: 5.0}
