@@ -96,10 +96,10 @@ def _flags(bits: int) -> Kind:
 
 
 def _duration(least: float, most: float) -> Kind:
-    factors = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+    factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
     def parse(text: str) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", text.strip(), re.ASCII)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|)", text.strip(), re.ASCII)
         if not match or not least <= float(match[1]) * factors[match[2]] <= most:
             raise ValueError(text)
         return float(match[1]) * factors[match[2]]
@@ -252,6 +252,14 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "",
         "Most threads for operations that may take long (copies, allocation).",
         default_text="0: chosen by the number of CPUs",
+    ),
+    Knob(
+        "reader_spin",
+        _duration(0, 0.01),
+        100e-6,
+        "seconds",
+        "How long a thread looks for the next request, while they come that soon, before it sleeps; 0: never.",
+        default_text="100us",
     ),
     Knob(
         "max_write",

@@ -303,6 +303,7 @@ class Daemon:
                     relay_fd,
                     reader_threads=values["reader_threads"],
                     worker_threads=values["worker_threads"],
+                    reader_spin=values["reader_spin"],
                     max_write=values["max_write"],
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],

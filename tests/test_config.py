@@ -54,6 +54,7 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "io_direct": "on",
         "slab_file_bytes": "1M",
         "max_write": "1M",
+        "reader_spin": "250us",
         "memory": "64M",
         "driver": "host",
         "log_level": "debug",

@@ -111,7 +111,8 @@ class Mount(Handle):
 
     ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
-    for the engine's choice. ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
+    for the engine's choice. ``reader_spin``: seconds that a reader looks for a request before it sleeps, 0 to 0.01.
+    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
     in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device".
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
@@ -127,6 +128,7 @@ class Mount(Handle):
         *,
         reader_threads: int = 0,
         worker_threads: int = 0,
+        reader_spin: float = 0.0,
         max_write: int = 0,
         mask_flags: int = 0,
         attribute_timeout: float = 1.0,
@@ -140,6 +142,7 @@ class Mount(Handle):
                 "relay_fd": relay_fd,
                 "reader_threads": reader_threads,
                 "worker_threads": worker_threads,
+                "reader_spin": reader_spin,
                 "max_write": max_write,
                 "mask_flags": mask_flags,
                 "attribute_timeout": attribute_timeout,

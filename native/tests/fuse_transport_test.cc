@@ -5,6 +5,7 @@
 #include "fuse/device_transport.h"
 #include "fuse/notifier.h"
 #include "fuse_fakes.h"
+#include "io/worker_pool.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -209,14 +210,30 @@ class CountingHandler : public RequestHandler {
   Statistics statistics;
 };
 
+TEST(SpinPolicyTest, LooksWhileRequestsComeSoon) {
+  constexpr auto kLongest = std::chrono::microseconds(100);
+  SpinPolicy policy(kLongest);
+  EXPECT_EQ(policy.window().count(), 0);  // an idle mount costs nothing
+  policy.waited(std::chrono::microseconds(40));
+  EXPECT_EQ(policy.window(), kLongest);
+  policy.waited(std::chrono::milliseconds(5));
+  EXPECT_EQ(policy.window(), kLongest);
+  policy.waited(std::chrono::milliseconds(5));
+  EXPECT_EQ(policy.window().count(), 0);
+  policy.waited(kLongest);
+  EXPECT_EQ(policy.window(), kLongest);
+  EXPECT_EQ(SpinPolicy(std::chrono::nanoseconds{0}).window().count(), 0);
+}
+
 class DeviceTransportTest : public ::testing::Test {
  protected:
-  void start(std::size_t readers, bool adaptive = true) {
+  void start(std::size_t readers, bool adaptive = true, std::chrono::nanoseconds spin = {}) {
     Result<RelayPair> pair = make_relay_pair();
     kernel.emplace(std::move(pair.value().control));
     DeviceTransportOptions options;
     options.reader_threads = readers;
     options.adaptive = adaptive;
+    options.spin = spin;
     transport.emplace(std::move(pair.value().native), options, handler.statistics);
     handler.transport = &*transport;
     ASSERT_TRUE(transport->start(handler).ok());
@@ -247,6 +264,30 @@ TEST_F(DeviceTransportTest, OneClientIsServedByOneThread) {
     return handler.served_by() == 1;
   }));
   EXPECT_EQ(handler.unaligned, 0);
+}
+
+// With a long time to look, every request but the first few is found by looking; without traffic the looking ends.
+TEST_F(DeviceTransportTest, LooksForTheNextRequestAndThenSleeps) {
+  if (usable_cpus(-1) < 2) GTEST_SKIP() << "readers look for requests only where there are two CPUs";
+  start(8, true, std::chrono::milliseconds(200));
+  EXPECT_TRUE(eventually([&] {
+    const std::uint64_t before = handler.statistics.spins_won.get();
+    for (int i = 0; i < 200; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
+    return handler.statistics.spins_won.get() - before >= 100;
+  }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const std::uint64_t spins = handler.statistics.spins.get();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_EQ(handler.statistics.spins.get(), spins);
+  EXPECT_EQ(kernel->call(FUSE_LOOKUP, 1, Bytes(10)).error(), 0);
+}
+
+TEST_F(DeviceTransportTest, StopsWhileAReaderLooks) {
+  start(4, true, std::chrono::seconds(10));
+  for (int i = 0; i < 10; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
+  const auto begin = std::chrono::steady_clock::now();
+  transport->stop();
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
 TEST_F(DeviceTransportTest, ABusyReaderLeavesNobodyWaiting) {

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -26,6 +27,9 @@
 
 namespace gpufs {
 namespace {
+
+// Longer than that a sleeping thread costs less than a spinning one, whatever the machine.
+constexpr double kLongestSpin = 0.01;
 
 // The engine's devices as the inode table sees them. Keeps the contexts, not the engine.
 class EngineBuffers : public fuse::BufferSource {
@@ -133,6 +137,9 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     if (options->reader_threads < 0 || options->worker_threads < 0) {
       return Status(EINVAL, "a negative number of threads");
     }
+    if (!(options->reader_spin >= 0 && options->reader_spin <= gpufs::kLongestSpin)) {
+      return Status(EINVAL, "readers may look for a request for 0 to 0.01 seconds");
+    }
     Result<std::shared_ptr<gpufs::Engine>> owner = HandleTable::instance().get<gpufs::Engine>(engine);
     if (!owner.ok()) return owner.status();
 
@@ -140,6 +147,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     if (options->transport != nullptr && options->transport[0] != '\0') session.transport = options->transport;
     session.reader_threads = static_cast<std::size_t>(options->reader_threads);
     session.worker_threads = static_cast<std::size_t>(options->worker_threads);
+    session.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
     session.max_write = options->max_write;
     session.mask_flags = options->mask_flags;
     session.operations.attribute_timeout = options->attribute_timeout;

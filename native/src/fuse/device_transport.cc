@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 
 #include "base/log.h"
 #include "base/thread.h"
+#include "io/worker_pool.h"
 
 namespace gpufs::fuse {
 
@@ -68,6 +70,7 @@ DeviceTransport::DeviceTransport(UniqueFd device, const DeviceTransportOptions& 
       reader_limit_(choose_readers(options.reader_threads)),
       payload_bytes_(options.payload_bytes),
       adaptive_(options.adaptive),
+      spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
       pin_hooks_(options.pin_hooks),
       statistics_(statistics) {}
 
@@ -125,7 +128,7 @@ void DeviceTransport::close() { device_.reset(); }
 Status DeviceTransport::spawn_reader() {
   Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
   if (!memory.ok()) return memory.status();
-  auto reader = std::make_unique<Reader>(memory.take());
+  auto reader = std::make_unique<Reader>(memory.take(), spin_);
   Reader* raw = reader.get();
 
   const std::lock_guard lock(mutex_);
@@ -166,7 +169,7 @@ void DeviceTransport::park_if_surplus(Reader& reader) {
 
 bool DeviceTransport::read_one(Reader& reader) {
   const std::span<std::byte> memory = reader.memory.message();
-  const ssize_t got = ::read(device_.get(), memory.data(), memory.size());
+  const ssize_t got = wait_and_read(reader, memory);
   if (got > 0) return serve(reader, static_cast<std::size_t>(got));
   const int error = got == 0 ? ENODEV : errno;
   switch (error) {
@@ -189,6 +192,36 @@ bool DeviceTransport::read_one(Reader& reader) {
   }
   end_connection();
   return false;
+}
+
+ssize_t DeviceTransport::wait_and_read(Reader& reader, std::span<std::byte> memory) {
+  if (spin_.count() == 0) return ::read(device_.get(), memory.data(), memory.size());
+  const auto start = std::chrono::steady_clock::now();
+  const std::chrono::nanoseconds window = reader.spin_policy.window();
+  if (window.count() != 0 && sleeping_.load(std::memory_order_relaxed) == 0 && !looking_.exchange(true)) {
+    look_for_request(start + window);
+    looking_.store(false);
+  }
+  sleeping_.fetch_add(1, std::memory_order_relaxed);
+  const ssize_t got = ::read(device_.get(), memory.data(), memory.size());
+  const int error = errno;
+  sleeping_.fetch_sub(1, std::memory_order_relaxed);
+  reader.spin_policy.waited(std::chrono::steady_clock::now() - start);
+  errno = error;
+  return got;
+}
+
+void DeviceTransport::look_for_request(std::chrono::steady_clock::time_point until) {
+  statistics_.spins.add();
+  while (!stopping_.load(std::memory_order_relaxed) && sleeping_.load(std::memory_order_relaxed) == 0) {
+    pollfd device{device_.get(), POLLIN, 0};
+    if (::poll(&device, 1, 0) != 0) {
+      statistics_.spins_won.add();
+      return;
+    }
+    if (std::chrono::steady_clock::now() >= until) return;
+    ::sched_yield();  // whoever else wants this CPU goes first
+  }
 }
 
 bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
@@ -357,6 +390,8 @@ void DeviceTransport::write_statistics(JsonWriter& json) const {
   }
   json.number("readers_grown", statistics_.reader_grown.get());
   json.number("readers_shrunk", statistics_.reader_shrunk.get());
+  json.number("spins", statistics_.spins.get());
+  json.number("spins_won", statistics_.spins_won.get());
   json.number("watcher_ticks", statistics_.watcher_ticks.get());
   json.number("watcher_wakeups", statistics_.watcher_wakeups.get());
 }

@@ -7,9 +7,12 @@
 // `allowed` readers are therefore let into read(); the others sleep outside. A watcher looks once a millisecond while
 // there is traffic: requests waiting while every reader is busy lets one more in, and a reader that was not needed for
 // a while is sent to sleep. The data path pays two counters for this and no system call. Without traffic nothing runs.
+//
+// Before it sleeps in read(), the one reader that is free looks for the next request for a moment: see SpinPolicy.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -22,6 +25,7 @@
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "fuse/payload_memory.h"
+#include "fuse/spin_policy.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 
@@ -31,6 +35,8 @@ struct DeviceTransportOptions {
   std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs
   std::size_t payload_bytes = 1 << 20;  // max_write
   bool adaptive = true;                 // false: all readers always wait in read()
+  // How long a reader may look for a request before it sleeps; none do where there is only one CPU.
+  std::chrono::nanoseconds spin{0};
   PinHooks pin_hooks;
 };
 
@@ -50,8 +56,9 @@ class DeviceTransport : public Transport {
 
  private:
   struct Reader {
-    explicit Reader(PayloadMemory payload) : memory(std::move(payload)) {}
+    Reader(PayloadMemory payload, std::chrono::nanoseconds spin) : memory(std::move(payload)), spin_policy(spin) {}
     PayloadMemory memory;
+    SpinPolicy spin_policy;              // used by its thread alone
     std::counting_semaphore<4> wake{0};  // released by allow_one_more(), and once more by stop()
     std::atomic<bool> finished{false};
     std::thread thread;
@@ -62,6 +69,10 @@ class DeviceTransport : public Transport {
   void read_loop(Reader& reader);
   // False: the connection has ended.
   bool read_one(Reader& reader);
+  // read() of the device, after a moment of looking where that pays.
+  ssize_t wait_and_read(Reader& reader, std::span<std::byte> memory);
+  // Looks until a request is there, the time is up, or looking is of no use.
+  void look_for_request(std::chrono::steady_clock::time_point until);
   bool serve(Reader& reader, std::size_t bytes);
   void park_if_surplus(Reader& reader);
   void allow_one_more();
@@ -75,6 +86,7 @@ class DeviceTransport : public Transport {
   const std::size_t reader_limit_;
   const std::size_t payload_bytes_;
   const bool adaptive_;
+  const std::chrono::nanoseconds spin_;
   const PinHooks pin_hooks_;
   Statistics& statistics_;
   RequestHandler* handler_ = nullptr;  // constant once start() has been called
@@ -93,6 +105,10 @@ class DeviceTransport : public Transport {
   alignas(64) std::atomic<std::uint64_t> busy_{0};
   std::atomic<std::uint64_t> busy_peak_{0};
   std::atomic<std::uint64_t> served_{0};
+  // Readers inside read(): while there is one, it is woken for the next request and looking for it is in vain. And
+  // whether somebody looks.
+  alignas(64) std::atomic<std::size_t> sleeping_{0};
+  std::atomic<bool> looking_{false};
   // The watcher sleeps until a reader finds this set and clears it.
   alignas(64) std::atomic<bool> watcher_asleep_{false};
 

@@ -70,6 +70,7 @@ Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay
   transport.reader_threads = options.reader_threads;
   transport.payload_bytes = max_write;
   transport.adaptive = options.adaptive_readers;
+  transport.spin = options.reader_spin;
   transport.pin_hooks = options.pin_hooks;
   session->transport_ = std::make_unique<DeviceTransport>(std::move(device), transport, statistics);
   session->workers_ =

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -33,6 +34,7 @@ struct SessionOptions {
   std::string transport = "auto";  // "auto" or "device"
   std::size_t reader_threads = 0;  // 0: chosen by the number of CPUs
   bool adaptive_readers = true;
+  std::chrono::nanoseconds reader_spin{0};
   std::size_t worker_threads = 0;  // 0: default
   std::uint32_t max_write = 0;     // page multiple; 0: default
   std::uint64_t mask_flags = 0;

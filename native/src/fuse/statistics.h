@@ -57,6 +57,8 @@ struct Statistics {
 
   Counter reader_grown;   // a further reader was let in
   Counter reader_shrunk;  // one was sent to sleep
+  Counter spins;          // looks for a request by a reader before it sleeps
+  Counter spins_won;      // that found one
   Counter watcher_ticks;
   Counter watcher_wakeups;  // out of its deep sleep
 
