@@ -351,6 +351,7 @@ class Daemon:
             # Like a tmpfs: where others are let in they may use it, each for himself.
             device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
             control_files=contents,
+            streams={"trace": engine.Trace},
         )
 
         def memory() -> tuple[int, int]:

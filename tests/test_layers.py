@@ -30,6 +30,7 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": {"machine"},
     "gpufs.service": {"engine", "client", "mounting", "_version"},
     "gpufs.daemon": {"_version", "machine", "config", "engine", "fs", "client", "mounting", "service", "statistics"},
+    "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
     "gpufs.cli": {"_version", "machine", "config", "client", "mounting", "statistics"},
 }
 

@@ -15,6 +15,8 @@ COMMANDS: Final = {
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
     "stats": "gpufs.cli.stats",
+    "trace": "gpufs.cli.trace",
+    "doctor": "gpufs.cli.doctor",
     "cp": "gpufs.cli.cp",
     "mount-helper": "gpufs.cli.mount_helper",
 }

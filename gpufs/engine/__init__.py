@@ -28,6 +28,7 @@ from gpufs.engine._mount import (
     Mount,
     relay_pair,
 )
+from gpufs.engine._trace import Trace
 from gpufs.engine._transfer import (
     BackingFile,
     BackingInfo,
@@ -35,6 +36,7 @@ from gpufs.engine._transfer import (
     TransferError,
     TransferFuture,
     TransferProgress,
+    fastpath_probe,
     io_configure,
     refusal_names,
 )
@@ -68,11 +70,13 @@ __all__ = [
     "Engine",
     "EngineError",
     "Mount",
+    "Trace",
     "Transfer",
     "TransferError",
     "TransferFuture",
     "TransferProgress",
     "engine_version",
+    "fastpath_probe",
     "io_configure",
     "log_configure",
     "refusal_names",

@@ -67,6 +67,16 @@ def io_configure(
     check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
 
 
+def fastpath_probe(driver: str) -> list[str]:
+    """What keeps every file from the fastpath of a driver ("host", "cuda", "hip"): names of refusals, [] for nothing.
+
+    Looks for the vendor's libraries, which stay loaded where they are found.
+    """
+    refusals = ffi.new("uint32_t *")
+    check(lib.gpufs_fastpath_probe(ffi.new("char[]", driver.encode()), refusals))
+    return refusal_names(int(refusals[0]))
+
+
 def refusal_names(mask: int) -> list[str]:
     """The names of the bits of a refusal mask: why the fastpath did not take something."""
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]

@@ -8,6 +8,7 @@ import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from typing import Protocol
 
 _cookie = attrgetter("cookie")
 
@@ -72,6 +73,27 @@ class ControlFile(Node):
         super().__init__(ino, stat.S_IFREG, -1)
         self.fixed = True
         self.produce = produce
+
+
+class Stream(Protocol):
+    """What somebody reads from a StreamFile that he has open."""
+
+    def read(self, size: int) -> bytes:
+        """What there is now, at most ``size`` bytes; b"" where there is nothing yet."""
+
+    def close(self) -> None:
+        """The reader has gone."""
+
+
+class StreamFile(Node):
+    """A file that is read as long as somebody likes: each opening starts what ``begin`` makes."""
+
+    __slots__ = ("begin",)
+
+    def __init__(self, ino: int, begin: Callable[[], Stream]) -> None:
+        super().__init__(ino, stat.S_IFREG, -1)
+        self.fixed = True
+        self.begin = begin
 
 
 class Entry:

@@ -31,7 +31,7 @@ from gpufs.engine import (
     SET_UID,
     Attributes,
 )
-from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Symlink
+from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
 from gpufs.fs.tree import BLOCK_SIZE, NAME_MAX, Tree, error
 from gpufs.fs.xattrs import ExtendedAttributes
@@ -108,6 +108,7 @@ class Operations(pyfuse3.Operations):
         self._attribute_timeout = attribute_timeout
         self._next_handle = _FIRST_HANDLE
         self._contents: dict[int, bytes] = {}
+        self._streams: dict[int, Stream] = {}
         self._directories: dict[int, Directory] = {}
         # pyfuse3 copies a reply before it runs anything else, so one object serves all.
         self._reply = self._entry_reply(0, 0)
@@ -333,10 +334,20 @@ class Operations(pyfuse3.Operations):
             handle = self._take_handle()
             self._contents[handle] = node.produce()
             return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
+        if isinstance(node, StreamFile):
+            if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+                raise error(errno.EACCES)
+            stream = node.begin()
+            handle = self._take_handle()
+            self._streams[handle] = stream
+            return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
         raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
 
     @handler
     async def read(self, fh: int, off: int, size: int) -> bytes:
+        stream = self._streams.get(fh)
+        if stream is not None:
+            return stream.read(size)
         return self._content(fh)[off : off + size]
 
     @handler
@@ -353,7 +364,10 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def release(self, fh: int) -> None:
-        if self._contents.pop(fh, None) is None:
+        stream = self._streams.pop(fh, None)
+        if stream is not None:
+            stream.close()
+        elif self._contents.pop(fh, None) is None:
             self._table.file_release(fh)
 
     # ---- inside ----

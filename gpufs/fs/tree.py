@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from gpufs.engine import SET_ATIME_NOW, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
-from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Special, Symlink
+from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Special, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
 
 ROOT_INODE = 1
@@ -53,7 +53,8 @@ class Tree:
     """The namespace of one mount.
 
     ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission
-    bits ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content.
+    bits ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content; ``streams``:
+    the same for files that are read as they grow, by their owner alone.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Tree:
         gid: int,
         device_mode: int = 0o755,
         control_files: dict[str, Callable[[], bytes]],
+        streams: dict[str, Callable[[], Stream]] | None = None,
     ) -> None:
         self._table = table
         self._next_ino = ROOT_INODE + 1
@@ -81,6 +83,8 @@ class Tree:
         self._place(self.root, b".gpufs", control, 0o555, uid, gid)
         for name, produce in control_files.items():
             self._place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
+        for name, begin in (streams or {}).items():
+            self._place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
         for index, gpu in enumerate(gpus):
             self._place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
 

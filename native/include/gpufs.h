@@ -86,6 +86,13 @@ gpufs_status gpufs_statistics_publish(gpufs_handle engine);
 /* Publishes, and copies all of it to data. ERANGE with *needed set when capacity is too small. */
 gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed);
 
+/* What the process's threads do, recorded from start to stop; the records' format: docs/traces.md. EBUSY if started. */
+gpufs_status gpufs_trace_start(void);
+/* What has not been read is dropped. */
+gpufs_status gpufs_trace_stop(void);
+/* Moves records out; *bytes is 0 when there are none now. At least 16 KiB of room. */
+gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes);
+
 /* ---- buffers ---- */
 
 enum { GPUFS_SEEK_DATA = 3, GPUFS_SEEK_HOLE = 4 };
@@ -241,6 +248,8 @@ gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* b
 /* Transfers under way go on. */
 gpufs_status gpufs_backing_close(gpufs_handle backing);
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info);
+/* What keeps every file from the fastpath of a driver, whose libraries are looked for: bits as above, 0 for nothing. */
+gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals);
 /* The name of a bit (0, 1, ...) of a refusal mask; "" beyond the last. */
 const char* gpufs_refusal_name(int32_t bit);
 

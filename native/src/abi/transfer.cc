@@ -17,6 +17,7 @@
 #include "io/direct_path.h"
 #include "io/refusal.h"
 #include "io/transfer.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
@@ -235,6 +236,33 @@ gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* in
     info->offset_align = facts.offset_align;
     info->memory_align = facts.memory_align;
     info->fastpath_refusals = facts.fastpath_refusals;
+    return {};
+  });
+}
+
+gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals) {
+  return guarded([&]() -> Status {
+    if (driver == nullptr || refusals == nullptr) return Status(EFAULT, "a required pointer is null");
+    *refusals = gpufs::make_direct_path(driver)->refusals();
+    return {};
+  });
+}
+
+gpufs_status gpufs_trace_start(void) {
+  return guarded([&]() -> Status { return gpufs::observe::trace::start(); });
+}
+
+gpufs_status gpufs_trace_stop(void) {
+  return guarded([&]() -> Status {
+    gpufs::observe::trace::stop();
+    return {};
+  });
+}
+
+gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
+  return guarded([&]() -> Status {
+    if (data == nullptr || bytes == nullptr) return Status(EFAULT, "a required pointer is null");
+    *bytes = gpufs::observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
     return {};
   });
 }

@@ -16,6 +16,7 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "device/device_context.h"
+#include "observe/trace.h"
 
 namespace gpufs::fuse {
 
@@ -145,6 +146,7 @@ bool Operations::read(Request& request, Responder& responder) {
   Inode& inode = *file->inode;
   observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
   const std::uint64_t wanted = std::min<std::uint64_t>(in.size, request.payload.size());
+  const observe::Span span(observe::TraceKind::kMountRead, inode.device(), in.offset, wanted, request.header.nodeid);
   const bool keep_atime = (in.flags & O_NOATIME) != 0;
 
   // Straight from the device's memory where the CPU can address it: the kernel copies, and nobody else.
@@ -152,7 +154,10 @@ bool Operations::read(Request& request, Responder& responder) {
   if (gathered.ok() && gathered.value().pieces.size() <= Transport::kMaximumPieces) {
     if (!keep_atime) inode.was_read();
     statistics_.read_bytes.add(gathered.value().bytes);
-    responder.data(gathered.value().pieces);
+    {
+      const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, gathered.value().bytes);
+      responder.data(gathered.value().pieces);
+    }
     measured.done(gathered.value().bytes);
     return true;
   }
@@ -162,7 +167,10 @@ bool Operations::read(Request& request, Responder& responder) {
   }
   // The request is no longer needed, and its payload memory is where devices copy fastest to.
   const std::span<std::byte> target = request.payload.first(static_cast<std::size_t>(wanted));
-  Result<std::size_t> got = inode.buffer()->read(in.offset, target);
+  Result<std::size_t> got = [&] {
+    const observe::Span copy(observe::TraceKind::kCopyToHost, inode.device(), in.offset, wanted);
+    return inode.buffer()->read(in.offset, target);
+  }();
   if (!got.ok()) {
     responder.error(client_error(got.status(), "read"));
     return true;
@@ -170,7 +178,10 @@ bool Operations::read(Request& request, Responder& responder) {
   if (!keep_atime) inode.was_read();
   statistics_.read_bytes.add(got.value());
   const iovec part{target.data(), got.value()};
-  responder.data({&part, 1});
+  {
+    const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, got.value());
+    responder.data({&part, 1});
+  }
   measured.done(got.value());
   return true;
 }
@@ -208,7 +219,12 @@ bool Operations::write(Request& request, Responder& responder) {
   }
   Buffer& buffer = *file->inode->buffer();
   observe::Measured measured(counters_of(buffer), observe::Backend::kMount, observe::Flow::kIn);
-  Result<std::size_t> written = buffer.write(in.offset, data);
+  const observe::Span span(observe::TraceKind::kMountWrite, file->inode->device(), in.offset, in.size,
+                           request.header.nodeid);
+  Result<std::size_t> written = [&] {
+    const observe::Span copy(observe::TraceKind::kCopyToDevice, file->inode->device(), in.offset, in.size);
+    return buffer.write(in.offset, data);
+  }();
   if (written.ok()) {
     finish_write(*file, drop_set_id, written.value(), responder);
     measured.done(written.value());

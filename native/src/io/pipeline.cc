@@ -88,6 +88,9 @@ struct Slot {
   std::vector<Hole> holes;      // store
   std::shared_ptr<const PinnedRange> window;
   RegisteredPages pages;
+  std::uint8_t lane = 0;         // in traces, from 1 on
+  std::uint64_t copy_start = 0;  // when the device's work was queued; 0: not traced
+  std::uint64_t copy_end = 0;    // when it was seen to be done; 0: not yet
 };
 
 class Session {
@@ -115,6 +118,8 @@ class Session {
   // ---- one piece ----
 
   void process(Chunk chunk) {
+    observe::Span span(observe::TraceKind::kPiece, device_->info().index, file_offset(chunk), chunk.bytes,
+                       job_.trace_id(), job_.trace_name());
     job_.start_path(chunk);
     if (chunk.path == Path::kFastpath && !move_fast(chunk)) return;
     if (straight_) {
@@ -185,8 +190,7 @@ class Session {
         *rest = true;
         return {};
       }
-      const Moved moved = load_ ? job_.direct_file()->load(piece.address, piece.bytes, file_offset(chunk))
-                                : job_.direct_file()->store(piece.address, piece.bytes, file_offset(chunk));
+      const Moved moved = call_vendor(chunk, piece);
       chunk.done += moved.bytes;
       job_.count_moved(Path::kFastpath, moved.bytes);
       if (!moved.status.ok()) {
@@ -202,6 +206,16 @@ class Session {
       }
     }
     return {};
+  }
+
+  Moved call_vendor(const Chunk& chunk, const Buffer::Piece& piece) {
+    observe::Span span(observe::TraceKind::kFastpath, device_->info().index, file_offset(chunk), piece.bytes,
+                       job_.trace_id());
+    const Moved moved = load_ ? job_.direct_file()->load(piece.address, piece.bytes, file_offset(chunk))
+                              : job_.direct_file()->store(piece.address, piece.bytes, file_offset(chunk));
+    span.set_bytes(moved.bytes);
+    span.set_error(moved.status.error());
+    return moved;
   }
 
   // ---- fallback where the CPU addresses the device's memory ----
@@ -230,6 +244,8 @@ class Session {
   }
 
   Moved load_straight(const Chunk& chunk, const Buffer::Piece& piece, bool direct) {
+    observe::Span span(observe::TraceKind::kFileRead, device_->info().index, file_offset(chunk), piece.bytes,
+                       job_.trace_id());
     auto* const memory = reinterpret_cast<std::byte*>(piece.address);
     const std::uint64_t body = direct ? round_down(piece.bytes, file_.facts().unit) : 0;
     Moved moved;
@@ -270,6 +286,7 @@ class Session {
   }
 
   Moved write_out(const std::byte* memory, std::uint64_t bytes, std::uint64_t offset, bool direct) {
+    observe::Span span(observe::TraceKind::kFileWrite, device_->info().index, offset, bytes, job_.trace_id());
     const Moved moved = direct            ? write_split(file_, memory, bytes, offset)
                         : job_.by_pages() ? write_pages(file_, memory, bytes, offset)
                                           : write_buffered(file_, memory, bytes, offset);
@@ -300,6 +317,7 @@ class Session {
       }
     }
     if (slots_.empty()) {
+      observe::Span span(observe::TraceKind::kSlotWait, device_->info().index, 0, 0, job_.trace_id());
       Result<BounceLease> lease = job_.engine().bounce_pool()->acquire(
           device_, std::chrono::duration_cast<std::chrono::milliseconds>(kSlotPatience), &job_.cancelled());
       if (!lease.ok()) {
@@ -332,6 +350,7 @@ class Session {
     auto slot = std::make_unique<Slot>();
     slot->lease = std::move(lease);
     slot->event = event.take();
+    slot->lane = static_cast<std::uint8_t>(slots_.size() + 1);
     slots_.push_back(std::move(slot));
     return true;
   }
@@ -347,6 +366,7 @@ class Session {
 
     std::byte* memory = nullptr;
     const Moved read = read_piece(*slot, chunk, &memory);
+    if (observe::trace::on()) note_ended_copies();
     if (read.bytes == 0) {
       job_.complete(chunk, read.status);
       return;
@@ -364,6 +384,7 @@ class Session {
   Moved read_piece(Slot& slot, const Chunk& chunk, std::byte** memory) {
     const std::uint64_t bytes = chunk.bytes - chunk.done;
     const std::uint64_t offset = file_offset(chunk);
+    observe::Span span(observe::TraceKind::kFileRead, device_->info().index, offset, bytes, job_.trace_id());
     const std::uint64_t unit = file_.facts().unit;
     const std::uint64_t lead = offset % unit;
     const std::uint64_t covering = round_up(lead + bytes, unit);
@@ -416,6 +437,8 @@ class Session {
   void settle_submission(Slot& slot, Status status, bool queued) {
     if (status.ok()) status = stream_->record(*slot.event);
     slot.busy = true;
+    slot.copy_start = observe::trace::on() ? observe::now_ns() : 0;
+    slot.copy_end = 0;
     if (status.ok()) {
       // Nothing may be in use while this thread hangs in such a file.
       if (file_.facts().may_hang) finish_slot(slot);
@@ -436,6 +459,7 @@ class Session {
   // Drivers spin in synchronize(), which ends soonest. While other slots keep the device busy nothing is lost by
   // sleeping instead, and the CPU is left to others.
   Status await(Slot& slot) {
+    observe::Span span(observe::TraceKind::kDeviceWait, device_->info().index, 0, 0, job_.trace_id());
     const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
     for (; busy > 1; std::this_thread::sleep_for(kEventLook)) {
       const Result<bool> done = slot.event->query();
@@ -445,7 +469,31 @@ class Session {
     return slot.event->synchronize();
   }
 
+  // When the device was seen to be done with a slot, as well as that can be told without waiting for it.
+  void note_ended_copies() {
+    for (const std::unique_ptr<Slot>& slot : slots_) {
+      if (!slot->busy || slot->copy_end != 0) continue;
+      const Result<bool> done = slot->event->query();
+      if (done.ok() && done.value()) slot->copy_end = observe::now_ns();
+    }
+  }
+
+  void trace_copy(const Slot& slot, const Status& outcome) {
+    observe::TraceRecord record;
+    record.kind = load_ ? observe::TraceKind::kCopyToDevice : observe::TraceKind::kCopyToHost;
+    record.start = slot.copy_start;
+    record.end = slot.copy_end != 0 ? slot.copy_end : observe::now_ns();
+    record.id = job_.trace_id();
+    record.offset = target_offset(slot.chunk);
+    record.bytes = slot.bytes;
+    record.lane = slot.lane;
+    record.device = device_->info().index;
+    record.error = outcome.error();
+    observe::trace::record(record);
+  }
+
   void end_slot(Slot& slot, const Status& device_status) {
+    if (slot.copy_start != 0) trace_copy(slot, device_status);
     slot.window.reset();
     const bool mapped = slot.pages.valid();
     slot.pages.reset();

@@ -45,7 +45,9 @@ TransferJob::TransferJob(std::shared_ptr<TransferEngine> engine, std::shared_ptr
       counters_(device_->counters()),
       flow_(flow_of(request_.direction)),
       details_(counters_.region()->details(counters_.device(), flow_)),
-      queued_(observe::now_ns()) {
+      queued_(observe::now_ns()),
+      trace_id_(observe::trace::next_id()),
+      trace_name_(observe::trace::on() ? observe::trace::name_of_file(request_.file->buffered_fd()) : 0) {
   const Switch wish = engine_->options().pagecache;
   pagecache_ = request_.direction == Direction::kLoad && !device_->info().cpu_addressable &&
                (wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) == 1));
@@ -125,7 +127,9 @@ bool TransferJob::enter() {
     phase_ = Phase::kPreparing;
     ++sessions_;
   }
+  bind_start_.store(observe::now_ns(), std::memory_order_relaxed);
   const Status prepared = prepare();
+  bind_end_.store(observe::now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
     // Left behind in the meantime: leave() finds it done.
@@ -526,6 +530,30 @@ Status TransferJob::sync_file() {
   return {};
 }
 
+// Its life in phases, told at its end.
+void TransferJob::trace_phases(std::uint64_t bytes, int error) const {
+  observe::TraceRecord record;
+  record.id = trace_id_;
+  record.name = trace_name_;
+  record.device = device_->info().index;
+  record.flow = static_cast<std::uint8_t>(flow_);
+  record.offset = request_.file_offset;
+  record.bytes = bytes;
+  record.error = error;
+  const auto tell = [&](observe::TraceKind kind, std::uint64_t start, std::uint64_t end) {
+    record.kind = kind;
+    record.start = start;
+    record.end = end;
+    observe::trace::record(record);
+  };
+  const std::uint64_t now = observe::now_ns();
+  const std::uint64_t bind_start = bind_start_.load(std::memory_order_relaxed);
+  const std::uint64_t bind_end = bind_end_.load(std::memory_order_relaxed);
+  tell(observe::TraceKind::kTransfer, queued_, now);
+  tell(observe::TraceKind::kQueued, queued_, bind_start == 0 ? now : bind_start);
+  if (bind_end != 0) tell(observe::TraceKind::kBind, bind_start, bind_end);
+}
+
 void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bool sync_failed) {
   Target released;
   {
@@ -545,6 +573,7 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
     sync_failed_ = sync_failed;
     update_wanted_locked();
     counters_.end(observe::Backend::kTransfer, flow_, count_reached, !status.ok(), observe::now_ns() - queued_);
+    if (observe::trace::on()) trace_phases(count_reached, status.error());
     if (status.error() == ECANCELED) {
       count(details_.cancelled);
     } else if (!status.ok()) {

@@ -16,6 +16,7 @@
 
 #include "base/unique_fd.h"
 #include "io/transfer.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 
@@ -75,6 +76,10 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void count_moved(Path path, std::uint64_t bytes);
   void count_pagecache(std::uint64_t bytes);
 
+  // In traces.
+  [[nodiscard]] std::uint64_t trace_id() const { return trace_id_; }
+  [[nodiscard]] std::uint32_t trace_name() const { return trace_name_; }
+
   [[nodiscard]] const TransferRequest& request() const { return request_; }
   [[nodiscard]] TransferEngine& engine() const { return *engine_; }
   [[nodiscard]] const IoOptions& options() const { return engine_->options(); }
@@ -118,6 +123,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   bool claimable_locked() const;
   void update_wanted_locked();
   std::uint64_t prefix_locked() const;
+  void trace_phases(std::uint64_t bytes, int error) const;
   void conclude(std::uint64_t count, const Status& status, bool sync_failed);
 
   const std::shared_ptr<TransferEngine> engine_;
@@ -128,11 +134,17 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   const observe::Flow flow_;
   observe::TransferDetails& details_;
   const std::uint64_t queued_;  // when
+  const std::uint64_t trace_id_;
+  const std::uint32_t trace_name_;
   // Set by prepare(), before there is a second session.
   DirectFile* direct_file_ = nullptr;
   std::uint64_t original_file_size_ = 0;
   std::uint64_t preallocated_end_ = 0;
   bool by_pages_ = false;
+
+  // When prepare() began and ended, for traces; 0: not yet.
+  std::atomic<std::uint64_t> bind_start_{0};
+  std::atomic<std::uint64_t> bind_end_{0};
 
   std::atomic<bool> cancelled_{false};
   std::atomic<int> wanted_{1};

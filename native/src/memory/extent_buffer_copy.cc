@@ -9,6 +9,7 @@
 
 #include "base/math.h"
 #include "memory/extent_buffer.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
@@ -53,6 +54,7 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
   if (&source == this && offset < source_offset + bytes && source_offset < end) {
     return Status(EINVAL, "the ranges to copy overlap");
   }
+  const observe::Span span(observe::TraceKind::kBufferCopy, context_->info().index, offset, bytes);
   // Counted at both ends, which are often of one device.
   const std::shared_ptr<DeviceContext> from = source.device();
   observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);

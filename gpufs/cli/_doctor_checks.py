@@ -1,0 +1,324 @@
+"""What `gpufs doctor` looks at: each check asks an Environment, so that tests can show it any machine."""
+
+import gzip
+import json
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+OK: Final = "ok"
+NOTE: Final = "note"  # works, and could be better
+PROBLEM: Final = "problem"  # a mount does not work
+
+_PROBE_SECONDS: Final = 30.0
+_LEAST_DESCRIPTORS: Final = 4096
+_LEAST_MAPPINGS: Final = 65530
+_LEAST_PIPE: Final = 1 << 20
+_GOOD_PAGES: Final = 256
+_URING_KERNEL: Final = (6, 14)
+
+# What each reason for a refusal means, and what can be done about it. The names are the engine's.
+REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
+    "disabled": ("a knob switched it off", "see --io-fastpath and --io-fallback"),
+    "nothing_to_move": ("there is nothing to move", ""),
+    "too_small": ("no whole alignment unit lies within the request", "copy more at once"),
+    "offset_unaligned": ("the offset in the file is no multiple of the alignment", "begin at an aligned offset"),
+    "size_unaligned": ("the size is no multiple of the alignment", "the rest at the end goes by fallback: no harm"),
+    "memory_unaligned": ("the device memory lies otherwise than the file's offset", "use the same offset in both"),
+    "offset_range": ("the end lies beyond the largest offset", ""),
+    "no_direct_descriptor": ("the file cannot be opened with O_DIRECT", "use a file system that has O_DIRECT"),
+    "file_system": ("the fastpath serves ext4, xfs and block devices", "keep the file on one of them"),
+    "mount_options": (
+        "the file system is mounted in a way that the fastpath cannot use",
+        "ext4: mount with data=ordered",
+    ),
+    "no_vendor_call": ("the vendor's library is not there, or has no such call", "install libcufile (CUDA) or ROCm 7"),
+    "no_gpudirect": ("the kernel's part of GPUDirect Storage is not there", "install and load the module nvidia_fs"),
+    "not_accepted": ("the vendor's library refused this very file", "its own log says why"),
+    "failed_before": ("it began and gave up", "the mount's log says why"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``advice``: what to do about it, "" where there is nothing to do."""
+
+    group: str
+    name: str
+    state: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What a driver found. ``reason``: why there are no devices; ``refusals``: of its fastpath, for any file."""
+
+    name: str
+    devices: Sequence[str] = ()
+    reason: str = ""
+    refusals: Sequence[str] = ()
+
+
+def _probe(what: Sequence[str]) -> dict[str, Any]:
+    """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
+    command = [sys.executable, "-m", "gpufs.cli._doctor_probe", *what]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {_PROBE_SECONDS:g} seconds"}
+    try:
+        said = json.loads(done.stdout.splitlines()[-1])
+        if isinstance(said, dict):
+            return said
+    except (ValueError, IndexError):
+        pass
+    if done.returncode < 0:
+        return {"error": f"its library ended the process by signal {-done.returncode}"}
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return {"error": lines[-1] if lines else "the engine did not answer"}
+
+
+@dataclass(slots=True)
+class Environment:
+    """A machine, as the checks see it. ``root`` is where /proc, /sys, /dev, /etc and /boot are found."""
+
+    root: Path = Path("/")
+    uid: int = field(default_factory=os.geteuid)
+    release: str = field(default_factory=lambda: os.uname().release)
+    which: Callable[[str], str | None] = shutil.which
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
+    access: Callable[[Path, int], bool] = os.access
+    probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
+
+    def text(self, path: str) -> str | None:
+        """A file's text, None where it cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, path: str) -> int | None:
+        """A file's number, None where there is none."""
+        text = self.text(path)
+        return int(text) if text is not None and text.isdigit() else None
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return (self.root / path).exists()
+
+    def kernel_option(self, name: str) -> str | None:
+        """ "y", "m" or "n" of the kernel's configuration, None where it is not to be found."""
+        content: str | None = None
+        try:
+            content = gzip.decompress((self.root / "proc/config.gz").read_bytes()).decode(errors="replace")
+        except (OSError, EOFError, gzip.BadGzipFile):
+            content = self.text(f"boot/config-{self.release}")
+        if content is None:
+            return None
+        for line in content.splitlines():
+            if line.startswith(f"CONFIG_{name}="):
+                return line.partition("=")[2]
+        return "n"
+
+    def kernel_version(self) -> tuple[int, int]:
+        """(6, 18) of "6.18.44-foo"."""
+        numbers = [int(part) for part in self.release.replace("-", ".").split(".")[:2] if part.isdigit()]
+        return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
+
+    def driver(self, name: str) -> Driver:
+        """What a driver finds here."""
+        said = self.probe(["driver", name])
+        return Driver(name, said.get("devices", []), said.get("error", ""), said.get("refusals", []))
+
+
+def _size(count: int) -> str:
+    return "unlimited" if count in (resource.RLIM_INFINITY, -1) else f"{count >> 20} MiB"
+
+
+def kernel(environment: Environment) -> Iterator[Finding]:
+    """FUSE itself, and who may mount."""
+    group = "mounting"
+    device = environment.root / "dev/fuse"
+    try:
+        mode = device.stat().st_mode
+    except OSError:
+        yield Finding(
+            group, "/dev/fuse", PROBLEM, "is not there: this kernel or container offers no FUSE",
+            "load the module fuse (modprobe fuse), or give the container the device /dev/fuse",
+        )  # fmt: skip
+    else:
+        shown = f"mode {stat.S_IMODE(mode):04o}"
+        # Plain users mount by fusermount3, which is set-id root: it needs no right of theirs.
+        if environment.uid != 0 or environment.access(device, os.R_OK | os.W_OK):
+            yield Finding(group, "/dev/fuse", OK, shown)
+        else:
+            yield Finding(group, "/dev/fuse", PROBLEM, f"{shown}: it cannot be opened", "chmod 0666 /dev/fuse")
+    helper = environment.which("fusermount3")
+    if helper is not None:
+        yield Finding(group, "fusermount3", OK, helper)
+    elif environment.uid == 0:
+        yield Finding(group, "fusermount3", NOTE, "is not there: only root can mount", "install the package fuse3")
+    else:
+        yield Finding(group, "fusermount3", PROBLEM, "is not there, and only root can do without", "install fuse3")
+    lines = (environment.text("etc/fuse.conf") or "").splitlines()
+    if any(line.strip() == "user_allow_other" for line in lines):
+        yield Finding(group, "user_allow_other", OK, "users may open their mounts to others")
+    else:
+        state, text = NOTE, "not set in /etc/fuse.conf: --allow-other is for root alone"
+        yield Finding(group, "user_allow_other", state, text, "write user_allow_other into /etc/fuse.conf")
+
+
+def transport(environment: Environment) -> Iterator[Finding]:
+    """How requests come from the kernel."""
+    group = "transport"
+    path = "sys/module/fuse/parameters/enable_uring"
+    switch = environment.text(path)
+    if environment.kernel_version() < _URING_KERNEL:
+        version = ".".join(map(str, _URING_KERNEL))
+        text = f"kernel {environment.release} has no FUSE over io_uring: the device file serves"
+        yield Finding(group, "io_uring", NOTE, text, f"kernel {version} or later has it")
+    elif switch is None:
+        text = "the kernel was built without FUSE over io_uring (CONFIG_FUSE_IO_URING), or fuse is not loaded"
+        yield Finding(group, "io_uring", NOTE, f"{text}: the device file serves", "load fuse, or use another kernel")
+    elif switch in ("Y", "1"):
+        yield Finding(group, "io_uring", OK, "offered by the kernel")
+    else:
+        text = "offered by the kernel and switched off: the device file serves"
+        yield Finding(group, "io_uring", NOTE, text, f"as root: echo Y >/{path}")
+    pages = environment.number("proc/sys/fs/fuse/max_pages_limit")
+    if pages is not None and pages < _GOOD_PAGES:
+        text = f"{pages} pages a request"
+        yield Finding(group, "max_pages", NOTE, text, f"as root: echo {_GOOD_PAGES} >/proc/sys/fs/fuse/max_pages_limit")
+    else:
+        shown = f"{pages} pages a request" if pages is not None else f"{_GOOD_PAGES} pages a request (fixed)"
+        yield Finding(group, "max_pages", OK, shown)
+
+
+def limits(environment: Environment) -> Iterator[Finding]:
+    """What the system lets a process have."""
+    group = "limits"
+    _, locked = environment.limit(resource.RLIMIT_MEMLOCK)
+    wanted = 192 << 20
+    if locked in (resource.RLIM_INFINITY, -1) or locked >= wanted or environment.uid == 0:
+        yield Finding(group, "locked memory", OK, "as much as root likes" if environment.uid == 0 else _size(locked))
+    else:
+        text = f"{_size(locked)}: some drivers pin no more host memory than that, and copies are slower"
+        advice = f"raise memlock to {_size(wanted)} or more in /etc/security/limits.conf (LimitMEMLOCK of a unit)"
+        yield Finding(group, "locked memory", NOTE, text, advice)
+    _, descriptors = environment.limit(resource.RLIMIT_NOFILE)
+    if descriptors in (resource.RLIM_INFINITY, -1) or descriptors >= _LEAST_DESCRIPTORS:
+        shown = "unlimited" if descriptors in (resource.RLIM_INFINITY, -1) else f"{descriptors}"
+        yield Finding(group, "descriptors", OK, shown)
+    else:
+        text = f"{descriptors}: a file may take some, and then no more can be made"
+        yield Finding(group, "descriptors", NOTE, text, f"raise nofile to {_LEAST_DESCRIPTORS} or more")
+    for name, path, least, advice in (
+        ("memory mappings", "proc/sys/vm/max_map_count", _LEAST_MAPPINGS, "sysctl vm.max_map_count="),
+        ("pipe size", "proc/sys/fs/pipe-max-size", _LEAST_PIPE, "sysctl fs.pipe-max-size="),
+    ):
+        found = environment.number(path)
+        if found is None:
+            yield Finding(group, name, NOTE, f"/{path} is not to be read")
+        elif found < least:
+            yield Finding(group, name, NOTE, f"{found} is little", f"as root: {advice}{least}")
+        else:
+            yield Finding(group, name, OK, str(found))
+
+
+_VENDORS: Final = {"cuda": "NVIDIA GPUs", "hip": "AMD GPUs", "host": "host memory"}
+
+
+def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
+    """Whose devices there are. At least host memory has to work."""
+    for driver in found:
+        what = _VENDORS[driver.name]
+        if driver.devices:
+            many = len(driver.devices)
+            yield Finding(
+                "drivers", driver.name, OK, f"{many} x {driver.devices[0]}" if many > 1 else driver.devices[0]
+            )
+        elif driver.name == "host":
+            yield Finding("drivers", "host", PROBLEM, driver.reason, "this installation is damaged: install gpufs anew")
+        else:
+            advice = "install the driver of the GPU, and see that this user may use its devices"
+            yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
+
+
+def fastpath(environment: Environment, found: Sequence[Driver]) -> Iterator[Finding]:
+    """Whether the vendors can move bytes between storage and devices without the host, and what is missing."""
+    for driver in found:
+        name = f"{driver.name}"
+        if driver.name == "host":
+            yield Finding("fastpath", name, OK, "O_DIRECT into the device's memory")
+            continue
+        if not driver.devices:
+            yield Finding("fastpath", name, NOTE, "there is no device of this driver")
+            continue
+        if not driver.refusals:
+            yield Finding("fastpath", name, OK, "available: for a file's own reasons ask gpufs doctor PATH")
+            continue
+        for refusal in driver.refusals:
+            text, advice = REFUSALS.get(refusal, ("", ""))
+            yield Finding("fastpath", name, NOTE, f"{refusal}: {text}; copies go by pinned host memory", advice)
+    modules = {line.split(" ", 1)[0] for line in (environment.text("proc/modules") or "").splitlines()}
+    if any(driver.name == "cuda" and driver.devices for driver in found):
+        version = environment.text("proc/driver/nvidia-fs/version")
+        if version:
+            yield Finding("fastpath", "module nvidia_fs", OK, version.splitlines()[0])
+        else:
+            loaded = "loaded, but it shows no version" if "nvidia_fs" in modules else "not loaded"
+            yield Finding("fastpath", "module nvidia_fs", NOTE, loaded, "install nvidia-fs and: modprobe nvidia-fs")
+    if any(driver.devices and driver.name != "host" for driver in found):
+        option = environment.kernel_option("PCI_P2PDMA")
+        if option is None:
+            yield Finding("fastpath", "CONFIG_PCI_P2PDMA", NOTE, "the kernel's configuration is not to be found")
+        elif option == "y":
+            yield Finding("fastpath", "CONFIG_PCI_P2PDMA", OK, "in this kernel")
+        else:
+            text = "not in this kernel: AMD's fastpath and newer versions of NVIDIA's need it"
+            yield Finding("fastpath", "CONFIG_PCI_P2PDMA", NOTE, text, "use a kernel with it")
+
+
+def paths(environment: Environment, names: Sequence[str], found: Sequence[Driver]) -> Iterator[Finding]:
+    """The backend that copies of each file get on each driver that has devices, and why."""
+    for name in names:
+        said = environment.probe(["path", os.path.abspath(name)])
+        if "error" in said:
+            yield Finding("paths", name, PROBLEM, said["error"], "give a regular file or a block device that exists")
+            continue
+        alignment = f"{said['file_system'] or 'unknown file system'}, alignment {said['offset_align']} in the file, "
+        alignment += f"{said['memory_align']} in memory"
+        for driver in found:
+            if not driver.devices:
+                continue
+            reasons = [*said["refusals"], *(reason for reason in driver.refusals if reason not in said["refusals"])]
+            where = f"{name} on {driver.name}"
+            if not reasons:
+                yield Finding("paths", where, OK, f"fastpath ({alignment})")
+                continue
+            texts = "; ".join(f"{reason}: {REFUSALS.get(reason, ('', ''))[0]}" for reason in reasons)
+            advice = "; ".join(text for reason in reasons if (text := REFUSALS.get(reason, ("", ""))[1]))
+            yield Finding("paths", where, NOTE, f"fallback ({alignment}): {texts}", advice)
+
+
+def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
+    """All checks."""
+    found = [environment.driver(name) for name in ("cuda", "hip", "host")]
+    return [
+        *kernel(environment),
+        *transport(environment),
+        *limits(environment),
+        *drivers(found),
+        *fastpath(environment, found),
+        *paths(environment, names, found),
+    ]

@@ -1,0 +1,56 @@
+"""What only the engine can tell, for `gpufs doctor`: run as a process of its own, it prints one JSON object.
+
+Usage: python -m gpufs.cli._doctor_probe driver NAME | path PATH
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from gpufs import engine
+
+_HOST_BYTES = 64 << 20
+
+
+def _driver(name: str) -> dict[str, Any]:
+    """{"devices": [names], "refusals": [names]} or {"error": text}."""
+    host = name == "host"
+    with engine.Engine(name, devices=1 if host else 0, memory_bytes=_HOST_BYTES if host else 0) as opened:
+        devices = [
+            info.name + (f" ({info.total_bytes >> 30} GiB, {info.pci_address})" if info.pci_address else "")
+            for info in (device.info for device in opened.devices)
+        ]
+        return {"devices": devices, "refusals": engine.fastpath_probe(name)}
+
+
+def _path(path: str) -> dict[str, Any]:
+    """{"file_system", "offset_align", "memory_align", "refusals"} or {"error": text}."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        with engine.Engine("host", devices=1, memory_bytes=_HOST_BYTES) as opened:
+            with engine.BackingFile(opened, fd) as backing:
+                info = backing.info
+                return {
+                    "file_system": "block device" if info.block_device else info.file_system,
+                    "offset_align": info.offset_align,
+                    "memory_align": info.memory_align,
+                    "refusals": list(info.fastpath_refusals),
+                }
+    finally:
+        os.close(fd)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the answer; the exit code is 0 in any case that has one."""
+    kind, name = arguments
+    try:
+        answer = _driver(name) if kind == "driver" else _path(name)
+    except OSError as failure:
+        answer = {"error": failure.strerror or str(failure)}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""gpufs doctor: whether a mount would work here, how fast, and what to do about the rest."""
+
+import sys
+from dataclasses import asdict
+from typing import Final
+
+import click
+
+from gpufs._version import __version__
+from gpufs.cli import _doctor_checks
+from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
+from gpufs.cli._output import json_text
+
+_SIGNS: Final = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
+_COLOURS: Final = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
+
+
+@click.command(name="doctor")
+@click.argument("paths", metavar="[PATH...]", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and whether a mount would work.")
+def command(paths: tuple[str, ...], as_json: bool) -> int:
+    """Examine this machine.
+
+    Which devices there are, whether they can be reached without passing through host memory (fastpath), the system's
+    limits, and what to do about each. For PATHs, files of the host: by which way copies of them would go, and why.
+    Exit code 0 where a mount would work, 1 where there is a problem.
+    """
+    findings = _doctor_checks.examine(Environment(), paths)
+    problems = any(finding.state == PROBLEM for finding in findings)
+    if as_json:
+        print(json_text({"version": __version__, "ok": not problems, "findings": [asdict(one) for one in findings]}))
+    else:
+        _print(findings)
+    return 1 if problems else 0
+
+
+def _print(findings: list[Finding]) -> None:
+    coloured = sys.stdout.isatty()
+    group = ""
+    for finding in findings:
+        if finding.group != group:
+            group = finding.group
+            print(click.style(group, bold=True) if coloured else group)
+        sign = f"{_SIGNS[finding.state]:<7}"
+        print(f"  {click.style(sign, fg=_COLOURS[finding.state]) if coloured else sign} {finding.name}: {finding.text}")
+        if finding.advice and finding.state != OK:
+            print(f"          -> {finding.advice}")
+    problems = sum(finding.state == PROBLEM for finding in findings)
+    print()
+    print(f"{problems} problem{'s' if problems > 1 else ''}" if problems else "a mount works here")

@@ -1,0 +1,133 @@
+"""gpufs trace: records what a mount does, for Perfetto or Chrome's tracing."""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from errno import EACCES, EBUSY, ECONNABORTED, ENOENT, ENOTCONN, EPERM
+from typing import IO, Any, Final
+
+import click
+
+from gpufs._version import __version__
+from gpufs.cli import _mounts
+from gpufs.cli._errors import Failure, failed
+from gpufs.cli._trace_format import Converter
+
+_FILE: Final = ".gpufs/trace"
+_READ_BYTES: Final = 1 << 20
+_PAUSE: Final = 0.05  # seconds between two looks: rings are large enough for what happens meanwhile
+_LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
+
+
+@click.command(name="trace")
+@click.argument("mountpoint")
+@click.option("-o", "--output", metavar="FILE", required=True, help="Where the trace goes; - is standard output.")
+@click.option(
+    "--duration",
+    type=click.FloatRange(0.0, 86400.0, min_open=True),
+    metavar="S",
+    help="End after S seconds.  [default: when interrupted]",
+)
+def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> None:
+    """Record what the threads of the mount at MOUNTPOINT do, and when.
+
+    The reads and writes that it answers, and the life of each copy: queued, bound, file reads and writes, device
+    copies, its end. FILE opens in https://ui.perfetto.dev and chrome://tracing. Ctrl-C (or SIGTERM) ends the
+    recording; the file is written all the same. For the mount's owner, one recording at a time.
+    """
+    entry = _mounts.find(mountpoint)
+    interrupted = threading.Event()
+    # Also where whoever started it had SIGINT ignored, as shells do for what runs in the background.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: interrupted.set())
+    try:
+        source = os.open(os.path.join(entry.mountpoint, _FILE), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(entry.mountpoint, error) from None
+    try:
+        target = "-" if output == "-" else os.path.abspath(output)
+        with _Output(target) as sink:
+            converter = Converter(sink, {"mountpoint": entry.mountpoint, "version": __version__})
+            converter.begin()
+            broken = _record(source, converter, duration, interrupted)
+            converter.end()
+    finally:
+        try:
+            os.close(source)
+        except OSError:
+            pass  # the mount has ended; what that means was found by reading
+    lost = f", {converter.lost} more were lost: the recording could not keep up" if converter.lost else ""
+    print(f"{converter.spans} spans{lost}", file=sys.stderr)
+    if broken is not None:
+        raise Failure(f"{entry.mountpoint}: {broken.strerror}: the trace ends there")
+
+
+def _refused(mountpoint: str, error: OSError) -> Failure:
+    if error.errno == EBUSY:
+        return Failure(f"{mountpoint}: somebody else is recording already")
+    if error.errno in (EACCES, EPERM):
+        return Failure(f"{mountpoint}: only its owner may record a trace")
+    if error.errno == ENOENT:
+        return Failure(f"{mountpoint}: the mount is of a version that cannot record traces")
+    if error.errno in (ENOTCONN, ECONNABORTED):
+        return Failure(f"{mountpoint}: its process is dead")
+    return failed(error.errno or ENOENT, mountpoint)
+
+
+def _record(source: int, converter: Converter, duration: float | None, interrupted: threading.Event) -> OSError | None:
+    """Until the time is over or the user interrupts; the failure where the mount ended first."""
+    try:
+        end = None if duration is None else time.monotonic() + duration
+        while not interrupted.is_set() and (end is None or time.monotonic() < end):
+            data = os.read(source, _READ_BYTES)
+            if data:
+                converter.feed(data)
+            else:
+                interrupted.wait(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
+        for _ in range(_LAST_LOOKS):
+            data = os.read(source, _READ_BYTES)
+            if not data:
+                break
+            converter.feed(data)
+    except OSError as error:
+        return error
+    return None
+
+
+class _Output:
+    """The file, which gets its name when it is whole."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._temporary: str | None = None
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> IO[str]:
+        if self._path == "-":
+            return sys.stdout
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            # A pipe or a device is written as it is; a directory says what it is.
+            self._file = open(self._path, "w", encoding="utf-8", errors="surrogateescape")
+            return self._file
+        folder, name = os.path.split(self._path)
+        fd, self._temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.fchmod(fd, 0o666 & ~mask)
+        self._file = open(fd, "w", encoding="utf-8", errors="surrogateescape")
+        return self._file
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+            if self._temporary is not None and kind is None:
+                os.replace(self._temporary, self._path)
+                self._temporary = None
+        finally:
+            if self._temporary is not None:
+                os.unlink(self._temporary)

@@ -1,0 +1,234 @@
+"""gpufs doctor: what it makes of machines of all kinds, shown to it by faked ones, and that it works on this one."""
+
+import gzip
+import json
+import resource
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mounting import GPUFS
+from support.processes import NOBODY, plain_user, run
+from support.users import user_gpufs
+
+from gpufs import engine
+from gpufs.cli import _doctor_checks as checks
+from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Driver, Environment, Finding
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., Environment]:
+    """A machine on which everything is as it should be, and what differs: files by path (None: not there)."""
+
+    def make(files: dict[str, str | None] | None = None, **facts: Any) -> Environment:
+        wanted: dict[str, str | None] = {
+            "dev/fuse": "",
+            "etc/fuse.conf": "# a comment\nuser_allow_other\n",
+            "sys/module/fuse/parameters/enable_uring": "Y\n",
+            "proc/sys/fs/fuse/max_pages_limit": "256\n",
+            "proc/sys/vm/max_map_count": "65530\n",
+            "proc/sys/fs/pipe-max-size": "1048576\n",
+            "proc/modules": "nvidia_fs 1 0 - Live 0x0\n",
+            "proc/driver/nvidia-fs/version": "version: 2.20.6\n",
+            "boot/config-6.18.0": "CONFIG_PCI_P2PDMA=y\n",
+            **(files or {}),
+        }
+        for name, text in wanted.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if text is not None:
+                path.write_text(text)
+        everything: dict[str, Any] = {
+            "root": tmp_path,
+            "uid": 0,
+            "release": "6.18.0",
+            "which": lambda name: f"/usr/bin/{name}",
+            "limit": lambda kind: (1 << 40, 1 << 40),
+            "access": lambda path, mode: True,
+            "probe": answers({"host": {"devices": ["host memory"], "refusals": []}}),
+        }
+        return Environment(**{**everything, **facts})
+
+    return make
+
+
+def answers(drivers: dict[str, Any], paths: dict[str, Any] | None = None) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """A probe that says this; other drivers are not there."""
+
+    def probe(what: Sequence[str]) -> dict[str, Any]:
+        kind, name = what
+        if kind == "driver":
+            found: dict[str, Any] = drivers.get(name, {"error": f"{name} is not available"})
+        else:
+            found = (paths or {}).get(name, {"error": "No such file or directory"})
+        return found
+
+    return probe
+
+
+def one(findings: Sequence[Finding], name: str, group: str | None = None) -> Finding:
+    (found,) = [one for one in findings if one.name == name and group in (None, one.group)]
+    return found
+
+
+CUDA = {"devices": ["NVIDIA H200", "NVIDIA H200"], "refusals": []}
+HOST = {"devices": ["host memory"], "refusals": []}
+
+
+def test_a_good_machine(machine: Callable[..., Environment]) -> None:
+    findings = checks.examine(machine(probe=answers({"cuda": CUDA, "hip": CUDA, "host": HOST})), [])
+    assert {finding.state for finding in findings} == {OK}
+    assert one(findings, "cuda", "drivers").text == "2 x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("files", "facts", "name", "state", "text"),
+    [
+        ({"dev/fuse": None}, {}, "/dev/fuse", PROBLEM, "offers no FUSE"),
+        ({}, {"access": lambda path, mode: False}, "/dev/fuse", PROBLEM, "cannot be opened"),
+        ({}, {"access": lambda path, mode: False, "uid": 1000}, "/dev/fuse", OK, "mode"),
+        ({}, {"which": lambda name: None}, "fusermount3", NOTE, "only root can mount"),
+        ({}, {"which": lambda name: None, "uid": 1000}, "fusermount3", PROBLEM, "only root can do without"),
+        ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "for root alone"),
+        ({"etc/fuse.conf": None}, {}, "user_allow_other", NOTE, "for root alone"),
+        ({}, {"release": "6.1.0-13-amd64"}, "io_uring", NOTE, "kernel 6.1.0-13-amd64 has no FUSE over io_uring"),
+        ({"sys/module/fuse/parameters/enable_uring": "N\n"}, {}, "io_uring", NOTE, "switched off"),
+        ({"sys/module/fuse/parameters/enable_uring": None}, {}, "io_uring", NOTE, "built without"),
+        ({"proc/sys/fs/fuse/max_pages_limit": "32\n"}, {}, "max_pages", NOTE, "32 pages"),
+        ({"proc/sys/fs/fuse/max_pages_limit": None}, {}, "max_pages", OK, "fixed"),
+        ({}, {"limit": lambda kind: (8 << 20, 8 << 20), "uid": 1000}, "locked memory", NOTE, "8 MiB"),
+        ({}, {"limit": lambda kind: (-1, -1), "uid": 1000}, "locked memory", OK, "unlimited"),
+        ({}, {"limit": lambda kind: (1024, 1024)}, "descriptors", NOTE, "1024"),
+        ({}, {"limit": lambda kind: (resource.RLIM_INFINITY,) * 2}, "descriptors", OK, "unlimited"),
+        ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000 is little"),
+        ({"proc/sys/vm/max_map_count": None}, {}, "memory mappings", NOTE, "not to be read"),
+        ({"proc/sys/fs/pipe-max-size": "4096\n"}, {}, "pipe size", NOTE, "4096 is little"),
+    ],
+)
+def test_each_finding(
+    machine: Callable[..., Environment],
+    files: dict[str, str | None],
+    facts: dict[str, Any],
+    name: str,
+    state: str,
+    text: str,
+) -> None:
+    """And where something is wrong, what to do about it."""
+    environment = machine(files, **facts)
+    found = one(checks.examine(environment, []), name)
+    assert found.state == state
+    assert text in found.text
+    assert state == OK or found.advice or "not to be read" in found.text
+
+
+def test_no_driver_at_all_is_a_problem(machine: Callable[..., Environment]) -> None:
+    findings = checks.examine(machine(probe=answers({"host": {"error": "broken"}})), [])
+    assert one(findings, "host", "drivers").state == PROBLEM
+    assert one(findings, "cuda", "drivers") == Finding(
+        "drivers", "cuda", NOTE, "no NVIDIA GPUs: cuda is not available", one(findings, "cuda", "drivers").advice
+    )
+
+
+def test_what_the_fastpath_lacks(machine: Callable[..., Environment]) -> None:
+    cuda = {"devices": ["NVIDIA H200"], "refusals": ["no_gpudirect"]}
+    environment = machine(
+        {"proc/driver/nvidia-fs/version": None, "boot/config-6.18.0": "# CONFIG_PCI_P2PDMA is not set\n"},
+        probe=answers({"cuda": cuda, "host": HOST}),
+    )
+    findings = checks.examine(environment, [])
+    found = one(findings, "cuda", "fastpath")
+    assert (found.state, found.text.split(":")[0]) == (NOTE, "no_gpudirect")
+    assert "nvidia_fs" in found.advice
+    assert one(findings, "module nvidia_fs").text.startswith("loaded")
+    assert one(findings, "CONFIG_PCI_P2PDMA").state == NOTE
+
+
+def test_the_kernels_own_configuration_goes_first(machine: Callable[..., Environment]) -> None:
+    environment = machine({"boot/config-6.18.0": "CONFIG_A=m\n"})
+    assert environment.kernel_option("A") == "m"
+    (environment.root / "proc/config.gz").write_bytes(gzip.compress(b"CONFIG_A=y\n# CONFIG_B is not set\n"))
+    assert (environment.kernel_option("A"), environment.kernel_option("B")) == ("y", "n")
+    (environment.root / "proc/config.gz").write_bytes(b"damaged")
+    assert environment.kernel_option("A") == "m"
+    (environment.root / "proc/config.gz").unlink()
+    (environment.root / "boot/config-6.18.0").unlink()
+    assert environment.kernel_option("A") is None
+
+
+def test_a_path_and_its_reasons(machine: Callable[..., Environment]) -> None:
+    good = {"file_system": "ext4", "offset_align": 512, "memory_align": 4, "refusals": []}
+    bad = {**good, "file_system": "tmpfs", "refusals": ["file_system"]}
+    cuda = {"devices": ["NVIDIA H200"], "refusals": ["no_vendor_call"]}
+    environment = machine(probe=answers({"cuda": cuda, "host": HOST}, {"/good": good, "/bad": bad}))
+    findings = checks.examine(environment, ["/good", "/bad", "/missing"])
+    assert one(findings, "/good on host").text == "fastpath (ext4, alignment 512 in the file, 4 in memory)"
+    found = one(findings, "/bad on cuda")
+    assert found.text.startswith("fallback (tmpfs")
+    assert "file_system: " in found.text
+    assert "no_vendor_call: " in found.text
+    assert "libcufile" in found.advice
+    assert (one(findings, "/missing").state, one(findings, "/missing").text) == (PROBLEM, "No such file or directory")
+
+
+def test_every_reason_is_explained() -> None:
+    names = [name for name in engine.refusal_names((1 << 32) - 1) if not name.startswith("bit ")]
+    assert set(checks.REFUSALS) == set(names)
+    assert all(text for text, _ in checks.REFUSALS.values())
+
+
+def test_a_library_that_kills_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for script, text in (
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "by signal 11"),
+        ("raise SystemExit('what it said')", "what it said"),
+        ("print('nonsense')", "the engine did not answer"),
+        ("import time; time.sleep(60)", "no answer within 0.5 seconds"),
+    ):
+        program = tmp_path / "program"
+        program.write_text(f"#!{sys.executable}\n{script}\n")
+        program.chmod(stat.S_IRWXU)
+        monkeypatch.setattr(sys, "executable", str(program))
+        monkeypatch.setattr(checks, "_PROBE_SECONDS", 0.5 if "sleep" in script else 30.0)
+        assert text in checks._probe(["driver", "cuda"])["error"]
+        monkeypatch.undo()
+
+
+# ---- this machine ----
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    done = run(*GPUFS, "doctor", "--json", path, "/dev/shm", check=False)
+    said = json.loads(done.stdout)
+    assert done.stderr == ""
+    findings = [Finding(**one) for one in said["findings"]]
+    problems = [finding.name for finding in findings if finding.state == PROBLEM]
+    assert problems == ["/dev/shm"]
+    assert (done.returncode, said["ok"]) == (1, False)
+    assert one(findings, "host", "drivers").state == OK
+    assert one(findings, f"{path} on host").text.startswith(("fastpath", "fallback"))
+    assert run(*GPUFS, "doctor").stdout.splitlines()[-1] == "a mount works here"
+
+
+def test_as_a_plain_user() -> None:
+    """It says so where that user cannot mount, and does not fail."""
+    with plain_user() as environment:
+        program, environment = user_gpufs(environment)
+        done = run(
+            *program, "doctor", "--json", check=False, env=environment, cwd="/",
+            user=NOBODY, group=NOBODY, extra_groups=[],
+        )  # fmt: skip
+    said = json.loads(done.stdout)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if said["ok"] else 1)
+    assert one([Finding(**found) for found in said["findings"]], "host", "drivers").state == OK
+
+
+def test_drivers_of_this_machine() -> None:
+    found = [Environment().driver(name) for name in ("cuda", "hip", "host")]
+    assert [isinstance(driver, Driver) for driver in found] == [True] * 3
+    assert found[2].devices
+    assert all(driver.devices or driver.reason for driver in found)

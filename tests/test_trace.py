@@ -1,0 +1,314 @@
+"""gpufs trace: what it records, that the file is right in itself, and that it gets in nobody's way."""
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from errno import EBUSY
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import MIB
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
+from support.processes import run, wait_until
+
+from gpufs import engine
+from gpufs.cli._trace_format import Converter
+
+FAKE_HIP = REPOSITORY / "build/cmake/native/tests/fake_hip/rocm7"
+Event = dict[str, Any]
+
+
+@contextlib.contextmanager
+def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT) -> Iterator[subprocess.Popen[str]]:
+    """A recorder that is known to record; interrupted at the end, unless it has ended by itself."""
+    recorder = subprocess.Popen([*GPUFS, "trace", str(mount.path), "-o", str(path)], stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: busy(mount) or recorder.poll() is not None, 30, "the recording to begin")
+        yield recorder
+        if recorder.poll() is None:
+            recorder.send_signal(how)
+        assert recorder.wait(30) == 0
+    finally:
+        recorder.kill()
+        recorder.communicate()
+
+
+def busy(mount: GpufsMount) -> bool:
+    """Whether somebody records."""
+    try:
+        os.close(os.open(mount.path / ".gpufs/trace", os.O_RDONLY))
+    except OSError as error:
+        if error.errno != EBUSY:
+            raise
+        return True
+    return False
+
+
+def checked(path: Path) -> list[Event]:
+    """The spans of a trace, after a strict look at the whole of it."""
+    text = path.read_text()
+    content = json.loads(text)
+    assert set(content) == {"displayTimeUnit", "traceEvents", "otherData"}
+    spans: list[Event] = []
+    open_phases: dict[tuple[str, str], Event] = {}
+    named: set[tuple[int, int]] = set()
+    processes: set[int] = set()
+    for event in content["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "M":
+            if event["name"] == "process_name":
+                processes.add(event["pid"])
+            else:
+                assert event["name"] == "thread_name"
+                named.add((event["pid"], event["tid"]))
+            assert event["args"]["name"]
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert (event["pid"], event["tid"]) in named
+            spans.append(event)
+        elif event["ph"] == "b":
+            key = (event["id"], event["name"])
+            assert key not in open_phases
+            open_phases[key] = event
+        else:
+            assert event["ph"] == "e"
+            begun = open_phases.pop((event["id"], event["name"]))
+            assert event["ts"] >= begun["ts"]
+            spans.append({**begun, "dur": event["ts"] - begun["ts"]})
+    assert not open_phases
+    assert {event["pid"] for event in spans} <= processes
+    check_nesting(event for event in spans if event["ph"] == "X")
+    return spans
+
+
+def check_nesting(spans: Iterable[Event]) -> None:
+    """On one track a span lies within another or beside it. Times have a thousandth of a microsecond."""
+    tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for span in spans:
+        tracks[span["pid"], span["tid"]].append(span)
+    for track in tracks.values():
+        ends: list[float] = []
+        for span in sorted(track, key=lambda span: (span["ts"], -span["dur"])):
+            while ends and ends[-1] <= span["ts"] + 0.0005:
+                ends.pop()
+            end = span["ts"] + span["dur"]
+            assert not ends or end <= ends[-1] + 0.0015, f"{span} sticks out"
+            ends.append(end)
+
+
+def called(spans: Iterable[Event], name: str) -> list[Event]:
+    return [span for span in spans if span["name"] == name]
+
+
+def overlap(one: Event, other: Event) -> float:
+    """Microseconds in which both were."""
+    return float(min(one["ts"] + one["dur"], other["ts"] + other["dur"]) - max(one["ts"], other["ts"]))
+
+
+# ---- what is recorded ----
+
+
+def test_reads_and_writes_of_the_mount(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    path = tmp_path / "trace.json"
+    with recording(own, path, signal.SIGTERM):
+        (own.device / "file").write_bytes(bytes(3 * MIB))
+        (own.device / "file").read_bytes()
+        inode = (own.device / "file").stat().st_ino
+    spans = checked(path)
+    for name in ("READ", "WRITE"):
+        found = called(spans, name)
+        assert sum(span["args"]["size"] for span in found) >= 3 * MIB
+        assert {(span["args"]["inode"], span["args"]["device"]) for span in found} == {(inode, "gpu0")}
+    replies = called(spans, "reply")
+    assert sum(span["args"]["size"] for span in replies) == 3 * MIB
+
+
+def test_the_life_of_a_copy(mount: Mounter, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(9 * MIB))
+    own = mount("--io-fastpath", "off")
+    path = tmp_path / "trace.json"
+    with recording(own, path):
+        run(*GPUFS, "cp", source, own.device / "file")
+        run(*GPUFS, "cp", own.device / "file", tmp_path / "back")
+    spans = checked(path)
+    transfers = called(spans, "transfer")
+    assert [span["args"]["direction"] for span in transfers] == ["in", "out"]
+    assert [span["args"]["size"] for span in transfers] == [9 * MIB] * 2
+    assert [span["args"]["path"] for span in transfers] == [str(source), str(tmp_path / "back")]
+    for transfer, kind in zip(transfers, ("file read", "file write"), strict=True):
+        number = transfer["args"]["transfer"]
+        own_spans = [span for span in spans if span["args"].get("transfer") == number]
+        (queued,), (bind,) = called(own_spans, "queued"), called(own_spans, "bind")
+        assert transfer["ts"] == queued["ts"]
+        assert queued["ts"] + queued["dur"] == pytest.approx(bind["ts"], abs=0.01)
+        moved = called(own_spans, kind)
+        assert sum(span["args"]["size"] for span in moved) == 9 * MIB
+        for span in moved:
+            assert bind["ts"] + bind["dur"] <= span["ts"] + 0.002
+            assert span["ts"] + span["dur"] <= transfer["ts"] + transfer["dur"] + 0.002
+
+
+def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path) -> None:
+    """On a device that the processor does not address: a vendor's runtime that was built for the tests."""
+    source = tmp_path / "w"
+    source.write_bytes(os.urandom(4 * MIB) * 32)
+    library = next(FAKE_HIP.glob("libamdhip64.so*"))
+    environment = {"LD_LIBRARY_PATH": str(library.parent)}
+    own = mount(
+        "--io-fastpath", "off", "--io-pagecache", "off", driver="hip",
+        environment=environment, memory=512 * MIB,
+    )  # fmt: skip
+    path = tmp_path / "trace.json"
+    with recording(own, path):
+        run(*GPUFS, "cp", source, own.device / "w")
+    spans = checked(path)
+    reads, copies = called(spans, "file read"), [s for s in called(spans, "copy to device") if s["pid"] != 1]
+    assert sum(span["args"]["size"] for span in reads) == 128 * MIB
+    assert sum(span["args"]["size"] for span in copies) == 128 * MIB
+    assert not {(s["pid"], s["tid"]) for s in reads} & {(s["pid"], s["tid"]) for s in copies}
+    together = [(read, copy) for read in reads for copy in copies if overlap(read, copy) > 0]
+    assert any(
+        read["args"]["offset"] != copy["args"]["offset"] and read["tid"] == copy["tid"] // 256
+        for read, copy in together
+    ), "a thread reads its next piece while the device copies its last"
+    assert (own.device / "w").read_bytes() == source.read_bytes()
+
+
+# ---- the command ----
+
+
+def test_it_ends_after_its_time(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    path = tmp_path / "trace.json"
+    done = run(*GPUFS, "trace", own.path, "-o", path, "--duration", "0.3")
+    assert "spans" in done.stderr
+    checked(path)
+    assert not busy(own)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_to_standard_output(mount: Mounter) -> None:
+    own = mount()
+    content = json.loads(run(*GPUFS, "trace", own.path, "-o", "-", "--duration", "0.1").stdout)
+    assert content["otherData"]["mountpoint"] == str(own.path)
+
+
+def test_one_at_a_time(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    with recording(own, tmp_path / "one.json"):
+        done = run(*GPUFS, "trace", own.path, "-o", tmp_path / "two.json", "--duration", "1", check=False)
+        assert done.returncode == 1
+        assert "recording already" in done.stderr
+    assert not (tmp_path / "two.json").exists()
+
+
+def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    recorder = subprocess.Popen([*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace.json")])
+    try:
+        wait_until(lambda: busy(own), 30, "the recording to begin")
+    finally:
+        recorder.kill()
+        recorder.wait(30)
+    wait_until(lambda: not busy(own), 10, "the recording to end")
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
+    """What was recorded until then is written."""
+    own = mount()
+    path = tmp_path / "trace.json"
+    recorder = subprocess.Popen(
+        [*GPUFS, "trace", str(own.path), "-o", str(path)], stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    wait_until(lambda: busy(own), 30, "the recording to begin")
+    (own.device / "file").write_bytes(bytes(MIB))
+    time.sleep(0.5)  # the recorder looks twenty times a second
+    own.signal(signal.SIGKILL)
+    _, said = recorder.communicate(timeout=30)
+    assert recorder.returncode == 1
+    assert "the trace ends there" in said
+    assert "Traceback" not in said
+    assert called(checked(path), "WRITE")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nonexistent", "-o", "x"], "there is no such directory"),
+        (["/", "-o", "x"], "no gpufs is mounted there"),
+        (["/"], "-o"),
+        (["/", "-o", "x", "--duration", "0"], "--duration"),
+    ],
+)
+def test_wrong_words(words: list[str], message: str, tmp_path: Path) -> None:
+    done = run(*GPUFS, "trace", *words, check=False, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_cannot_be(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    done = run(*GPUFS, "trace", own.path, "-o", tmp_path / "missing/file", "--duration", "1", check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert not busy(own)
+
+
+# ---- the records ----
+
+
+def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(MIB))
+
+    def load() -> None:
+        with open(tmp_path / "file", "rb") as file, engine.BackingFile(opened, file.fileno()) as backing:
+            with engine.Buffer(opened) as buffer, engine.Transfer("load", backing, buffer) as transfer:
+                assert transfer.wait(30)
+
+    with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened:
+        load()
+        trace = engine.Trace()
+        try:
+            assert trace.read(1 << 20) == b""
+            with pytest.raises(engine.EngineError) as caught:
+                engine.Trace()
+            assert caught.value.errno == EBUSY
+            load()
+            assert len(trace.read(1 << 20)) > 64
+            assert trace.read(64) == b""
+        finally:
+            trace.close()
+        trace.close()
+        assert trace.read(1 << 20) == b""
+
+
+def test_records_may_be_cut_anywhere(tmp_path: Path) -> None:
+    record = struct.Struct("=QQQQQIIBBBBiiI")
+    data = record.pack(0, 0, 0, 0, 3, 7, 0, 1, 0, 0, 0, -1, 0, 0) + b"abc".ljust(64, b"\0")
+    data += record.pack(0, 0, 0, 0, 70, 0, 1, 2, 0, 0, 0, -1, 0, 0) + (b"/" + b"n" * 69).ljust(128, b"\0")
+    data += record.pack(1000, 3000, 5, 0, 9, 7, 1, 13, 0, 0, 0, 0, 0, 0)
+    data += record.pack(0, 0, 0, 0, 12, 7, 0, 3, 0, 0, 0, -1, 0, 0)
+    data += record.pack(0, 0, 0, 0, 0, 7, 0, 99, 0, 0, 0, -1, 0, 0)
+    path = tmp_path / "trace.json"
+    for step in (1, 63, 64, 65, len(data)):
+        with open(path, "w") as sink:
+            converter = Converter(sink, {})
+            converter.begin()
+            for place in range(0, len(data), step):
+                converter.feed(data[place : place + step])
+            converter.end()
+        (span,) = checked(path)
+        assert (span["name"], span["dur"], span["args"]["path"]) == ("piece", 2.0, "/" + "n" * 69)
+        assert converter.lost == 12
