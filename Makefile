@@ -3,6 +3,7 @@
 #   make test      set up, build, all tests (native, Python, types, format); under 20 minutes on two cores
 #   make check     sanitizer builds of the native tests, clang-tidy, long campaigns
 #   make bench     the benchmark: a table, and JSON in bench/results/
+#   make docs      the knobs' page, and the Python interface's reference in build/docs/api/
 #   make build     set up and build;  make format, make lint, make clean
 #   make test-gpu, make bench-gpu    the same on a machine with a GPU
 #   make install-helpers             mount.gpufs, completions, manual page, systemd unit (PREFIX, DESTDIR)
@@ -33,8 +34,8 @@ lint: setup
 format: setup
 	@scripts/lint --fix
 
-docs: setup
-	@.venv/bin/python -m gpufs.config >docs/knobs.md
+docs: build
+	@scripts/docs
 
 test-gpu:
 	@scripts/test-gpu
