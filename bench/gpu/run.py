@@ -1,6 +1,11 @@
 """The GPU benchmark: files to device memory and back, by gpufs, by other libraries, and at the machine's own limits.
 
 Run it by ``make bench-gpu`` (scripts/bench-gpu), or as ``.venv/bin/python bench/gpu/run.py``; --help shows the options.
+All of it takes less than ten minutes (--budget): what there is no time for is left out, and says so. Each row has a
+time of its own too (--limit). The JSON is written anew after each row, so a run that is killed keeps what it measured.
+
+    scripts/bench-gpu --only 'gpufs cp,pinned'      rows in whose "group: name" one of these occurs
+    scripts/bench-gpu --gib 4 --repeat 3            a quick look
 
 Every row is the wall clock of a whole operation, the start of a command included. The first run is a warm-up and
 reported apart; the rate is that of the median of the others, in GB/s (10^9 bytes). A ratio is the rate divided by that
@@ -17,6 +22,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -55,14 +61,42 @@ class Row:
         return self.bytes / self.median_s / 1e9
 
 
+class Overdue(OSError):
+    """A row that takes longer than it may."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Overdue comes out of what takes longer."""
+
+    def ring(number: int, frame: object) -> None:
+        raise Overdue(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Bench:
     """Runs measurements one after another and keeps their rows."""
 
-    def __init__(self, repeat: int, seconds: float) -> None:
-        self.repeat = repeat
-        self.seconds = seconds
+    def __init__(self, args: argparse.Namespace, save: Callable[[Bench], None]) -> None:
+        self.repeat: int = args.repeat
+        self.seconds: float = args.seconds
+        self.limit: float = args.limit
+        self.deadline = time.perf_counter() + args.budget
+        self.only: list[str] = [word.strip().lower() for word in args.only.split(",") if word.strip()]
+        self.save = save
         self.rows: list[Row] = []
         self.left_out: list[str] = []
+
+    def wants(self, *rows: str) -> bool:
+        """Whether any of these "group: name" is to be measured."""
+        return not self.only or any(word in row.lower() for word in self.only for row in rows)
 
     def measure(
         self,
@@ -79,25 +113,37 @@ class Bench:
 
         work may return the seconds it took, where they are not those of the whole call.
         """
+        if not self.wants(f"{group}: {name}"):
+            return None
+        left = self.deadline - time.perf_counter()
+        if left < 1:
+            self.skip(f"{group}: {name}: no time is left (--budget)")
+            return None
         times: list[float] = []
         began = time.perf_counter()
         wanted = self.repeat if repeat is None else repeat
         try:
-            while len(times) < wanted + 1:
-                if len(times) > 2 and time.perf_counter() - began > self.seconds:
-                    break
-                if prepare is not None:
-                    prepare()
-                start = time.perf_counter()
-                result = work()
-                elapsed = time.perf_counter() - start
-                times.append(result if isinstance(result, float) else elapsed)
+            with limited(min(left, self.limit)):
+                while len(times) < wanted + 1:
+                    if len(times) > 2 and time.perf_counter() - began > self.seconds:
+                        break
+                    if prepare is not None:
+                        prepare()
+                    start = time.perf_counter()
+                    result = work()
+                    elapsed = time.perf_counter() - start
+                    times.append(result if isinstance(result, float) else elapsed)
+        except Overdue as error:
+            if len(times) < 2:
+                self.skip(f"{group}: {name}: {error}")
+                return None
         except (OSError, subprocess.SubprocessError, CudaError, RuntimeError, MemoryError) as error:
             self.skip(f"{group}: {name}: failed: {describe(error)}")
             return None
         row = Row(group, name, size, times[0], times[1:], yardstick)
         self.rows.append(row)
         print(f"  {name:<44} {row.rate:8.2f} GB/s   {row.median_s * 1e3:10.1f} ms   n={len(row.runs_s)}", flush=True)
+        self.save(self)
         return row
 
     def skip(self, line: str) -> None:
@@ -359,7 +405,16 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
         words = ["dd", f"if={path}", f"of={device / 'dd'}", f"bs={block}", *cut]
         work = functools.partial(command, *words)
         bench.measure("load hot", f"dd bs={block}", small, work, prepare=remove(device / "dd"), yardstick=pinned_in)
+        words = [*words, "conv=notrunc"]
+        work = functools.partial(command, *words)
+        bench.measure("load hot", f"dd bs={block}, existing file", small, work, yardstick=pinned_in)
     remove(device / "dd")()
+    tiny = path.parent / "tiny"
+    tiny.write_bytes(bytes(1 << 20))
+    work = functools.partial(command, *GPUFS, "cp", tiny, device / "tiny")
+    bench.measure("start", "gpufs cp of 1 MiB", 1 << 20, work)
+    bench.measure("start", "python", 1 << 20, functools.partial(command, sys.executable, "-c", ""))
+    remove(device / "tiny")()
     if not args.no_cold:
         for name, load in loads:
             bench.measure(
@@ -374,8 +429,7 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
         warm_cache(path)
 
     if not file.exists():
-        bench.skip("stores and copies through the mount: nothing was loaded")
-        return
+        command(*GPUFS, "cp", path, file)
     bench.section("Through the mount: stores to tmpfs")
     target = tmpfs / "stored"
     stores: list[tuple[str, Path, Callable[[Path], object]]] = [
@@ -401,6 +455,9 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
         bench.measure("mount", f"{count} dd, write bs=1M", small, work)
 
     bench.section("Device to device")
+    if not bench.wants("device: one copy_file_range", "device: cp in the mount"):
+        remove(file)()
+        return
     within = args.within
     with open(device / "source", "wb") as out:
         out.truncate(within)
@@ -417,6 +474,14 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
             raise OSError(f"copy_file_range moved {done} of {within} bytes")
 
     bench.measure("device", "one copy_file_range", within, one_call, yardstick="one cuMemcpyDtoD")
+    bench.measure(
+        "device",
+        "one copy_file_range, fresh file",
+        within,
+        one_call,
+        prepare=lambda: os.truncate(copy, 0),
+        yardstick="one cuMemcpyDtoD",
+    )
     os.close(source)
     os.close(destination)
     words = ["cp", device / "source", copy]
@@ -551,6 +616,10 @@ def size_of(text: str) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Files to device memory and back, by gpufs and by others.")
     parser.add_argument("--size", type=size_of, default=16 * GIB, help="of the file (16GiB)")
+    parser.add_argument("--gib", type=int, metavar="N", help="the same as --size NGiB, and no other size larger")
+    parser.add_argument("--only", default="", metavar="ROW,...", help='rows with one of these in their "group: name"')
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all rows together (540)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a row, before it is given up (60)")
     parser.add_argument("--slow-size", type=size_of, default=4 * GIB, help="for ways that are known to be slow (4GiB)")
     parser.add_argument("--within", type=size_of, default=8 * GIB, help="for copies on the device (8GiB)")
     parser.add_argument("--repeat", type=int, default=5, help="runs beside the warm-up (5)")
@@ -561,7 +630,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "bench" / "results", help="where the JSON goes")
     parser.add_argument("--no-cold", action="store_true", help="leave cold files out")
     parser.add_argument("--no-others", action="store_true", help="leave other libraries out")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.gib is not None:
+        args.size = args.gib * GIB
+        args.slow_size = min(args.slow_size, args.size)
+        args.within = min(args.within, args.size)
+    return args
 
 
 def main(arguments: list[str]) -> int:
@@ -582,7 +656,20 @@ def main(arguments: list[str]) -> int:
         "file_bytes": args.size,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    bench = Bench(args.repeat, args.seconds)
+    args.output.mkdir(parents=True, exist_ok=True)
+    result = args.output / f"gpu-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
+
+    def save(bench: Bench) -> None:
+        bench.finish()
+        environment["seconds"] = round(time.perf_counter() - began)
+        rows = [asdict(row) | {"rate_gbps": row.rate, "median_s": row.median_s} for row in bench.rows]
+        content = {"environment": environment, "rows": rows, "left_out": bench.left_out}
+        fresh = result.with_suffix(".new")
+        fresh.write_text(json.dumps(content, indent=1) + "\n")
+        fresh.rename(result)
+        result.with_suffix(".txt").write_text(report(bench, environment) + "\n")
+
+    bench = Bench(args, save)
     folder = args.data / f"gpufs-bench-{os.getpid()}"
     tmpfs = args.tmpfs / f"gpufs-bench-{os.getpid()}"
     folder.mkdir()
@@ -602,14 +689,8 @@ def main(arguments: list[str]) -> int:
         shutil.rmtree(tmpfs, ignore_errors=True)
         if not os.path.ismount(folder / "mnt"):
             shutil.rmtree(folder, ignore_errors=True)
-    bench.finish()
-    environment["seconds"] = round(time.perf_counter() - began)
+    save(bench)
     print("\n" + report(bench, environment))
-    args.output.mkdir(parents=True, exist_ok=True)
-    result = args.output / f"gpu-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
-    rows = [asdict(row) | {"rate_gbps": row.rate, "median_s": row.median_s} for row in bench.rows]
-    content = {"environment": environment, "rows": rows, "left_out": bench.left_out}
-    result.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\n{result}")
     return 0
 
