@@ -100,4 +100,13 @@ def _log_exception() -> None:
 
 def main() -> NoReturn:
     """The entry point."""
-    sys.exit(run())
+    code = run()
+    if sys.argv[1:2] == ["cp"]:
+        # Taking the interpreter apart does nothing for it, and takes as long as copying a few hundred megabytes.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                code = code or 1
+        os._exit(code)
+    sys.exit(code)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
-import signal
 import stat
 import sys
-import threading
 import time
+from _queue import SimpleQueue
+from _thread import allocate_lock, start_new_thread
 
 from gpufs.cli._errors import Failure
 from gpufs.client import Cancellation, Copier, CopyError
 
+# signal, threading and queue are on top of these, and take longer to import than the copy of a gigabyte takes.
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+if not TYPE_CHECKING:
+    import _signal
+else:
+    import signal as _signal
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
     from typing import Any, Final
 
@@ -126,7 +129,7 @@ def copy(options: dict[str, Any]) -> int:
         sys.stdout.flush()
     if run.signal is not None:
         # As cp: whoever waits for us sees that a signal ended us.
-        signal.signal(run.signal, signal.SIG_DFL)
+        _signal.signal(run.signal, _signal.SIG_DFL)
         os.kill(os.getpid(), run.signal)
     return 1 if run.errors else 0
 
@@ -170,7 +173,7 @@ class _Tally:
     """What all threads have done. The lock guards everything in it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = allocate_lock()
         self.total = 0  # bytes of the files found so far
         self.moved: dict[int, int] = {}  # bytes of the files under way, by thread
         self.paths: dict[int, dict[str, int]] = {}  # of these, by thread
@@ -187,6 +190,31 @@ class _Tally:
             return self.done + sum(self.moved.values()), self.total, paths, self.name
 
 
+class _Worker:
+    """A thread that ends with the process at the latest."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._busy = allocate_lock()  # held by the thread
+
+    def start(self) -> None:
+        self._busy.acquire()
+        start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._busy.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, at the latest after so long."""
+        if not self._busy.acquire(timeout=seconds):
+            return False
+        self._busy.release()
+        return True
+
+
 class _Run:
     """One run of the command: walks the sources, has files copied by threads, and keeps the books."""
 
@@ -198,21 +226,23 @@ class _Run:
         self._verbose: bool = options["verbose"]
         self._show = show
         self._cancel = Cancellation()
-        self._queue: queue.Queue[tuple[str, str] | None] = queue.Queue(_QUEUED_FILES)
+        self._queue: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
         self._tally = _Tally()
         self._made: set[str] = set()  # destinations of this run
         self._directories: list[tuple[str, os.stat_result, bool]] = []  # made by us, with what they were made from
         self._bar: _Bar | None = None
         self._began = time.monotonic()
         self._seconds = 0.0
-        self.signal: signal.Signals | None = None
+        self.signal: int | None = None
         self.results: list[CopyResult] = []
         self.errors: list[dict[str, Any]] = []
 
     def copy(self, targets: list[tuple[str, str]], jobs: int) -> None:
         """Copies everything; errors are printed and kept."""
-        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        workers = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(jobs)]
+        previous = {number: _signal.signal(number, self._interrupt) for number in (_signal.SIGINT, _signal.SIGTERM)}
+        if len(targets) == 1 and not self._recursive:
+            jobs = 1
+        workers = [_Worker(lambda number=number: self._work(number)) for number in range(jobs)]  # type: ignore[misc]
         try:
             with _Bar() if self._show else _NoBar() as self._bar:
                 for worker in workers:
@@ -227,22 +257,18 @@ class _Run:
         finally:
             self._seconds = time.monotonic() - self._began
             for number, handler in previous.items():
-                signal.signal(number, handler)
+                _signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second one: now
-            signal.signal(number, signal.SIG_DFL)
+            _signal.signal(number, _signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.signal = signal.Signals(number)
+        self.signal = number
         self._cancel.cancel()
 
-    def _wait(self, workers: list[threading.Thread]) -> None:
+    def _wait(self, workers: list[_Worker]) -> None:
         deadline = float("inf")
-        while any(worker.is_alive() for worker in workers):
-            for worker in workers:
-                if worker.is_alive():
-                    worker.join(_REFRESH)
-                    break
+        while not all(worker.wait(_REFRESH) for worker in workers):
             self._refresh()
             if self._cancel.cancelled:
                 deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
@@ -252,12 +278,10 @@ class _Run:
                     return
 
     def _put(self, item: tuple[str, str] | None) -> None:
-        while True:
-            try:
-                self._queue.put(item, timeout=_REFRESH)
-                return
-            except queue.Full:
-                self._refresh()
+        while self._queue.qsize() >= _QUEUED_FILES:
+            time.sleep(_REFRESH)
+            self._refresh()
+        self._queue.put(item)
 
     def _refresh(self) -> None:
         if self._bar is not None:
@@ -513,7 +537,7 @@ class _Bar:
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._lock = threading.Lock()  # guards the terminal
+        self._lock = allocate_lock()  # guards the terminal
 
     def __enter__(self) -> _Bar:
         from rich.console import Console

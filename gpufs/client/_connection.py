@@ -8,12 +8,12 @@ import select
 import time
 
 from gpufs._version import __version__
-from gpufs.client import _protocol
+from gpufs.client import _linux, _protocol
 from gpufs.client._protocol import Copy, Goodbye, Hello, ProtocolError, Result, ServerMessage, Welcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
+    import _socket
     from collections.abc import Callable
     from types import TracebackType
     from typing import Final, Self
@@ -51,7 +51,7 @@ class Connection:
 
     __slots__ = ("_next", "_sock", "requests", "server")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: _socket.socket) -> None:
         self._sock = sock
         self._next = 1
         try:
@@ -108,6 +108,7 @@ class Connection:
         request = Copy(self._next, direction, host_offset, offset, size, fastpath, sync, interval if progress else 0.0)
         self._next += 1
         _protocol.send(self._sock, request, (host_fd, mount_fd))
+        _linux.library()  # wanted after the copy, and there is time now
         cancelled = False
         try:
             while True:

@@ -13,8 +13,8 @@ import errno
 import os
 import stat
 import sys
-import threading
 import time
+from _thread import allocate_lock
 
 from gpufs.client import _find, _linux
 from gpufs.client._connection import Cancellation, Connection
@@ -148,7 +148,7 @@ class Copier:
         self._verify = verify
         self._preserve = preserve
         self._notice = notice
-        self._lock = threading.Lock()  # guards all below
+        self._lock = allocate_lock()  # guards all below
         self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
         self._unreachable: dict[int, OSError] = {}
         self._mounts: dict[int, list[MountPoint]] | None = None
@@ -574,6 +574,8 @@ def _make_durable(fd: int, created: str | None, *, synced: bool) -> None:
 
 def _compare(one: _One) -> str:
     """The checksum that both files have. CopyError EIO when they differ, ECANCELED when cancelled."""
+    import threading
+
     # Through the descriptor, so that it is the file that was written whatever its name means now.
     back = os.open(f"/proc/self/fd/{one.destination_fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
