@@ -363,8 +363,14 @@ TEST_P(Paths, TmpfsIsNeverReadDirect) {
   EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kFileSystem), 1U);
 }
 
+IoOptions with_pages() {
+  IoOptions options = Rig::small_options();
+  options.write_pages = Switch::kOn;
+  return options;
+}
+
 TEST_P(Paths, StoreToTmpfsWritesPagesSideBySide) {
-  Rig rig(GetParam(), Rig::small_options(), "/dev/shm");
+  Rig rig(GetParam(), with_pages(), "/dev/shm");
   auto data = pattern(4 * kMiB + 1234);
   rig.make_buffer(16 * kMiB);
   rig.buffer->fill(data);
@@ -396,7 +402,7 @@ TEST_P(Paths, StoreToTmpfsWritesPagesSideBySide) {
 }
 
 TEST_P(Paths, FullTmpfsOnStore) {
-  Rig rig(GetParam(), Rig::small_options(), "/dev/shm");
+  Rig rig(GetParam(), with_pages(), "/dev/shm");
   rig.make_buffer(16 * kMiB);
   rig.buffer->fill(pattern(4 * kMiB));
   rig.open_file();

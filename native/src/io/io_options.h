@@ -28,6 +28,9 @@ struct IoOptions {
   Switch pagecache = Switch::kAuto;
   // O_DIRECT on the fallback path: auto decides for each chunk by what is cached; on wherever alignment allows.
   Switch direct = Switch::kAuto;
+  // Stores to files in memory through their pages, several at a time (see FileOps::write_pages_at): auto where there
+  // are CPUs enough to gain by it, since each byte costs more. Not a knob.
+  Switch write_pages = Switch::kAuto;
   // How long a cancelled transfer waits for file operations under way before it leaves them behind.
   std::chrono::milliseconds cancel_grace{50};
   // How long shutdown() waits for threads that hang in a file operation before it leaves them behind.

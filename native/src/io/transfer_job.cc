@@ -19,6 +19,9 @@ namespace {
 constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // Device memory is taken and pinned in parts of this size: one call for many pieces.
 constexpr std::uint64_t kWindowBytes = std::uint64_t{256} << 20;
+// From here on writing a file's pages side by side is faster than writing it: measured 0.6 of it with 2 CPUs, 1.4
+// with 16.
+constexpr int kCpusForPages = 4;
 // A store to a file that may hang is given more time than a load: its last write may still arrive afterwards.
 constexpr int kStorePatience = 20;
 
@@ -223,7 +226,10 @@ Result<std::uint64_t> TransferJob::extent() {
 Status TransferJob::preallocate(std::uint64_t total, const Plan& plan) {
   BackingFile& backing = file();
   const std::uint64_t end = request_.file_offset + total;
-  if (backing.facts().always_hot && backing.facts().readable && end > original_file_size_ &&
+  const Switch wish = options().write_pages;
+  const bool side_by_side =
+      wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) >= kCpusForPages);
+  if (side_by_side && backing.facts().always_hot && backing.facts().readable && end > original_file_size_ &&
       total > options().chunk_bytes) {
     by_pages_ = backing.operations().truncate(backing.buffered_fd(), end) == 0;
     if (by_pages_) preallocated_end_ = end;
