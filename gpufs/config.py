@@ -12,7 +12,7 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -130,9 +130,18 @@ def _parse_path(text: str) -> str:
     return str(Path(text).expanduser().absolute())
 
 
+def join_backings(words: Sequence[str]) -> str:
+    """Several directories to show, each NAME=DIR or NAME=DIR:ro with whatever DIR has in it, as one setting."""
+    return ",".join(word.replace("\\", "\\\\").replace(",", "\\,") for word in words)
+
+
 def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
     shown: list[tuple[str, str, bool]] = []
-    for part in text.split(","):
+    # What stands after a backslash stands for itself.
+    parts = [re.sub(r"\\(.)", r"\1", part, flags=re.S) for part in re.findall(r"(?:^|,)((?:\\.|[^,\\])*)", text, re.S)]
+    if join_backings(parts) != text:  # a backslash before nothing, or before what needs none
+        raise ValueError(text)
+    for part in parts:
         name, equals, path = part.partition("=")
         read_only = path.endswith(":ro")
         path = path.removesuffix(":ro")
@@ -145,7 +154,9 @@ def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
 
 BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
 BACKINGS: Final = Kind(
-    "NAME=DIR or NAME=DIR:ro, several with commas between them, each NAME once", "NAME=DIR[:ro]", _parse_backings
+    "NAME=DIR or NAME=DIR:ro, several with commas between them, each NAME once; \\, for a comma in DIR",
+    "NAME=DIR[:ro]",
+    _parse_backings,
 )
 PATH: Final = Kind("the path of a file", "FILE", _parse_path)
 

@@ -93,7 +93,7 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
 def settings(arguments: Mapping[str, Any]) -> config.Settings:
     """The settings for the arguments of a command that has knob_options."""
     given = {
-        name: (",".join(value) or None) if isinstance(value, tuple) else value
+        name: (config.join_backings(value) or None) if isinstance(value, tuple) else value
         for name, value in arguments.items()
         if name in config.BY_NAME
     }
