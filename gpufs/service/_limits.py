@@ -17,4 +17,5 @@ class Limits:
     prepare: float = 30.0  # for a file's server to answer before a copy starts
     send: float = 10.0  # for a client to take a result
     progress: float = 0.02  # the least time between two progress messages
-    grace: float = 5.0  # for a cancelled copy to end
+    last_send: float = 1.0  # the same when the mount is ending
+    grace: float = 5.0  # for a cancelled copy to end and its files to be closed

@@ -281,14 +281,18 @@ class Session:
         finally:
             # From here on to the end whatever is cancelled: the files are left consistent and everything is given back.
             request.cancel()
+            patience = self._limits.send
+            if trio.current_effective_deadline() == -math.inf:  # the mount is ending
+                patience = min(patience, self._limits.last_send)
             with trio.CancelScope(shield=True):
+                deadline = trio.current_time() + self._limits.grace  # of all of it: each step may find a server hung
                 if request.transfer is not None:
-                    state = await self._finish(request, host)
-                await self._give_back(request)
+                    state = await self._finish(request, host, deadline)
+                await self._give_back(request, deadline)
                 self._account(request, state, refused)
                 del self._requests[request.copy.id]
                 self._counters.running -= 1
-                await self._send_result(request, state)
+                await self._send_result(request, state, patience)
 
     def _prepare(self, request: _Request, host: Descriptor, mount: Descriptor) -> None:
         """On a thread: checks the descriptors and starts the transfer. OSError when a rule forbids it."""
@@ -340,12 +344,12 @@ class Session:
                 state = transfer.state()
                 self._send_if_possible(_protocol.Progress(copy.id, state.total, state.moved, state.paths))
 
-    async def _finish(self, request: _Request, host: Descriptor) -> State:
+    async def _finish(self, request: _Request, host: Descriptor, deadline: float) -> State:
         """After the transfer, which has ended or was cancelled: the file's length, times and what the kernel knows."""
         transfer, ends, copy = request.transfer, request.ends, request.copy
         assert transfer is not None
         assert ends is not None
-        with trio.move_on_after(self._limits.grace):
+        with trio.move_on_at(deadline):
             await trio.lowlevel.wait_readable(transfer.event_fd)
         state = transfer.state()
         if not state.ended:
@@ -364,7 +368,7 @@ class Session:
                     os.ftruncate(host.fd, wanted)
 
         try:
-            with trio.fail_after(self._limits.grace):
+            with trio.fail_at(deadline):
                 await self._in_thread(settle, request)
         except OSError as error:
             if not state.error:
@@ -373,7 +377,7 @@ class Session:
             log.info("%s: a file does not answer after its copy", self._name)
         return state
 
-    async def _give_back(self, request: _Request) -> None:
+    async def _give_back(self, request: _Request, deadline: float) -> None:
         """Closes what the request held, and waits for that a little: a client may unmount the file's disk next."""
         closed = trio.Event()
         token = trio.lowlevel.current_trio_token()
@@ -389,10 +393,10 @@ class Session:
                 tell()
 
         _in_background(close)
-        with trio.move_on_after(self._limits.grace):
+        with trio.move_on_at(deadline):
             await closed.wait()
 
-    async def _send_result(self, request: _Request, state: State) -> None:
+    async def _send_result(self, request: _Request, state: State, patience: float) -> None:
         text = state.message or (os.strerror(state.error) if state.error else "")
         result = Result(
             request.copy.id,
@@ -405,7 +409,7 @@ class Session:
             time.monotonic() - request.began,
         )
         try:
-            with trio.move_on_after(self._limits.send) as scope:
+            with trio.move_on_after(patience) as scope:
                 await self._send(result)
             if scope.cancelled_caught:
                 # A client that does not read would otherwise wait for a result that never comes.
