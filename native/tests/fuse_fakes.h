@@ -170,6 +170,8 @@ class FakeBuffer : public Buffer {
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
   void publish(std::uint64_t) override {}
+  bool publish_since(std::uint64_t, std::uint64_t) override { return true; }
+  [[nodiscard]] std::uint64_t shrinks() const override { return 0; }
   Status discard_above_size(std::uint64_t, std::uint64_t) override { return unused(); }
 
   Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override {

@@ -225,6 +225,16 @@ class FakeBuffer final : public Buffer {
     const std::lock_guard lock(mutex_);
     size_ = std::max(size_, end);
   }
+  bool publish_since(std::uint64_t end, std::uint64_t noted) override {
+    const std::lock_guard lock(mutex_);
+    if (shrinks_ != noted) return false;
+    size_ = std::max(size_, end);
+    return true;
+  }
+  [[nodiscard]] std::uint64_t shrinks() const override {
+    const std::lock_guard lock(mutex_);
+    return shrinks_;
+  }
   Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override {
     const std::lock_guard lock(mutex_);
     const std::uint64_t start = std::max(offset, size_);
@@ -237,6 +247,7 @@ class FakeBuffer final : public Buffer {
   Result<Gathered> gather(std::uint64_t, std::uint64_t) override { return Status(ENOSYS, ""); }
   Status resize(std::uint64_t size) override {
     const std::lock_guard lock(mutex_);
+    if (size <= size_) ++shrinks_;
     size_ = size;
     return {};
   }
@@ -308,6 +319,7 @@ class FakeBuffer final : public Buffer {
   mutable std::mutex mutex_;
   std::vector<bool> populated_;
   std::uint64_t size_ = 0;
+  std::uint64_t shrinks_ = 0;
 };
 
 // The system's calls, with a test's own in front of some.

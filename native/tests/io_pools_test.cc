@@ -145,6 +145,7 @@ class CountedWork final : public Work {
  public:
   CountedWork(std::uint64_t client, int pieces) : left(pieces), client_(client) {}
   [[nodiscard]] std::uint64_t client() const override { return client_; }
+  [[nodiscard]] bool may_hang() const override { return false; }
   [[nodiscard]] int wanted() const override { return left > 0 ? 4 : 0; }
   void serve(Turn& turn) override {
     const int inside = ++inside_;
@@ -174,7 +175,7 @@ TEST(WorkerPool, ClientsShareTheThreads) {
   while (first->left > 0 || second->left > 0) std::this_thread::sleep_for(milliseconds(1));
   EXPECT_LE(first->most, 2);
   EXPECT_LE(second->most, 2);
-  EXPECT_EQ(pool->shutdown(milliseconds(5000)), 0);
+  EXPECT_EQ(pool->shutdown(milliseconds(5000), milliseconds(50)), 0);
   EXPECT_EQ(pool->submit(first).error(), ESHUTDOWN);
 }
 

@@ -835,6 +835,29 @@ TEST_P(Paths, BufferTruncatedUnderTheCopyIsAShortCount) {
   EXPECT_EQ(rig.file_size(), done.prefix);
 }
 
+TEST_P(Paths, BufferThatIsTruncatedDuringALoadStaysSo) {
+  Rig rig(GetParam(), without_fastpath());
+  rig.make_buffer(16 * kMiB);
+  rig.make_file(pattern(4 * kMiB));
+  std::atomic<int> reads{0};
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+    // The pieces before are in place, and what they were pinned by may be gone.
+    if (++reads == 8) (void)rig.buffer->resize(0);
+    return false;
+  };
+  TransferRequest wanted = rig.load();
+  wanted.share = 1;
+  const TransferProgress done = rig.finish(wanted);
+  EXPECT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.prefix, 4 * kMiB);
+  EXPECT_EQ(rig.buffer->size(), 0U);
+  // Nothing is left above the size that a later growth would show.
+  EXPECT_EQ(std::count(rig.buffer->contents(), rig.buffer->contents() + 4 * kMiB, std::byte{0}), 4 * kMiB);
+  rig.operations.on_read = nullptr;
+  EXPECT_EQ(rig.finish(rig.load()).prefix, 4 * kMiB);
+  EXPECT_EQ(rig.buffer->size(), 4 * kMiB);
+}
+
 TEST_P(Paths, FullDiskOnStore) {
   for (const bool fresh : {true, false}) {
     Rig rig(GetParam(), without_fastpath());
@@ -1250,6 +1273,41 @@ TEST(Hanging, OneClientDoesNotStopTheOthers) {
     EXPECT_EQ(started.value()->progress().prefix, data.size());
   }
   EXPECT_TRUE(same(*rig.buffer, rig.buffer->contents(), data));
+  for (const auto& transfer : hung) transfer->cancel();
+  for (const auto& transfer : hung) EXPECT_TRUE(transfer->wait(milliseconds(5000)));
+  door.open();
+}
+
+TEST(Hanging, ManyServersDoNotStopFilesOnDisks) {
+  IoOptions options = without_fastpath();
+  options.workers = 2;
+  Rig rig(false, options);
+  const auto data = pattern(2 * kMiB);
+  rig.make_file(data, /*may_hang=*/true);
+  rig.make_buffer(4 * kMiB);
+  Door door;
+  const int hanging = rig.file->buffered_fd();
+  rig.operations.on_read = [&](int fd, void*, std::size_t, std::uint64_t, ssize_t*) {
+    if (fd == hanging) door.pass();
+    return false;
+  };
+  const std::shared_ptr<BackingFile> hung_file = rig.file;
+  std::vector<std::shared_ptr<Transfer>> hung;
+  for (std::uint64_t server = 0; server < 6; ++server) {
+    TransferRequest wanted = rig.load();
+    wanted.client = 1000 + server;
+    hung.push_back(rig.engine->start(wanted).take());
+  }
+  door.await(2);
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_EQ(door.waiting(), 2);  // as many as one client may have
+
+  rig.open_file();
+  rig.make_buffer(4 * kMiB);
+  Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.load());
+  ASSERT_TRUE(started.ok());
+  ASSERT_TRUE(started.value()->wait(milliseconds(10000)));
+  EXPECT_EQ(started.value()->progress().prefix, data.size());
   for (const auto& transfer : hung) transfer->cancel();
   for (const auto& transfer : hung) EXPECT_TRUE(transfer->wait(milliseconds(5000)));
   door.open();

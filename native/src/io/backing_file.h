@@ -25,6 +25,7 @@ struct BackingFacts {
   bool append = false;                // every write would go to the end: no destination for us
   bool always_hot = false;            // the page cache is the file (tmpfs)
   bool may_hang = false;              // behind a network or a user's process
+  std::uint64_t device = 0;           // st_dev: files that hang together have the same
   std::uint32_t offset_align = 4096;  // of O_DIRECT, both powers of two
   std::uint32_t memory_align = 4096;
   // What O_DIRECT requests are cut to: offset_align, and at least a page, so that buffered and direct writes of one

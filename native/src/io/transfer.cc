@@ -218,7 +218,7 @@ void TransferEngine::shutdown() {
   jobs.clear();
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
   for (const std::shared_ptr<WorkerPool>& pool : pools) {
-    const int hung = pool->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest));
+    const int hung = pool->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest), options_.cancel_grace);
     if (hung > 0) log_warning(std::to_string(hung) + " threads hang in files and are left behind");
   }
   decltype(cancelled_) cancelled;  // destroyed without the lock

@@ -206,7 +206,11 @@ Result<std::uint64_t> TransferJob::extent() {
   if (!begin_use()) return Status(ECANCELED, "cancelled");
   if (request_.direction == Direction::kLoad) {
     // A range is filled as far as it goes; a buffer that is asked for too much says so when it grows.
-    if (target().buffer() == nullptr) available = std::min(available, target().limit() - request_.target_offset);
+    if (target().buffer() == nullptr) {
+      available = std::min(available, target().limit() - request_.target_offset);
+    } else {
+      noted_shrinks_ = target().buffer()->shrinks();
+    }
   } else {
     const std::uint64_t size = target().size();
     available = size > request_.target_offset ? size - request_.target_offset : 0;
@@ -496,11 +500,14 @@ void TransferJob::finish() {
   conclude(reached, status, sync_failed);
 }
 
-Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) {
+// A buffer that was made smaller meanwhile stays so, as if that had come after all that was loaded: what it took away
+// must not come back as zeros.
+Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) const {
   if (target.buffer() == nullptr) return {};
-  if (reached > 0) target.buffer()->publish(request_.target_offset + reached);
-  if (touched <= reached) return {};
-  return target.buffer()->discard_above_size(request_.target_offset + reached, touched - reached);
+  const std::uint64_t start = request_.target_offset;
+  const bool published = reached == 0 || target.buffer()->publish_since(start + reached, noted_shrinks_);
+  const std::uint64_t kept = published ? reached : 0;
+  return touched <= kept ? Status{} : target.buffer()->discard_above_size(start + kept, touched - kept);
 }
 
 // The file ends where the store ended: neither short of a hole that was left at its end, nor long by what was made

@@ -45,6 +45,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
 
   // Work
   [[nodiscard]] std::uint64_t client() const override { return request_.client; }
+  [[nodiscard]] bool may_hang() const override { return request_.file->facts().may_hang; }
   [[nodiscard]] int wanted() const override { return wanted_.load(std::memory_order_relaxed); }
   void serve(Turn& turn) override;
 
@@ -115,7 +116,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   Result<Plan> make_plan(std::uint64_t total);
   void leave();
   void finish();
-  Status finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched);
+  Status finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) const;
   Status finish_store(std::uint64_t reached, std::uint64_t touched);
   Status sync_file();
   std::uint64_t chunk_bytes(Path path) const;
@@ -141,6 +142,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   std::uint64_t original_file_size_ = 0;
   std::uint64_t preallocated_end_ = 0;
   bool by_pages_ = false;
+  std::uint64_t noted_shrinks_ = 0;  // of a load's buffer, before its first byte was written
 
   // When prepare() began and ended, for traces; 0: not yet.
   std::atomic<std::uint64_t> bind_start_{0};

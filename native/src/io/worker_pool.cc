@@ -143,6 +143,7 @@ WorkerPool::Entry* WorkerPool::choose_locked(Client** owner) {
     Entry* own = nullptr;
     for (Entry& entry : client.entries) {
       if (entry.running >= entry.work->wanted()) continue;
+      if (risking_ >= share_ && entry.work->may_hang()) continue;
       if (own == nullptr || entry.running < own->running ||
           (entry.running == own->running && entry.served < own->served)) {
         own = &entry;
@@ -196,12 +197,16 @@ void WorkerPool::thread_main() {
     owner->served = entry->served = ++serial_;
     // Entry and client stay where they are: both are dropped only when nothing runs.
     std::shared_ptr<Work> work = entry->work;
+    const int risk = work->may_hang() ? 1 : 0;
+    risking_ += risk;
     lock.unlock();
     {
       Turn turn(*this, *work);
       work->serve(turn);
     }
     lock.lock();
+    risking_ -= risk;
+    if (ending_) finished_.notify_all();
     --owner->running;
     --entry->running;
     if (entry->running == 0) entry->waiting_since = Clock::now();
@@ -217,7 +222,7 @@ void WorkerPool::thread_main() {
   finished_.notify_all();
 }
 
-int WorkerPool::shutdown(std::chrono::milliseconds grace) {
+int WorkerPool::shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace) {
   std::vector<std::thread> threads;
   std::vector<std::shared_ptr<Work>> dropped;
   int hung = 0;
@@ -225,7 +230,8 @@ int WorkerPool::shutdown(std::chrono::milliseconds grace) {
     std::unique_lock lock(mutex_);
     ending_ = true;
     changed_.notify_all();
-    finished_.wait_for(lock, grace, [&] { return alive_ == 0; });
+    finished_.wait_for(lock, grace, [&] { return alive_ <= risking_; });
+    finished_.wait_for(lock, std::min(grace, hang_grace), [&] { return alive_ == 0; });
     hung = alive_;
     threads.swap(threads_);
     if (hung == 0) {

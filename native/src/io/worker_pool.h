@@ -41,6 +41,8 @@ class Work {
   virtual ~Work() = default;
   // Whose it is: clients share the threads evenly, whatever each has under way. Constant.
   [[nodiscard]] virtual std::uint64_t client() const = 0;
+  // Whether a thread may hang in it: of these works, all together never have more threads than one client. Constant.
+  [[nodiscard]] virtual bool may_hang() const = 0;
   // How many threads it could use now, those that it has included; 0 when it needs none any more (then for ever).
   // Takes no lock: called with the pool's lock held.
   [[nodiscard]] virtual int wanted() const = 0;
@@ -62,9 +64,10 @@ class WorkerPool : public std::enable_shared_from_this<WorkerPool> {
   // Call when wanted() has grown or become 0, without locks of the Work's own.
   void update();
 
-  // Waits until every thread has left its Work, up to `grace`, and joins them; threads that hang are left behind (their
-  // number is returned). The works must have been told to end. Nothing is served afterwards.
-  int shutdown(std::chrono::milliseconds grace);
+  // Waits until every thread has left its Work and joins them: up to `grace`, and up to `hang_grace` where only those
+  // are left that may hang. Threads that hang are left behind (their number is returned). The works must have been told
+  // to end. Nothing is served afterwards.
+  int shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace);
 
   [[nodiscard]] int share() const { return share_; }
   [[nodiscard]] int threads() const { return share_ + spare_; }
@@ -105,6 +108,7 @@ class WorkerPool : public std::enable_shared_from_this<WorkerPool> {
   std::vector<std::thread> threads_;
   int alive_ = 0;
   int idle_ = 0;
+  int risking_ = 0;  // in works that may hang
   std::uint64_t serial_ = 0;
   bool ending_ = false;
 };

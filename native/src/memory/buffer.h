@@ -62,6 +62,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // writers.
   virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
+  // For those who cannot hold the pins until then: nothing but false if the buffer has been made smaller since
+  // shrinks() was `noted`, which is as if that had come after them.
+  virtual bool publish_since(std::uint64_t end, std::uint64_t noted) = 0;
+  [[nodiscard]] virtual std::uint64_t shrinks() const = 0;
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
   virtual Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) = 0;
 

@@ -178,6 +178,22 @@ Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_
 
 void ExtentBuffer::publish(std::uint64_t end) {
   const std::lock_guard lock(state_mutex_);
+  publish_locked(end);
+}
+
+bool ExtentBuffer::publish_since(std::uint64_t end, std::uint64_t noted) {
+  const std::lock_guard lock(state_mutex_);
+  if (shrinks_ != noted) return false;
+  publish_locked(end);
+  return true;
+}
+
+std::uint64_t ExtentBuffer::shrinks() const {
+  const std::lock_guard lock(state_mutex_);
+  return shrinks_;
+}
+
+void ExtentBuffer::publish_locked(std::uint64_t end) {
   const std::uint64_t size = std::min({end, publish_limit_, kMaximumBytes});
   if (size > size_.load(std::memory_order_relaxed)) size_.store(size, std::memory_order_release);
 }

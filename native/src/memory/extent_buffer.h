@@ -43,6 +43,8 @@ class ExtentBuffer : public Buffer {
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t end) override;
+  bool publish_since(std::uint64_t end, std::uint64_t noted) override;
+  [[nodiscard]] std::uint64_t shrinks() const override;
   Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override;
   Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override;
@@ -118,6 +120,7 @@ class ExtentBuffer : public Buffer {
   ReadLease acquire_read(std::uint64_t offset, std::uint64_t bytes);
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
   [[nodiscard]] bool try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
+  void publish_locked(std::uint64_t end);
   Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const;
   [[nodiscard]] SnapshotPointer current() const;
 
@@ -173,6 +176,7 @@ class ExtentBuffer : public Buffer {
   WriteLease* writers_ = nullptr;           // all leases for writing
   std::uint64_t write_limit_ = kNoLimit;    // writes that end above it take the slow path
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is under way: no size above it
+  std::uint64_t shrinks_ = 0;               // begun so far
   std::uint64_t gate_offset_ = 0;           // [gate_offset_, gate_end_): being moved by the driver, nobody may use it
   std::uint64_t gate_end_ = 0;
   std::atomic<std::uint64_t> size_{0};

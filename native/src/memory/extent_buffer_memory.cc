@@ -310,6 +310,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
     highest = highest_locked();
     exclusion.begin_locked(size);
     publish_limit_ = size;
+    ++shrinks_;
     size_.store(size, std::memory_order_release);
   }
   Status status = shrink(size, highest);
