@@ -334,6 +334,7 @@ class Daemon:
             statistics=mount.statistics,
             files=lambda index: tree.files[index],
             transfers=lambda: self._service.statistics() if self._service is not None else {},
+            io=opened.io_statistics,
         )
         counted = MountStatistics(opened, self._request.mountpoint, driver)
         contents: dict[str, Callable[[], bytes]] = {

@@ -261,7 +261,24 @@ def test_descriptors_go_with_the_kernels_references(backed: GpufsMount, both: tu
     wait_until(lambda: Snapshot.of(backed.pid).descriptors <= before + 10, 10, "forgotten inodes")
 
 
-@pytest.mark.parametrize("text", ["", "x", "=/tmp", "a/b=/tmp", "..=/tmp", "a=/tmp,a=/var", "a="])
+@pytest.mark.parametrize("name", ["a,b", "back\\slash", "both\\,", "ends\\"])
+def test_any_path_can_be_shown(session: Session, driver: str, tmp_path: Path, name: str) -> None:
+    words = [f"first={tmp_path / name}", f"second={tmp_path}:ro"]
+    assert config.load({"backing": config.join_backings(words)}, {})["backing"] == [
+        ("first", str(tmp_path / name), False),
+        ("second", str(tmp_path), True),
+    ]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "file").write_bytes(b"there")
+    with GpufsMount(session, "--backing", words[0], "--backing", words[1], driver=driver) as mount:
+        assert (mount.path / "backing" / "first" / "file").read_bytes() == b"there"
+        assert name in os.listdir(mount.path / "backing" / "second")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a=/tmp\\", "a=/t\\mp", "a=/tmp\\\\,a=/tmp", "", "x", "=/tmp", "a/b=/tmp", "..=/tmp", "a=/tmp,a=/var", "a="],
+)
 def test_bad_words(text: str) -> None:
     with pytest.raises(config.ConfigError):
         config.load({"backing": text}, {})

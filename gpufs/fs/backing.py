@@ -11,6 +11,8 @@ Symbolic links that are absolute or lead out of the shown directory are ELOOP wh
 
 import ctypes
 import errno
+import fcntl
+import functools
 import logging
 import os
 import platform
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 DIRECTORY_NAME: Final = b"backing"
 _FIRST_INO: Final = 1 << 48  # the tree's own numbers are below
-_THREADS: Final = 32
+_THREADS: Final = 32  # for the files of one file system
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 _SYS_OPENAT2: Final = 437  # the same on all architectures
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
@@ -163,13 +165,15 @@ class BackingOperations(Operations):
     ) -> None:
         """``device``: the st_dev of this mount. OSError, with the path, when a directory cannot be opened."""
         super().__init__(tree, table, **options)
+        self._mount = table
         self._device = device
-        self._threads = trio.CapacityLimiter(_THREADS)
+        self._threads: dict[int, trio.CapacityLimiter] = {}  # by st_dev
         self._next_backing_ino = _FIRST_INO
         self._known: dict[tuple[str, int, int], BackingNode] = {}
         self._listings: dict[int, list[tuple[bytes, int]]] = {}
         self._listed: dict[int, BackingNode] = {}
-        self._open_files: dict[int, int] = {}  # handle: descriptor
+        # By handle. The descriptor of one that is open for writing is kept for truncation.
+        self._open_files: dict[int, tuple[BackingNode, int | None]] = {}
         self._shown = Directory(tree._take_ino(), -1)
         self._shown.fixed = True
         tree._place(tree.root, DIRECTORY_NAME, self._shown, 0o555, uid, gid)
@@ -190,8 +194,9 @@ class BackingOperations(Operations):
         for node in list(self._known.values()):
             os.close(node.fd)
         self._known.clear()
-        for fd in self._open_files.values():
-            os.close(fd)
+        for _, kept in self._open_files.values():
+            if kept is not None:
+                os.close(kept)
         self._open_files.clear()
 
     # ---- inside ----
@@ -200,15 +205,23 @@ class BackingOperations(Operations):
         node = self._tree.nodes.get(ino)
         return node if isinstance(node, BackingNode) else None
 
-    async def _as_caller(self, ctx: pyfuse3.RequestContext, work: Callable[[], T]) -> T:
-        """Runs work on a thread with the caller's identity."""
+    async def _as_caller(self, node: BackingNode, ctx: pyfuse3.RequestContext, work: Callable[[], T]) -> T:
+        """Runs work, which asks the server of a node's file, on a thread with the caller's identity."""
         uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
 
         def run() -> T:
             with _identity(uid, gid, pid):
                 return work()
 
-        return await trio.to_thread.run_sync(run, limiter=self._threads)
+        return await self._on_thread(node, run)
+
+    async def _on_thread(self, node: BackingNode, work: Callable[[], T]) -> T:
+        """Runs work, which asks the server of a node's file, on a thread.
+
+        A server that hangs holds up those alone who ask it, and nobody waits for it at the mount's end.
+        """
+        threads = self._threads.setdefault(node.key[1], trio.CapacityLimiter(_THREADS))
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=threads)
 
     def _changeable(self, *nodes: BackingNode) -> None:
         if any(node.share.read_only for node in nodes):
@@ -259,7 +272,7 @@ class BackingOperations(Operations):
                 os.close(fd)
                 raise
 
-        fd, found = await trio.to_thread.run_sync(find, limiter=self._threads)
+        fd, found = await self._on_thread(parent, find)
         return self._adopt(fd, found, parent)
 
     # ---- names ----
@@ -271,7 +284,7 @@ class BackingOperations(Operations):
             if share is None:
                 return self._no_entry
             share.lookups += 1
-            return self._attributes(share, await trio.to_thread.run_sync(os.fstat, share.fd, limiter=self._threads))
+            return self._attributes(share, await self._on_thread(share, lambda: os.fstat(share.fd)))
         parent = self._backing(parent_inode)
         if parent is None:
             return await super().lookup(parent_inode, name, ctx)
@@ -316,19 +329,25 @@ class BackingOperations(Operations):
                 os.close(fd)
                 raise
 
-        fd, path_fd, found = await self._as_caller(ctx, make)
+        fd, path_fd, found = await self._as_caller(parent, ctx, make)
         try:
             reply = self._adopt(path_fd, found, parent)
-            return self._opened(fd), reply
+            node = self._backing(reply.st_ino)
         except BaseException:
             os.close(fd)
+            raise
+        assert node is not None
+        try:
+            return await self._opened(node, fd), reply
+        except BaseException:
+            await self.forget([(node.ino, 1)])  # the kernel hears of no reference
             raise
 
     async def _make(
         self, parent: BackingNode, name: bytes, ctx: pyfuse3.RequestContext, make: Callable[[], None]
     ) -> pyfuse3.EntryAttributes:
         self._changeable(parent)
-        await self._as_caller(ctx, make)
+        await self._as_caller(parent, ctx, make)
         return await self._find(parent, name)
 
     @handler
@@ -379,7 +398,7 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().readlink(inode, ctx)
-        target = await trio.to_thread.run_sync(lambda: os.readlink(b"", dir_fd=node.fd), limiter=self._threads)
+        target = await self._on_thread(node, lambda: os.readlink(b"", dir_fd=node.fd))
         if _leads_out(target, node.depth - 1):
             raise error(errno.ELOOP)
         return target
@@ -391,7 +410,7 @@ class BackingOperations(Operations):
             await super().unlink(parent_inode, name, ctx)
             return
         self._changeable(parent)
-        await self._as_caller(ctx, lambda: os.unlink(name, dir_fd=parent.fd))
+        await self._as_caller(parent, ctx, lambda: os.unlink(name, dir_fd=parent.fd))
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -400,7 +419,7 @@ class BackingOperations(Operations):
             await super().rmdir(parent_inode, name, ctx)
             return
         self._changeable(parent)
-        await self._as_caller(ctx, lambda: os.rmdir(name, dir_fd=parent.fd))
+        await self._as_caller(parent, ctx, lambda: os.rmdir(name, dir_fd=parent.fd))
 
     @handler
     async def rename(
@@ -419,7 +438,7 @@ class BackingOperations(Operations):
         if old is None or new is None or old.share is not new.share:
             raise error(errno.EXDEV)
         self._changeable(old, new)
-        await self._as_caller(ctx, lambda: _rename(old.fd, name_old, new.fd, name_new, flags))
+        await self._as_caller(old, ctx, lambda: _rename(old.fd, name_old, new.fd, name_new, flags))
 
     # ---- directories ----
 
@@ -437,7 +456,7 @@ class BackingOperations(Operations):
             finally:
                 os.close(fd)
 
-        listing = await self._as_caller(ctx, names)
+        listing = await self._as_caller(node, ctx, names)
         handle = self._take_handle()
         self._listings[handle] = listing
         self._listed[handle] = node
@@ -479,7 +498,7 @@ class BackingOperations(Operations):
         for cookie, (name, share) in enumerate(self._shares.items(), 3):
             if start_id >= cookie:
                 continue
-            found = await trio.to_thread.run_sync(os.fstat, share.fd, limiter=self._threads)
+            found = await self._on_thread(share, functools.partial(os.fstat, share.fd))
             if not pyfuse3.readdir_reply(token, name, self._attributes(share, found), cookie):
                 return
             share.lookups += 1
@@ -497,7 +516,7 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().getattr(inode, ctx)
-        found = await trio.to_thread.run_sync(os.fstat, node.fd, limiter=self._threads)
+        found = await self._on_thread(node, lambda: os.fstat(node.fd))
         return self._attributes(node, found)
 
     @handler
@@ -515,7 +534,7 @@ class BackingOperations(Operations):
         self._changeable(node)
         mode, uid, gid = attr.st_mode, attr.st_uid, attr.st_gid
         size, atime, mtime = attr.st_size, attr.st_atime_ns, attr.st_mtime_ns
-        open_fd = self._open_files.get(fh) if fh is not None else None
+        _, open_fd = self._open_files.get(fh, (node, None)) if fh is not None else (node, None)
 
         def change() -> None:
             if fields.update_size:
@@ -535,8 +554,8 @@ class BackingOperations(Operations):
                     ),
                 )
 
-        await self._as_caller(ctx, change)
-        found = await trio.to_thread.run_sync(os.fstat, node.fd, limiter=self._threads)
+        await self._as_caller(node, ctx, change)
+        found = await self._on_thread(node, lambda: os.fstat(node.fd))
         return self._attributes(node, found)
 
     # ---- extended attributes ----
@@ -548,21 +567,21 @@ class BackingOperations(Operations):
             await super().setxattr(inode, name, value, ctx)
             return
         self._changeable(node)
-        await self._as_caller(ctx, lambda: os.setxattr(node.link, name, value))
+        await self._as_caller(node, ctx, lambda: os.setxattr(node.link, name, value))
 
     @handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
         node = self._backing(inode)
         if node is None:
             return await super().getxattr(inode, name, ctx)
-        return await self._as_caller(ctx, lambda: os.getxattr(node.link, name))
+        return await self._as_caller(node, ctx, lambda: os.getxattr(node.link, name))
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
         node = self._backing(inode)
         if node is None:
             return await super().listxattr(inode, ctx)
-        return [os.fsencode(name) for name in await self._as_caller(ctx, lambda: os.listxattr(node.link))]
+        return [os.fsencode(name) for name in await self._as_caller(node, ctx, lambda: os.listxattr(node.link))]
 
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -571,7 +590,7 @@ class BackingOperations(Operations):
             await super().removexattr(inode, name, ctx)
             return
         self._changeable(node)
-        await self._as_caller(ctx, lambda: os.removexattr(node.link, name))
+        await self._as_caller(node, ctx, lambda: os.removexattr(node.link, name))
 
     # ---- open files ----
 
@@ -596,12 +615,7 @@ class BackingOperations(Operations):
                 raise
             return fd
 
-        fd = await self._as_caller(ctx, open_it)
-        try:
-            return self._opened(fd)
-        except BaseException:
-            os.close(fd)
-            raise
+        return await self._opened(node, await self._as_caller(node, ctx, open_it))
 
     @staticmethod
     def _change_mode(node: BackingNode, wanted: int) -> None:
@@ -627,38 +641,34 @@ class BackingOperations(Operations):
         with _daemons_rights():
             os.fchmod(fd, stat.S_IMODE(mode))
 
-    def _opened(self, fd: int) -> pyfuse3.FileInfo:
-        """The handle of an open file, which takes the descriptor over."""
-        handle = self._take_handle()
-        self._open_files[handle] = fd
+    async def _opened(self, node: BackingNode, fd: int) -> pyfuse3.FileInfo:
+        """The engine's handle of an open file, for it moves the bytes. Takes the descriptor over."""
+
+        def hand_over() -> tuple[int, int | None]:
+            try:
+                handle: int = self._mount.backing_file_open(node.ino, fd)  # with descriptors of its own
+                if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                    return handle, fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            return handle, None
+
+        handle, kept = await self._on_thread(node, hand_over)
+        self._open_files[handle] = (node, kept)
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     @handler
-    async def read(self, fh: int, off: int, size: int) -> bytes:
-        fd = self._open_files.get(fh)
-        if fd is None:
-            return await super().read(fh, off, size)
-        return await trio.to_thread.run_sync(os.pread, fd, size, off, limiter=self._threads)
-
-    @handler
-    async def write(self, fh: int, off: int, buf: bytes) -> int:
-        fd = self._open_files.get(fh)
-        if fd is None:
-            return await super().write(fh, off, buf)
-        return await trio.to_thread.run_sync(os.pwrite, fd, bytes(buf), off, limiter=self._threads)
-
-    @handler
-    async def fsync(self, fh: int, datasync: bool) -> None:
-        fd = self._open_files.get(fh)
-        if fd is None:
-            await super().fsync(fh, datasync)
-            return
-        await trio.to_thread.run_sync(os.fdatasync if datasync else os.fsync, fd, limiter=self._threads)
-
-    @handler
     async def release(self, fh: int) -> None:
-        fd = self._open_files.pop(fh, None)
-        if fd is None:
+        if fh not in self._open_files:
             await super().release(fh)
             return
-        await trio.to_thread.run_sync(os.close, fd, limiter=self._threads)
+        node, kept = self._open_files.pop(fh)
+
+        def close() -> None:
+            if kept is not None:
+                os.close(kept)
+            self._mount.file_release(fh)
+
+        await self._on_thread(node, close)

@@ -18,7 +18,7 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index) and ``transfers`` are asked at each reading.
+    ``statistics``, ``files`` (of a device, by its index), ``transfers`` and ``io`` are asked at each reading.
     """
 
     mountpoint: str
@@ -28,6 +28,7 @@ class MountStatus:
     statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]] | None = None
+    io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,6 +49,8 @@ class MountStatus:
         }
         if self.transfers is not None:
             status["transfers"] = dict(self.transfers())
+        if self.io is not None:
+            status["io"] = dict(self.io())
         return status
 
     def as_bytes(self) -> bytes:

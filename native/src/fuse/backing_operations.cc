@@ -2,36 +2,32 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/log.h"
-#include "base/math.h"
+#include "fuse/long_operation.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kMaximumOffset = INT64_MAX;
-// COPY_FILE_RANGE answers with 32 bits: the largest multiple of a page that fits.
-constexpr std::uint64_t kCopyLimit32 = UINT32_MAX & ~std::uint64_t{0xfff};
 // Between two looks for an INTERRUPT.
 constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
 constexpr std::chrono::milliseconds kLook{20};
-// How long a copy that finds the device full waits for removed files' memory to come back.
-constexpr std::chrono::milliseconds kSpacePatience{3000};
-
-bool valid_range(std::uint64_t offset, std::uint64_t bytes) {
-  std::uint64_t end = 0;
-  return !add_overflows(offset, bytes, &end) && end <= kMaximumOffset;
-}
+// Whose transfers they are, apart from the processes that are clients of the copy service: a user's; or a server's,
+// since when that hangs all copies from and to it do, whoever made them.
+constexpr std::uint64_t kUserBit = std::uint64_t{1} << 61;
+constexpr std::uint64_t kServerBit = std::uint64_t{1} << 62;
 
 // As the kernel does for who writes without the right to keep them.
 void drop_set_id(int fd) {
@@ -46,27 +42,154 @@ void drop_set_id(int fd) {
 }  // namespace
 
 BackingOperations::BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers,
-                                     Cancellations& cancellations, Statistics& statistics, std::size_t threads)
+                                     Cancellations& cancellations, Statistics& statistics, const Options& options)
     : table_(table),
       transfers_(std::move(transfers)),
       cancellations_(cancellations),
       statistics_(statistics),
-      workers_(threads, statistics) {}
+      options_(options) {}
+
+// ---- threads ----
+
+BackingOperations::Answer BackingOperations::failed(int error) {
+  Answer answer;
+  answer.error = error;
+  return answer;
+}
+
+template <typename T>
+BackingOperations::Answer BackingOperations::answer_of(const T& body) {
+  Answer answer;
+  answer.body = std::make_unique_for_overwrite<std::byte[]>(sizeof(T));
+  answer.body_bytes = sizeof(T);
+  std::memcpy(answer.body.get(), &body, sizeof(T));
+  return answer;
+}
+
+BackingOperations::Lane& BackingOperations::lane_of(const OpenBacking& open) {
+  const BackingFacts& facts = open.file->facts();
+  const std::lock_guard lock(lanes_mutex_);
+  std::unique_ptr<Lane>& lane = lanes_[facts.may_hang ? facts.device : 0];
+  if (!lane) {
+    lane = std::make_unique<Lane>(options_, statistics_);
+    if (stopped_) {  // has no threads yet, and gets none
+      lane->files.stop();
+      lane->copies.stop();
+    }
+  }
+  return *lane;
+}
 
 template <typename Body>
-void BackingOperations::submit(Responder responder, Body body) {
-  std::shared_ptr<Operation> operation = cancellations_.begin(responder.unique());
-  workers_.submit(operation->unique,
-                  [this, operation, responder = std::move(responder), body = std::move(body)](bool discarded) mutable {
-                    if (discarded || operation->cancelled) {
-                      responder.error(EINTR);
-                    } else {
-                      body(*operation, responder);
-                    }
-                    // After the reply: the kernel does not use the number for another request.
-                    cancellations_.end(operation->unique);
-                  });
+void BackingOperations::pass_through(Lane& lane, Responder responder, Body body) {
+  auto flight = std::make_shared<Flight>();
+  flight->operation = cancellations_.begin(responder.unique());
+  flight->responder = std::move(responder);
+  {
+    const std::lock_guard lock(flights_mutex_);
+    flights_.emplace(flight.get(), flight);
+  }
+  const std::uint64_t unique = flight->operation->unique;
+  lane.files.submit(unique, [this, flight = std::move(flight), body = std::move(body)](bool discarded) mutable {
+    Answer answer = failed(EINTR);
+    if (!discarded && !flight->operation->cancelled) {
+      try {
+        answer = body(*flight->operation);
+      } catch (const std::bad_alloc&) {
+        answer = failed(ENOMEM);
+      }
+    }
+    const std::lock_guard lock(flight->mutex);
+    if (flight->responder.pending()) settle(*flight, answer);  // else this object may be gone
+  });
 }
+
+// With the flight's mutex held.
+void BackingOperations::settle(Flight& flight, const Answer& answer) {
+  read_bytes_.add(answer.read);
+  written_bytes_.add(answer.written);
+  copied_bytes_.add(answer.copied);
+  statistics_.read_bytes.add(answer.read);
+  statistics_.written_bytes.add(answer.written);
+  statistics_.copied_bytes.add(answer.copied);
+  const iovec part{answer.body.get(), answer.body_bytes};
+  if (answer.error != 0) {
+    flight.responder.error(answer.error);
+  } else {
+    flight.responder.data({&part, answer.body_bytes == 0 ? std::size_t{0} : std::size_t{1}});
+  }
+  // After the reply: the kernel does not use the number for another request.
+  cancellations_.end(flight.operation->unique);
+  const std::lock_guard lock(flights_mutex_);
+  flights_.erase(&flight);
+}
+
+bool BackingOperations::discard(std::uint64_t unique) {
+  std::vector<Lane*> lanes;
+  {
+    const std::lock_guard lock(lanes_mutex_);
+    for (const auto& [device, lane] : lanes_) lanes.push_back(lane.get());  // none goes before stop()'s owner does
+  }
+  return std::any_of(lanes.begin(), lanes.end(),
+                     [unique](Lane* lane) { return lane->files.discard(unique) || lane->copies.discard(unique); });
+}
+
+void BackingOperations::stop() {
+  std::vector<std::pair<bool, Lane*>> lanes;
+  {
+    const std::lock_guard lock(lanes_mutex_);
+    stopped_ = true;
+    for (const auto& [device, lane] : lanes_) lanes.emplace_back(device != 0, lane.get());
+  }
+  std::size_t hung = 0;
+  for (const auto& [may_hang, lane] : lanes) {
+    lane->copies.stop();  // their transfers have been cancelled, which does not wait for files that hang
+    if (may_hang) {
+      hung += lane->files.stop(options_.stop_patience);
+    } else {
+      lane->files.stop();
+    }
+  }
+  if (hung == 0) return;
+  log_warning(std::to_string(hung) + " threads hang in files of backing/ and are left behind");
+  left_behind_.add(hung);
+  decltype(flights_) flights;
+  {
+    const std::lock_guard lock(flights_mutex_);
+    flights.swap(flights_);
+  }
+  for (auto& [raw, flight] : flights) {
+    const std::lock_guard lock(flight->mutex);
+    if (!flight->responder.pending()) continue;
+    flight->responder.error(ENOTCONN);
+    cancellations_.end(flight->operation->unique);
+  }
+}
+
+void BackingOperations::write_statistics(JsonWriter& json) const {
+  std::size_t running = 0;
+  std::size_t queued = 0;
+  std::size_t lanes = 0;
+  {
+    const std::lock_guard lock(lanes_mutex_);
+    lanes = lanes_.size();
+    for (const auto& [device, lane] : lanes_) {
+      running += lane->files.running() + lane->copies.running();
+      queued += lane->files.queued() + lane->copies.queued();
+    }
+  }
+  json.number("open_files", files_.size());
+  json.number("lanes", lanes);
+  json.number("running", running);
+  json.number("queued", queued);
+  json.number("left_behind", left_behind_.get());
+  json.number("read_bytes", read_bytes_.get());
+  json.number("written_bytes", written_bytes_.get());
+  json.number("copied_bytes", copied_bytes_.get());
+  json.number("cached_reads", cached_reads_.get());
+}
+
+// ---- requests ----
 
 bool BackingOperations::serve(Request& request, Responder& responder) {
   switch (request.header.opcode) {
@@ -99,18 +222,35 @@ bool BackingOperations::read(Request& request, Responder& responder) {
     return true;
   }
   const std::size_t wanted = std::min<std::size_t>(in.size, request.payload.size());
-  submit(std::move(responder), [this, open, in, wanted](const Operation&, Responder& reply) {
+  if (read_cached(*open, in, request.payload.first(wanted), responder)) return true;
+  Lane& lane = lane_of(*open);
+  pass_through(lane, std::move(responder), [open, in, wanted](const Operation&) {
     // The request's own memory belongs to the next request by now.
-    const auto memory = std::make_unique_for_overwrite<std::byte[]>(wanted);
+    Answer answer;
+    answer.body = std::make_unique_for_overwrite<std::byte[]>(wanted);
     ssize_t count = 0;
     do {
-      count = ::pread(open->fd.get(), memory.get(), wanted, static_cast<off_t>(in.offset));
+      count = ::pread(open->fd.get(), answer.body.get(), wanted, static_cast<off_t>(in.offset));
     } while (count < 0 && errno == EINTR);
-    if (count < 0) return reply.error(errno);
-    statistics_.read_bytes.add(static_cast<std::uint64_t>(count));
-    const iovec part{memory.get(), static_cast<std::size_t>(count)};
-    reply.data({&part, 1});
+    if (count < 0) return failed(errno);
+    answer.body_bytes = static_cast<std::size_t>(count);
+    answer.read = answer.body_bytes;
+    return answer;
   });
+  return true;
+}
+
+bool BackingOperations::read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory,
+                                    Responder& responder) {
+  if (open.file->facts().may_hang || memory.empty()) return false;
+  const iovec part{memory.data(), memory.size()};
+  const ssize_t count = ::preadv2(open.fd.get(), &part, 1, static_cast<off_t>(in.offset), RWF_NOWAIT);
+  // Less may be what is cached of more: a pool's thread finds out.
+  if (count < 0 || static_cast<std::size_t>(count) != memory.size()) return false;
+  cached_reads_.add();
+  read_bytes_.add(memory.size());
+  statistics_.read_bytes.add(memory.size());
+  responder.data({&part, 1});
   return true;
 }
 
@@ -123,23 +263,29 @@ bool BackingOperations::write(Request& request, Responder& responder) {
     responder.error(!open ? EBADF : data.size() != in.size ? EINVAL : EFBIG);
     return true;
   }
-  submit(std::move(responder), [this, open, in, bytes = std::vector<std::byte>(data.begin(), data.end())](
-                                   const Operation&, Responder& reply) {
-    std::size_t done = 0;
-    while (done < bytes.size()) {
-      const ssize_t count =
-          ::pwrite(open->fd.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(in.offset + done));
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0 && done == 0) return reply.error(errno);
-      if (count <= 0) break;  // a short count; the next write meets the error again
-      done += static_cast<std::size_t>(count);
-    }
-    if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(open->fd.get());
-    statistics_.written_bytes.add(done);
-    fuse_write_out out{};
-    out.size = static_cast<std::uint32_t>(done);
-    reply.body(out);
-  });
+  Lane& lane = lane_of(*open);
+  pass_through(lane, std::move(responder),
+               [open, in, bytes = std::vector<std::byte>(data.begin(), data.end())](const Operation&) {
+                 // At the host's end of the file, which is not always the kernel's; pages that a mapping changed have
+                 // their place, however the handle that they come by was opened.
+                 const bool append = (in.flags & O_APPEND) != 0 && (in.write_flags & FUSE_WRITE_CACHE) == 0;
+                 std::size_t done = 0;
+                 while (done < bytes.size()) {
+                   const iovec part{const_cast<std::byte*>(bytes.data()) + done, bytes.size() - done};
+                   const ssize_t count = ::pwritev2(open->fd.get(), &part, 1, static_cast<off_t>(in.offset + done),
+                                                    append ? RWF_APPEND : 0);
+                   if (count < 0 && errno == EINTR) continue;
+                   if (count < 0 && done == 0) return failed(errno);
+                   if (count <= 0) break;  // a short count; the next write meets the error again
+                   done += static_cast<std::size_t>(count);
+                 }
+                 if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(open->fd.get());
+                 fuse_write_out out{};
+                 out.size = static_cast<std::uint32_t>(done);
+                 Answer answer = answer_of(out);
+                 answer.written = done;
+                 return answer;
+               });
   return true;
 }
 
@@ -153,13 +299,14 @@ bool BackingOperations::lseek(Request& request, Responder& responder) {
     responder.error(open ? EINVAL : EBADF);
     return true;
   }
-  submit(std::move(responder), [open, in](const Operation&, Responder& reply) {
+  Lane& lane = lane_of(*open);
+  pass_through(lane, std::move(responder), [open, in](const Operation&) {
     // Moves the descriptor's position, which nobody uses.
     const off_t found = ::lseek(open->fd.get(), static_cast<off_t>(in.offset), static_cast<int>(in.whence));
-    if (found < 0) return reply.error(errno);
+    if (found < 0) return failed(errno);
     fuse_lseek_out out{};
     out.offset = static_cast<std::uint64_t>(found);
-    reply.body(out);
+    return answer_of(out);
   });
   return true;
 }
@@ -172,12 +319,12 @@ bool BackingOperations::fallocate(Request& request, Responder& responder) {
     responder.error(open ? EFBIG : EBADF);
     return true;
   }
-  submit(std::move(responder), [open, in](const Operation&, Responder& reply) {
+  Lane& lane = lane_of(*open);
+  pass_through(lane, std::move(responder), [open, in](const Operation&) {
     const int outcome = ::fallocate(open->fd.get(), static_cast<int>(in.mode), static_cast<off_t>(in.offset),
                                     static_cast<off_t>(in.length));
     // The kernel remembers for the whole mount that there is no fallocate, which would end it for buffers too.
-    if (outcome != 0) return reply.error(errno == ENOSYS ? EOPNOTSUPP : errno);
-    reply.ok();
+    return failed(outcome == 0 ? 0 : errno == ENOSYS ? EOPNOTSUPP : errno);
   });
   return true;
 }
@@ -195,10 +342,10 @@ bool BackingOperations::flush(Request& request, Responder& responder) {
     return true;
   }
   // Network file systems write back, and tell of failures, when a descriptor is closed.
-  submit(std::move(responder), [open](const Operation&, Responder& reply) {
+  Lane& lane = lane_of(*open);
+  pass_through(lane, std::move(responder), [open](const Operation&) {
     const int copy = ::fcntl(open->fd.get(), F_DUPFD_CLOEXEC, 3);
-    if (copy < 0 || ::close(copy) != 0) return reply.error(errno);
-    reply.ok();
+    return failed(copy < 0 || ::close(copy) != 0 ? errno : 0);
   });
   return true;
 }
@@ -211,75 +358,74 @@ bool BackingOperations::fsync(Request& request, Responder& responder) {
     responder.error(EBADF);
     return true;
   }
-  submit(std::move(responder), [open, in](const Operation&, Responder& reply) {
+  Lane& lane = lane_of(*open);
+  pass_through(lane, std::move(responder), [open, in](const Operation&) {
     int outcome = 0;
     do {
       outcome = (in.fsync_flags & 1U) != 0 ? ::fdatasync(open->fd.get()) : ::fsync(open->fd.get());
     } while (outcome != 0 && errno == EINTR);
     // As with fallocate: an ENOSYS would be remembered for the whole mount.
-    if (outcome != 0) return reply.error(errno == ENOSYS ? EINVAL : errno);
-    reply.ok();
+    return failed(outcome == 0 ? 0 : errno == ENOSYS ? EINVAL : errno);
   });
   return true;
 }
 
 bool BackingOperations::copy_file_range(Request& request, Responder& responder) {
-  fuse_copy_file_range_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) return false;
+  const Result<CopyRequest> copy = read_copy_request(request);
+  if (!copy.ok()) return false;  // whoever's it is, the answer is the same
+  const fuse_copy_file_range_in in = copy.value().in;
+  const bool wide = copy.value().wide;
   const bool backing_in = BackingTable::is_backing(in.fh_in);
   const bool backing_out = BackingTable::is_backing(in.fh_out);
   if (!backing_in && !backing_out) return false;
   const std::shared_ptr<OpenBacking> from = backing_in ? files_.find(in.fh_in) : nullptr;
   const std::shared_ptr<OpenBacking> to = backing_out ? files_.find(in.fh_out) : nullptr;
-  const std::uint64_t other = backing_in ? in.fh_out : in.fh_in;
-  std::shared_ptr<OpenFile> buffer_file;
-  if (!backing_in || !backing_out) {
-    if ((other & InodeTable::kHandleBit) == 0 || !transfers_) {
-      responder.error(EXDEV);  // a file of the control plane's: the kernel then copies by reads and writes
-      return true;
-    }
-    buffer_file = table_.file(other);
-  }
-  if ((backing_in && !from) || (backing_out && !to) || ((!backing_in || !backing_out) && !buffer_file)) {
+  if ((backing_in && !from) || (backing_out && !to)) {
     responder.error(EBADF);
     return true;
   }
-  const bool wide = request.header.opcode == kOpcodeCopyFileRange64;
-  if (!wide) in.len = std::min(in.len, kCopyLimit32);
-  if (in.flags != 0 || !valid_range(in.off_in, in.len) || !valid_range(in.off_out, in.len)) {
-    responder.error(EINVAL);
+  if (from && to) {
+    Lane& lane = lane_of(from->file->facts().may_hang ? *from : *to);
+    pass_through(lane, std::move(responder), [from, to, in, wide](const Operation& operation) {
+      return copy_files(*from, *to, in, wide, operation);
+    });
     return true;
   }
-  const std::uint64_t client = request.header.uid;
-  submit(std::move(responder),
-         [this, from, to, buffer_file, in, wide, client](const Operation& operation, Responder& reply) {
-           Result<std::uint64_t> copied = std::uint64_t{0};
-           if (from && to) {
-             copied = copy_files(*from, *to, in.off_in, in.off_out, in.len, operation);
-           } else if (from) {
-             copied = copy_with_buffer(Direction::kLoad, *from, *buffer_file->inode, in.off_in, in.off_out, in.len,
-                                       client, operation);
-           } else {
-             copied = copy_with_buffer(Direction::kStore, *to, *buffer_file->inode, in.off_out, in.off_in, in.len,
-                                       client, operation);
-           }
-           if (!copied.ok()) {
-             const int error = copied.error();
-             if (error == ECANCELED) return reply.error(EINTR);
-             if (error == ENOSYS) return reply.error(EXDEV);  // else the kernel never asked again on this mount
-             // For copies that were to be ours alone: cp would go on by reads and writes, which hides what was refused.
-             if (error == EOPNOTSUPP && (!from || !to)) {
-               log_warning("copy_file_range failed: " + copied.status().message());
-               return reply.error(EIO);
-             }
-             return reply.error(error);
-           }
-           statistics_.copied_bytes.add(copied.value());
-           if (wide) return reply.body(CopyFileRangeOut{copied.value()});
-           fuse_write_out out{};
-           out.size = static_cast<std::uint32_t>(copied.value());
-           reply.body(out);
-         });
+  const std::uint64_t other = backing_in ? in.fh_out : in.fh_in;
+  if ((other & InodeTable::kHandleBit) == 0 || !transfers_) {
+    responder.error(EXDEV);  // a file of the control plane's: the kernel then copies by reads and writes
+    return true;
+  }
+  const std::shared_ptr<OpenFile> buffer_file = table_.file(other);
+  if (!buffer_file) {
+    responder.error(EBADF);
+    return true;
+  }
+  const std::shared_ptr<OpenBacking>& backing = from ? from : to;
+  const BackingFacts& facts = backing->file->facts();
+  const std::uint64_t client = facts.may_hang ? kServerBit | facts.device : kUserBit | request.header.uid;
+  const Direction direction = from ? Direction::kLoad : Direction::kStore;
+  submit_operation(
+      lane_of(*backing).copies, cancellations_, std::move(responder),
+      [this, direction, backing, buffer_file, in, wide, client](const Operation& operation, Responder& reply) {
+        const bool load = direction == Direction::kLoad;
+        const Result<std::uint64_t> copied =
+            copy_with_buffer(direction, *backing, *buffer_file->inode, load ? in.off_in : in.off_out,
+                             load ? in.off_out : in.off_in, in.len, client, operation);
+        if (copied.ok()) {
+          copied_bytes_.add(copied.value());
+          statistics_.copied_bytes.add(copied.value());
+          return reply_copied(reply, wide, copied.value());
+        }
+        const int error = copied.error();
+        if (error == ECANCELED) return reply.error(EINTR);
+        // Programs go on by reads and writes after these, which hides what was refused or has failed.
+        if (error == EOPNOTSUPP || error == ENOSYS) {
+          log_warning("copy_file_range failed: " + copied.status().message());
+          return reply.error(EIO);
+        }
+        reply.error(error);
+      });
   return true;
 }
 
@@ -295,7 +441,7 @@ Result<std::uint64_t> BackingOperations::copy_with_buffer(Direction direction, c
   wanted.target_offset = buffer_offset;
   wanted.bytes = bytes;
   wanted.client = client;
-  const auto deadline = std::chrono::steady_clock::now() + kSpacePatience;
+  const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
   for (;;) {
     const std::uint64_t noted = table_.reaped();
     Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
@@ -312,35 +458,35 @@ Result<std::uint64_t> BackingOperations::copy_with_buffer(Direction direction, c
     if (direction == Direction::kStore || done.status.error() != ENOSPC) return done.status;
     // The device may be full of files that were removed just now.
     statistics_.space_waits.add();
-    InodeTable::Wait outcome = InodeTable::Wait::kTimeOver;
-    while (outcome == InodeTable::Wait::kTimeOver) {
-      if (operation.cancelled) return Status(ECANCELED, "interrupted");
-      if (std::chrono::steady_clock::now() >= deadline) return done.status;
-      outcome = table_.wait_for_orphans(inode.device(), noted, kLook);
-    }
-    if (outcome == InodeTable::Wait::kNothing) return done.status;
+    if (wait_for_space(table_, inode.device(), noted, operation, deadline)) continue;
+    return operation.cancelled ? Status(ECANCELED, "interrupted") : done.status;
   }
 }
 
-Result<std::uint64_t> BackingOperations::copy_files(const OpenBacking& from, const OpenBacking& to,
-                                                    std::uint64_t from_offset, std::uint64_t to_offset,
-                                                    std::uint64_t bytes, const Operation& operation) {
+BackingOperations::Answer BackingOperations::copy_files(const OpenBacking& from, const OpenBacking& to,
+                                                        const fuse_copy_file_range_in& in, bool wide,
+                                                        const Operation& operation) {
   std::uint64_t done = 0;
-  while (done < bytes) {
+  while (done < in.len) {
     if (operation.cancelled) {
-      if (done > 0) return done;
-      return Status(ECANCELED, "interrupted");
+      if (done > 0) break;
+      return failed(EINTR);
     }
-    auto in = static_cast<off_t>(from_offset + done);
-    auto out = static_cast<off_t>(to_offset + done);
-    const auto part = static_cast<std::size_t>(std::min(bytes - done, kCopyChunk));
-    const ssize_t count = ::copy_file_range(from.fd.get(), &in, to.fd.get(), &out, part, 0);
+    auto source = static_cast<off_t>(in.off_in + done);
+    auto destination = static_cast<off_t>(in.off_out + done);
+    const auto part = static_cast<std::size_t>(std::min(in.len - done, kCopyChunk));
+    const ssize_t count = ::copy_file_range(from.fd.get(), &source, to.fd.get(), &destination, part, 0);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0 && done == 0) return Status::from_errno(errno, "copy_file_range");
+    // An ENOSYS would be remembered for the whole mount.
+    if (count < 0 && done == 0) return failed(errno == ENOSYS ? EXDEV : errno);
     if (count <= 0) break;
     done += static_cast<std::uint64_t>(count);
   }
-  return done;
+  fuse_write_out narrow{};
+  narrow.size = static_cast<std::uint32_t>(done);  // of a length that was clipped to 32 bits
+  Answer answer = wide ? answer_of(CopyFileRangeOut{done}) : answer_of(narrow);
+  answer.copied = done;
+  return answer;
 }
 
 }  // namespace gpufs::fuse

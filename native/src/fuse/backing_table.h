@@ -17,7 +17,7 @@ namespace gpufs::fuse {
 
 struct OpenBacking {
   std::uint64_t ino = 0;
-  UniqueFd fd;                        // with the flags of the opening, O_APPEND and O_SYNC among them
+  UniqueFd fd;                        // with the flags of the opening, O_SYNC among them
   std::shared_ptr<BackingFile> file;  // the same file as transfers see it
 };
 

@@ -16,6 +16,7 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "device/device_context.h"
+#include "fuse/long_operation.h"
 #include "observe/trace.h"
 
 namespace gpufs::fuse {
@@ -24,11 +25,6 @@ namespace {
 
 constexpr std::uint64_t kBlock = 4096;                              // of STATFS
 constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // between two looks for an INTERRUPT
-constexpr std::chrono::milliseconds kSpaceSlice{20};                // the same while waiting for space
-constexpr std::uint64_t kMaximumOffset = INT64_MAX;
-
-// COPY_FILE_RANGE answers with 32 bits: the largest multiple of a page that fits.
-constexpr std::uint64_t kCopyLimit32 = UINT32_MAX & ~std::uint64_t{0xfff};
 
 // What a client is told; the driver's own words go to the log.
 int client_error(const Status& status, const char* what) {
@@ -46,32 +42,11 @@ const observe::DeviceCounters& counters_of(const Buffer& buffer) {
   return buffer.device() ? buffer.device()->counters() : nowhere;
 }
 
-// offset + bytes as a range that the kernel could mean.
-bool valid_range(std::uint64_t offset, std::uint64_t bytes) {
-  std::uint64_t end = 0;
-  return !add_overflows(offset, bytes, &end) && end <= kMaximumOffset;
-}
-
 }  // namespace
 
 Operations::Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
                        const OperationOptions& options)
     : table_(table), workers_(workers), cancellations_(cancellations), statistics_(statistics), options_(options) {}
-
-template <typename Body>
-void Operations::submit(Responder responder, Body body) {
-  std::shared_ptr<Operation> operation = cancellations_.begin(responder.unique());
-  workers_.submit(operation->unique,
-                  [this, operation, responder = std::move(responder), body = std::move(body)](bool discarded) mutable {
-                    if (discarded) {
-                      responder.error(EINTR);
-                    } else {
-                      body(*operation, responder);
-                    }
-                    // After the reply: the kernel does not use the number for another request.
-                    cancellations_.end(operation->unique);
-                  });
-}
 
 bool Operations::serve(Request& request, Responder& responder) {
   switch (request.header.opcode) {
@@ -250,30 +225,31 @@ void Operations::finish_write(OpenFile& file, bool drop_set_id, std::uint64_t by
 
 void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
                                   std::vector<std::byte> data, Responder responder) {
-  submit(std::move(responder), [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation,
-                                                                                         Responder& reply) {
-    observe::Measured measured(counters_of(*file->inode->buffer()), observe::Backend::kMount, observe::Flow::kIn);
-    const std::int32_t device = file->inode->device();
-    const std::uint64_t granule = table_.source().granule(device);
-    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-    bool waited = false;
-    for (;;) {
-      const std::uint64_t noted = table_.reaped();
-      Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
-      if (written.ok()) {
-        if (waited) statistics_.space_waits_won.add();
-        finish_write(*file, drop_set_id, written.value(), reply);
-        measured.done(written.value());
-        return;
-      }
-      if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
-      if (!waited) statistics_.space_waits.add();
-      waited = true;
-      if (!wait_for_space(device, noted, operation, deadline)) {
-        return reply.error(operation.cancelled ? EINTR : ENOSPC);
-      }
-    }
-  });
+  submit_operation(
+      workers_, cancellations_, std::move(responder),
+      [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation, Responder& reply) {
+        observe::Measured measured(counters_of(*file->inode->buffer()), observe::Backend::kMount, observe::Flow::kIn);
+        const std::int32_t device = file->inode->device();
+        const std::uint64_t granule = table_.source().granule(device);
+        const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+        bool waited = false;
+        for (;;) {
+          const std::uint64_t noted = table_.reaped();
+          Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
+          if (written.ok()) {
+            if (waited) statistics_.space_waits_won.add();
+            finish_write(*file, drop_set_id, written.value(), reply);
+            measured.done(written.value());
+            return;
+          }
+          if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
+          if (!waited) statistics_.space_waits.add();
+          waited = true;
+          if (!wait_for_space(table_, device, noted, operation, deadline)) {
+            return reply.error(operation.cancelled ? EINTR : ENOSPC);
+          }
+        }
+      });
 }
 
 Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
@@ -293,15 +269,6 @@ Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t gr
     done += part.value();
   }
   return done;
-}
-
-bool Operations::wait_for_space(std::int32_t device, std::uint64_t noted, const Operation& operation,
-                                std::chrono::steady_clock::time_point deadline) const {
-  while (!operation.cancelled && std::chrono::steady_clock::now() < deadline) {
-    const InodeTable::Wait outcome = table_.wait_for_orphans(device, noted, kSpaceSlice);
-    if (outcome != InodeTable::Wait::kTimeOver) return outcome == InodeTable::Wait::kFreed;
-  }
-  return false;
 }
 
 bool Operations::lseek(Request& request, Responder& responder) {
@@ -366,22 +333,23 @@ bool Operations::fallocate(Request& request, Responder& responder) {
     responder.error(EFBIG);
     return true;
   }
-  submit(std::move(responder), [this, file, in](const Operation& operation, Responder& reply) {
-    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-    for (;;) {
-      const std::uint64_t noted = table_.reaped();
-      const Status status = allocate(*file->inode, in, operation);
-      if (status.ok()) {
-        file->inode->was_written(false);
-        return reply.ok();
-      }
-      if (status.error() != ENOSPC) return reply.error(client_error(status, "fallocate"));
-      statistics_.space_waits.add();
-      if (!wait_for_space(file->inode->device(), noted, operation, deadline)) {
-        return reply.error(operation.cancelled ? EINTR : ENOSPC);
-      }
-    }
-  });
+  submit_operation(workers_, cancellations_, std::move(responder),
+                   [this, file, in](const Operation& operation, Responder& reply) {
+                     const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+                     for (;;) {
+                       const std::uint64_t noted = table_.reaped();
+                       const Status status = allocate(*file->inode, in, operation);
+                       if (status.ok()) {
+                         file->inode->was_written(false);
+                         return reply.ok();
+                       }
+                       if (status.error() != ENOSPC) return reply.error(client_error(status, "fallocate"));
+                       statistics_.space_waits.add();
+                       if (!wait_for_space(table_, file->inode->device(), noted, operation, deadline)) {
+                         return reply.error(operation.cancelled ? EINTR : ENOSPC);
+                       }
+                     }
+                   });
   return true;
 }
 
@@ -416,11 +384,13 @@ Status Operations::allocate(Inode& inode, const fuse_fallocate_in& in, const Ope
 }
 
 bool Operations::copy_file_range(Request& request, Responder& responder) {
-  fuse_copy_file_range_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || in.flags != 0) {
-    responder.error(EINVAL);
+  const Result<CopyRequest> copy = read_copy_request(request);
+  if (!copy.ok()) {
+    responder.error(copy.error());
     return true;
   }
+  const fuse_copy_file_range_in in = copy.value().in;
+  const bool wide = copy.value().wide;
   std::shared_ptr<OpenFile> from;
   std::shared_ptr<OpenFile> to;
   const Source from_source = classify(in.fh_in, &from);
@@ -434,38 +404,31 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
     responder.error(EXDEV);
     return true;
   }
-  const bool wide = request.header.opcode == kOpcodeCopyFileRange64;
-  if (!wide) in.len = std::min(in.len, kCopyLimit32);
-  if (!valid_range(in.off_in, in.len) || !valid_range(in.off_out, in.len)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  submit(std::move(responder), [this, from, to, in, wide](const Operation& operation, Responder& reply) {
-    const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-    const std::int32_t device = to->inode->device();
-    for (;;) {
-      if (operation.cancelled) return reply.error(EINTR);
-      const std::uint64_t noted = table_.reaped();
-      Result<std::uint64_t> copied =
-          to->inode->buffer()->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, &operation.cancelled);
-      if (!copied.ok()) {
-        if (copied.error() == ECANCELED) return reply.error(EINTR);
-        if (copied.error() != ENOSPC) return reply.error(client_error(copied.status(), "copy_file_range"));
-        statistics_.space_waits.add();
-        if (wait_for_space(device, noted, operation, deadline)) continue;
-        return reply.error(operation.cancelled ? EINTR : ENOSPC);
-      }
-      if (copied.value() > 0) {
-        from->inode->was_read();
-        to->inode->was_written(false);
-        statistics_.copied_bytes.add(copied.value());
-      }
-      if (wide) return reply.body(CopyFileRangeOut{copied.value()});
-      fuse_write_out out{};
-      out.size = static_cast<std::uint32_t>(copied.value());
-      return reply.body(out);
-    }
-  });
+  submit_operation(workers_, cancellations_, std::move(responder),
+                   [this, from, to, in, wide](const Operation& operation, Responder& reply) {
+                     const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+                     const std::int32_t device = to->inode->device();
+                     for (;;) {
+                       if (operation.cancelled) return reply.error(EINTR);
+                       const std::uint64_t noted = table_.reaped();
+                       Result<std::uint64_t> copied = to->inode->buffer()->copy_from(
+                           *from->inode->buffer(), in.off_in, in.off_out, in.len, &operation.cancelled);
+                       if (!copied.ok()) {
+                         if (copied.error() == ECANCELED) return reply.error(EINTR);
+                         if (copied.error() != ENOSPC)
+                           return reply.error(client_error(copied.status(), "copy_file_range"));
+                         statistics_.space_waits.add();
+                         if (wait_for_space(table_, device, noted, operation, deadline)) continue;
+                         return reply.error(operation.cancelled ? EINTR : ENOSPC);
+                       }
+                       if (copied.value() > 0) {
+                         from->inode->was_read();
+                         to->inode->was_written(false);
+                         statistics_.copied_bytes.add(copied.value());
+                       }
+                       return reply_copied(reply, wide, copied.value());
+                     }
+                   });
   return true;
 }
 

@@ -52,15 +52,7 @@ class Operations {
                         std::vector<std::byte> data, Responder responder);
   Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
                                       std::span<const std::byte> data);
-  // True if memory has been given back since InodeTable::reaped() was noted, before the failed attempt; false when
-  // waiting is over.
-  bool wait_for_space(std::int32_t device, std::uint64_t noted, const Operation& operation,
-                      std::chrono::steady_clock::time_point deadline) const;
   Status allocate(Inode& inode, const fuse_fallocate_in& in, const Operation& operation) const;
-
-  // Runs body(operation, discarded, responder) on the worker pool, registered for INTERRUPT.
-  template <typename Body>
-  void submit(Responder responder, Body body);
 
   InodeTable& table_;
   WorkerPool& workers_;

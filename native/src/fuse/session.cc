@@ -24,7 +24,6 @@ constexpr std::uint32_t kPage = 4096;
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kDefaultWorkers = 4;
-constexpr std::size_t kBackingWorkers = 8;  // they wait for disks rather than work
 constexpr std::size_t kLargestWorkers = 256;
 // FORGETs in one relayed message: the control plane works through a message without a pause.
 constexpr std::size_t kForgetsTogether = 1024;
@@ -82,8 +81,10 @@ Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay
   session->init_ = std::make_unique<InitNegotiation>(init);
   session->operations_ =
       std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics, options.operations);
-  session->backing_ = std::make_unique<BackingOperations>(table, options.transfers, session->cancellations_, statistics,
-                                                          kBackingWorkers);
+  BackingOperations::Options backing;
+  backing.space_patience = options.operations.space_patience;
+  session->backing_ =
+      std::make_unique<BackingOperations>(table, options.transfers, session->cancellations_, statistics, backing);
   session->notifier_ = std::make_unique<Notifier>(*session->transport_, statistics);
   return session;
 }
@@ -132,11 +133,8 @@ std::string Session::statistics() const {
   json.number("running", workers_->running());
   json.number("queued", workers_->queued());
   json.close();
-  json.open("backing_pool");
-  json.number("limit", backing_->workers().limit());
-  json.number("running", backing_->workers().running());
-  json.number("queued", backing_->workers().queued());
-  json.number("open_files", backing_->files().size());
+  json.open("backing");
+  backing_->write_statistics(json);
   json.close();
   json.open("table");
   const InodeTable::Counts counts = table_.counts();

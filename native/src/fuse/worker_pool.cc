@@ -13,27 +13,30 @@ void WorkerPool::submit(std::uint64_t id, std::unique_ptr<Job> job) {
   statistics_.worker_jobs.add();
   bool accepted = false;
   {
-    const std::lock_guard lock(mutex_);
-    if (!stopping_) {
-      if (idle_ <= queue_.size() && threads_.size() < limit_) {
+    State& state = *state_;
+    const std::lock_guard lock(state.mutex);
+    if (!state.stopping) {
+      if (state.idle <= state.queue.size() && state.threads.size() < limit_) {
         // The new thread waits for the mutex first.
-        auto thread = start_thread("gpufs-work-" + std::to_string(threads_.size()), [this] { work_loop(); });
+        auto thread = start_thread("gpufs-work-" + std::to_string(state.threads.size()),
+                                   [shared = state_] { work_loop(*shared); });
         if (thread.ok()) {
-          threads_.push_back(thread.take());
-          ++idle_;
+          state.threads.push_back(thread.take());
+          ++state.alive;
+          ++state.idle;
         } else {
           log_warning("no further worker thread: " + thread.status().message());
         }
       }
-      if (!threads_.empty()) {
-        queue_.emplace_back(id, std::move(job));
-        statistics_.worker_queue_peak.raise(queue_.size());
+      if (!state.threads.empty()) {
+        state.queue.emplace_back(id, std::move(job));
+        statistics_.worker_queue_peak.raise(state.queue.size());
         accepted = true;
       }
     }
   }
   if (accepted) {
-    wanted_.notify_one();
+    state_->wanted.notify_one();
   } else {
     job->run(true);
   }
@@ -42,50 +45,74 @@ void WorkerPool::submit(std::uint64_t id, std::unique_ptr<Job> job) {
 bool WorkerPool::discard(std::uint64_t id) {
   std::unique_ptr<Job> job;
   {
-    const std::lock_guard lock(mutex_);
+    State& state = *state_;
+    const std::lock_guard lock(state.mutex);
     const auto found =
-        std::find_if(queue_.begin(), queue_.end(), [id](const auto& entry) { return entry.first == id; });
-    if (found == queue_.end()) return false;
+        std::find_if(state.queue.begin(), state.queue.end(), [id](const auto& entry) { return entry.first == id; });
+    if (found == state.queue.end()) return false;
     job = std::move(found->second);
-    queue_.erase(found);
+    state.queue.erase(found);
   }
   job->run(true);
   return true;
 }
 
-void WorkerPool::stop() {
-  std::deque<std::pair<std::uint64_t, std::unique_ptr<Job>>> queue;
+std::vector<std::thread> WorkerPool::begin_stop() {
+  decltype(State::queue) queue;
   std::vector<std::thread> threads;
   {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-    queue.swap(queue_);
-    threads.swap(threads_);
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+    queue.swap(state_->queue);
+    threads.swap(state_->threads);
   }
-  wanted_.notify_all();
+  state_->wanted.notify_all();
   for (auto& [id, job] : queue) job->run(true);
-  for (std::thread& thread : threads) thread.join();
+  return threads;
+}
+
+void WorkerPool::stop() {
+  for (std::thread& thread : begin_stop()) thread.join();
+}
+
+std::size_t WorkerPool::stop(std::chrono::milliseconds patience) {
+  std::vector<std::thread> threads = begin_stop();
+  std::size_t hung = 0;
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->ended.wait_for(lock, patience, [this] { return state_->alive == 0; });
+    hung = state_->alive;
+  }
+  for (std::thread& thread : threads) {
+    // All of them where one hangs: which one does not matter, since they own what they use.
+    if (hung == 0) {
+      thread.join();
+    } else {
+      thread.detach();
+    }
+  }
+  return hung;
 }
 
 std::size_t WorkerPool::queued() const {
-  const std::lock_guard lock(mutex_);
-  return queue_.size();
+  const std::lock_guard lock(state_->mutex);
+  return state_->queue.size();
 }
 
 std::size_t WorkerPool::running() const {
-  const std::lock_guard lock(mutex_);
-  return running_;
+  const std::lock_guard lock(state_->mutex);
+  return state_->running;
 }
 
-void WorkerPool::work_loop() {
-  std::unique_lock lock(mutex_);
+void WorkerPool::work_loop(State& state) {
+  std::unique_lock lock(state.mutex);
   for (;;) {
-    wanted_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-    if (queue_.empty()) return;  // stopping
-    std::unique_ptr<Job> job = std::move(queue_.front().second);
-    queue_.pop_front();
-    --idle_;
-    ++running_;
+    state.wanted.wait(lock, [&state] { return state.stopping || !state.queue.empty(); });
+    if (state.queue.empty()) break;  // stopping
+    std::unique_ptr<Job> job = std::move(state.queue.front().second);
+    state.queue.pop_front();
+    --state.idle;
+    ++state.running;
     lock.unlock();
     try {
       job->run(false);  // its responder answers EIO when an exception passes
@@ -94,9 +121,11 @@ void WorkerPool::work_loop() {
     }
     job.reset();
     lock.lock();
-    --running_;
-    ++idle_;
+    --state.running;
+    ++state.idle;
   }
+  --state.alive;
+  state.ended.notify_all();
 }
 
 }  // namespace gpufs::fuse

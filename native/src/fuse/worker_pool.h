@@ -1,8 +1,9 @@
 // A bounded pool of threads for operations that may take long, with a queue of its own.
-// Owned by the Session.
+// Owned by the Session; its threads share its state, so that one which hangs can be left behind.
 // Any thread may call submit() and discard(); stop() is the Session's.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -44,6 +45,9 @@ class WorkerPool {
 
   // Discards what is queued and waits for what runs. May be called twice.
   void stop();
+  // The same, but threads that have not come back within `patience` are left behind; their number. What they run must
+  // use nothing that goes with the pool's owner, which is the caller's to see to.
+  std::size_t stop(std::chrono::milliseconds patience);
 
   [[nodiscard]] std::size_t queued() const;
   [[nodiscard]] std::size_t running() const;
@@ -60,19 +64,27 @@ class WorkerPool {
     Body body_;
   };
 
-  void work_loop();
+  // What the threads use.
+  struct State {
+    // Guards all below; no job runs or is destroyed under it.
+    std::mutex mutex;
+    std::condition_variable wanted;
+    std::condition_variable ended;  // a thread has
+    std::deque<std::pair<std::uint64_t, std::unique_ptr<Job>>> queue;
+    std::vector<std::thread> threads;
+    std::size_t alive = 0;
+    std::size_t idle = 0;
+    std::size_t running = 0;
+    bool stopping = false;
+  };
+
+  static void work_loop(State& state);
+  // Ends the pool for new jobs and gives out its threads.
+  std::vector<std::thread> begin_stop();
 
   const std::size_t limit_;
   Statistics& statistics_;
-
-  // Guards all below; no job runs or is destroyed under it.
-  mutable std::mutex mutex_;
-  std::condition_variable wanted_;
-  std::deque<std::pair<std::uint64_t, std::unique_ptr<Job>>> queue_;
-  std::vector<std::thread> threads_;
-  std::size_t idle_ = 0;
-  std::size_t running_ = 0;
-  bool stopping_ = false;
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 }  // namespace gpufs::fuse

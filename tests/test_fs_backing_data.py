@@ -1,0 +1,640 @@
+"""The bytes of files below backing/NAME: what programs may do with them, who moves them, and by which path."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import resource
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import KIB, MIB, assert_same, noise
+from support.hanging import HangingMount
+from support.mounting import GpufsMount, Mounter, Session
+from support.processes import (
+    as_nobody,
+    errno_of,
+    in_child,
+    run,
+    start_children,
+    wait_children,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
+
+PAGE = 4 * KIB
+
+
+class Place:
+    """An empty directory of the host, open to all, and the same directory in a mount.
+
+    Of its own for each test: for a second the mount may still show what a name meant before the host changed it.
+    """
+
+    def __init__(self, mount: GpufsMount, name: str, there: Path) -> None:
+        self.mount = mount
+        self.there = Path(tempfile.mkdtemp(dir=there))
+        self.there.chmod(0o777)
+        self.shown = mount.path / "backing" / name / self.there.name
+
+    def file(self, name: str, data: bytes) -> Path:
+        """A file of the host with these bytes, on its disk; its path in the mount."""
+        with open(self.there / name, "wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        return self.shown / name
+
+
+@contextmanager
+def directory(parent: str) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir=parent))
+    path.chmod(0o777)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def backed(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Path]]:
+    with directory("/var/tmp") as disk, directory("/dev/shm") as memory:
+        words = ["--backing", f"disk={disk}", "--backing", f"memory={memory}"]
+        with GpufsMount(session, *words, driver=driver, allow_other=True) as mount:
+            yield mount, disk, memory
+
+
+@pytest.fixture
+def disk(backed: tuple[GpufsMount, Path, Path]) -> Iterator[Place]:
+    mount, there, _ = backed
+    mount.complaints()
+    yield Place(mount, "disk", there)
+    for path in mount.device.iterdir():
+        path.unlink()
+    assert not mount.complaints()
+
+
+@pytest.fixture
+def memory(backed: tuple[GpufsMount, Path, Path]) -> Place:
+    mount, _, there = backed
+    return Place(mount, "memory", there)
+
+
+def status(mount: GpufsMount) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((mount.path / ".gpufs" / "status").read_text())
+    return found
+
+
+def served(mount: GpufsMount) -> dict[str, Any]:
+    found: dict[str, Any] = status(mount)["statistics"]["backing"]
+    return found
+
+
+def relayed(mount: GpufsMount, operation: str) -> int:
+    """How many of an operation's requests the control plane has been asked for."""
+    found = status(mount)["statistics"]["operations"].get(operation, {"relayed": 0})
+    return int(found["relayed"])
+
+
+def counters(mount: GpufsMount, direction: str) -> dict[str, Any]:
+    found: dict[str, Any] = status(mount)["io"]["devices"][0][direction]
+    return found
+
+
+def grown(after: dict[str, Any], before: dict[str, Any], path: str, key: str = "bytes") -> int:
+    return int(after[path][key]) - int(before[path][key])
+
+
+def copy(source: Path, target: Path, count: int, source_at: int = 0, target_at: int = 0) -> int:
+    """copy_file_range(2) until nothing comes any more; OSError where its first call fails."""
+    flags = os.O_WRONLY | os.O_CREAT
+    with open(source, "rb") as reader, open(os.open(target, flags, 0o644), "wb") as writer:
+        done = 0
+        while done < count:
+            try:
+                part = os.copy_file_range(
+                    reader.fileno(), writer.fileno(), count - done, source_at + done, target_at + done
+                )
+            except OSError:
+                if done:
+                    break
+                raise
+            if part == 0:
+                break
+            done += part
+        return done
+
+
+# ---- who serves ----
+
+
+def test_native_threads_serve_the_bytes(disk: Place) -> None:
+    shown = disk.file("file", noise(3 * MIB))
+    before, asked = served(disk.mount), {x: relayed(disk.mount, x) for x in ("read", "write", "fsync", "lseek")}
+    with open(shown, "r+b", buffering=0) as file:
+        assert_same(file.read(3 * MIB), noise(3 * MIB))
+        assert os.pwrite(file.fileno(), bytes(100 * KIB), 5) == 100 * KIB
+        os.fsync(file.fileno())
+        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 0
+    after = served(disk.mount)
+    assert after["read_bytes"] - before["read_bytes"] == 3 * MIB
+    assert after["written_bytes"] - before["written_bytes"] == 100 * KIB
+    # What lies below .gpufs is the control plane's, and reading the status is a read.
+    assert relayed(disk.mount, "write") == asked["write"]
+    assert relayed(disk.mount, "fsync") == asked["fsync"]
+    assert relayed(disk.mount, "lseek") == asked["lseek"]
+
+
+def test_cached_bytes_are_read_without_a_hand_over(memory: Place) -> None:
+    """Of a file in memory or in the page cache; whatever the kernel can do there, the bytes are right."""
+    shown = memory.file("file", noise(2 * MIB + 5))
+    before = served(memory.mount)
+    assert_same(shown.read_bytes(), noise(2 * MIB + 5))
+    after = served(memory.mount)
+    assert after["read_bytes"] - before["read_bytes"] == 2 * MIB + 5
+
+
+def test_plain_cp_goes_by_the_engine(disk: Place) -> None:
+    shown = disk.file("source", noise(9 * MIB + 3))
+    before_load, before_store = counters(disk.mount, "load"), counters(disk.mount, "store")
+    asked = served(disk.mount)
+    run("cp", shown, disk.mount.device / "copied")
+    run("cp", disk.mount.device / "copied", disk.shown / "back")
+    assert_same((disk.there / "back").read_bytes(), noise(9 * MIB + 3))
+    for before, after in (
+        (before_load, counters(disk.mount, "load")),
+        (before_store, counters(disk.mount, "store")),
+    ):
+        assert grown(after, before, "fastpath") + grown(after, before, "fallback") == 9 * MIB + 3
+    after = served(disk.mount)
+    assert after["copied_bytes"] - asked["copied_bytes"] == 2 * (9 * MIB + 3)
+    assert after["read_bytes"] == asked["read_bytes"]
+    assert after["written_bytes"] == asked["written_bytes"]
+
+
+# ---- by which path; what the host driver does with files on a disk ----
+
+
+def on_fastpath(place: Place, driver: str) -> None:
+    if driver != "host":
+        pytest.skip("the host driver's fastpath")
+    with open("/proc/self/mountinfo") as mounts:
+        device = os.stat(place.there).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        kinds = {line.split(" - ")[1].split()[0] for line in mounts if line.split()[2] == number}
+    if not kinds & {"ext4", "xfs"}:
+        pytest.skip(f"no file system for the fastpath at {place.there}: {kinds}")
+
+
+def test_aligned_requests_go_by_fastpath(disk: Place, driver: str) -> None:
+    on_fastpath(disk, driver)
+    shown, buffer = disk.file("file", noise(8 * MIB)), disk.mount.device / "buffer"
+    before = counters(disk.mount, "load")
+    assert copy(shown, buffer, 8 * MIB) == 8 * MIB
+    after = counters(disk.mount, "load")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (8 * MIB, 0)
+    assert after["refusals"] == before["refusals"]
+    assert_same(buffer.read_bytes(), noise(8 * MIB))
+
+    before = counters(disk.mount, "store")
+    assert copy(buffer, disk.shown / "stored", 8 * MIB) == 8 * MIB
+    after = counters(disk.mount, "store")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (8 * MIB, 0)
+    assert_same((disk.there / "stored").read_bytes(), noise(8 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [(100, 4 * MIB), (0, 4 * MIB + 7), (PAGE - 1, 2 * MIB + 2), (PAGE, 3 * MIB + PAGE - 1)],
+)
+def test_unaligned_requests_are_split(disk: Place, driver: str, start: int, size: int) -> None:
+    """Head and tail, which lie in other pages than the body, by fallback; either way."""
+    on_fastpath(disk, driver)
+    data = noise(6 * MIB)
+    shown, buffer = disk.file("file", data), disk.mount.device / "buffer"
+    first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
+    edges = size - (last - first)
+    before = counters(disk.mount, "load")
+    assert copy(shown, buffer, size, start, start) == size
+    after = counters(disk.mount, "load")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (last - first, edges)
+    assert_same(buffer.read_bytes(), bytes(start) + data[start : start + size])
+
+    before = counters(disk.mount, "store")
+    assert copy(buffer, disk.shown / "stored", size, start, start) == size
+    after = counters(disk.mount, "store")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (last - first, edges)
+    assert_same((disk.there / "stored").read_bytes(), bytes(start) + data[start : start + size])
+
+
+def test_memory_that_lies_otherwise_than_the_file_goes_by_fallback(disk: Place, driver: str) -> None:
+    on_fastpath(disk, driver)
+    shown, buffer = disk.file("file", noise(2 * MIB)), disk.mount.device / "buffer"
+    before = counters(disk.mount, "load")
+    assert copy(shown, buffer, 2 * MIB, 0, 3) == 2 * MIB
+    after = counters(disk.mount, "load")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (0, 2 * MIB)
+    assert after["refusals"]["memory_unaligned"] == before["refusals"].get("memory_unaligned", 0) + 1
+    assert_same(buffer.read_bytes(), bytes(3) + noise(2 * MIB))
+
+
+def test_files_in_memory_go_by_fallback(memory: Place) -> None:
+    shown, buffer = memory.file("file", noise(3 * MIB)), memory.mount.device / "in-memory"
+    before = counters(memory.mount, "load")
+    assert copy(shown, buffer, 3 * MIB) == 3 * MIB
+    after = counters(memory.mount, "load")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (0, 3 * MIB)
+    assert after["refusals"]["file_system"] == before["refusals"].get("file_system", 0) + 1
+    before = counters(memory.mount, "store")
+    assert copy(buffer, memory.shown / "stored", 3 * MIB) == 3 * MIB
+    after = counters(memory.mount, "store")
+    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (0, 3 * MIB)
+    assert_same((memory.there / "stored").read_bytes(), noise(3 * MIB))
+    buffer.unlink()
+
+
+def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> None:
+    """Loudly, where programs would go on by reads and writes; the edges may be below one alignment unit."""
+    with directory("/var/tmp") as there, directory("/dev/shm") as fast:
+        words = ["--backing", f"disk={there}", "--backing", f"memory={fast}", "--io-fastpath", "require"]
+        one = mount(*words)
+        place, other = Place(one, "disk", there), Place(one, "memory", fast)
+        on_fastpath(place, driver)
+        shown = place.file("file", noise(2 * MIB + 100))
+        assert copy(shown, one.device / "whole", 2 * MIB + 100) == 2 * MIB + 100
+        load = counters(one, "load")
+        assert (load["fastpath"]["bytes"], load["fallback"]["bytes"]) == (2 * MIB, 100)
+
+        for source, count, reason in (
+            (other.file("file", noise(MIB)), MIB, "file_system"),
+            (place.file("small", noise(100)), 100, "too_small"),
+        ):
+            target = one.device / reason
+            assert errno_of(copy, source, target, count) == errno.EIO
+            assert target.stat().st_size == 0
+            assert counters(one, "load")["refusals"][reason] == 1
+            complaints = one.complaints()
+            assert len(complaints) == 1, complaints
+            assert reason in complaints[0]
+        assert errno_of(copy, one.device / "whole", other.shown / "stored", MIB) == errno.EIO
+        assert (other.there / "stored").stat().st_size == 0
+        assert len(one.complaints()) == 1
+        one.unmount()
+
+
+# ---- how files are opened ----
+
+
+def test_appending(disk: Place) -> None:
+    """At the end that the host knows, whoever else appends, and from several processes at once."""
+    shown, there = disk.file("log", b"start\n"), disk.there / "log"
+    with open(shown, "ab", buffering=0) as ours, open(there, "ab", buffering=0) as theirs:
+        for n in range(10):
+            ours.write(b"ours %d\n" % n)
+            theirs.write(b"theirs %d\n" % n)
+    expected = b"".join(b"ours %d\ntheirs %d\n" % (n, n) for n in range(10))
+    assert there.read_bytes() == b"start\n" + expected
+
+    def append(index: int) -> None:
+        with open(shown, "ab", buffering=0) as file:
+            for n in range(50):
+                file.write(b"%d %d\n" % (index, n))
+
+    wait_children(start_children(4, append))
+    lines = there.read_bytes().splitlines()[21:]
+    assert len(lines) == 200
+    for index in range(4):
+        assert [line for line in lines if line.startswith(b"%d " % index)] == [b"%d %d" % (index, n) for n in range(50)]
+
+
+def test_a_mapping_of_a_file_open_for_appending_keeps_its_place(disk: Place) -> None:
+    shown = disk.file("file", bytes(2 * PAGE))
+    fd = os.open(shown, os.O_RDWR | os.O_APPEND)
+    try:
+        with mmap.mmap(fd, 2 * PAGE) as mapping:
+            mapping[10:14] = b"here"
+            mapping.flush()
+    finally:
+        os.close(fd)
+    assert (disk.there / "file").read_bytes() == bytes(10) + b"here" + bytes(2 * PAGE - 14)
+
+
+def test_truncation_by_opening(disk: Place) -> None:
+    shown = disk.file("file", noise(MIB))
+    with open(shown, "wb") as file:
+        assert (disk.there / "file").stat().st_size == 0
+        file.write(b"new")
+    assert (disk.there / "file").read_bytes() == b"new"
+
+
+def test_direct_io_of_the_client(disk: Place) -> None:
+    """Is the client's affair: no alignment is asked for below, and every one is right."""
+    shown = disk.file("file", noise(MIB))
+    fd = os.open(shown, os.O_RDWR | os.O_DIRECT)
+    area = mmap.mmap(-1, 64 * KIB)
+    try:
+        assert os.preadv(fd, [area], 0) == 64 * KIB
+        assert_same(area[:], noise(MIB)[: 64 * KIB])
+        assert os.pread(fd, 1000, 7) == noise(MIB)[7:1007]
+        area[:] = b"d" * len(area)
+        assert os.pwritev(fd, [area], 128 * KIB) == 64 * KIB
+    finally:
+        os.close(fd)
+        area.close()
+    assert_same((disk.there / "file").read_bytes()[128 * KIB : 192 * KIB], b"d" * 64 * KIB)
+
+
+def test_files_that_may_only_be_read(disk: Place) -> None:
+    shown = disk.file("file", noise(PAGE))
+    (disk.there / "file").chmod(0o444)
+
+    def act() -> tuple[bytes, int, int]:
+        return shown.read_bytes(), errno_of(os.open, shown, os.O_WRONLY), errno_of(os.open, shown, os.O_RDWR)
+
+    assert as_nobody(act) == (noise(PAGE), errno.EACCES, errno.EACCES)
+    fd = os.open(shown, os.O_RDONLY)
+    try:
+        assert errno_of(os.pwrite, fd, b"x", 0) == errno.EBADF
+        assert errno_of(os.ftruncate, fd, 0) == errno.EINVAL
+    finally:
+        os.close(fd)
+
+
+def test_an_open_file_is_truncated_whatever_its_mode_says(disk: Place) -> None:
+    disk.file("file", noise(PAGE))
+    (disk.there / "file").chmod(0o666)
+
+    def act() -> int:
+        fd = os.open(disk.shown / "file", os.O_RDWR)
+        try:
+            barrier.write_bytes(b"open")
+            wait_until(lambda: barrier.read_bytes() == b"closed", 20, "the mode to change")
+            os.ftruncate(fd, 100)
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    barrier = disk.there / "barrier"
+    barrier.write_bytes(b"")
+    barrier.chmod(0o666)
+    children = start_children(1, lambda _: as_nobody(act) == 100 or os._exit(2))
+    wait_until(lambda: barrier.read_bytes() == b"open", 20, "the file to be open")
+    (disk.there / "file").chmod(0o400)
+    barrier.write_bytes(b"closed")
+    wait_children(children)
+    assert (disk.there / "file").stat().st_size == 100
+
+
+# ---- mappings ----
+
+
+def test_shared_mappings(disk: Place) -> None:
+    data = noise(MIB)
+    shown = disk.file("file", data)
+    with open(shown, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), MIB) as mapping:
+        assert_same(mapping[:], data)
+        mapping[12345:12350] = b"patch"
+        mapping.flush()
+        assert (disk.there / "file").read_bytes()[12345:12350] == b"patch"
+        # By another descriptor of the mount, with the pages still dirty.
+        mapping[5:9] = b"more"
+        assert os.pread(file.fileno(), 4, 5) == b"more"
+    data = data[:5] + b"more" + data[9:12345] + b"patch" + data[12350:]
+    assert_same((disk.there / "file").read_bytes(), data)
+    with open(shown, "rb") as reader, mmap.mmap(reader.fileno(), MIB, access=mmap.ACCESS_READ) as mapping:
+        assert_same(mapping[:], data)
+
+
+def test_dirty_pages_of_a_mapping_reach_a_copy(disk: Place) -> None:
+    shown, buffer = disk.file("file", bytes(MIB)), disk.mount.device / "buffer"
+    with open(shown, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), MIB) as mapping:
+        mapping[MIB // 2 : MIB // 2 + 5] = b"dirty"
+        assert copy(shown, buffer, MIB) == MIB
+    assert buffer.read_bytes()[MIB // 2 : MIB // 2 + 5] == b"dirty"
+
+
+# ---- several processes, and what changes below ----
+
+
+def test_several_processes_write_one_file(disk: Place) -> None:
+    shown = disk.file("file", bytes(4 * MIB))
+
+    def write(index: int) -> None:
+        with open(shown, "r+b", buffering=0) as file:
+            for block in range(index, 256, 4):
+                os.pwrite(file.fileno(), bytes([index + 1]) * 16 * KIB, block * 16 * KIB)
+
+    wait_children(start_children(4, write))
+    expected = b"".join(bytes([block % 4 + 1]) * 16 * KIB for block in range(256))
+    assert_same((disk.there / "file").read_bytes(), expected)
+
+
+def test_truncation_behind_its_back(disk: Place) -> None:
+    shown = disk.file("file", noise(MIB))
+    with open(shown, "r+b", buffering=0) as file:
+        assert os.pread(file.fileno(), 10, 0) == noise(MIB)[:10]
+        os.truncate(disk.there / "file", 1000)
+        assert os.pread(file.fileno(), PAGE, 500) == noise(MIB)[500:1000]
+        assert os.pread(file.fileno(), PAGE, 2000) == b""
+        os.pwrite(file.fileno(), b"end", 2000)
+    assert (disk.there / "file").read_bytes() == noise(MIB)[:1000] + bytes(1000) + b"end"
+
+
+def test_a_source_that_is_truncated_during_copies_ends_them_short(disk: Place) -> None:
+    """Every copy ends with a count that is its file's size; never with bytes that were not there."""
+    size = 48 * MIB
+    shown = disk.file("file", b"x" * size)
+    for number in range(6):
+        os.truncate(disk.there / "file", 0)
+        (disk.there / "file").write_bytes(b"x" * size)
+        target = disk.mount.device / f"copy{number}"
+        child = start_children(1, lambda n: os.truncate(disk.there / "file", 4 * MIB + 5))
+        done = copy(shown, target, size)
+        wait_children(child)
+        content = target.read_bytes()
+        assert len(content) == done
+        assert content == b"x" * done
+        target.unlink()
+    assert status(disk.mount)["io"]["active"] == 0
+
+
+def test_a_file_without_a_name_any_more(disk: Place) -> None:
+    shown = disk.file("file", noise(2 * MIB))
+    with open(shown, "r+b", buffering=0) as file:
+        (disk.there / "file").unlink()
+        assert_same(os.pread(file.fileno(), 2 * MIB, 0), noise(2 * MIB))
+        assert os.pwrite(file.fileno(), b"still", 0) == 5
+        target = os.open(disk.mount.device / "copy", os.O_RDWR | os.O_CREAT)
+        try:
+            assert os.copy_file_range(file.fileno(), target, MIB, 0, 0) == MIB
+        finally:
+            os.close(target)
+        assert (disk.mount.device / "copy").read_bytes()[:5] == b"still"
+
+
+# ---- limits ----
+
+
+def test_the_clients_file_size_limit(disk: Place) -> None:
+    disk.file("file", b"")
+    buffer = disk.mount.device / "buffer"
+    buffer.write_bytes(noise(2 * MIB))
+
+    def act() -> tuple[int, int, int, int]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+        with open(disk.shown / "file", "r+b", buffering=0) as file:
+            short = os.pwrite(file.fileno(), bytes(PAGE), MIB - 100)
+            beyond = errno_of(os.pwrite, file.fileno(), b"x", MIB)
+            return (
+                short,
+                beyond,
+                errno_of(os.ftruncate, file.fileno(), MIB + 1),
+                copy(buffer, disk.shown / "big", 2 * MIB),
+            )
+
+    assert in_child(act) == (100, errno.EFBIG, errno.EFBIG, MIB)
+    assert (disk.there / "big").stat().st_size == MIB
+
+
+def test_the_daemons_file_size_limit(disk: Place) -> None:
+    """What it was started under must not kill it."""
+    disk.file("file", b"")
+    buffer = disk.mount.device / "buffer"
+    buffer.write_bytes(noise(2 * MIB))
+    before = resource.prlimit(disk.mount.pid, resource.RLIMIT_FSIZE, (MIB, before_hard := resource.RLIM_INFINITY))
+    try:
+        with open(disk.shown / "file", "r+b", buffering=0) as file:
+            assert errno_of(os.pwrite, file.fileno(), b"x", MIB) == errno.EFBIG
+            assert errno_of(os.ftruncate, file.fileno(), MIB + 1) == errno.EFBIG
+        assert errno_of(copy, buffer, disk.shown / "file", 2 * MIB, 0, MIB) == errno.EFBIG
+    finally:
+        resource.prlimit(disk.mount.pid, resource.RLIMIT_FSIZE, (before[0], before_hard))
+    assert disk.mount.alive()
+    assert (disk.there / "file").stat().st_size == 0
+
+
+@pytest.fixture
+def small(mount: Mounter) -> Iterator[Place]:
+    """A disk of 4 MiB."""
+    with directory("/tmp") as there:
+        run("mount", "-t", "tmpfs", "-o", "size=4m,mode=777", "none", there)
+        try:
+            one = mount("--backing", f"small={there}")
+            yield Place(one, "small", there)
+            one.unmount()
+        finally:
+            run("umount", "-l", there)
+
+
+def test_a_full_disk(small: Place) -> None:
+    """Writes and copies say what they have done, then that there is no more room; what was there before stays."""
+    buffer = small.mount.device / "buffer"
+    buffer.write_bytes(noise(8 * MIB))
+    small.file("kept", b"precious")
+    with open(small.shown / "file", "wb", buffering=0) as file:
+        written = 0
+        while not (failed := errno_of(file.write, noise(MIB))):
+            written = (small.there / "file").stat().st_size
+        assert failed == errno.ENOSPC
+    assert (small.there / "file").stat().st_size == written
+    assert 3 * MIB <= written < 4 * MIB
+    assert errno_of(copy, buffer, small.shown / "other", 8 * MIB) == errno.ENOSPC
+    assert (small.there / "other").stat().st_size == 0
+    (small.shown / "file").unlink()
+    # Closing goes on after close(2) has returned.
+    wait_until(lambda: os.statvfs(small.there).f_bavail * PAGE > 3 * MIB, 10, "the removed file's room")
+    done = copy(buffer, small.shown / "other", 8 * MIB)
+    assert 3 * MIB <= done < 4 * MIB
+    assert_same((small.there / "other").read_bytes(), noise(8 * MIB)[:done])
+    assert run("cp", buffer, small.shown / "other", check=False).returncode == 1
+    assert (small.there / "kept").read_bytes() == b"precious"
+    assert status(small.mount)["io"]["active"] == 0
+
+
+def test_a_full_device(disk: Place) -> None:
+    free = os.statvfs(disk.mount.device).f_bavail * os.statvfs(disk.mount.device).f_bsize
+    if free > 2048 * MIB:
+        pytest.skip("more device memory than a test should fill")
+    size = free + 16 * MIB
+    with open(disk.there / "large", "wb") as file:
+        file.truncate(size)
+    target = disk.mount.device / "copy"
+    done = copy(disk.shown / "large", target, size)
+    assert 0 < done <= free
+    assert target.stat().st_size == done
+    assert errno_of(copy, disk.shown / "large", target, MIB, 0, size) == errno.ENOSPC
+    target.unlink()
+    disk.mount.complaints()
+
+
+# ---- servers that hang or end ----
+
+
+def test_a_server_that_ends(mount: Mounter) -> None:
+    """Whoever waits for it gets an error, and so does who comes later; the mount goes on."""
+    with HangingMount(size=8 * MIB, good=MIB) as server:
+        one = mount("--backing", f"net={server.path}")
+        shown = one.path / "backing" / "net" / "file"
+        with open(shown, "rb", buffering=0) as file:
+            assert os.pread(file.fileno(), PAGE, 0) == bytes(PAGE)
+
+            def wait(index: int) -> None:
+                found = errno_of(os.pread, file.fileno(), PAGE, (4 + index) * MIB)
+                assert found in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+
+            waiting = start_children(2, wait)
+            wait_until(lambda: served(one)["running"] >= 1, 20, "reads to hang")
+            server.release()
+            wait_children(waiting)
+            assert errno_of(os.pread, file.fileno(), PAGE, 2 * MIB) == errno.ENOTCONN
+        assert errno_of(copy, shown, one.device / "copy", MIB) == errno.ENOTCONN
+        (one.device / "alive").write_bytes(b"yes")
+        one.complaints()
+        one.unmount()
+
+
+def test_hung_servers_hold_up_nobody_else(mount: Mounter) -> None:
+    """Neither reads nor copies of files on disks, however many wait for however many servers; and not the end."""
+    children: list[int] = []
+    with directory("/var/tmp") as there, HangingMount(good=PAGE) as first, HangingMount(good=PAGE) as second:
+        words = ["--backing", f"disk={there}", "--backing", f"one={first.path}", "--backing", f"two={second.path}"]
+        one = mount(*words)
+        place = Place(one, "disk", there)
+        shown = place.file("file", noise(3 * MIB))
+
+        def hang(index: int) -> None:
+            source = one.path / "backing" / ("one", "two")[index % 2] / "file"
+            with open(source, "rb", buffering=0) as file:
+                if index < 20:
+                    errno_of(os.pread, file.fileno(), PAGE, (index + 1) * MIB)
+                else:
+                    errno_of(copy, source, one.device / f"hung{index}", 64 * MIB)
+
+        children = start_children(30, hang)
+        try:
+            wait_until(lambda: served(one)["running"] + served(one)["queued"] >= 30, 30, "everybody to hang")
+            wait_until(lambda: status(one)["io"]["active"] >= 10, 30, "transfers to hang")
+            assert_same(shown.read_bytes(), noise(3 * MIB))
+            assert copy(shown, one.device / "copy", 3 * MIB) == 3 * MIB
+            assert copy(one.device / "copy", place.shown / "back", 3 * MIB) == 3 * MIB
+            assert_same((place.there / "back").read_bytes(), noise(3 * MIB))
+            one.signal(signal.SIGTERM)
+            wait_until(lambda: "has ended" in one.log.read_text(), 15, "the mount to end")
+            assert not one.mounted()
+        finally:
+            # A process is gone only when the last of its threads is, and these wait for the servers.
+            first.release()
+            second.release()
+            for child in children:
+                os.waitpid(child, 0)
+        one.complaints()
+        one.wait_ended(30, code=None)
