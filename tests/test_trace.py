@@ -232,7 +232,7 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     )  # fmt: skip
     wait_until(lambda: busy(own), 30, "the recording to begin")
     (own.device / "file").write_bytes(bytes(MIB))
-    time.sleep(0.5)  # the recorder looks twenty times a second
+    time.sleep(0.5)  # the recorder looks fifty times a second
     own.signal(signal.SIGKILL)
     _, said = recorder.communicate(timeout=30)
     assert recorder.returncode == 1

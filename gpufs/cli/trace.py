@@ -18,7 +18,7 @@ from gpufs.cli._trace_format import Converter
 
 _FILE: Final = ".gpufs/trace"
 _READ_BYTES: Final = 1 << 20
-_PAUSE: Final = 0.05  # seconds between two looks: rings are large enough for what happens meanwhile
+_PAUSE: Final = 0.02  # seconds between two looks: rings are large enough for what happens meanwhile
 _LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
 
 
@@ -49,10 +49,14 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
         raise _refused(entry.mountpoint, error) from None
     try:
         target = "-" if output == "-" else os.path.abspath(output)
-        with _Output(target) as sink:
+        # Records are only put aside while they come: making JSON of them takes longer than making them.
+        with _Output(target) as sink, tempfile.TemporaryFile() as records:
+            broken = _record(source, records, duration, interrupted)
             converter = Converter(sink, {"mountpoint": entry.mountpoint, "version": __version__})
             converter.begin()
-            broken = _record(source, converter, duration, interrupted)
+            records.seek(0)
+            while data := records.read(_READ_BYTES):
+                converter.feed(data)
             converter.end()
     finally:
         try:
@@ -77,21 +81,21 @@ def _refused(mountpoint: str, error: OSError) -> Failure:
     return failed(error.errno or ENOENT, mountpoint)
 
 
-def _record(source: int, converter: Converter, duration: float | None, interrupted: threading.Event) -> OSError | None:
+def _record(source: int, records: IO[bytes], duration: float | None, interrupted: threading.Event) -> OSError | None:
     """Until the time is over or the user interrupts; the failure where the mount ended first."""
     try:
         end = None if duration is None else time.monotonic() + duration
         while not interrupted.is_set() and (end is None or time.monotonic() < end):
             data = os.read(source, _READ_BYTES)
             if data:
-                converter.feed(data)
+                records.write(data)
             else:
                 interrupted.wait(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
         for _ in range(_LAST_LOOKS):
             data = os.read(source, _READ_BYTES)
             if not data:
                 break
-            converter.feed(data)
+            records.write(data)
     except OSError as error:
         return error
     return None
