@@ -157,19 +157,23 @@ def test_the_life_of_a_copy(mount: Mounter, tmp_path: Path) -> None:
             assert span["ts"] + span["dur"] <= transfer["ts"] + transfer["dur"] + 0.002
 
 
-def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["gpufs cp", "cp from backing"])
+def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, how: str) -> None:
     """On a device that the processor does not address: a vendor's runtime that was built for the tests."""
     source = tmp_path / "w"
     source.write_bytes(os.urandom(4 * MIB) * 32)
     library = next(FAKE_HIP.glob("libamdhip64.so*"))
     environment = {"LD_LIBRARY_PATH": str(library.parent)}
     own = mount(
-        "--io-fastpath", "off", "--io-pagecache", "off", driver="hip",
+        "--backing", f"b={tmp_path}", "--io-fastpath", "off", "--io-pagecache", "off", driver="hip",
         environment=environment, memory=512 * MIB,
     )  # fmt: skip
     path = tmp_path / "trace.json"
     with recording(own, path):
-        run(*GPUFS, "cp", source, own.device / "w")
+        if how == "gpufs cp":
+            run(*GPUFS, "cp", source, own.device / "w")
+        else:
+            run("cp", own.path / "backing/b/w", own.device / "w")
     spans = checked(path)
     reads, copies = called(spans, "file read"), [s for s in called(spans, "copy to device") if s["pid"] != 1]
     assert sum(span["args"]["size"] for span in reads) == 128 * MIB
