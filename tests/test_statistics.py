@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from support.data import MIB
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import run, wait_until
+from support.processes import NOBODY, plain_user, run, wait_until
+from support.users import user_gpufs
 
 from gpufs import engine, mounting, statistics
 
@@ -238,6 +239,24 @@ def test_a_later_mount_sweeps_up(mount: Mounter) -> None:
 
 
 # ---- the command ----
+
+
+def test_a_plain_users_own_mount(mount: Mounter) -> None:
+    """Counters, a trace, and the counters of the dead process, for that user."""
+    with plain_user() as base:
+        program, environment = user_gpufs(base)
+        own = mount(user=(program, environment))
+        as_user: dict[str, Any] = {"env": environment, "user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+        found = json.loads(run(*program, "stats", "--json", own.path, **as_user).stdout)
+        assert (found["alive"], found["driver"]) == (True, "host")
+        content = json.loads(run(*program, "trace", own.path, "-o", "-", "--duration", "0.2", **as_user).stdout)
+        assert content["otherData"]["lost_records"] == 0
+        own.signal(signal.SIGKILL)
+        own.daemon.wait(30)
+        assert not json.loads(run(*program, "stats", "--json", own.path, **as_user).stdout)["alive"]
+        run(*program, "umount", own.path, **as_user)
+        entries = [entry for entry in mounting.mounts() if entry.mountpoint == str(own.path)]
+        assert not entries
 
 
 def test_the_list_has_all_mounts(mount: Mounter) -> None:
