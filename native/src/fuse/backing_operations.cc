@@ -138,6 +138,7 @@ void BackingOperations::stop() {
   std::vector<std::pair<bool, Lane*>> lanes;
   {
     const std::lock_guard lock(lanes_mutex_);
+    if (stopped_) return;
     stopped_ = true;
     for (const auto& [device, lane] : lanes_) lanes.emplace_back(device != 0, lane.get());
   }
