@@ -46,7 +46,8 @@ class BackingOperations {
   [[nodiscard]] BackingTable& files() { return files_; }
   // As WorkerPool's.
   bool discard(std::uint64_t unique);
-  // Ends all pools; after Cancellations::cancel_all(). What hangs in a file is answered and left behind. May be called twice.
+  // Ends all pools; after Cancellations::cancel_all(). What hangs in a file is answered and left behind. May be called
+  // twice.
   void stop();
   // The members of one JSON object.
   void write_statistics(JsonWriter& json) const;
