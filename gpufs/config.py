@@ -41,6 +41,7 @@ class Kind:
     allowed: str  # ends the sentence "... is not allowed: "
     metavar: str
     parse: Callable[[str], Any]
+    choices: tuple[str, ...] = ()  # where these words are all that is allowed
 
 
 def size_text(size: int) -> str:
@@ -113,7 +114,7 @@ def _choice(*choices: str) -> Kind:
             raise ValueError(text)
         return text
 
-    return Kind("one of " + ", ".join(choices), "|".join(choices), parse)
+    return Kind("one of " + ", ".join(choices), "|".join(choices), parse, choices)
 
 
 def _parse_boolean(text: str) -> bool:
@@ -246,6 +247,20 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "",
         "Where the mount's log goes.",
         default_text="nowhere; standard error with --foreground",
+    ),
+    Knob(
+        "auto_unmount",
+        BOOLEAN,
+        True,
+        "",
+        "Take the mount away should its process die; costs a small process beside each mount.",
+    ),
+    Knob(
+        "core_dumps",
+        BOOLEAN,
+        False,
+        "",
+        "Let a crash leave a core file, as far as ulimit -c allows; without files' data.",
     ),
     Knob("log_level", _choice(*LOG_LEVELS), "info", "", "The least level that is logged."),
     Knob(
@@ -437,14 +452,16 @@ def load(
     config_file: str | None = None,
     *,
     system_file: Path = SYSTEM_FILE,
+    said_by: Callable[[Knob], str] = lambda knob: knob.option,
 ) -> Settings:
     """The settings from the command line's ``arguments`` (None: not given), the environment and the files.
 
-    ConfigError for a value that is not allowed, wherever it stands, and for a file that cannot be read.
+    ``said_by`` is how messages name an argument: by default as the option of the command line. ConfigError for a value
+    that is not allowed, wherever it stands, and for a file that cannot be read.
     """
     layers: list[tuple[Callable[[Knob], str], Mapping[str, str]]] = []
     given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in arguments.items()}
-    layers.append((lambda knob: knob.option, {name: text for name, text in given.items() if text is not None}))
+    layers.append((said_by, {name: text for name, text in given.items() if text is not None}))
     layers.append((lambda knob: knob.variable, {k.name: environ[k.variable] for k in KNOBS if k.variable in environ}))
     named = config_file or environ.get(CONFIG_VARIABLE)
     files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]

@@ -6,6 +6,7 @@ answers one JSON line there once the mount answers requests, {"ok": true, ...}, 
 
 How it ends: when the mount is unmounted, by whomever, or by SIGTERM or SIGINT. A signal cancels running copies and
 unmounts; a mount that is in use is detached, and what is open in it fails from then on. SIGHUP reopens the log file.
+Should it die otherwise, its guard takes the mount away (gpufs/guard.py).
 """
 
 import argparse
@@ -27,7 +28,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from gpufs import config, engine, mounting, service, statistics
+from gpufs import config, engine, mounting, service, statistics, supervision
 from gpufs._version import __version__
 from gpufs.fs.backing import Backing, BackingOperations
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
@@ -66,6 +67,7 @@ class Request:
     source: str
     config: dict[str, Any]
     foreground: bool
+    flags: tuple[str, ...] = ()  # names of mounting.FLAGS
 
     @classmethod
     def read(cls, mountpoint: str) -> "Request":
@@ -73,7 +75,8 @@ class Request:
         try:
             said = json.loads(sys.stdin.buffer.read())
             values = {name: said["config"].get(name, knob.default) for name, knob in config.BY_NAME.items()}
-            return cls(mountpoint, str(said.get("source", "gpufs")), values, bool(said.get("foreground")))
+            flags = tuple(name for name in mounting.FLAGS if name in said.get("flags", ()))
+            return cls(mountpoint, str(said.get("source", "gpufs")), values, bool(said.get("foreground")), flags)
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise StartFailure(errno.EINVAL, f"the daemon was not told what to mount: {failure}") from None
 
@@ -175,32 +178,42 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
 
 
 def runtime_directory(*, allow_other: bool) -> str:
-    """Where this user's sockets are, made if need be. StartFailure where it is somebody else's.
+    """Where this user's sockets are, made if need be. StartFailure where no place for it can be had.
 
-    Everybody may pass through it with ``allow_other``, since the socket then has to be found by others.
+    Everybody may pass through it with ``allow_other``, since the socket then has to be found by others. Root's is below
+    /run; the others are for containers without it, and for who is root in a user namespace alone.
     """
     uid = os.geteuid()
     parent = os.environ.get("XDG_RUNTIME_DIR")
-    if uid == 0:
-        path = "/run/gpufs"
-    elif parent and not allow_other and os.path.isdir(parent) and os.stat(parent).st_uid == uid:
-        path = os.path.join(parent, "gpufs")
-    else:
-        path = f"/tmp/gpufs-{uid}"
+    places = ["/run/gpufs"] if uid == 0 else []
+    if parent and not allow_other and os.path.isdir(parent) and os.stat(parent).st_uid == uid:
+        places.append(os.path.join(parent, "gpufs"))
+    places.append(f"/tmp/gpufs-{uid}")
     mode = 0o711 if allow_other or uid == 0 else 0o700
-    try:
+    problems = []
+    for path in places:
         try:
-            os.mkdir(path, mode)
-        except FileExistsError:
-            pass
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid:
-            raise StartFailure(errno.EPERM, f"{path} belongs to somebody else: remove it or set XDG_RUNTIME_DIR")
-        if stat.S_IMODE(found.st_mode) & 0o777 != mode and (allow_other or uid == 0):
-            os.chmod(path, mode)
-    except OSError as failure:
-        raise StartFailure(failure.errno or errno.EIO, f"{path}: {failure.strerror}") from None
-    return path
+            _own_directory(path, mode, chmod=allow_other or uid == 0)
+        except OSError as failure:
+            problems.append(failure)
+        else:
+            return path
+    raise StartFailure(
+        problems[0].errno or errno.EIO, "; ".join(f"{failure.filename}: {failure.strerror}" for failure in problems)
+    )
+
+
+def _own_directory(path: str, mode: int, *, chmod: bool) -> None:
+    """Makes a directory, or finds one of this user's there. OSError with its name where neither can be."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        pass
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, "belongs to somebody else: remove it or set XDG_RUNTIME_DIR", path)
+    if stat.S_IMODE(found.st_mode) & 0o777 != mode and chmod:
+        os.chmod(path, mode)
 
 
 class _CountersFile:
@@ -232,19 +245,27 @@ class _CountersFile:
             pass  # never made
 
 
-def _raise_limits() -> None:
-    """Many descriptors, for each buffer may have some; no core file, which would hold the devices' memory."""
+def _set_limits(*, core_dumps: bool) -> None:
+    """Many descriptors, for each buffer may have some; a core file only where it is wanted.
+
+    The devices' memory and what moves through pinned memory are in no core file: their mappings are marked so.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (most if core_dumps else 0, most))
 
 
 @contextmanager
 def _mounted(request: Request) -> Iterator[int]:
     """The descriptor of a fresh mount, which is gone at the end, however that comes."""
     try:
-        fd = mounting.mount(request.mountpoint, source=request.source, allow_other=bool(request.config["allow_other"]))
+        fd = mounting.mount(
+            request.mountpoint,
+            source=request.source,
+            allow_other=bool(request.config["allow_other"]),
+            flags=request.flags,
+        )
     except OSError as failure:
         raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
     entry = mounting.entry_of(request.mountpoint)
@@ -252,7 +273,8 @@ def _mounted(request: Request) -> Iterator[int]:
         yield fd
     finally:
         # Another mount may be there by now, when ours was unmounted by somebody else.
-        if mounting.entry_of(request.mountpoint) == entry:
+        left = mounting.entry_of(request.mountpoint)
+        if entry is None or (left is not None and left.identity == entry.identity):
             try:
                 mounting.unmount(request.mountpoint, lazy=True)
             except OSError as failure:
@@ -268,6 +290,7 @@ class Daemon:
         self._log = logs
         self._service: service.Service | None = None
         self._copies_ended = trio.Event()
+        self._manager = supervision.ServiceManager()
 
     def run(self) -> None:
         """Serves the mount until it ends. StartFailure where it does not come up."""
@@ -286,6 +309,9 @@ class Daemon:
             control = parts.enter_context(ExitStack())
             control.callback(os.close, control_fd)
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            guard = None
+            if values["auto_unmount"]:
+                guard = parts.enter_context(supervision.Guard(self._request.mountpoint, values["log_file"]))
             try:
                 fuse_fd = parts.enter_context(_mounted(self._request))
             except BaseException:
@@ -295,6 +321,8 @@ class Daemon:
             if entry is None:
                 os.close(relay_fd)
                 raise StartFailure(errno.EIO, f"{self._request.mountpoint}: mounted, but not in mountinfo")
+            if guard is not None:
+                guard.watch(entry.identity)
             counters.belongs_to(entry.device)
             try:
                 mount = engine.Mount(
@@ -397,6 +425,7 @@ class Daemon:
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
             nursery.start_soon(self._tell_launcher, mount, driver, devices, notes)
             nursery.start_soon(self._publish, mount.engine)
+            nursery.start_soon(self._keep_watchdog)
             await pyfuse3.main()
             copies.cancel()
             nursery.cancel_scope.cancel()
@@ -440,6 +469,7 @@ class Daemon:
             log.error("whoever asked for the mount has gone: it ends")
             await self._unmount()
             return
+        self._manager.ready(f"serves {self._request.mountpoint}")
         if not self._request.foreground:
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             for number in (0, 1, 2):
@@ -455,14 +485,24 @@ class Daemon:
             opened.statistics_publish()
             await trio.sleep(self._request.config["stats_interval"])
 
+    async def _keep_watchdog(self) -> None:
+        """Tells the service manager that the control plane runs, where it wants to know."""
+        while self._manager.watchdog_seconds:
+            self._manager.alive()
+            await trio.sleep(self._manager.watchdog_seconds / 2)
+
     async def _watch_signals(self, copies: trio.CancelScope) -> None:
         with trio.open_signal_receiver(*_SIGNALS) as arriving:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             async for number in arriving:
                 if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
+                    self._manager.reloading()
                     self._log.reopen()
+                    log.info("SIGHUP: the log goes on here")
+                    self._manager.ready(f"serves {self._request.mountpoint}")
                     continue
                 log.info("%s: the mount ends", signal.Signals(number).name)
+                self._manager.stopping(f"unmounts {self._request.mountpoint}")
                 copies.cancel()
                 # Clients get their results and close their files while the mount still answers.
                 with trio.move_on_after(_COPIES_GRACE):
@@ -505,7 +545,7 @@ def main(arguments: list[str] | None = None) -> int:
     answer = Answer(chosen.answer_fd)
     try:
         request = Request.read(chosen.mountpoint)
-        _raise_limits()
+        _set_limits(core_dumps=bool(request.config["core_dumps"]))
         logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
         os.umask(0)
         Daemon(request, answer, logs).run()

@@ -10,17 +10,37 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
 
+# Of the options of mount(8), those that are flags of mount(2) and may be chosen: nosuid and nodev always are.
+FLAGS: Final = {
+    "ro": 1,
+    "noexec": 8,
+    "sync": 16,
+    "dirsync": 128,
+    "noatime": 1 << 10,
+    "nodiratime": 1 << 11,
+    "silent": 1 << 15,
+    "relatime": 1 << 21,
+    "strictatime": 1 << 24,
+    "lazytime": 1 << 25,
+}
+# Those that fusermount3 takes. The others say how the kernel keeps access times, which for FUSE the daemon does.
+_USER_FLAGS: Final = frozenset({"ro", "noexec", "sync", "dirsync", "noatime"})
 _MS_NOSUID: Final = 2
 _MS_NODEV: Final = 4
+_MS_REMOUNT: Final = 32
 _MNT_FORCE: Final = 1
 _MNT_DETACH: Final = 2
 _UMOUNT_NOFOLLOW: Final = 8
+# How a mount answers whose daemon is dead.
+_DEAD: Final = (errno.ENOTCONN, errno.ECONNABORTED)
+_CONNECTIONS: Final = "/sys/fs/fuse/connections"
 _FUSERMOUNT_TIMEOUT: Final = 30.0
 _DESCRIPTOR_BYTES: Final = 4
 
@@ -36,6 +56,12 @@ class MountEntry:
     source: str
     options: str
     fstype: str
+    number: int  # the mount's ID
+
+    @property
+    def identity(self) -> str:
+        """Which mount it is, whatever its options have become: no two that exist at a time have the same."""
+        return f"{self.number} {self.device}"
 
     @property
     def uid(self) -> int:
@@ -67,7 +93,9 @@ def mounts() -> list[MountEntry]:
             mountpoint = _undo_escapes(fields[4])
             found.pop(mountpoint, None)
             if fstype == FILESYSTEM_TYPE:
-                found[mountpoint] = MountEntry(mountpoint, fields[2], _undo_escapes(source), options, fstype)
+                found[mountpoint] = MountEntry(
+                    mountpoint, fields[2], _undo_escapes(source), options, fstype, int(fields[0])
+                )
             else:
                 found[mountpoint] = None  # hides what is mounted below it there
     return [entry for entry in found.values() if entry is not None]
@@ -87,7 +115,11 @@ def _open_device() -> int:
         raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}") from None
 
 
-def _mount_directly(mountpoint: str, source: str, allow_other: bool) -> int:
+def _bits(flags: Collection[str]) -> ctypes.c_ulong:
+    return ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(flags)))
+
+
+def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
     fd = _open_device()
     options = f"fd={fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions"
     if allow_other:
@@ -96,7 +128,7 @@ def _mount_directly(mountpoint: str, source: str, allow_other: bool) -> int:
         os.fsencode(source),
         os.fsencode(mountpoint),
         FILESYSTEM_TYPE.encode(),
-        ctypes.c_ulong(_MS_NOSUID | _MS_NODEV),
+        _bits(flags),
         options.encode(),
     )
     if status != 0:
@@ -111,12 +143,13 @@ def _option(text: str) -> str:
     return text.replace("\\", "\\\\").replace(",", "\\,")
 
 
-def _mount_as_user(mountpoint: str, source: str, allow_other: bool) -> int:
+def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
     """fusermount3 opens the device, mounts, and sends the descriptor over the socket that _FUSE_COMMFD names."""
     program = shutil.which("fusermount3")
     if program is None:
         raise OSError(errno.ENOENT, "fusermount3 is needed to mount as a user: install the package fuse3")
     options = [f"fsname={_option(source)}", "subtype=gpufs", "default_permissions", "nosuid", "nodev"]
+    options += sorted(_USER_FLAGS.intersection(flags))
     if allow_other:
         options.append("allow_other")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -145,16 +178,75 @@ def _mount_as_user(mountpoint: str, source: str, allow_other: bool) -> int:
     raise OSError(errno.EPERM, f"{mountpoint}: {reason}")
 
 
-def mount(mountpoint: str, *, source: str = "gpufs", allow_other: bool = False) -> int:
+def mount(mountpoint: str, *, source: str = "gpufs", allow_other: bool = False, flags: Collection[str] = ()) -> int:
     """Mounts an empty FUSE connection at ``mountpoint`` and returns its descriptor, close-on-exec and the caller's.
 
-    ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev. As root by
-    mount(2), otherwise by fusermount3. OSError with one line for the user where that cannot be; nothing is mounted
-    then.
+    ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev; ``flags``
+    are names of FLAGS. As root by mount(2), otherwise by fusermount3. OSError with one line for the user where that
+    cannot be; nothing is mounted then.
     """
     if os.geteuid() == 0:
-        return _mount_directly(mountpoint, source, allow_other)
-    return _mount_as_user(mountpoint, source, allow_other)
+        return _mount_directly(mountpoint, source, allow_other, flags)
+    return _mount_as_user(mountpoint, source, allow_other, flags)
+
+
+def remount(mountpoint: str, flags: Collection[str]) -> None:
+    """Gives a mount other FLAGS; those that are not named are off. OSError, with one line: EBUSY, EPERM."""
+    status = _libc.mount(None, os.fsencode(mountpoint), None, ctypes.c_ulong(_bits(flags).value | _MS_REMOUNT), None)
+    if status != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{mountpoint}: remount failed: {os.strerror(code)}")
+
+
+def abort(entry: MountEntry) -> bool:
+    """Cuts a mount's connection, so that whoever waits for it gets an error. False where we may not or cannot.
+
+    Root and the mount's user may, where the kernel's control file system for FUSE is mounted.
+    """
+    try:
+        fd = os.open(f"{_CONNECTIONS}/{os.minor(entry.st_dev)}/abort", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(fd, b"1")
+    finally:
+        os.close(fd)
+    return True
+
+
+def unmount_dead(entry: MountEntry) -> bool:
+    """Detaches this very mount if its daemon is dead; False where it is not, or is no longer there. OSError as unmount.
+
+    Waits until a daemon that is ending has ended, or a living one has answered.
+    """
+    try:
+        fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as failure:
+        if failure.errno not in _DEAD:
+            return False
+        raise
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+            if f"mnt_id:\t{entry.number}\n" not in file.readlines():
+                return False
+        try:
+            os.fstatvfs(fd)
+            return False
+        except OSError as failure:
+            if failure.errno not in _DEAD:
+                return False
+        if os.geteuid() != 0:
+            unmount(entry.mountpoint, lazy=True)
+            return True
+        # By the descriptor: whatever is mounted there in this moment stays.
+        if _libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH) != 0:
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:
+                return False  # somebody else was faster
+            raise OSError(code, f"{entry.mountpoint}: {os.strerror(code)}")
+        return True
+    finally:
+        os.close(fd)
 
 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:

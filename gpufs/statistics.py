@@ -280,7 +280,7 @@ def file_name(pid: int, device: str) -> str:
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Where the runtime directory of a user's mounts may be."""
     if uid == 0:
-        return [Path("/run/gpufs")]
+        return [Path("/run/gpufs"), Path("/tmp/gpufs-0")]
     found = [Path(f"/run/user/{uid}/gpufs"), Path(f"/tmp/gpufs-{uid}")]
     own = environ.get("XDG_RUNTIME_DIR")
     if own and Path(own) / "gpufs" not in found:

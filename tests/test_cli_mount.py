@@ -114,16 +114,15 @@ def test_lazy_lets_users_finish(mountpoint: Path) -> None:
 
 
 def test_dead_mount_is_shown_and_cleaned(mountpoint: Path) -> None:
-    pid = mount_it(mountpoint)
+    pid = mount_it(mountpoint, "--no-auto-unmount")
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: ended(pid), 10, "the end of the killed process")
-    if mounted_at(str(mountpoint)):  # a helper of the process may have cleaned up already
-        done = gpufs("mount", mountpoint, "--driver", "host", check=False)
-        assert done.returncode == 1
-        assert "whose process has died is mounted there: gpufs umount" in done.stderr
-        (status,) = [s for s in json.loads(gpufs("status", "--json").stdout) if s["mountpoint"] == str(mountpoint)]
-        assert status["state"] == "dead"
-        gpufs("umount", mountpoint)
+    done = gpufs("mount", mountpoint, "--driver", "host", check=False)
+    assert done.returncode == 1
+    assert "whose process has died is mounted there: gpufs umount" in done.stderr
+    (status,) = [s for s in json.loads(gpufs("status", "--json").stdout) if s["mountpoint"] == str(mountpoint)]
+    assert status["state"] == "dead"
+    gpufs("umount", mountpoint)
     assert not mounted_at(str(mountpoint))
     mount_it(mountpoint)
     gpufs("umount", mountpoint)

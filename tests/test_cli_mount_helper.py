@@ -1,35 +1,58 @@
 """mount(8) and fstab: the options that they pass, and a real `mount -t gpufs`."""
 
 import os
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.processes import run
-from support.watchdog import mounted_at, rescue
+from support.processes import NOBODY, plain_user, run
+from support.users import user_gpufs
 
 from gpufs.cli._errors import Failure
 from gpufs.cli._main import rewrite_for_mount
-from gpufs.cli.mount_helper import parse
+from gpufs.cli._options import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_knobs_and_mount_options() -> None:
-    assert parse("rw,memory=4G,allow_other,_netdev,nofail,x-systemd.requires=a.service,devices=2,noatime") == {
-        "memory": "4G",
-        "allow_other": "true",
-        "devices": "2",
-    }
-    assert parse("rw,relatime,dev,suid,config=/etc/other.toml,allow_other=false") == {
+    given = parse("rw,memory=4G,allow_other,_netdev,nofail,x-systemd.requires=a.service,devices=2,noauto,comment=x")
+    assert given.knobs == {"memory": "4G", "allow_other": "true", "devices": "2"}
+    given = parse("rw,dev,suid,config=/etc/other.toml,allow_other=false,noauto_unmount,backing=a=/a,backing=b=/b:ro")
+    assert given.knobs == {
         "config_file": "/etc/other.toml",
         "allow_other": "false",
+        "auto_unmount": "false",
+        "backing": "a=/a,b=/b:ro",
     }
-    assert parse("") == {}
+    assert (given.flags, given.remount) == ((), False)
+    assert parse("").knobs == {}
 
 
-@pytest.mark.parametrize("option", ["ro", "remount", "memory", "memroy=4G", "bind", "drop_privileges"])
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("ro", {"ro"}),
+        ("ro,rw", set()),
+        ("rw,ro,noexec,sync,dirsync,noatime", {"ro", "noexec", "sync", "dirsync", "noatime"}),
+        ("user", {"noexec"}),
+        ("user=somebody,exec", set()),
+        ("users,owner,group", {"noexec"}),
+        ("ro,noexec,defaults", set()),
+        ("noatime,atime,relatime,strictatime,norelatime", {"strictatime"}),
+        ("silent,loud,async,nodiratime,lazytime", {"nodiratime", "lazytime"}),
+        ("_netdev,nofail,auto,noauto,nouser,nosuid,nodev,nomand,X-mount.mkdir", set()),
+    ],
+)
+def test_flags(text: str, flags: set[str]) -> None:
+    assert set(parse(text).flags) == flags
+    assert parse(f"remount,{text}").remount
+
+
+@pytest.mark.parametrize("option", ["memory", "memroy=4G", "bind", "drop_privileges", "uid=5", "umask=022", "nomemory"])
 def test_options_that_are_refused(option: str) -> None:
     with pytest.raises(Failure, match=option.split("=")[0]) as failure:
         parse(f"rw,{option}")
@@ -37,7 +60,7 @@ def test_options_that_are_refused(option: str) -> None:
 
 
 def test_sloppy_tolerates_what_is_unknown() -> None:
-    assert parse("rw,colour=blue", sloppy=True) == {}
+    assert parse("rw,colour=blue", sloppy=True).knobs == {}
 
 
 @pytest.mark.parametrize(
@@ -54,43 +77,114 @@ def test_calls_of_mount_fuse(arguments: list[str], rewritten: list[str]) -> None
     assert rewrite_for_mount(arguments) == rewritten
 
 
-@pytest.mark.parametrize("kind", ["gpufs", "fuse.gpufs"])
-def test_mount_8(kind: str, tmp_path: Path) -> None:
-    """In a mount namespace where /sbin and PATH have our helper; as root, with mount(8) and umount(8) themselves."""
-    mountpoint, programs = tmp_path / "mnt", tmp_path / "bin"
-    mountpoint.mkdir()
-    programs.mkdir()
-    gpufs = programs / "gpufs"
-    gpufs.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m gpufs "$@"\n')
+@pytest.fixture
+def with_helpers(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a script in a mount namespace where /sbin and PATH have our helpers.
+
+    mount(8) looks for helpers in /sbin alone and cleans PATH: both are shown it by an overlay. What the script leaves
+    mounted is gone with the namespace; its daemons end by that.
+    """
+    gpufs = tmp_path / "gpufs"
+    command, environment = user_gpufs({})
+    words = " ".join(f"{name}={value}" for name, value in {"PYTHONPATH": ROOT, **environment}.items())
+    gpufs.write_text(f'#!/bin/sh\nexport {words}\nexec {" ".join(command)} "$@"\n')
     gpufs.chmod(0o755)
-    helper = programs / "mount.gpufs"
-    helper.write_text((ROOT / "mount_helpers/mount.gpufs").read_text().replace("@GPUFS@", str(gpufs)))
+    helper = tmp_path / "mount.gpufs"
+    helper.write_text((ROOT / "mount_helpers/mount.gpufs").read_text().replace("@GPUFS@", "gpufs"))
     helper.chmod(0o755)
-    # mount(8) looks for helpers in /sbin alone and cleans PATH: both are shown it by overlays of this namespace.
-    script = f"""
+    prepare = f"""
         mount --make-rprivate /
-        mkdir {tmp_path}/upper {tmp_path}/work
+        mkdir {tmp_path}/work
         sbin=$(readlink -f /sbin)
         mount -t tmpfs none {tmp_path}/work
         mkdir {tmp_path}/work/u {tmp_path}/work/w
         mount -t overlay overlay -o lowerdir=$sbin,upperdir={tmp_path}/work/u,workdir={tmp_path}/work/w $sbin
         cp {helper} {gpufs} $sbin/
         export PATH=$sbin:$PATH
-        mount -t {kind} somewhere {mountpoint} -o driver=host,memory=64M,devices=2,nofail,_netdev
+    """
+
+    def with_them(script: str) -> subprocess.CompletedProcess[str]:
+        done = run("unshare", "-m", "bash", "-euo", "pipefail", "-c", prepare + script, check=False)
+        if done.returncode and "overlay" in done.stderr:
+            pytest.skip("this kernel has no overlay file system")
+        return done
+
+    return with_them
+
+
+@pytest.mark.parametrize("kind", ["gpufs", "fuse.gpufs"])
+def test_mount_8(kind: str, tmp_path: Path, with_helpers: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+    """As root, with mount(8) and umount(8) themselves."""
+    mountpoint = tmp_path / "mnt"
+    mountpoint.mkdir()
+    done = with_helpers(
+        f"""
+        mount -t {kind} somewhere {mountpoint} -o driver=host,memory=64M,devices=2,nofail,_netdev,noexec
         echo hello >{mountpoint}/gpu1/x
         cat {mountpoint}/gpu1/x
         df --output=source {mountpoint} | tail -n 1
-        {gpufs} umount {mountpoint}
-    """
-    try:
-        done = run("unshare", "-m", "bash", "-euo", "pipefail", "-c", script, check=False)
-        if done.returncode and "overlay" in done.stderr:
-            pytest.skip("this kernel has no overlay file system")
-        assert done.returncode == 0, done
-        assert done.stdout.splitlines() == ["hello", "somewhere"]
-    finally:
-        if mounted_at(str(mountpoint)):
-            rescue(str(mountpoint), None)
+        mount -o remount,ro {mountpoint}
+        (echo more >{mountpoint}/gpu1/x || true) 2>&1 | grep -o Read-only
+        mount -o remount,rw {mountpoint}
+        echo more >{mountpoint}/gpu1/x
+        umount {mountpoint}
+        findmnt {mountpoint} || echo gone
+        mount -t {kind} somewhere {mountpoint} -o memory=x 2>&1 || echo $?
+        mount -t {kind} somewhere {mountpoint} -o driver=host,memory=64M,ro
+        (touch {mountpoint}/gpu0/x || true) 2>&1 | grep -o Read-only
+        umount {mountpoint}
+        """
+    )
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["hello", "somewhere"]
+    assert lines[2:4] == ["Read-only", "gone"], done
+    assert lines[4].startswith("gpufs: memory: 'x' (mount option memory=) is not allowed: a size such as")
+    assert lines[5:] == ["1", "Read-only"]
+
+
+def test_fstab_lines(tmp_path: Path, with_helpers: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+    """mount -a, and a line with `user` that a plain user mounts and unmounts by mount(8) and umount(8)."""
+    if not os.stat("/bin/mount").st_mode & stat.S_ISUID:
+        pytest.skip("mount(8) is not set-user-ID here")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == 0 and not folder.stat().st_mode & stat.S_IXOTH:
+            folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
+    mine, theirs, never = (tmp_path / name for name in ("mine", "a place", "never"))
+    for folder in (mine, theirs, never):
+        folder.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    escaped = str(theirs).replace(" ", "\\040")
+    (tmp_path / "fstab").write_text(
+        f"gpufs {mine} gpufs driver=host,memory=32M,nofail,_netdev,x-systemd.device-timeout=5 0 0\n"
+        f"gpufs {escaped} gpufs driver=host,memory=32M,user,noauto 0 0\n"
+        f"gpufs {never} gpufs driver=host,memory=32M,noauto 0 0\n"
+    )
+    as_nobody = "setpriv --reuid 65534 --regid 65534 --clear-groups env HOME=/tmp"
+    with plain_user():
+        done = with_helpers(
+            f"""
+            mount --bind {tmp_path}/fstab /etc/fstab
+            mount -a
+            findmnt -no OPTIONS {mine} | grep -o ^rw
+            findmnt {never} || echo not mounted
+            mount -a
+            umount {mine}
+            ({as_nobody} mount {never} 2>&1 || echo refused with $?)
+            {as_nobody} mount "{theirs}"
+            findmnt -no OPTIONS "{theirs}" | grep -o noexec
+            {as_nobody} sh -c 'echo his >"$0"/gpu0/x; cat "$0"/gpu0/x' "{theirs}"
+            (cat "{theirs}"/gpu0/x || true) 2>&1 | grep -o 'Permission denied'
+            {as_nobody} umount "{theirs}"
+            findmnt "{theirs}" || echo gone
+            """
+        )
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["rw", "not mounted"], done
+    refused = lines.index("refused with 32")
+    assert "a directory that he may write to" in lines[refused - 1], lines
+    assert lines[refused + 1 :] == ["noexec", "his", "Permission denied", "gone"], done
 
 
 def test_fake_mounts_nothing(tmp_path: Path) -> None:
@@ -100,5 +194,5 @@ def test_fake_mounts_nothing(tmp_path: Path) -> None:
     bad: subprocess.CompletedProcess[str] = run(
         sys.executable, "-m", "gpufs", "mount-helper", "x", tmp_path, "-f", "-o", "memory=1", check=False
     )
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("gpufs: memory: '1' (--memory) is not allowed")
+    assert bad.returncode == 1
+    assert bad.stderr.startswith("gpufs: memory: '1' (mount option memory=) is not allowed")

@@ -61,6 +61,8 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "transport": "device",
         "log_file": "/tmp/a.log",
         "allow_other": "true",
+        "auto_unmount": "false",
+        "core_dumps": "true",
         "foreground": "true",
         "backing": "data=/srv/data,fixed=/srv/fixed:ro",
     }.get(knob.name, "3")

@@ -28,8 +28,21 @@ PYTHON_MAY_USE = {
     "gpufs.fs": {"engine", "statistics", "_version"},
     "gpufs.client": {"engine", "_version"},
     "gpufs.mounting": {"machine"},
+    "gpufs.guard": {"mounting"},
+    "gpufs.supervision": set(),
     "gpufs.service": {"engine", "client", "mounting", "_version"},
-    "gpufs.daemon": {"_version", "machine", "config", "engine", "fs", "client", "mounting", "service", "statistics"},
+    "gpufs.daemon": {
+        "_version",
+        "machine",
+        "config",
+        "engine",
+        "fs",
+        "client",
+        "mounting",
+        "service",
+        "statistics",
+        "supervision",
+    },
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
     "gpufs.cli": {"_version", "machine", "config", "client", "mounting", "statistics"},
 }

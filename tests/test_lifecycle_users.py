@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from errno import EACCES
+from errno import EACCES, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.processes import (
     errno_of,
     plain_user,
     run,
+    session_processes,
     wait_until,
 )
 from support.users import user_gpufs
@@ -107,6 +109,87 @@ def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> Non
     assert done.returncode != 0
     assert "allow" in done.stderr
     assert as_nobody(lambda: os.listdir(mountpoint)) == []
+
+
+def test_a_plain_user_lets_others_in_where_root_allows_it(user: User, mountpoint: Path) -> None:
+    """With user_allow_other in /etc/fuse.conf, shown by a mount namespace: then mode bits decide."""
+    home = Path(user[1]["HOME"])
+    configuration = home / "fuse.conf"
+    configuration.write_text("user_allow_other\n")
+    home.chmod(0o711)
+    him = "setpriv --reuid 65534 --regid 65534 --clear-groups"
+    other = "setpriv --reuid 65533 --regid 65533 --clear-groups"
+    command = " ".join(user[0])
+    file = mountpoint / "gpu0/file"
+    script = f"""
+        mount --make-rprivate /
+        mount --bind {configuration} /etc/fuse.conf
+        {him} {command} mount {mountpoint} --driver host --memory 64M --allow-other
+        {him} sh -c 'echo shown >{file}; chmod 644 {file}; echo hidden >{file}2; chmod 600 {file}2'
+        {other} cat {file}
+        {other} cat {file}2 2>&1 | grep -o 'Permission denied'
+        {other} sh -c 'echo x >{file}' 2>&1 | grep -o 'Permission denied'
+        {him} chmod 666 {file}
+        {other} sh -c 'echo theirs >{file}'
+        cat {file}
+        {other} fusermount3 -u {mountpoint} 2>&1 | grep -o 'fusermount3:' | head -n 1
+        {him} fusermount3 -u {mountpoint}
+        findmnt {mountpoint} || echo gone
+    """
+    done = run("unshare", "-m", "bash", "-eu", "-c", script, check=False, env=user[1], cwd="/")
+    home.chmod(0o700)
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines() == [
+        "shown",
+        "Permission denied",
+        "Permission denied",
+        "theirs",
+        "fusermount3:",
+        "gone",
+    ]
+
+
+def test_options_of_a_plain_users_mount(user: User, mountpoint: Path) -> None:
+    gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M", "-o", "ro,noexec,relatime")
+    try:
+        (line,) = [x for x in Path("/proc/self/mountinfo").read_text().splitlines() if str(mountpoint) in x]
+        assert {"ro", "noexec", "nosuid", "nodev"} <= set(line.split()[5].split(","))
+        assert as_nobody(lambda: errno_of((mountpoint / "gpu0/file").write_bytes, b"x")) == EROFS
+        done = gpufs(user, "mount-helper", "gpufs", mountpoint, "-o", "remount,rw", check=False)
+        assert (done.returncode, "only root may remount" in done.stderr) == (32, True)
+    finally:
+        gpufs(user, "umount", mountpoint)
+
+
+def test_force_ends_a_stopped_daemon_of_a_plain_user(user: User, mountpoint: Path) -> None:
+    """He may cut the connection of his own mount, too: who waits for it is free at once."""
+    gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M")
+    found = session_processes(os.environ[SESSION_VARIABLE])
+    (pid,) = [pid for pid, line in found.items() if "gpufs.daemon" in line and str(mountpoint) in line]
+    os.kill(pid, signal.SIGSTOP)
+    reader = subprocess.Popen(["cat", str(mountpoint / "gpu0/file")], stderr=subprocess.DEVNULL, **AS_NOBODY)
+    gpufs(user, "umount", "--force", mountpoint)
+    assert reader.wait(10) != 0
+    assert pid not in session_processes(os.environ[SESSION_VARIABLE])  # a zombie has no environment
+    assert not mounted_at(str(mountpoint))
+
+
+def test_a_plain_user_in_a_user_namespace_of_his_own(user: User, mountpoint: Path) -> None:
+    """He is root there, and root nowhere else: he mounts by mount(2), and needs no fusermount3."""
+    command = " ".join(user[0])
+    script = f"""
+        {command} mount {mountpoint} --driver host --memory 64M
+        echo inside >{mountpoint}/gpu0/x
+        cat {mountpoint}/gpu0/x
+        stat -c %u {mountpoint}/gpu0/x
+        {command} umount {mountpoint}
+    """
+    done = run(
+        "unshare", "-Urm", "sh", "-euc", script, check=False, cwd="/", env={**user[1], "PATH": "/usr/bin"}, **AS_NOBODY
+    )
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines() == ["inside", "0"]
+    assert not mounted_at(str(mountpoint))
 
 
 def test_a_plain_user_may_not_mount_where_he_may_not_write(user: User) -> None:

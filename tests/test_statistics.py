@@ -194,7 +194,7 @@ def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -
 
 
 def test_killed_and_still_there(mount: Mounter) -> None:
-    own = mount()
+    own = mount("--no-auto-unmount")
     (own.device / "file").write_bytes(bytes(MIB))
     wait_until(lambda: counted(stats(own), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
     path = counters_of(own)
@@ -228,7 +228,7 @@ def test_gone_after_a_clean_end(mount: Mounter, how: str) -> None:
 
 def test_a_later_mount_sweeps_up(mount: Mounter) -> None:
     """A dead mount that was unmounted by others leaves its counters to the next daemon of its user."""
-    own = mount()
+    own = mount("--no-auto-unmount")
     path = counters_of(own)
     own.signal(signal.SIGKILL)
     own.daemon.wait(30)
@@ -266,7 +266,7 @@ def test_the_list_has_all_mounts(mount: Mounter) -> None:
 
 
 def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
-    own = mount()
+    own = mount("--no-auto-unmount")
     counters_of(own).unlink()
     found = json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)
     assert (found["pid"], found["alive"]) == (own.pid, True)

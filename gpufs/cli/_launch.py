@@ -26,6 +26,7 @@ class Request:
     source: str  # what mount(8) and df(1) show as the device
     config: dict[str, Any]  # a value for each knob
     foreground: bool = False
+    flags: tuple[str, ...] = ()  # names of mounting.FLAGS
 
     def encode(self) -> bytes:
         """The JSON object."""
@@ -34,6 +35,7 @@ class Request:
             "source": self.source,
             "config": self.config,
             "foreground": self.foreground,
+            "flags": self.flags,
         }
         return json.dumps(fields).encode()
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
-from gpufs import __version__, config
+from gpufs import __version__, config, mounting
 
 # name: the module that has it as `command`
 COMMANDS: Final = {
@@ -53,6 +54,33 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
     return arguments
 
 
+def _completion(kind: config.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """What a shell offers for a value of this kind: its choices, files, or nothing."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if kind is config.PATH:
+            return complete_files(ctx, parameter, incomplete)
+        return [CompletionItem(word) for word in kind.choices if word.startswith(incomplete)]
+
+    return complete
+
+
+# Not click.Path: that asks for the attributes of what it is given, and a mount that hangs would never answer.
+def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Has a shell offer names of files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Has a shell offer names of directories."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The mountpoints of this machine, for a shell."""
+    return [CompletionItem(one.mountpoint) for one in mounting.mounts() if one.mountpoint.startswith(incomplete)]
+
+
 type_of_command = Callable[..., Any]
 
 
@@ -64,6 +92,7 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
             "--config",
             "config_file",
             metavar="FILE",
+            shell_complete=complete_files,
             help=f"Configuration file, instead of ~/.config/gpufs/config.toml and {config.SYSTEM_FILE}.  "
             f"[env: {config.CONFIG_VARIABLE}]",
         )(function)
@@ -81,6 +110,7 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
                     knob.name,
                     metavar=knob.kind.metavar,
                     multiple=knob.kind is config.BACKINGS,
+                    shell_complete=_completion(knob.kind),
                     help=text,
                     hidden=knob.hidden,
                 )
@@ -90,11 +120,13 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
     return decorate
 
 
-def settings(arguments: Mapping[str, Any]) -> config.Settings:
-    """The settings for the arguments of a command that has knob_options."""
+def settings(
+    arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
+) -> config.Settings:
+    """The settings for the arguments of a command that has knob_options; ``said_by`` names one in messages."""
     given = {
         name: (config.join_backings(value) or None) if isinstance(value, tuple) else value
         for name, value in arguments.items()
         if name in config.BY_NAME
     }
-    return config.load(given, config_file=arguments.get("config_file"))
+    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by)

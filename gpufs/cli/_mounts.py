@@ -94,6 +94,15 @@ def _points_below(link: str, prefix: str) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, by a signal or a debugger: no other signal reaches it, save SIGKILL."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
     """Waits until the processes have ended; returns those that have not when the time (in seconds) is over."""
     deadline = time.monotonic() + timeout

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from gpufs.cli import _copying
+from gpufs.cli._main import complete_files
 
 
 def _with_options(function: Any) -> Any:
@@ -30,8 +31,8 @@ def _with_options(function: Any) -> Any:
 
 
 @click.command(name="cp")
-@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
-@click.argument("destination", metavar="DEST")
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, shell_complete=complete_files)
+@click.argument("destination", metavar="DEST", shell_complete=complete_files)
 @_with_options
 def command(sources: tuple[str, ...], destination: str, **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.

@@ -8,12 +8,12 @@ import click
 from gpufs import mounting
 from gpufs.cli import _mounts, _status
 from gpufs.cli._errors import Failure
-from gpufs.cli._main import knob_options, settings
+from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
 
 @click.command(name="df")
-@click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1)
+@click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
 @knob_options("df")
 def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:

@@ -9,6 +9,7 @@ import click
 from gpufs._version import __version__
 from gpufs.cli import _doctor_checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
+from gpufs.cli._main import complete_files
 from gpufs.cli._output import json_text
 
 _SIGNS: Final = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
@@ -16,7 +17,7 @@ _COLOURS: Final = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 
 @click.command(name="doctor")
-@click.argument("paths", metavar="[PATH...]", nargs=-1)
+@click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and whether a mount would work.")
 def command(paths: tuple[str, ...], as_json: bool) -> int:
     """Examine this machine.

@@ -13,26 +13,43 @@ from gpufs import config, mounting
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
 from gpufs.cli._launch import Request, launch, run_in_foreground
-from gpufs.cli._main import knob_options, settings
+from gpufs.cli._main import complete_directories, knob_options, settings
+from gpufs.cli._options import origin, parse
 
 FUSE_DEVICE = "/dev/fuse"
 _PATIENCE = 2.0  # seconds for the answer of a mount that is in the way
 
 
 @click.command(name="mount")
-@click.argument("mountpoint")
+@click.argument("mountpoint", shell_complete=complete_directories)
+@click.option(
+    "-o",
+    "options",
+    multiple=True,
+    metavar="OPTIONS",
+    help="Options as mount(8) has them, separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
+)
 @knob_options("mount")
-def command(mountpoint: str, **arguments: Any) -> None:
+def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None:
     """Mount the devices' memory at MOUNTPOINT.
 
     MOUNTPOINT is a directory. Below it each device is a directory, gpu0, gpu1, ...; a file there is memory of that
     device. The mount is served by a process of its own; this command returns when it answers, or fails and leaves
     nothing behind.
     """
-    mount(mountpoint, settings(arguments))
+    given = parse(",".join(options))
+    if given.remount:
+        raise Failure("remount is for mount(8): mount -o remount,... MOUNTPOINT", 2)
+    named = {name for name, value in arguments.items() if value not in (None, ())}
+    for name, text in given.knobs.items():
+        if name in named:
+            raise Failure(f"{name} is given twice, by an option of its own and by -o", 2)
+        arguments[name] = text
+    chosen = settings(arguments, said_by=lambda knob: origin(knob) if knob.name in given.knobs else knob.option)
+    mount(mountpoint, chosen, flags=given.flags)
 
 
-def mount(path: str, chosen: config.Settings, source: str = "gpufs") -> None:
+def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tuple[str, ...] = ()) -> None:
     """Mounts at a path. Failure or ConfigError, one line each, where that cannot be."""
     mountpoint = _mounts.absolute(path)
     _check_mountpoint(path, mountpoint)
@@ -40,7 +57,7 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs") -> None:
     if chosen["driver"] == "host":
         config.host_memory(chosen["memory"], chosen["devices"])
     foreground = bool(chosen["foreground"])
-    request = Request(mountpoint, source, dict(chosen.values), foreground)
+    request = Request(mountpoint, source, dict(chosen.values), foreground, flags)
     if foreground:
         _become(request)
     answer = launch(request, chosen["mount_timeout"])

@@ -4,25 +4,23 @@ mount(8) runs `mount.gpufs SRC MNT [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]
 as a script that calls this, and `gpufs SRC MNT -o OPTIONS` for the type fuse.gpufs (by way of mount.fuse3).
 """
 
+import json
+import os
 from typing import Any, Final
 
 import click
 
-from gpufs import config
+from gpufs import config, mounting
+from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
 from gpufs.cli._main import settings
+from gpufs.cli._options import Options, origin, parse
 from gpufs.cli.mount import mount
 
-# What mount(8) and fstab may say and what says nothing to a file system in memory.
-_IGNORED: Final = frozenset(
-    (
-        "rw defaults auto noauto nofail _netdev user nouser users nousers owner noowner group nogroup dev nodev suid "
-        "nosuid exec noexec sync async dirsync atime noatime diratime nodiratime relatime norelatime strictatime "
-        "nostrictatime lazytime nolazytime mand nomand silent loud iversion noiversion default_permissions nonempty "
-        "auto_unmount"
-    ).split()
-)
-_REFUSED: Final = frozenset({"ro", "remount", "bind", "move", "drop_privileges"})
+# Exit codes of mount(8), which hands on ours.
+_WRONG_USE: Final = 1
+_FAILED: Final = 32
+_PATIENCE: Final = 5.0  # seconds for the answer of a mount that is to be changed
 
 
 @click.command(name="mount-helper", hidden=True)
@@ -38,29 +36,41 @@ _REFUSED: Final = frozenset({"ro", "remount", "bind", "move", "drop_privileges"}
 def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool, fake: bool, **_: Any) -> None:
     """Mount at MOUNTPOINT as mount(8) asks for it.
 
-    The OPTIONS are the knobs by name (memory=4G,driver=host,allow_other), config=FILE, and mount's own.
+    The OPTIONS are the knobs by name (memory=4G,driver=host,allow_other), config=FILE, and mount's own. Exit codes are
+    those of mount(8): 1 wrong options, 32 failure.
     """
-    if mountpoint.startswith("/dev/fd/"):  # what mount.fuse3 makes of it
-        raise Failure("mount option drop_privileges is not supported", 2)
-    chosen = settings(parse(",".join(options), sloppy=sloppy))
-    if not fake:
-        mount(mountpoint, chosen, source)
+    try:
+        if mountpoint.startswith("/dev/fd/"):  # what mount.fuse3 makes of it
+            parse("drop_privileges")
+        given = parse(",".join(options), sloppy=sloppy)
+        chosen = settings(given.knobs, said_by=origin)
+        if fake:
+            return
+        if given.remount:
+            _remount(mountpoint, given, chosen)
+        else:
+            mount(mountpoint, chosen, source, given.flags)
+    except config.ConfigError as error:
+        raise Failure(str(error), _WRONG_USE) from None
+    except Failure as error:
+        raise Failure(str(error), _WRONG_USE if error.code == 2 else _FAILED) from None
 
 
-def parse(options: str, *, sloppy: bool = False) -> dict[str, str]:
-    """The texts by knob (and config_file) from mount options. Failure, exit code 2, for what is not understood."""
-    given = {}
-    for option in filter(None, options.split(",")):
-        name, equals, value = option.partition("=")
-        if name == "config" and value:
-            given["config_file"] = value
-        elif name in config.BY_NAME:
-            knob = config.BY_NAME[name]
-            if not equals and knob.kind is not config.BOOLEAN:
-                raise Failure(f"mount option {name} needs a value: {knob.kind.allowed}", 2)
-            given[name] = value if equals else "true"
-        elif name in _REFUSED:
-            raise Failure(f"mount option {name} is not supported", 2)
-        elif name not in _IGNORED and not name.startswith(("x-", "comment")) and not sloppy:
-            raise Failure(f"unknown mount option {name}", 2)
-    return given
+def _remount(path: str, given: Options, chosen: config.Settings) -> None:
+    """Changes the flags of a mount. What its daemon was started with stays, and may only be named as it is."""
+    entry = _mounts.find(path)
+    if os.geteuid() != 0:
+        raise Failure(f"{path}: only root may remount; unmount it and mount it again")
+    (answer,) = _mounts.read_files([os.path.join(entry.mountpoint, _mounts.STATUS_FILE)], _PATIENCE)
+    if isinstance(answer, OSError):
+        raise Failure(f"{path}: cannot be remounted, it does not answer: {answer.strerror}")
+    running = json.loads(answer)["knobs"]
+    for name in given.knobs.keys() & config.BY_NAME.keys():
+        wanted = json.loads(json.dumps(chosen[name]))
+        if wanted != running.get(name):
+            raise Failure(f"mount option {name} cannot be changed by a remount: unmount {path} and mount it again", 2)
+    try:
+        mounting.remount(entry.mountpoint, given.flags)
+    except OSError as error:
+        hint = " (files are open for writing)" if "ro" in given.flags else ""
+        raise Failure(f"{error.strerror}{hint}") from None

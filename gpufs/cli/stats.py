@@ -13,7 +13,7 @@ import click
 from gpufs import mounting, statistics
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
-from gpufs.cli._main import knob_options, settings
+from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
 _FILE: Final = ".gpufs/stats"
@@ -33,7 +33,7 @@ def _pause(text: str) -> float | None:
 
 
 @click.command(name="stats")
-@click.argument("mountpoint", required=False)
+@click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @click.option(
     "--watch",

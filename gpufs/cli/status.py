@@ -8,12 +8,12 @@ import click
 from gpufs import mounting
 from gpufs.cli import _mounts, _status
 from gpufs.cli._errors import Failure
-from gpufs.cli._main import knob_options, settings
+from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
 
 @click.command(name="status")
-@click.argument("mountpoint", required=False)
+@click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @knob_options("status")
 def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:

@@ -14,6 +14,7 @@ import click
 from gpufs._version import __version__
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
+from gpufs.cli._main import complete_mounts
 from gpufs.cli._trace_format import Converter
 
 _FILE: Final = ".gpufs/trace"
@@ -23,7 +24,7 @@ _LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
 
 
 @click.command(name="trace")
-@click.argument("mountpoint")
+@click.argument("mountpoint", shell_complete=complete_mounts)
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where the trace goes; - is standard output.")
 @click.option(
     "--duration",

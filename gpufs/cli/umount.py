@@ -10,13 +10,13 @@ import click
 from gpufs import mounting, statistics
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
-from gpufs.cli._main import knob_options, settings
+from gpufs.cli._main import complete_mounts, knob_options, settings
 
 _GRACE = 5.0  # seconds that a process which was asked to end has for that
 
 
 @click.command(name="umount")
-@click.argument("mountpoints", metavar="MOUNTPOINT...", nargs=-1, required=True)
+@click.argument("mountpoints", metavar="MOUNTPOINT...", nargs=-1, required=True, shell_complete=complete_mounts)
 @click.option("--force", is_flag=True, help="End what runs: open files fail from now on. Also for a mount that hangs.")
 @click.option("--lazy", is_flag=True, help="Detach it now; it ends when the last user has gone. Does not wait.")
 @knob_options("umount")
@@ -38,17 +38,23 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     pids = _mounts.daemons(mountpoint)
     if force:
         _signal(pids, signal.SIGTERM)
-        _mounts.wait_for_end(pids, min(_GRACE, timeout))
+        # One that is stopped cannot hear it.
+        _mounts.wait_for_end([pid for pid in pids if not _mounts.is_stopped(pid)], min(_GRACE, timeout))
         if _is_mounted(mountpoint):
+            mounting.abort(entry)
             _unmount(mountpoint, force=True, lazy=lazy)
     else:
         _unmount(mountpoint, force=False, lazy=lazy)
     if lazy and not force:
         return
-    left = _mounts.wait_for_end(pids, timeout)
-    if left and force:
+    if force:
+        # Its connection is cut and its files are gone: there is nothing left that it could lose.
+        left = [pid for pid in pids if _mounts.is_stopped(pid)]
+        left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
         _signal(left, signal.SIGKILL)
         left = _mounts.wait_for_end(left, _GRACE)
+    else:
+        left = _mounts.wait_for_end(pids, timeout)
     statistics.remove_dead(entry.device, entry.uid)
     if left:
         numbers = ", ".join(map(str, left))

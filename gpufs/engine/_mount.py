@@ -1,9 +1,10 @@
 """A mount's data plane and the inode table that both planes share."""
 
+import errno
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpufs.engine._binding import Handle, check, failure, json_of
+from gpufs.engine._binding import EngineError, Handle, check, failure, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
@@ -238,6 +239,23 @@ class Mount(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_buffer(self._handle, ino, handle))
         return Buffer._adopt(self.engine, handle[0])
+
+    def buffer_address(self, ino: int) -> int:
+        """The device address of offset 0 of a regular file, which never changes from then on.
+
+        The file may grow to its device's memory, where no smaller limit was promised before. EngineError as buffer(),
+        ENOMEM or ENOSPC where it must get memory of its own and there is none.
+        """
+        with self.buffer(ino) as buffer:
+            info = buffer.info
+            needed = max(info.size, 1)
+            wanted = max(needed, self.engine.devices[info.device].info.total_bytes)
+            try:
+                return buffer.address(wanted)
+            except EngineError as failed:
+                if failed.errno != errno.EFBIG:
+                    raise
+                return buffer.address(needed)  # it was promised to somebody for less
 
     def invalidate_inode(self, ino: int) -> None:
         """Tells the kernel that contents and attributes are not what it has cached. Queued; never blocks."""

@@ -23,6 +23,9 @@ class InodeTable(Protocol):
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits name, all or nothing, and returns the result. ENOENT if unknown."""
 
+    def buffer_address(self, ino: int) -> int:
+        """The device address of a buffer's offset 0, which never changes from then on."""
+
     def file_open(self, ino: int, flags: int) -> int:
         """Opens a buffer and returns the file handle, below 2**63."""
 

@@ -2,7 +2,8 @@
 
 ``user.*`` is stored for whoever the kernel lets through (it allows files and directories, by their mode), ``trusted.*``
 for root; other namespaces are EOPNOTSUPP. ``user.gpufs.*`` tells about the file and cannot be set or removed (EPERM);
-it is found by its name only and not listed, so that programs which copy attributes do not carry it along.
+it is found by its name only and not listed, so that programs which copy attributes do not carry it along. Who asks for
+``user.gpufs.address`` gets a promise: from then on the file stays where it is in its device's memory.
 """
 
 import errno
@@ -29,6 +30,7 @@ class ExtendedAttributes:
         self._virtual: dict[bytes, Callable[[Node], bytes | None]] = {
             b"driver": lambda node: driver.encode() if node.device >= 0 else None,
             b"device": lambda node: b"gpu%d" % node.device if node.device >= 0 else None,
+            b"address": self._address,
             b"bytes_held": self._bytes_held,
             b"last_path": tree.path,
         }
@@ -75,6 +77,15 @@ class ExtendedAttributes:
         if node.fixed or name.startswith(VIRTUAL):
             raise error(errno.EPERM)
         _check_namespace(name, root=root)
+
+    def _address(self, node: Node) -> bytes | None:
+        """The address of offset 0 in the device's address space, which stays; the file may grow to the device's size.
+
+        The file moves out of the slab that small ones share: it then holds memory of its own.
+        """
+        if not isinstance(node, BufferFile):
+            return None
+        return b"0x%x" % self._table.buffer_address(node.ino)
 
     def _bytes_held(self, node: Node) -> bytes | None:
         if not isinstance(node, BufferFile):

@@ -90,6 +90,10 @@ class FakeTable:
             inode.blocks = -(-inode.size // 512)
         return replace(inode)
 
+    def buffer_address(self, ino: int) -> int:
+        self._known(ino)
+        return ino << 21
+
     def file_open(self, ino: int, flags: int) -> int:
         self._may_fail()
         self._known(ino)

@@ -24,6 +24,7 @@ Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const Pin
   if (base == MAP_FAILED) return Status::from_errno(errno, "memory for requests");
   // A forked child must not share pages that a device reads: copy-on-write would take them from us.
   static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
+  static_cast<void>(::madvise(base, bytes, MADV_DONTDUMP));  // users' data
   static_cast<void>(::mlock(base, bytes));  // refused to plain users beyond their limit; only speed is lost
   PayloadMemory memory(static_cast<std::byte*>(base), bytes, hooks);
   if (hooks != nullptr && hooks->pin) hooks->pin(memory.payload().data(), memory.payload().size());

@@ -61,6 +61,7 @@ Result<BouncePool::Slot*> BouncePool::make_slot(const std::shared_ptr<DeviceCont
   slot->mapped_bytes = slot_bytes_ + align;
   slot->mapping = ::mmap(nullptr, slot->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (slot->mapping == MAP_FAILED) return Status::from_errno(errno, "memory for a bounce slot");
+  (void)::madvise(slot->mapping, slot->mapped_bytes, MADV_DONTDUMP);  // users' data
   auto start = reinterpret_cast<std::uintptr_t>(slot->mapping);
   if (align != 0) start = round_up(start, align);
   slot->memory = reinterpret_cast<std::byte*>(start);

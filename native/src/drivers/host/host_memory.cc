@@ -78,6 +78,7 @@ class HostMemory::Range : public AddressRange {
     }
     // A forked child must not keep a buffer's memory; huge pages are taken where the kernel's settings allow them.
     ::madvise(address, bytes, MADV_DONTFORK);
+    ::madvise(address, bytes, MADV_DONTDUMP);  // a core file is no place for gigabytes of users' data
     ::madvise(address, bytes, MADV_HUGEPAGE);
     return std::make_shared<Range>(std::move(file), base, bytes);
   }

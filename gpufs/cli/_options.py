@@ -1,0 +1,93 @@
+"""The options of mount(8) and fstab: knobs by name, flags of the mount, and what says nothing to a file system."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpufs import config, mounting
+from gpufs.cli._errors import Failure
+
+# name: the flag that it turns off
+_OPPOSITES: Final = {
+    "rw": "ro",
+    "exec": "noexec",
+    "async": "sync",
+    "atime": "noatime",
+    "diratime": "nodiratime",
+    "norelatime": "relatime",
+    "nostrictatime": "strictatime",
+    "nolazytime": "lazytime",
+    "loud": "silent",
+}
+# As mount(8) has it: who lets users mount wants no programs run from there, unless a later option says so.
+_NOEXEC: Final = frozenset({"user", "users", "owner", "group"})
+# What is meant for mount(8), boot scripts and systemd; what is always so (nodev, nosuid); what fusermount3 and mount(8)
+# read from /proc/mounts when they mount anew.
+_IGNORED: Final = frozenset(
+    (
+        "auto noauto nofail _netdev nouser nousers noowner nogroup dev nodev suid nosuid mand nomand iversion "
+        "noiversion default_permissions nonempty fd rootmode user_id group_id max_read blksize fsname subtype"
+    ).split()
+)
+_REFUSED: Final = {
+    "bind": "mount --bind does that, on any file system",
+    "rbind": "mount --rbind does that, on any file system",
+    "move": "mount --move does that, on any file system",
+    "drop_privileges": "the daemon opens the devices itself: mount as the user instead",
+    "uid": "files belong to whoever makes them: use chown",
+    "gid": "files belong to whoever makes them: use chgrp, or a set-group-id directory",
+    "umask": "files have the mode that they are made with: use chmod",
+    "mode": "files have the mode that they are made with: use chmod",
+    "allow_root": "root is let in by allow_other",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was said: texts by knob (and config_file), names of mounting.FLAGS, and whether a mount is to be changed."""
+
+    knobs: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    remount: bool = False
+
+
+def origin(knob: config.Knob) -> str:
+    """How messages name the place of a knob's value."""
+    return f"mount option {knob.name}="
+
+
+def parse(text: str, *, sloppy: bool = False) -> Options:
+    """Options separated by commas; of those that contradict each other the last counts.
+
+    Failure, exit code 2, for what is not understood.
+    """
+    knobs: dict[str, str] = {}
+    flags: dict[str, None] = {}
+    remount = False
+    for option in filter(None, text.split(",")):
+        name, equals, value = option.partition("=")
+        if name == "config" and value:
+            knobs["config_file"] = value
+        elif name in config.BY_NAME:
+            knob = config.BY_NAME[name]
+            if not equals and knob.kind is not config.BOOLEAN:
+                raise Failure(f"mount option {name} needs a value: {knob.kind.allowed}", 2)
+            knobs[name] = f"{knobs[name]},{value}" if name == "backing" and name in knobs else value or "true"
+        elif name.startswith("no") and name[2:] in config.BY_NAME and not equals:
+            if config.BY_NAME[name[2:]].kind is not config.BOOLEAN:
+                raise Failure(f"unknown mount option {name}", 2)
+            knobs[name[2:]] = "false"
+        elif name in mounting.FLAGS:
+            flags[name] = None
+        elif name in _OPPOSITES:
+            flags.pop(_OPPOSITES[name], None)
+        elif name in _NOEXEC:
+            flags["noexec"] = None
+        elif name == "defaults":
+            flags.clear()
+        elif name == "remount":
+            remount = True
+        elif name in _REFUSED:
+            raise Failure(f"mount option {name} is not supported: {_REFUSED[name]}", 2)
+        elif name not in _IGNORED and not name.startswith(("x-", "X-", "comment")) and not sloppy:
+            raise Failure(f"unknown mount option {name}", 2)
+    return Options(knobs, tuple(flags), remount)

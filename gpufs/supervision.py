@@ -1,0 +1,103 @@
+"""What the daemon says to those who watch over it: systemd, and the guard that outlives it."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+log = logging.getLogger("gpufs.daemon")
+
+_GUARD: Final = Path(__file__).with_name("guard.py")
+_GUARD_SECONDS: Final = 5.0  # for its end, after it was told to
+
+
+class ServiceManager:
+    """sd_notify(3): datagrams to the socket that NOTIFY_SOCKET names. Says nothing where there is none."""
+
+    def __init__(self) -> None:
+        # Not for the programs that we start.
+        self._address = os.environ.pop("NOTIFY_SOCKET", "")
+        interval = os.environ.pop("WATCHDOG_USEC", "")
+        for_us = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_seconds = int(interval) / 1e6 if interval.isdecimal() and for_us else 0.0
+
+    def ready(self, status: str) -> None:
+        """The mount answers."""
+        self._send(f"READY=1\nMAINPID={os.getpid()}\nSTATUS={status}")
+
+    def reloading(self) -> None:
+        """SIGHUP has come; ready() follows."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def stopping(self, status: str) -> None:
+        """The mount ends."""
+        self._send(f"STOPPING=1\nSTATUS={status}")
+
+    def alive(self) -> None:
+        """Due before each ``watchdog_seconds`` are over, where those are not 0."""
+        self._send("WATCHDOG=1")
+
+    def _send(self, text: str) -> None:
+        if not self._address:
+            return
+        name = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.sendto(text.encode(), socket.MSG_NOSIGNAL, name)
+        except OSError as failure:
+            log.warning("the service manager cannot be told: %s: %s", self._address, failure.strerror)
+
+
+class Guard:
+    """The process that takes the mount away should this one die. A context; it is gone after it.
+
+    Signals that are blocked in the calling thread stay blocked there.
+    """
+
+    def __init__(self, mountpoint: str, log_file: str | None) -> None:
+        self._words = [str(os.getpid()), mountpoint, log_file or ""]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Guard":
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD), *self._words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as failure:
+            # The mount is worth having without it.
+            log.error("no auto_unmount: %s: %s", sys.executable, failure.strerror)
+        return self
+
+    def watch(self, identity: str) -> None:
+        """This is our mount, by the identity of its entry."""
+        self._say(identity)
+
+    def _say(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            try:
+                self._process.stdin.write(line.encode() + b"\n")
+            except OSError as failure:
+                log.warning("no auto_unmount any more: its process has gone: %s", failure.strerror)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is None:
+            return
+        self._say("end")
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_GUARD_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

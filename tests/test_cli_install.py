@@ -1,0 +1,135 @@
+"""scripts/install-helpers: what it installs works, and goes again; completions and manual page are those of --help."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from support.mounting import GpufsMount
+from support.processes import run
+
+from gpufs import config
+from gpufs.cli._main import COMMANDS, program
+
+ROOT = Path(__file__).resolve().parents[1]
+VISIBLE = [name for name in COMMANDS if name != "mount-helper"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the script installs, below a directory of its own."""
+    destination = tmp_path_factory.mktemp("installed")
+    environment = {**os.environ, "DESTDIR": str(destination), "GPUFS": str(Path(sys.executable).with_name("gpufs"))}
+    run(ROOT / "scripts/install-helpers", env=environment)
+    yield destination
+    run(ROOT / "scripts/install-helpers", "--remove", env=environment)
+    assert [path for path in destination.rglob("*") if not path.is_dir()] == []
+
+
+def test_all_files_are_there(installed: Path) -> None:
+    files = {str(path.relative_to(installed)) for path in installed.rglob("*") if not path.is_dir()}
+    assert files == {
+        "usr/local/bin/gpufs",
+        "sbin/mount.gpufs",
+        "etc/systemd/system/gpufs@.service",
+        "etc/logrotate.d/gpufs",
+        "usr/local/share/man/man1/gpufs.1",
+        "usr/local/share/bash-completion/completions/gpufs",
+        "usr/local/share/zsh/site-functions/_gpufs",
+        "usr/local/share/fish/vendor_completions.d/gpufs.fish",
+    }
+    assert os.access(installed / "sbin/mount.gpufs", os.X_OK)
+    for path in installed.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            assert "@GPUFS@" not in path.read_text()
+
+
+def test_the_command_runs(installed: Path) -> None:
+    assert run(installed / "usr/local/bin/gpufs", "--version").stdout.startswith("gpufs")
+
+
+# ---- the manual page ----
+
+
+def test_the_manual_page_renders_without_a_warning(installed: Path) -> None:
+    page = installed / "usr/local/share/man/man1/gpufs.1"
+    if not shutil.which("man") or not shutil.which("groff"):
+        pytest.skip("no man and groff here")
+    environment = {**os.environ, "MANWIDTH": "100", "LC_ALL": "C.UTF-8", "MANROFFOPT": "-ww"}
+    done = run("man", "--warnings", "-l", page, env=environment)
+    assert done.stderr == ""
+    words = " ".join(done.stdout.replace("\u2010\n", "-").split())
+    for name in VISIBLE:
+        command = program.get_command(click.Context(program), name)
+        assert command is not None
+        assert f"gpufs {name}" in words
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                assert parameter.opts[-1] in words, f"gpufs {name} {parameter.opts[-1]} is not on the page"
+
+
+# ---- completions ----
+
+
+def bash_offers(installed: Path, line: str, tmp_path: Path) -> list[str]:
+    """What bash itself would offer at the end of a line."""
+    words = line.split(" ")
+    script = f"""
+        source {installed}/usr/local/share/bash-completion/completions/gpufs
+        compopt() {{ echo "option $*"; }}
+        COMP_WORDS=({" ".join(repr(word) for word in words)})
+        COMP_CWORD={len(words) - 1}
+        function=$(complete -p gpufs | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+        $function gpufs {words[-1]!r} {words[-2]!r}
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    environment = {**os.environ, "PATH": f"{installed}/usr/local/bin:{os.environ['PATH']}"}
+    done = run("bash", "-c", script, env=environment, cwd=tmp_path)
+    assert done.stderr == ""
+    return [word for word in done.stdout.splitlines() if word]
+
+
+def test_bash(installed: Path, tmp_path: Path, shared_mount: GpufsMount) -> None:
+    assert bash_offers(installed, "gpufs ", tmp_path) == VISIBLE
+    assert bash_offers(installed, "gpufs um", tmp_path) == ["umount"]
+    assert bash_offers(installed, "gpufs mount --driver ", tmp_path) == list(config.DRIVERS)
+    assert bash_offers(installed, "gpufs mount --driver c", tmp_path) == ["cuda"]
+    assert "--allow-other" in bash_offers(installed, "gpufs mount --a", tmp_path)
+    assert "--mask-flags" not in bash_offers(installed, "gpufs mount --m", tmp_path)
+    for command in ("umount", "status", "df", "stats"):
+        assert str(shared_mount.path) in bash_offers(installed, f"gpufs {command} /tmp", tmp_path)
+    (tmp_path / "here").mkdir()
+    offered = " ".join(bash_offers(installed, "gpufs mount ", tmp_path))
+    assert "dirnames" in offered
+    offered = " ".join(bash_offers(installed, "gpufs cp ", tmp_path))
+    assert "default" in offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_theirs(installed: Path, shell: str) -> None:
+    name = {"zsh": "zsh/site-functions/_gpufs", "fish": "fish/vendor_completions.d/gpufs.fish"}[shell]
+    path = installed / "usr/local/share" / name
+    assert f"_GPUFS_COMPLETE={shell}_complete" in path.read_text()
+    # What that script asks for.
+    environment = {**os.environ, "_GPUFS_COMPLETE": f"{shell}_complete", "COMP_WORDS": "gpufs um", "COMP_CWORD": "um"}
+    if shell == "zsh":
+        environment["COMP_CWORD"] = "1"
+    answer = run(installed / "usr/local/bin/gpufs", env=environment).stdout
+    assert "umount" in answer
+    assert "mount-helper" not in answer
+    if shutil.which(shell):
+        run(shell, "-n", path)
+
+
+def test_every_value_with_choices_is_offered() -> None:
+    for knob in config.KNOBS:
+        if not knob.kind.choices or knob.hidden:
+            continue
+        for command in knob.commands:
+            completion = ShellComplete(program, {}, "gpufs", "_GPUFS_COMPLETE")
+            offered = [item.value for item in completion.get_completions([command, knob.option], "")]
+            assert offered == list(knob.kind.choices), f"gpufs {command} {knob.option}"

@@ -1,0 +1,191 @@
+"""A daemon that dies: its mount is taken away, that one alone, and the process that does so is gone after every end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.data import MIB, noise
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import children_of, errno_of, run, session_processes, wait_until
+from support.watchdog import mounted_at
+
+from gpufs import guard as guard_module
+from gpufs import mounting
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.complains]
+GUARD = guard_module.__file__
+
+
+def guards(mounted: GpufsMount) -> list[int]:
+    """The guards of a mount, whoever their parent is now."""
+    found = session_processes(mounted.session.name)
+    return [pid for pid, line in found.items() if "guard.py" in line and str(mounted.path) in line]
+
+
+def test_the_mount_of_a_killed_daemon_goes(mount: Mounter) -> None:
+    mounted = mount()
+    (mounted.device / "file").write_bytes(noise(MIB))
+    fd = os.open(mounted.device / "file", os.O_RDONLY)
+    try:
+        mounted.signal(signal.SIGKILL)
+        wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
+        assert errno_of(os.pread, fd, 1, 0) != 0
+    finally:
+        os.close(fd)
+    assert os.listdir(mounted.path) == []
+    wait_until(lambda: not guards(mounted), 20, "the guard to go")
+    assert any("has died: its mount at" in line and str(mounted.path) in line for line in mounted.complaints())
+
+
+def test_it_outlives_the_daemons_process_group(mount: Mounter) -> None:
+    mounted = mount()
+    (pid,) = guards(mounted)
+    assert os.getsid(pid) == pid
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a shutdown, a closed terminal
+        os.kill(pid, number)
+    os.killpg(mounted.pid, signal.SIGKILL)
+    wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
+    wait_until(lambda: not guards(mounted), 20, "the guard to go")
+
+
+def test_it_holds_nothing(mount: Mounter) -> None:
+    """No descriptor but a pipe: one of /dev/fuse would keep the mount alive, one of the mount would keep it busy."""
+    mounted = mount()
+    (pid,) = guards(mounted)
+    assert pid in children_of(mounted.pid)
+    links = {fd: os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    assert links.pop("0").startswith("pipe:")
+    assert set(links.values()) == {"/dev/null"}
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+
+
+@pytest.mark.parametrize("how", ["umount", "terminate", "lazy", "abort"])
+def test_nothing_is_left_after_other_ends(mount: Mounter, how: str) -> None:
+    mounted = mount()
+    assert len(guards(mounted)) == 1
+    if how == "umount":
+        mounted.unmount()
+    elif how == "terminate":
+        mounted.signal(signal.SIGTERM)
+    elif how == "lazy":
+        run("umount", "-l", mounted.path)
+    else:
+        entry = mounting.entry_of(str(mounted.path))
+        assert entry is not None
+        assert mounting.abort(entry)
+    mounted.daemon.wait(30)
+    assert guards(mounted) == []
+    assert not mounted.mounted()
+
+
+def test_the_knob_turns_it_off(mount: Mounter) -> None:
+    mounted = mount("--no-auto-unmount")
+    assert guards(mounted) == []
+    mounted.signal(signal.SIGKILL)
+    mounted.daemon.wait(20)
+    time.sleep(0.5)
+    assert mounted.mounted()
+    assert run(*GPUFS, "mount", mounted.path, "--driver", "host", check=False).returncode == 1
+    run(*GPUFS, "umount", mounted.path)
+    assert not mounted.mounted()
+
+
+def test_a_mount_that_hides_ours_stays(mount: Mounter) -> None:
+    mounted = mount()
+    (pid,) = guards(mounted)
+    run("mount", "-t", "tmpfs", "later", mounted.path)
+    try:
+        mounted.signal(signal.SIGKILL)
+        wait_until(lambda: pid not in guards(mounted), 20, "the guard to go")
+        assert [kind for _, kind in mounted_at(str(mounted.path))] == ["fuse.gpufs", "tmpfs"]
+    finally:
+        run("umount", mounted.path)
+    run(*GPUFS, "umount", mounted.path)
+
+
+def test_a_later_mount_stays(mount: Mounter) -> None:
+    """Ours was detached, lives on in an open file, and its daemon dies when somebody else has mounted there."""
+    mounted = mount()
+    (pid,) = guards(mounted)
+    fd = os.open(mounted.device / "held", os.O_RDWR | os.O_CREAT)
+    try:
+        run("umount", "-l", mounted.path)
+        run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M")
+        (mounted.device / "file").write_bytes(b"another's")
+        mounted.signal(signal.SIGKILL)
+        wait_until(lambda: pid not in guards(mounted), 20, "the guard to go")
+        assert (mounted.device / "file").read_bytes() == b"another's"
+    finally:
+        os.close(fd)
+    run(*GPUFS, "umount", mounted.path)
+
+
+@pytest.mark.parametrize("said", ["", "the same"])
+def test_a_living_mount_stays_whatever_was_said(mount: Mounter, said: str) -> None:
+    """IDs of mounts are used again: the guard of a mount that is gone may find its very ID on a later one."""
+    mounted = mount()
+    entry = mounting.entry_of(str(mounted.path))
+    assert entry is not None
+    words = f"{entry.identity}\n" if said else ""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", GUARD, "1", str(mounted.path), ""], input=words.encode(), check=False, timeout=30
+    )
+    assert done.returncode == 0
+    assert (mounted.path / ".gpufs/version").read_text()
+    mounted.unmount()
+
+
+def test_restart_in_place(mount: Mounter) -> None:
+    """Killed and started again at once and again, as a service manager does: each start finds the place free."""
+    mounted = mount()
+    for round_ in range(4):
+        (mounted.device / "file").write_bytes(noise(MIB, round_))
+        mounted.signal(signal.SIGKILL)
+        mounted.daemon.wait(20)
+        wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
+        mounted.daemon = mounted._start()
+        assert os.listdir(mounted.device) == []
+    mounted.signal(signal.SIGTERM)
+    mounted.wait_ended()
+
+
+# ---- core files ----
+
+
+def mappings(pid: int) -> Iterator[tuple[str, set[str]]]:
+    """The head line and the flags of each mapping of a process."""
+    head = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if line.startswith("VmFlags:"):
+            yield head, set(line.split()[1:])
+        elif not line.split()[0].endswith(":"):
+            head = line
+
+
+def core_limit(pid: int) -> tuple[int, int]:
+    return resource.prlimit(pid, resource.RLIMIT_CORE)
+
+
+def test_no_core_file_has_the_devices_memory(mount: Mounter) -> None:
+    mounted = mount("--core-dumps")
+    (mounted.device / "file").write_bytes(noise(8 * MIB))
+    assert core_limit(mounted.pid)[0] == core_limit(os.getpid())[1]
+    found = list(mappings(mounted.pid))
+    buffers = [flags for head, flags in found if "memfd:gpufs-buffer" in head]
+    assert buffers
+    assert all("dd" in flags for flags in buffers)
+    mounted.unmount()
+
+
+def test_no_core_file_by_default(mount: Mounter) -> None:
+    mounted = mount()
+    assert core_limit(mounted.pid)[0] == 0
+    mounted.unmount()

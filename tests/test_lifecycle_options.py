@@ -1,0 +1,144 @@
+"""What options make of a mount: read-only, noexec, and places such as containers in which little else is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from errno import EACCES, EROFS
+from pathlib import Path
+
+import pytest
+from support.mounting import GPUFS, REPOSITORY, Mounter
+from support.processes import errno_of, run
+
+from gpufs import mounting
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="mount(2) takes root"),
+    pytest.mark.timeout(120),
+]
+
+
+def flags_of(path: Path) -> set[str]:
+    """The flags of the uppermost mount at a path, as the kernel lists them."""
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return set([fields[5] for fields in lines if fields[4] == str(path)][-1].split(","))
+
+
+def test_read_only_is_read_only(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "shown").write_bytes(b"shown")
+    mounted = mount("-o", "ro", "--backing", f"data={tmp_path}")
+    assert "ro" in flags_of(mounted.path)
+    file = mounted.device / "file"
+    shown = mounted.path / "backing/data/shown"
+    for action in (
+        lambda: file.write_bytes(b"x"),
+        lambda: file.mkdir(),
+        lambda: file.symlink_to("x"),
+        lambda: os.mkfifo(file),
+        lambda: os.chmod(mounted.device, 0o700),
+        lambda: os.setxattr(mounted.device, "user.x", b"y"),
+        lambda: os.utime(mounted.device),
+        lambda: os.rmdir(mounted.device),
+        lambda: shown.write_bytes(b"x"),
+        lambda: shown.unlink(),
+    ):
+        assert errno_of(action) == EROFS
+    assert shown.read_bytes() == b"shown"
+    assert (mounted.path / ".gpufs/version").read_text()
+    mounted.unmount()
+    assert (tmp_path / "shown").read_bytes() == b"shown"
+
+
+def test_flags(mount: Mounter) -> None:
+    mounted = mount("-o", "noexec,noatime,nodiratime,sync,rw")
+    assert flags_of(mounted.path) >= {"rw", "nosuid", "nodev", "noexec", "noatime"}
+    program = mounted.device / "program"
+    program.write_text("#!/bin/sh\ntrue\n")
+    program.chmod(0o755)
+    assert errno_of(subprocess.run, [program], check=False) == EACCES
+    mounted.unmount()
+
+
+def test_a_remounted_mount_ends_as_any(mount: Mounter) -> None:
+    mounted = mount()
+    (mounted.device / "file").write_bytes(b"kept")
+    helper = [*GPUFS, "mount-helper", "gpufs", str(mounted.path), "-o"]
+    with open(mounted.device / "file", "r+b"):
+        done = run(*helper, "remount,ro", check=False)
+        assert (done.returncode, "open for writing" in done.stderr) == (32, True)
+    run(*helper, "remount,ro,noexec")
+    assert flags_of(mounted.path) >= {"ro", "noexec", "nosuid", "nodev"}
+    assert errno_of((mounted.device / "file").write_bytes, b"x") == EROFS
+    run(*helper, "remount,rw,memory=256M")
+    (mounted.device / "file").write_bytes(b"again")
+    done = run(*helper, "remount,rw,memory=1G", check=False)
+    assert done.returncode == 1
+    assert "mount option memory cannot be changed by a remount" in done.stderr
+    run(*helper, "remount,ro")
+    mounted.signal(signal.SIGTERM)  # it still knows its mount, whose options are others now
+    mounted.wait_ended()
+
+
+def test_several_at_once(mount: Mounter) -> None:
+    """Each has its own files, guard and end; one that dies takes no other with it."""
+    mounts = [mount(memory=32 << 20) for _ in range(4)]
+    for number, mounted in enumerate(mounts):
+        (mounted.device / "file").write_text(str(number))
+    assert len({entry.device for entry in mounting.mounts()}) >= 4
+    mounts[0].signal(signal.SIGKILL)
+    mounts[0].daemon.wait(20)
+    mounts[1].unmount()
+    for number, mounted in list(enumerate(mounts))[2:]:
+        assert (mounted.device / "file").read_text() == str(number)
+        mounted.unmount()
+
+
+def test_in_a_container(tmp_path: Path) -> None:
+    """A root file system of its own, namespaces of its own, /dev with fuse and null, /proc; no /sys, no /run, no /etc.
+
+    The programs are those of this machine, read-only.
+    """
+    root = tmp_path / "root"
+    places = {Path(sys.prefix), Path(sys.base_prefix), REPOSITORY, Path("/usr")}
+    script = f"""
+        root={root}
+        mkdir $root
+        mount -t tmpfs none $root
+        mkdir -p $root/dev $root/proc $root/tmp $root/mnt/gpu
+        touch $root/dev/fuse $root/dev/null
+        mount --bind /dev/fuse $root/dev/fuse
+        mount --bind /dev/null $root/dev/null
+        mount -t proc none $root/proc
+        for place in {" ".join(map(str, sorted(places)))}; do
+            mkdir -p $root$place
+            mount --bind -o ro $place $root$place
+        done
+        for name in bin sbin lib lib64; do
+            if [ -L /$name ]; then cp -a /$name $root/$name
+            elif [ -d /$name ]; then mkdir $root/$name; mount --bind /$name $root/$name; fi
+        done
+        mkdir $root/old
+        pivot_root $root $root/old
+        cd /
+        umount -l /old
+        export PYTHONPATH={REPOSITORY}
+        {" ".join(GPUFS)} mount /mnt/gpu --driver host --memory 32M
+        echo inside >/mnt/gpu/gpu0/file
+        cat /mnt/gpu/gpu0/file
+        {" ".join(GPUFS)} umount /mnt/gpu
+        {" ".join(GPUFS)} mount /mnt/gpu --driver host --memory 32M
+        kill -9 $(ls -d /proc/[0-9]* | while read p; do grep -qz gpufs.daemon $p/cmdline && echo ${{p#/proc/}}; done)
+        for i in $(seq 100); do grep -q gpufs /proc/mounts || break; sleep 0.1; done
+        grep gpufs /proc/mounts || echo clean
+    """
+    if not shutil.which("pivot_root"):
+        pytest.skip("no pivot_root here")
+    done = run(
+        "unshare", "--mount", "--pid", "--fork", "--ipc", "--uts", "bash", "-euo", "pipefail", "-c", script, check=False
+    )
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines() == ["inside", "clean"], done.stderr

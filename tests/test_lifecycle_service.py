@@ -1,0 +1,126 @@
+"""The daemon under a service manager: readiness, reload, watchdog and end by sd_notify, the unit, and the log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.mounting import Mounter
+from support.processes import run, wait_until
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.timeout(120)
+
+
+class Manager:
+    """The receiving end of sd_notify."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
+        self.socket.settimeout(30)
+
+    def next(self, *, but: str = "WATCHDOG") -> dict[str, str]:
+        """The next message, other than those that begin with ``but``."""
+        while True:
+            fields = dict(line.split("=", 1) for line in self.socket.recv(4096).decode().splitlines())
+            if but not in fields:
+                return fields
+
+
+@pytest.fixture(params=["file", "abstract"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "notify") if request.param == "file" else f"@gpufs-test-{os.getpid()}"
+
+
+@pytest.fixture
+def manager(address: str) -> Iterator[Manager]:
+    manager = Manager(address)
+    yield manager
+    manager.socket.close()
+
+
+def test_ready_reload_and_stop(mount: Mounter, manager: Manager, address: str) -> None:
+    mounted = mount(environment={"NOTIFY_SOCKET": address})
+    ready = manager.next()
+    assert (ready["READY"], ready["MAINPID"]) == ("1", str(mounted.pid))
+    assert str(mounted.path) in ready["STATUS"]
+    mounted.signal(signal.SIGHUP)
+    reloading = manager.next()
+    assert reloading["RELOADING"] == "1"
+    assert reloading["MONOTONIC_USEC"].isdecimal()
+    assert manager.next()["READY"] == "1"
+    mounted.signal(signal.SIGTERM)
+    assert manager.next()["STOPPING"] == "1"
+    mounted.wait_ended()
+
+
+def test_not_ready_before_it_answers(mount: Mounter, manager: Manager, address: str) -> None:
+    """READY comes from a daemon that has answered a request: at once, a file of the mount can be read."""
+    mounted = mount(environment={"NOTIFY_SOCKET": address})
+    manager.next()
+    assert (mounted.path / ".gpufs/status").read_text()
+    mounted.unmount()
+
+
+def test_the_watchdog_is_fed(mount: Mounter, tmp_path: Path) -> None:
+    address = str(tmp_path / "notify")
+    manager = Manager(address)
+    mounted = mount(environment={"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "200000"})
+    for _ in range(5):
+        while "WATCHDOG" not in manager.next(but="READY"):
+            pass
+    mounted.unmount()
+    manager.socket.close()
+
+
+@pytest.mark.complains
+def test_a_manager_that_has_gone_is_no_failure(mount: Mounter, tmp_path: Path) -> None:
+    mounted = mount(environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    assert (mounted.path / ".gpufs/version").read_text()
+    assert "the service manager cannot be told" in mounted.complaints()[0]
+    mounted.unmount()
+
+
+def test_the_unit_is_right(tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze here")
+    text = (ROOT / "mount_helpers/gpufs@.service").read_text().replace("@GPUFS@", "/bin/true")
+    unit = tmp_path / "gpufs@mnt-some\\x20place.service"
+    unit.write_text(text)
+    done = run("systemd-analyze", "verify", "--man=no", unit, check=False)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "gpufs@" in line]) == (0, [])
+
+
+def test_log_rotation(mount: Mounter) -> None:
+    """As logrotate does it: rename, SIGHUP; nothing more goes into the old file, what comes later into a new one."""
+    mounted = mount()
+    old = mounted.log.with_suffix(".1")
+    mounted.log.rename(old)
+    mounted.signal(signal.SIGHUP)
+    wait_until(lambda: mounted.log.exists() and "SIGHUP" in mounted.log.read_text(), 20, "the new log file")
+    before = old.read_text()
+    links = [os.readlink(f"/proc/{mounted.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{mounted.pid}/fd")]
+    assert str(old) not in links
+    assert str(mounted.log) in links
+    mounted.unmount()
+    assert old.read_text() == before
+    assert "has ended" in mounted.log.read_text()
+
+
+@pytest.mark.complains
+def test_log_rotation_that_fails_goes_on_in_the_old_file(mount: Mounter) -> None:
+    mounted = mount()
+    old = mounted.log.with_suffix(".1")
+    mounted.log.rename(old)
+    mounted.log.mkdir()
+    mounted.signal(signal.SIGHUP)
+    wait_until(lambda: "the log stays in the old file" in old.read_text(), 20, "the complaint")
+    mounted.log.rmdir()
+    mounted.unmount()
+    assert "has ended" in old.read_text()
