@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from errno import (
+    EACCES,
     EAGAIN,
     EBADF,
     EEXIST,
@@ -27,7 +28,8 @@ from pathlib import Path
 import pytest
 from support import linux
 from support.data import GIB, GRANULE, KIB, MIB, assert_same, noise, read_all, write_all
-from support.processes import errno_of, in_child, run, start_children, wait_children
+from support.linux import kernel_version
+from support.processes import as_nobody, errno_of, in_child, run, start_children, wait_children
 
 SIZES = [
     0,
@@ -313,16 +315,46 @@ def test_direct_io_needs_no_alignment(file: Path) -> None:
 
 
 def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
-    """O_TMPFILE is optional; its refusal has one errno, which programs know how to work around."""
     code = errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)))
-    if on_gpufs and code:
-        assert code == EOPNOTSUPP
-        return
-    fd = os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)
-    os.write(fd, b"unnamed")
-    assert os.fstat(fd).st_nlink == 0
+    if on_gpufs and code == EOPNOTSUPP and kernel_version() < (6, 2):
+        return  # before, FUSE had no request for it
+    assert code == 0
+    fd = os.open(root, os.O_TMPFILE | os.O_RDWR, 0o640)
+    data = noise(3 * MIB + 5)
+    write_all(fd, data, 0)
+    found = os.fstat(fd)
+    assert (found.st_nlink, found.st_size, found.st_mode & 0o7777) == (0, len(data), 0o640)
     assert os.listdir(root) == []
+    linux.link_descriptor(fd, root / "named")
+    assert os.fstat(fd).st_nlink == 1
+    assert_same(read_all(root / "named"), data)
+    linux.link_descriptor(fd, root / "again")
+    assert os.fstat(fd).st_nlink == 2
+    os.unlink(root / "named")
+    os.unlink(root / "again")
+    assert errno_of(linux.link_descriptor, fd, root / "late") == ENOENT  # a name that was removed does not come back
+    assert_same(os.pread(fd, len(data), 0), data)
     os.close(fd)
+    fd = os.open(root, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+    assert errno_of(linux.link_descriptor, fd, root / "named") == ENOENT
+    os.close(fd)
+    assert errno_of(os.open, root, os.O_TMPFILE | os.O_RDONLY, 0o600) == EINVAL
+    os.close(os.open(root / "file", os.O_CREAT | os.O_WRONLY))
+    assert errno_of(os.open, root / "file", os.O_TMPFILE | os.O_RDWR, 0o600) == ENOTDIR
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which takes root")
+def test_unnamed_files_take_after_their_directory(root: Path) -> None:
+    (root / "dir").mkdir()
+    os.chown(root / "dir", 0, 77)
+    (root / "dir").chmod(0o2755)
+    if errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600))) == EOPNOTSUPP:
+        assert kernel_version() < (6, 2)
+        return
+    fd = os.open(root / "dir", os.O_TMPFILE | os.O_RDWR, 0o666)
+    assert os.fstat(fd).st_gid == 77
+    os.close(fd)
+    assert as_nobody(lambda: errno_of(os.open, root / "dir", os.O_TMPFILE | os.O_RDWR, 0o666)) == EACCES
 
 
 def test_running_a_program_from_it(root: Path) -> None:

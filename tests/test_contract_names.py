@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from support import linux
 from support.data import noise
-from support.linux import RENAME_EXCHANGE, RENAME_NOREPLACE, DirectoryStream
+from support.linux import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, DirectoryStream
 from support.processes import errno_of, start_children, wait_children
 
 
@@ -255,6 +255,26 @@ def test_rename_flags(root: Path) -> None:
     assert errno_of(linux.rename, root / "dir", root / "dir" / "sub" / "x", RENAME_NOREPLACE) == ENOTDIR
     os.mkdir(root / "dir" / "inner")
     assert errno_of(linux.rename, root / "dir", root / "dir" / "inner", RENAME_EXCHANGE) == EINVAL
+
+
+def test_rename_that_leaves_a_whiteout(root: Path) -> None:
+    """As overlays ask for: the old name becomes a device node 0:0, which anybody may leave."""
+    (root / "file").write_text("x")
+    (root / "dir").mkdir()
+    (root / "taken").touch()
+    linux.rename(root / "file", root / "moved", RENAME_WHITEOUT)
+    found = os.lstat(root / "file")
+    assert (found.st_mode, found.st_rdev, found.st_nlink) == (stat.S_IFCHR, 0, 1)
+    assert (root / "moved").read_text() == "x"
+    assert errno_of(linux.rename, root / "dir", root / "taken", RENAME_WHITEOUT | RENAME_NOREPLACE) == EEXIST
+    links = root.stat().st_nlink
+    linux.rename(root / "dir", root / "moved dir", RENAME_WHITEOUT | RENAME_NOREPLACE)
+    assert stat.S_ISCHR(os.lstat(root / "dir").st_mode)
+    assert root.stat().st_nlink == links
+    linux.rename(root / "moved", root / "file", RENAME_WHITEOUT)  # over the first
+    assert (root / "file").read_text() == "x"
+    assert errno_of(linux.rename, root / "file", root / "moved", RENAME_WHITEOUT | RENAME_EXCHANGE) == EINVAL
+    assert os.lstat(root / "dir").st_uid == os.geteuid()
 
 
 def test_rename_to_another_file_system(root: Path, on_gpufs: bool, request: pytest.FixtureRequest) -> None:

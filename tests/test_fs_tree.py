@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from support.fake_table import FakeTable
 
 from gpufs.fs.nodes import FIRST_COOKIE, BufferFile, Directory, Node
-from gpufs.fs.tree import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Tree
+from gpufs.fs.tree import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, ROOT_INODE, Tree
 from gpufs.fs.xattrs import NAMES_MAX, VALUE_MAX, ExtendedAttributes
 
 USER, GROUP = 1000, 100
@@ -211,6 +211,33 @@ def test_link_counts_of_directories(world: World) -> None:
     assert (world.nlink(top), world.nlink(replaced)) == (3, 0)
 
 
+def test_rename_that_leaves_a_whiteout(world: World) -> None:
+    moved = world.directory(b"dir")
+    links = world.nlink(world.tree.directory(world.gpu0))
+    world.tree.rename(world.gpu0, b"dir", world.gpu0, b"moved", RENAME_WHITEOUT | RENAME_NOREPLACE, 3, 4)
+    left = world.tree.lookup(world.gpu0, b"dir")
+    found = world.table.inode_get(left.ino)
+    assert (found.mode, found.rdev, found.nlink, found.uid, found.gid) == (stat.S_IFCHR, 0, 1, 3, 4)
+    assert world.tree.lookup(world.gpu0, b"moved") is moved
+    assert world.nlink(world.tree.directory(world.gpu0)) == links
+    fails(errno.EEXIST, world.tree.rename, world.gpu0, b"moved", world.gpu0, b"dir", 5)
+    fails(errno.EINVAL, world.tree.rename, world.gpu0, b"moved", world.gpu0, b"dir", RENAME_WHITEOUT | RENAME_EXCHANGE)
+
+
+def test_unnamed_files_can_be_named_once(world: World) -> None:
+    before = world.table.inode_get(world.gpu0).mtime
+    node = world.tree.create_unnamed(world.gpu0, 0o640, USER, GROUP)
+    node.lookups = 1
+    assert (world.nlink(node), world.names(), world.table.inode_get(world.gpu0).mtime) == (0, [], before)
+    world.tree.link(node.ino, world.gpu0, b"named")
+    assert (world.nlink(node), world.names()) == (1, [b"named"])
+    world.tree.unlink(world.gpu0, b"named")
+    fails(errno.ENOENT, world.tree.link, node.ino, world.gpu0, b"again")
+    world.tree.forget(node.ino, 1)
+    fails(errno.ESTALE, world.tree.node, node.ino)
+    fails(errno.EPERM, world.tree.create_unnamed, ROOT_INODE, 0o640, USER, GROUP)
+
+
 def test_rename_over_what_is_there(world: World) -> None:
     old, new = world.file(b"old"), world.file(b"new")
     new.lookups = 1
@@ -244,7 +271,7 @@ def test_rename_flags(world: World) -> None:
     fails(errno.EEXIST, world.tree.rename, world.gpu0, b"one", world.gpu0, b"two", RENAME_NOREPLACE)
     fails(errno.ENOENT, world.tree.rename, world.gpu0, b"one", world.gpu0, b"none", RENAME_EXCHANGE)
     fails(errno.ENOENT, world.tree.rename, world.gpu0, b"none", world.gpu0, b"one", 0)
-    for flags in (4, RENAME_EXCHANGE | RENAME_NOREPLACE, 8):
+    for flags in (6, RENAME_EXCHANGE | RENAME_NOREPLACE, 8):
         fails(errno.EINVAL, world.tree.rename, world.gpu0, b"one", world.gpu0, b"x", flags)
     world.tree.rename(world.gpu0, b"one", world.gpu0, b"two", RENAME_EXCHANGE)
     assert world.tree.lookup(world.gpu0, b"two") is one

@@ -40,12 +40,16 @@ class Node:
 
 
 class BufferFile(Node):
-    """A regular file: a buffer on a device. Unlinked, it keeps its memory until the kernel forgets the inode."""
+    """A regular file: a buffer on a device. Unlinked, it keeps its memory until the kernel forgets the inode.
 
-    __slots__ = ()
+    ``unnamed``: it has never had a name (O_TMPFILE), and may be given one.
+    """
 
-    def __init__(self, ino: int, device: int) -> None:
+    __slots__ = ("unnamed",)
+
+    def __init__(self, ino: int, device: int, *, unnamed: bool = False) -> None:
         super().__init__(ino, stat.S_IFREG, device)
+        self.unnamed = unnamed
 
 
 class Symlink(Node):

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # File handles made here count from 1; those of the engine have bit 62 set.
 _FIRST_HANDLE = 1
+# The name that the data plane gives for O_TMPFILE.
+UNNAMED = b"/"
 # Giving back more than this many bytes happens off the trio thread: on a GPU it can take a while.
 _INLINE_BYTES = 64 << 20
 _SECOND = 1_000_000_000
@@ -136,7 +138,10 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         try:
-            node = self._tree.create(parent_inode, name, mode, ctx.uid, ctx.gid)
+            if name == UNNAMED:
+                node = self._tree.create_unnamed(parent_inode, mode, ctx.uid, ctx.gid)
+            else:
+                node = self._tree.create(parent_inode, name, mode, ctx.uid, ctx.gid)
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
@@ -145,7 +150,10 @@ class Operations(pyfuse3.Operations):
         try:
             info = self._open_buffer(node, flags)
         except OSError:
-            self._tree.unlink(parent_inode, name)
+            if node.names:
+                self._tree.unlink(parent_inode, name)
+            else:
+                self._tree.forget(node.ino, 0)
             raise
         return info, self._referenced(node)
 
@@ -199,7 +207,7 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:
-        self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx.uid, ctx.gid)
 
     # ---- directories ----
 
@@ -213,8 +221,6 @@ class Operations(pyfuse3.Operations):
     @handler
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         directory = self._directories[fh]
-        if start_id == 0 and not directory.closed:
-            self._tree.accessed(directory)
         reply, add = self._reply, pyfuse3.readdir_reply
         # "." and ".." are no references for the kernel to forget.
         for cookie, name, node in ((1, b".", directory), (2, b"..", directory.parent or directory)):
@@ -279,8 +285,8 @@ class Operations(pyfuse3.Operations):
             wanted.mtime, wanted.mtime_ns = divmod(attr.st_mtime_ns, _SECOND)
             changes |= SET_MTIME
         if fields.update_size:
-            await self._truncate(node, attr.st_size, changes, wanted, by_handle=fh is not None)
-        elif changes:
+            await self._truncate(node, attr.st_size, changes, wanted)
+        else:  # also for no field at all, which is chown(-1, -1)
             self._table.inode_set(inode, changes | SET_CTIME_NOW, wanted)
         return self._full_reply(node)
 
@@ -386,17 +392,14 @@ class Operations(pyfuse3.Operations):
     def _open_buffer(self, node: BufferFile, flags: int) -> pyfuse3.FileInfo:
         return pyfuse3.FileInfo(fh=self._table.file_open(node.ino, flags), direct_io=True, keep_cache=False)
 
-    async def _truncate(self, node: Node, size: int, changes: int, wanted: Attributes, *, by_handle: bool) -> None:
+    async def _truncate(self, node: Node, size: int, changes: int, wanted: Attributes) -> None:
         if not isinstance(node, BufferFile):
             raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
         now = self._table.inode_get(node.ino)
-        # As POSIX has it: ftruncate() marks the times always, truncate() when the size changes.
-        if size != now.size or by_handle:
-            changes |= SET_CTIME_NOW
-            if not changes & SET_MTIME:
-                changes |= SET_MTIME_NOW
-        elif changes:
-            changes |= SET_CTIME_NOW
+        # Marked even where the size stays.
+        changes |= SET_CTIME_NOW
+        if not changes & SET_MTIME:
+            changes |= SET_MTIME_NOW
         wanted.size = size
         if size < now.size and now.blocks * 512 > _INLINE_BYTES:
             await trio.to_thread.run_sync(self._table.inode_set, node.ino, changes | SET_SIZE, wanted)
@@ -411,7 +414,7 @@ class Operations(pyfuse3.Operations):
         if mode & _SET_ID_TYPES and not keep_set_id:
             wanted.mode = _without_set_id(mode)
             changes = SET_MODE
-        await self._truncate(node, 0, changes, wanted, by_handle=True)
+        await self._truncate(node, 0, changes, wanted)
 
     def _entry_reply(self, ino: int, kind: int) -> pyfuse3.EntryAttributes:
         reply = pyfuse3.EntryAttributes()

@@ -23,12 +23,14 @@ ROOT_INODE = 1
 NAME_MAX = 255
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
+RENAME_WHITEOUT = 4
 BUFFER_BLOCK_SIZE = 1 << 20  # what programs read at once: larger only makes small reads slow
 BLOCK_SIZE = 4096
 
 _NOTHING = Attributes()
 _SECOND = 1_000_000_000
 _DAY = 24 * 60 * 60
+_RENAME_FLAGS = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
 
 
@@ -144,6 +146,17 @@ class Tree:
         self._make(directory, name, node, mode, uid, gid)
         return node
 
+    def create_unnamed(self, parent: int, mode: int, uid: int, gid: int) -> BufferFile:
+        """A new empty file without a name, which :meth:`link` may give it once."""
+        directory = self.directory(parent)
+        if directory.fixed:
+            raise error(errno.EPERM)
+        node = BufferFile(self._take_ino(), directory.device, unnamed=True)
+        mode, gid = self._inherited(directory, node, mode, gid)
+        self._add(node, mode, uid, gid, nlink=0)
+        node.parent = directory
+        return node
+
     def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Directory:
         """A new directory."""
         directory = self._open_for_new(parent, name)
@@ -180,7 +193,9 @@ class Tree:
         directory = self._open_for_new(parent, name)
         if node.device != directory.device:
             raise error(errno.EXDEV)
-        if node.names == 0:
+        if isinstance(node, BufferFile) and node.unnamed:
+            node.unnamed = False
+        elif node.names == 0:
             raise error(errno.ENOENT)
         directory.attach(name, node)
         node.names += 1
@@ -221,14 +236,24 @@ class Tree:
         self._drop_if_unused(node)
         return node
 
-    def rename(self, old_parent: int, old_name: bytes, new_parent: int, new_name: bytes, flags: int) -> Node | None:
+    def rename(
+        self,
+        old_parent: int,
+        old_name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        uid: int = 0,
+        gid: int = 0,
+    ) -> Node | None:
         """Moves a name, over what is there; the node that lost its name by that, if one did.
 
-        ``flags``: 0, RENAME_NOREPLACE (EEXIST if the new name is taken) or RENAME_EXCHANGE (both must exist). The
-        replaced name keeps its place in listings, so nobody who lists the directory meanwhile misses it or sees it
-        twice.
+        ``flags``: RENAME_NOREPLACE (EEXIST if the new name is taken), RENAME_WHITEOUT (the old name becomes a device
+        node 0:0 of ``uid`` and ``gid``, by which overlays mark removed names), or RENAME_EXCHANGE alone (both must
+        exist). The replaced name keeps its place in listings, so nobody who lists
+        the directory meanwhile misses it or sees it twice.
         """
-        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+        if flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE):
             raise error(errno.EINVAL)
         source_directory = self._open_for_removal(old_parent)
         target_directory = self._open_for_removal(new_parent)
@@ -239,7 +264,7 @@ class Tree:
             raise error(errno.EBUSY)
         node = self._existing(source_directory, old_name)
         target = target_directory.get(new_name)
-        if flags == RENAME_NOREPLACE and target is not None:
+        if flags & RENAME_NOREPLACE and target is not None:
             raise error(errno.EEXIST)
         if flags == RENAME_EXCHANGE and target is None:
             raise error(errno.ENOENT)
@@ -259,7 +284,13 @@ class Tree:
 
         # attach before detach where they are one directory: the order of the two names in it does not matter
         target_directory.attach(new_name, node)
-        source_directory.detach(old_name)
+        if flags & RENAME_WHITEOUT:
+            whiteout = Special(self._take_ino(), stat.S_IFCHR, source_directory.device)
+            self._add(whiteout, 0, uid, gid, nlink=1)
+            source_directory.attach(old_name, whiteout)
+            whiteout.names = 1
+        else:
+            source_directory.detach(old_name)
         if isinstance(target, Directory):
             self._close_directory(target)
         elif target is not None:
@@ -355,17 +386,22 @@ class Tree:
         size: int = 0,
         rdev: int = 0,
     ) -> None:
-        """Adds a new node as a user asked for it: a set-gid directory hands down its group, and the bit."""
+        """Adds a new node as a user asked for it."""
+        mode, gid = self._inherited(directory, node, mode, gid)
+        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size, rdev=rdev)
+        directory.attach(name, node)
+        node.names = 1
+        self._touch(directory, links=isinstance(node, Directory))
+
+    def _inherited(self, directory: Directory, node: Node, mode: int, gid: int) -> tuple[int, int]:
+        """Permission bits and group of a new node: a set-gid directory hands down its group, and the bit."""
         above = self._table.inode_get(directory.ino)
         mode = stat.S_IMODE(mode)
         if above.mode & stat.S_ISGID:
             gid = above.gid
             if isinstance(node, Directory):
                 mode |= stat.S_ISGID
-        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size, rdev=rdev)
-        directory.attach(name, node)
-        node.names = 1
-        self._touch(directory, links=isinstance(node, Directory))
+        return mode, gid
 
     def _place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
         """Adds a node of the mount's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from errno import ENXIO
 
@@ -16,6 +17,7 @@ RENAME_EXCHANGE = 2
 RENAME_WHITEOUT = 4
 MS_ASYNC, MS_INVALIDATE, MS_SYNC = 1, 2, 4
 AT_FDCWD = -100
+AT_SYMLINK_FOLLOW = 0x400
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,6 +61,12 @@ _libc.copy_file_range.argtypes = (
 _libc.copy_file_range.restype = ctypes.c_ssize_t
 
 
+def kernel_version() -> tuple[int, int]:
+    """Major and minor number of the running kernel."""
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)))
+
+
 def _checked(result: int) -> int:
     if result < 0:
         code = ctypes.get_errno()
@@ -72,6 +80,11 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 def rename(old: str | bytes | os.PathLike[str], new: str | bytes | os.PathLike[str], flags: int) -> None:
     _checked(_libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flags))
+
+
+def link_descriptor(fd: int, target: str | bytes | os.PathLike[str]) -> None:
+    """A name for the file behind a descriptor. os.link() does not follow symbolic links whatever it is told."""
+    _checked(_libc.linkat(AT_FDCWD, b"/proc/self/fd/%d" % fd, AT_FDCWD, os.fsencode(target), AT_SYMLINK_FOLLOW))
 
 
 def write_from_address(fd: int, address: int, length: int, offset: int) -> int:

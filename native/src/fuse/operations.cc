@@ -66,6 +66,9 @@ bool Operations::serve(Request& request, Responder& responder) {
       return nothing_to_do(request, responder);
     case FUSE_RELEASE:
       return release(request, responder);
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+      return mark_listed(request);
     case FUSE_GETATTR:
       return getattr(request, responder);
     case FUSE_STATFS:
@@ -96,6 +99,15 @@ bool Operations::release(Request& request, Responder& responder) {
   if (!table_.release(in.fh).ok()) return false;
   responder.ok();
   return true;
+}
+
+bool Operations::mark_listed(const Request& request) {
+  // The control plane lists, but is not told of O_NOATIME.
+  fuse_read_in in{};
+  if (read_struct(request.message, sizeof(fuse_in_header), &in) && in.offset == 0 && (in.flags & O_NOATIME) == 0) {
+    if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) inode->was_read();
+  }
+  return false;
 }
 
 bool Operations::read(Request& request, Responder& responder) {
@@ -273,12 +285,16 @@ Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t gr
 
 bool Operations::lseek(Request& request, Responder& responder) {
   fuse_lseek_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || in.offset > kMaximumOffset) {
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
     responder.error(EINVAL);
     return true;
   }
   if (in.whence != SEEK_DATA && in.whence != SEEK_HOLE) {  // the kernel does the others itself
     responder.error(EINVAL);
+    return true;
+  }
+  if (in.offset > kMaximumOffset) {  // a negative one
+    responder.error(ENXIO);
     return true;
   }
   std::shared_ptr<OpenFile> file;

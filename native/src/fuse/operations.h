@@ -35,6 +35,7 @@ class Operations {
   // Whose handle this is. kNative fills in `file`.
   Source classify(std::uint64_t fh, std::shared_ptr<OpenFile>* file) const;
 
+  bool mark_listed(const Request& request);  // access time of a directory; the listing itself is the control plane's
   bool read(Request& request, Responder& responder);
   bool write(Request& request, Responder& responder);
   bool lseek(Request& request, Responder& responder);

@@ -163,6 +163,7 @@ void Session::handle(Request& request) {
   }
   Responder responder(*transport_, statistics_, request.header.unique, request.header.opcode);
   if (request.header.opcode == FUSE_INIT) return handle_init(request, std::move(responder));
+  if (request.header.opcode == FUSE_TMPFILE) return handle_tmpfile(request, std::move(responder));
   if (!backing_->serve(request, responder) && !operations_->serve(request, responder))
     return relay_->forward(request, std::move(responder));
   statistics_.of(request.header.opcode).native.add();
@@ -174,6 +175,21 @@ void Session::handle_init(Request& request, Responder responder) {
     responder.error(status.error());
     return;
   }
+  relay_->forward(request, std::move(responder));
+}
+
+void Session::handle_tmpfile(Request& request, Responder responder) {
+  // The control plane's library does not know TMPFILE. It is a CREATE in every field but the name, which the kernel
+  // gives as "/": no file can be called so, and the control plane takes it for what it is.
+  constexpr std::size_t kName = sizeof(fuse_in_header) + sizeof(fuse_create_in);
+  std::array<char, 2> name{};
+  if (request.message.size() != kName + name.size() || !read_struct(request.message, kName, &name) ||
+      name != std::array{'/', '\0'}) {
+    responder.error(EOPNOTSUPP);
+    return;
+  }
+  request.header.opcode = FUSE_CREATE;
+  write_struct(request.message, 0, request.header);
   relay_->forward(request, std::move(responder));
 }
 

@@ -80,6 +80,7 @@ class Session : private RequestHandler, private RelayHandler {
   void orphaned(Request& request, Responder& responder) override;
 
   void handle_init(Request& request, Responder responder);
+  void handle_tmpfile(Request& request, Responder responder);
   void handle_interrupt(Request& request);
   void handle_batch_forget(Request& request);
 
