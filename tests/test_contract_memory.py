@@ -66,6 +66,24 @@ def test_a_full_device(small: GpufsMount) -> None:
     assert fill(small.device / "again", 3) == size
 
 
+def test_addresses_that_run_out_are_room_that_runs_out(small: GpufsMount) -> None:
+    """A sparse file takes device addresses for its whole size, and there are 2^47 of them."""
+    far = (1 << 46) - 1
+    fds = [os.open(small.device / f"far{number}", os.O_RDWR | os.O_CREAT) for number in range(3)]
+    codes = [errno_of(os.pwrite, fd, b"x", far) for fd in fds]
+    codes += [errno_of(linux.fallocate, fds[-1], 0, far, 1)]
+    assert set(codes) == {0, ENOSPC}, codes
+    assert codes[0] == 0
+    assert os.pread(fds[0], 2, far) == b"x"
+    assert os.pwrite(fds[-1], b"near", 0) == 4
+    assert os.pread(fds[-1], 10, 0) == b"near"
+    for number, fd in enumerate(fds):
+        os.close(fd)
+        os.unlink(small.device / f"far{number}")
+    with open(small.device / "again", "wb") as file:
+        assert os.pwrite(file.fileno(), b"x", far) == 1
+
+
 def test_a_failed_write_leaves_the_file_as_it_was(small: GpufsMount) -> None:
     file = small.device / "file"
     file.write_bytes(noise(10 * MIB, 4))

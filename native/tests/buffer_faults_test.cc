@@ -80,13 +80,13 @@ TEST_P(BufferFaultsTest, CreateOrReserveFails) {
   EXPECT_EQ(buffer->write(0, pattern(100'000, 1)).error(), EIO);
   plan->create_memory.clear();
   plan->reserve.at(1, 100, ENOMEM);
-  EXPECT_EQ(buffer->write(0, pattern(100'000, 1)).error(), ENOMEM);
-  EXPECT_EQ(buffer->pin_address(kMiB).error(), ENOMEM);
+  EXPECT_EQ(buffer->write(0, pattern(100'000, 1)).error(), ENOSPC);
+  EXPECT_EQ(buffer->pin_address(kMiB).error(), ENOSPC);
   EXPECT_EQ(plan->memories, 0);
   plan->reserve.clear();
   prepare(3 * kMiB);
   plan->reserve.at(1, 100, ENOMEM);
-  EXPECT_EQ(buffer->write(std::uint64_t{1} << 35, pattern(10, 1)).error(), ENOMEM);
+  EXPECT_EQ(buffer->write(std::uint64_t{1} << 35, pattern(10, 1)).error(), ENOSPC);
   EXPECT_GT(plan->reserve.calls(), 1);  // it had tried with less
   plan->reserve.clear();
   expect_unchanged();

@@ -198,6 +198,8 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
       wanted = std::max(needed, wanted / 2);
     }
   });
+  // Addresses that have run out are room that has run out: a program knows what to do about ENOSPC.
+  if (status.error() == ENOMEM) return Status(ENOSPC, status.message());
   if (!status.ok()) return status;
   range_ = made.take();
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
