@@ -1,0 +1,53 @@
+"""`python -m campaigns [--quick] [NAME...]`: runs the named campaigns, or all; ends with 1 if any went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from support.mounting import Session
+
+from campaigns import compiler, databases, exerciser, fio, repository, stamps, stressors, trees
+from campaigns.harness import Campaign, run_campaign
+
+CAMPAIGNS: dict[str, Campaign] = {
+    "fio-psync": fio.psync,
+    "fio-libaio": fio.libaio,
+    "fio-io_uring": fio.io_uring,
+    "fio-mmap": fio.mmap,
+    "exerciser": exerciser.one_file,
+    "stamps": stamps.four_processes,
+    "rsync": trees.rsync,
+    "tar": trees.tar,
+    "git": repository.git,
+    "sqlite-wal": databases.write_ahead,
+    "sqlite-rollback": databases.rollback,
+    "compiler": compiler.build,
+    "stress-ng": stressors.stress_ng,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="campaigns", description="Long campaigns of real programs on gpufs mounts.")
+    parser.add_argument("--quick", action="store_true", help="a minute in all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(CAMPAIGNS)}; all without one")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(CAMPAIGNS)
+    if unknown:
+        parser.error(f"unknown campaigns: {', '.join(sorted(unknown))}")
+    session = Session()
+    failed = []
+    try:
+        for name in options.names or CAMPAIGNS:
+            if not run_campaign(session, name, CAMPAIGNS[name], quick=options.quick):
+                failed.append(name)
+    finally:
+        report = session.close()
+    if report:
+        print(f"watchdog:\n{report}")
+    print(f"campaigns: {'failed: ' + ', '.join(failed) if failed else 'all good'}", flush=True)
+    return 1 if failed or report else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""fio writes and reads at random with several jobs and checks every block by its checksum, once for each engine."""
+
+from __future__ import annotations
+
+from support.processes import run
+
+from campaigns.harness import Missing, Place, need
+
+
+def psync(place: Place) -> str:
+    return _verify(place, "psync", "--direct=1")
+
+
+def libaio(place: Place) -> str:
+    return _verify(place, "libaio", "--direct=1", "--iodepth=16")
+
+
+def io_uring(place: Place) -> str:
+    return _verify(place, "io_uring", "--direct=1", "--iodepth=16")
+
+
+def mmap(place: Place) -> str:
+    return _verify(place, "mmap")
+
+
+def _verify(place: Place, engine: str, *options: str) -> str:
+    need("fio")
+    size, rounds = (24, 1) if place.quick else (128, 6)
+    done = run(
+        "fio",
+        "--name=verify",
+        f"--directory={place.root}",
+        f"--ioengine={engine}",
+        "--rw=randrw",
+        "--rwmixread=40",
+        f"--size={size}M",
+        f"--loops={rounds}",
+        "--bssplit=4k/40:64k/40:512k/20",
+        "--numjobs=4",
+        "--thread",
+        "--serialize_overlap=1",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--randseed=11",
+        "--group_reporting",
+        *options,
+        check=False,
+        timeout=1800,
+        cwd=place.host,
+    )
+    text = done.stdout + done.stderr
+    if "not permitted" in text and engine == "io_uring":
+        raise Missing("io_uring is switched off on this machine")
+    if done.returncode:
+        raise AssertionError(f"fio ended with {done.returncode}\n{text[-4000:]}")
+    return f"4 jobs, {size} MiB each, {rounds} rounds, every block verified"
