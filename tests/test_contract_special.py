@@ -12,11 +12,11 @@ import stat
 import struct
 import threading
 import time
-from errno import EACCES, EAGAIN, EINVAL, ENXIO, EWOULDBLOCK
+from errno import EACCES, EAGAIN, EINVAL, ENODATA, ENXIO, EOPNOTSUPP, EPERM, EWOULDBLOCK
 from pathlib import Path
 
 from support.data import noise
-from support.processes import errno_of, in_child, start_children, wait_children
+from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
 
 
 def test_fifos(root: Path) -> None:
@@ -187,3 +187,37 @@ def test_ioctls_are_refused(root: Path) -> None:
         assert errno_of(fcntl.ioctl, fd, request, bytes(64)) in (25, 95, EINVAL)  # ENOTTY, EOPNOTSUPP
     assert os.isatty(fd) is False
     os.close(fd)
+
+
+def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) -> None:
+    """Each is decided above the file system: nothing that it answers could change it."""
+    os.mkfifo(root / "fifo")
+    pipe = os.open(root / "fifo", os.O_RDWR)
+    before = os.fstat(pipe).st_mtime_ns
+    time.sleep(0.02)
+    os.write(pipe, b"x")
+    assert (os.fstat(pipe).st_mtime_ns == before) == on_gpufs
+    os.close(pipe)
+
+    (root / "file").write_bytes(b"x")
+    fd = os.open(root / "file", os.O_RDWR)
+    with select.epoll() as poll:
+        assert errno_of(poll.register, fd, select.EPOLLIN) == (0 if on_gpufs else EPERM)
+    os.close(fd)
+
+    if os.geteuid() == 0:
+        (root / "file").chmod(0o2767)
+        as_nobody(lambda: os.truncate(root / "file", 3))
+        assert stat.S_IMODE((root / "file").stat().st_mode) == (0o2767 if on_gpufs else 0o767)
+
+
+def test_what_is_different_by_design(root: Path, on_gpufs: bool) -> None:
+    (root / "file").touch()
+    fd = os.open(root / "file", os.O_RDWR)
+    os.posix_fallocate(fd, 0, 4096)
+    # the device does not track what of its memory was written
+    assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == (0 if on_gpufs else ENXIO)
+    os.close(fd)
+    if os.geteuid() == 0 and on_gpufs:
+        assert errno_of(os.setxattr, root / "file", "security.some", b"x") == EOPNOTSUPP
+        assert errno_of(os.getxattr, root / "file", "security.some") == ENODATA
