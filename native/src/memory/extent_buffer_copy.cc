@@ -14,7 +14,10 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;    // between two looks at a cancellation
+// Between two looks at a cancellation. A GPU copies in itself so fast that starting and awaiting each chunk shows: with
+// chunks of 64 MiB it took 1.7 times as long as in one go.
+constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
+constexpr std::uint64_t kOneGpuChunk = std::uint64_t{1} << 30;
 constexpr std::uint64_t kStagingBytes = std::uint64_t{4} << 20;  // between devices without a direct way
 
 Status copy_staged(Device& to, DeviceAddress destination, Device& from, DeviceAddress source, std::uint64_t bytes) {
@@ -59,15 +62,22 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
   const std::shared_ptr<DeviceContext> from = source.device();
   observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
   observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
+  const bool on_one_gpu = &from->device() == &context_->device() && !context_->info().cpu_addressable;
+  std::uint64_t chunk = on_one_gpu ? kOneGpuChunk : kCopyChunk;
   std::uint64_t done = 0;
   while (done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
       status = Status(ECANCELED, "the copy was cancelled");
       break;
     }
-    const std::uint64_t part = std::min(kCopyChunk, bytes - done);
+    const std::uint64_t part = std::min(chunk, bytes - done);
     const std::uint64_t before = done;
     status = copy_chunk(source, source_offset + done, offset + done, part, &done);
+    if (status.error() == ENOSPC && chunk > kCopyChunk) {
+      chunk = kCopyChunk;  // as much as there is room for
+      status = {};
+      continue;
+    }
     if (!status.ok() || done - before < part) break;  // the source may have become shorter
   }
   if (done == 0 && !status.ok()) return status;
