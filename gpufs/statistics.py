@@ -361,6 +361,27 @@ def read_mount(device: str, uid: int) -> Statistics:
     return newest
 
 
+def read_left_behind(mountpoint: str, uid: int) -> Statistics | None:
+    """The last counters of a user's mount at this path whose process died and that is gone; None where there are none.
+
+    They stay until the user's next mount.
+    """
+    newest: tuple[int, Statistics] | None = None
+    for folder in folders(uid):
+        for path in _listed(folder):
+            status = _status(path)
+            if not path.name.endswith(_SUFFIX) or status is None:
+                continue
+            try:
+                found = read(path, uid)
+            except (OSError, StatisticsError):
+                continue
+            fits = not found.alive and found.facts.get("mountpoint") == mountpoint
+            if fits and (newest is None or status.st_mtime_ns > newest[0]):
+                newest = (status.st_mtime_ns, found)
+    return None if newest is None else newest[1]
+
+
 def remove_dead(device: str, uid: int) -> None:
     """Removes the counters that dead processes left of a mount with this device number."""
     for path in find(device, uid):

@@ -214,6 +214,24 @@ def test_killed_and_still_there(mount: Mounter) -> None:
     assert not path.exists()
 
 
+def test_killed_and_taken_away(mount: Mounter) -> None:
+    """The mount of a dead daemon goes at once; its counters are still found by the mountpoint."""
+    own = mount()
+    (own.device / "file").write_bytes(bytes(MIB))
+    wait_until(lambda: counted(stats(own), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
+    own.signal(signal.SIGKILL)
+    own.daemon.wait(30)
+    wait_until(lambda: not os.path.ismount(own.path), 20, "the mount to be taken away")
+    found = json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)
+    assert (found["pid"], found["alive"]) == (own.pid, False)
+    assert counted(found, "mount", "in")["bytes"] == MIB
+    assert "is dead since" in run(*GPUFS, "stats", own.path).stdout
+    mount().unmount()
+    done = run(*GPUFS, "stats", own.path, check=False)
+    assert done.returncode != 0
+    assert "gpufs" in done.stderr
+
+
 @pytest.mark.parametrize("how", ["unmount", "terminate"])
 def test_gone_after_a_clean_end(mount: Mounter, how: str) -> None:
     own = mount()
@@ -245,7 +263,7 @@ def test_a_plain_users_own_mount(mount: Mounter) -> None:
     """Counters, a trace, and the counters of the dead process, for that user."""
     with plain_user() as base:
         program, environment = user_gpufs(base)
-        own = mount(user=(program, environment))
+        own = mount("--no-auto-unmount", user=(program, environment))
         as_user: dict[str, Any] = {"env": environment, "user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
         found = json.loads(run(*program, "stats", "--json", own.path, **as_user).stdout)
         assert (found["alive"], found["driver"]) == (True, "host")

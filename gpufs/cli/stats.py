@@ -47,8 +47,8 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
     """Show what the mounts of this machine have moved.
 
     All of them, or MOUNTPOINT: bytes, operations and failures by device and by the way that the bytes took, pinned
-    memory, and why copies did not take the fastpath. A mount whose process was killed keeps its last counters until it
-    is unmounted.
+    memory, and why copies did not take the fastpath. The last counters of a mount whose process was killed stay until
+    `gpufs umount` of it or your next mount.
     """
     timeout: float = settings(arguments)["status_timeout"]
     pause = None if watch is None else _pause(watch)
@@ -84,7 +84,16 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
 
 def _look(mountpoint: str | None, timeout: float) -> list[dict[str, Any]]:
     """The statistics of the mounts; those that cannot be read have "error" and no devices."""
-    entries = mounting.mounts() if mountpoint is None else [_mounts.find(mountpoint)]
+    if mountpoint is None:
+        entries = mounting.mounts()
+    else:
+        try:
+            entries = [_mounts.find(mountpoint)]
+        except Failure:
+            left = statistics.read_left_behind(os.path.realpath(mountpoint), os.getuid())
+            if left is None:
+                raise
+            return [left.as_dict()]
     found: list[dict[str, Any] | None] = []
     reasons: dict[int, str] = {}
     for place, entry in enumerate(entries):
