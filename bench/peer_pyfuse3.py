@@ -52,6 +52,7 @@ class Peer(pyfuse3.Operations):
         super().__init__()
         self._limit = limit
         self._files: dict[int, File] = {}
+        self._next = pyfuse3.ROOT_INODE + 1
         self._names: dict[bytes, int] = {}
 
     def _attributes(self, inode: int) -> EntryAttributes:
@@ -92,9 +93,14 @@ class Peer(pyfuse3.Operations):
     async def create(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        inode = len(self._files) + 2
+        inode, self._next = self._next, self._next + 1
         self._files[inode], self._names[name] = File(self._limit), inode
         return FileInfo(fh=FileHandleT(inode), direct_io=True), self._attributes(inode)
+
+    async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        if name not in self._names:
+            raise FUSEError(errno.ENOENT)
+        del self._files[self._names.pop(name)]
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         if flags & os.O_TRUNC:

@@ -27,7 +27,7 @@ class System:
         self.directory = directory
 
     def files(self, count: int, size: int) -> list[Path]:
-        """Files with `size` bytes of data each; made once."""
+        """Files with `size` bytes of data each; made where they are not there yet."""
         paths = [self.directory / f"bench{index}" for index in range(count)]
         block = os.urandom(MIB)
         for path in paths:
@@ -36,6 +36,11 @@ class System:
                     for _ in range(size // MIB):
                         file.write(block)
         return paths
+
+    def remove_files(self) -> None:
+        """Removes them, so that the next ones lie in other memory."""
+        for path in self.directory.glob("bench*"):
+            path.unlink()
 
 
 @contextlib.contextmanager
@@ -77,7 +82,7 @@ def reader_threads(driver: str = "host") -> int:
     """How many reader threads a mount has by default here."""
     with gpufs("probe", 64 * MIB, driver=driver) as system:
         status = json.loads((system.directory.parent / ".gpufs" / "status").read_text())
-        return int(find(status, "reader_threads"))
+        return int(find(status, "readers_limit"))
 
 
 def find(tree: Any, key: str) -> Any:
