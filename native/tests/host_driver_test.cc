@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "drivers/driver.h"
+#include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
 namespace {
@@ -39,6 +41,24 @@ class HostDriverTest : public ::testing::Test {
   }
   std::unique_ptr<Driver> driver;
 };
+
+TEST(StreamingCopyTest, CopiesWhatMemcpyCopies) {
+  constexpr std::size_t kBytes = (std::size_t{1} << 20) + 300;
+  std::vector<unsigned char> source(kBytes);
+  for (std::size_t i = 0; i < kBytes; ++i) source[i] = static_cast<unsigned char>(i * 131 + (i >> 8));
+  for (const std::size_t skip : {0U, 1U, 15U, 63U, 64U}) {
+    for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{256} << 10,
+                                    (std::size_t{256} << 10) + 1, (std::size_t{1} << 20) + 65}) {
+      std::vector<unsigned char> target(kBytes + 128, 0xee);
+      copy_to_memory(target.data() + skip, source.data() + 7, bytes);
+      EXPECT_EQ(std::memcmp(target.data() + skip, source.data() + 7, bytes), 0) << skip << " " << bytes;
+      EXPECT_TRUE(std::all_of(target.begin(), target.begin() + static_cast<std::ptrdiff_t>(skip),
+                              [](unsigned char byte) { return byte == 0xee; }));
+      EXPECT_TRUE(std::all_of(target.begin() + static_cast<std::ptrdiff_t>(skip + bytes), target.end(),
+                              [](unsigned char byte) { return byte == 0xee; }));
+    }
+  }
+}
 
 TEST(OpenDriverTest, SaysWhatItCannot) {
   EXPECT_EQ(open_driver("opencl", {}).error(), EINVAL);

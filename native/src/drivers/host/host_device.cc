@@ -7,6 +7,7 @@
 
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
+#include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
 
@@ -61,7 +62,7 @@ Result<std::unique_ptr<Event>> HostDevice::create_event() {
 }
 
 Status HostDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
-  if (bytes != 0) std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
+  if (bytes != 0) copy_to_memory(reinterpret_cast<void*>(destination), source, bytes);
   return {};
 }
 

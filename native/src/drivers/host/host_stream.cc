@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/thread.h"
+#include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
 
@@ -92,7 +93,7 @@ void HostStream::queue(std::function<void()> work) {
 }
 
 Status HostStream::copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) {
-  queue([=] { std::memcpy(reinterpret_cast<void*>(destination), source, bytes); });
+  queue([=] { copy_to_memory(reinterpret_cast<void*>(destination), source, bytes); });
   return {};
 }
 
