@@ -10,8 +10,9 @@ import resource
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.data import KIB, MIB, assert_same, noise
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session
 from support.processes import (
+    NOBODY,
     as_nobody,
     errno_of,
     in_child,
@@ -350,6 +352,61 @@ def test_direct_io_of_the_client(disk: Place) -> None:
         os.close(fd)
         area.close()
     assert_same((disk.there / "file").read_bytes()[128 * KIB : 192 * KIB], b"d" * 64 * KIB)
+
+
+def access_modes(mount: GpufsMount, path: Path) -> set[int]:
+    """With which the daemon has a file of the host open."""
+    found = set()
+    for entry in Path(f"/proc/{mount.pid}/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(entry) == str(path):
+                text = Path(f"/proc/{mount.pid}/fdinfo/{entry.name}").read_text()
+                flags = int(text.split("flags:")[1].split()[0], 8)
+                if not flags & os.O_PATH:
+                    found.add(flags & os.O_ACCMODE)
+    return found
+
+
+@pytest.mark.parametrize("created", [True, False], ids=["created", "opened"])
+def test_a_file_in_memory_is_open_for_both_where_the_caller_may(memory: Place, created: bool) -> None:
+    """What is opened for writing alone, as cp does: the engine can write its pages side by side only by a mapping.
+
+    The caller cannot read by it all the same.
+    """
+    if not created:
+        memory.file("file", noise(PAGE))
+    fd = os.open(memory.shown / "file", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        assert access_modes(memory.mount, memory.there / "file") == {os.O_RDWR}
+        assert os.pwrite(fd, b"written", 0) == 7
+        assert errno_of(os.pread, fd, 7, 0) == errno.EBADF
+        assert errno_of(mmap.mmap, fd, 7) == errno.EACCES
+    finally:
+        os.close(fd)
+    assert (memory.there / "file").read_bytes() == b"written"
+    wait_until(lambda: not access_modes(memory.mount, memory.there / "file"), 10, "the file to be closed")
+
+
+def test_a_file_that_the_caller_may_not_read_is_open_for_writing_alone(memory: Place) -> None:
+    memory.file("blind", noise(PAGE))
+    (memory.there / "blind").chmod(0o622)
+    user = os.fork()
+    if user == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.open(memory.shown / "blind", os.O_WRONLY)
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        wait_until(lambda: access_modes(memory.mount, memory.there / "blind"), 20, "the file to be open")
+        time.sleep(0.1)  # for whatever else might be opened
+        assert access_modes(memory.mount, memory.there / "blind") == {os.O_WRONLY}
+    finally:
+        os.kill(user, signal.SIGKILL)
+        os.waitpid(user, 0)
 
 
 def test_files_that_may_only_be_read(disk: Place) -> None:

@@ -45,6 +45,7 @@ _CHANGES: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 # What an open file here does not have from its caller: the kernel has made names and offsets of these.
 _NOT_HANDED_ON: Final = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | getattr(os, "O_DIRECT", 0)
 _SET_ID: Final = stat.S_ISUID | stat.S_ISGID
+_IN_MEMORY: Final = (0x01021994, 0x858458F6, 0x958458F6)  # statfs(2)'s types of tmpfs, ramfs and hugetlbfs
 _RENAME_EXCHANGE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -122,6 +123,12 @@ def _identity(uid: int, gid: int, pid: int) -> Iterator[None]:
         _set_groups(before)
 
 
+def _in_memory(fd: int) -> bool:
+    """Whether a file's pages are all that there is of it."""
+    found = ctypes.create_string_buffer(256)
+    return _libc.fstatfs(fd, found) == 0 and ctypes.c_ulong.from_buffer(found).value & 0xFFFFFFFF in _IN_MEMORY
+
+
 @contextmanager
 def _daemons_rights() -> Iterator[None]:
     """Inside of _identity(): the daemon's own rights over files for a moment."""
@@ -168,6 +175,7 @@ class BackingOperations(Operations):
         self._mount = table
         self._device = device
         self._threads: dict[int, trio.CapacityLimiter] = {}  # by st_dev
+        self._in_memory: dict[int, bool] = {}  # file systems by st_dev
         self._next_backing_ino = _FIRST_INO
         self._known: dict[tuple[str, int, int], BackingNode] = {}
         self._listings: dict[int, list[tuple[bytes, int]]] = {}
@@ -324,7 +332,9 @@ class BackingOperations(Operations):
         def make() -> tuple[int, int, os.stat_result]:
             fd = _open_beneath(parent.fd, name, wanted, stat.S_IMODE(mode))
             try:
-                return fd, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), os.fstat(fd)
+                found = os.fstat(fd)
+                fd = self._for_both(fd, found, wanted)
+                return fd, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), found
             except BaseException:
                 os.close(fd)
                 raise
@@ -607,15 +617,36 @@ class BackingOperations(Operations):
             fd = os.open(node.link, flags & ~_NOT_HANDED_ON | os.O_CLOEXEC)
             try:
                 # The engine writes as root, for whom the host would leave them.
-                mode = os.fstat(fd).st_mode
-                if flags & _CHANGES and uid != 0 and mode & _SET_ID:
-                    self._drop_set_id(fd, mode)
+                found = os.fstat(fd)
+                if flags & _CHANGES and uid != 0 and found.st_mode & _SET_ID:
+                    self._drop_set_id(fd, found.st_mode)
+                return self._for_both(fd, found, flags)
             except BaseException:
                 os.close(fd)
                 raise
-            return fd
 
         return await self._opened(node, await self._as_caller(node, ctx, open_it))
+
+    def _for_both(self, fd: int, found: os.stat_result, flags: int) -> int:
+        """As the caller: his file in memory that was opened for writing alone, opened for both where he may read it.
+
+        Such a file has one writer at a time, but its pages have any number, through a mapping, which must be readable
+        (programs like cp do not ask for that). He himself still cannot read by this handle: the kernel sees to that.
+        Takes the descriptor over; returns it where there is nothing to gain.
+        """
+        if flags & os.O_ACCMODE != os.O_WRONLY or not stat.S_ISREG(found.st_mode):
+            return fd
+        if found.st_dev not in self._in_memory:
+            self._in_memory[found.st_dev] = _in_memory(fd)
+        if not self._in_memory[found.st_dev]:
+            return fd
+        given_up = _NOT_HANDED_ON | os.O_ACCMODE | os.O_TRUNC
+        try:
+            both = os.open(f"/proc/self/fd/{fd}", flags & ~given_up | os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return fd
+        os.close(fd)
+        return both
 
     @staticmethod
     def _change_mode(node: BackingNode, wanted: int) -> None:
