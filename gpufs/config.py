@@ -27,6 +27,7 @@ DRIVERS: Final = ("auto", "cuda", "hip", "host")
 TRANSPORTS: Final = ("auto", "device")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
+_SHOWN: Final = 80  # characters of a wrong value in a message
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -57,9 +58,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match:
         raise ValueError(text)
-    return (
-        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
-    )
+    factor = _UNITS[match[2].upper()]
+    whole, _, fraction = match[1].partition(".")
+    # Exact, whatever the number of digits.
+    return int(whole) * factor + (int(fraction) * factor // 10 ** len(fraction) if fraction else 0)
 
 
 def _size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
@@ -190,7 +192,8 @@ class Knob:
         try:
             return self.kind.parse(text)
         except ValueError:
-            raise ConfigError(f"{self.name}: {text!r} ({origin}) is not allowed: {self.kind.allowed}") from None
+            shown = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
+            raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
 
     def describe_default(self) -> str:
         """The default as a reader of the help wants it."""

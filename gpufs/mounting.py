@@ -106,6 +106,17 @@ def entry_of(mountpoint: str) -> MountEntry | None:
     return next((entry for entry in mounts() if entry.mountpoint == mountpoint), None)
 
 
+def filesystem_type(device: int) -> str | None:
+    """What kind of file system has this st_dev; None where no mount shows it under that number."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+        for line in file:
+            fields = line.split(" ")
+            if fields[2] == number:
+                return fields[fields.index("-", 6) + 1]
+    return None
+
+
 def _open_device() -> int:
     try:
         return os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)

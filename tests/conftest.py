@@ -17,6 +17,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from support.cli import mountpoint  # noqa: F401 - a fixture
 from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
 from support.processes import session_processes
 from support.watchdog import mounted_at

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import gpufs
 from support.mounting import GpufsMount, Mounter
 from support.processes import plain_user, run, wait_until
 from support.users import user_gpufs
@@ -19,22 +19,7 @@ from support.watchdog import mounted_at, rescue
 from gpufs import cli
 from gpufs.cli import _launch, _mounts
 
-GPUFS = (sys.executable, "-m", "gpufs")
 NOBODY = 65534
-
-
-@pytest.fixture
-def mountpoint(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "mnt"
-    path.mkdir()
-    yield path
-    if mounted_at(str(path)):
-        rescue(str(path), None)
-        raise AssertionError("something was left mounted")
-
-
-def gpufs(*arguments: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
-    return run(*GPUFS, *map(str, arguments), check=check, **options)  # type: ignore[arg-type]
 
 
 def mount_it(mountpoint: Path, *options: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 __all__ = ["main", "run"]
+
+# How writing fails. Of what a command does otherwise, failures without a name are not of these.
+_OUTPUT = (EBADF, EDQUOT, EFBIG, EIO, ENOSPC)
 
 
 def _one_line(text: str) -> str:
@@ -23,6 +27,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
     130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
     """
+    if sys.stdin is None or sys.stdout is None or sys.stderr is None:
+        from gpufs.cli import _streams
+
+        _streams.open_closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape")  # names of files are bytes; show them as they are
@@ -41,6 +49,7 @@ def _run_program(words: list[str]) -> Any:
     """The command by way of click."""
     import click
 
+    from gpufs.cli._errors import complain
     from gpufs.cli._main import program, rewrite_for_mount
     from gpufs.config import ConfigError
 
@@ -51,10 +60,10 @@ def _run_program(words: list[str]) -> Any:
         return 2
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "gpufs"
-        print(f"gpufs: {_one_line(error.format_message())} (see {command} --help)", file=sys.stderr)
+        complain(f"{_one_line(error.format_message())} (see {command} --help)")
         return 2
     except ConfigError as error:
-        print(f"gpufs: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     except click.Abort:
         raise KeyboardInterrupt from None
@@ -62,32 +71,45 @@ def _run_program(words: list[str]) -> Any:
 
 def _guarded(work: Callable[[], Any]) -> int:
     """The exit code of a command; whatever comes out of it becomes a line and a code."""
-    from gpufs.cli._errors import Failure
+    from gpufs.cli._errors import Failure, complain
 
     try:
         code = work()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except Failure as error:
-        print(f"gpufs: {error}", file=sys.stderr)
+        complain(str(error))
         return error.code
     except KeyboardInterrupt:
-        print("gpufs: interrupted", file=sys.stderr)
+        complain("interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever reads our output has enough of it. Nothing may be written to it when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
-        return 1
+        _let_output_go()
+        return 1  # whoever reads our output has enough of it
     except OSError as error:
+        _let_output_go()
+        if error.filename is None and error.errno in _OUTPUT:
+            complain(f"standard output: {error.strerror}")
+            return 1
         where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
-        print(f"gpufs: {_one_line(error.strerror or str(error))}{where}", file=sys.stderr)
+        complain(f"{_one_line(error.strerror or str(error))}{where}")
         _log_exception()
         return 1
     except Exception as error:  # noqa: BLE001 - the last guard: a user sees a line, not a traceback
         text = _one_line(f"{type(error).__name__}: {error}")
-        print(f"gpufs: internal error: {text} (GPUFS_LOG_LEVEL=debug shows more)", file=sys.stderr)
+        complain(f"internal error: {text} (GPUFS_LOG_LEVEL=debug shows more)")
         _log_exception()
         return 1
+
+
+def _let_output_go() -> None:
+    """Where standard output cannot be written, nothing is written to it when the interpreter ends, either."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, 1)
+        os.close(null)
 
 
 def _log_exception() -> None:

@@ -14,7 +14,7 @@ import time
 from _queue import SimpleQueue
 from _thread import allocate_lock, start_new_thread
 
-from gpufs.cli._errors import Failure
+from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError
 
 # signal, threading and queue are on top of these, and take longer to import than the copy of a gigabyte takes.
@@ -131,11 +131,13 @@ def copy(options: dict[str, Any]) -> int:
         # As cp: whoever waits for us sees that a signal ended us.
         _signal.signal(run.signal, _signal.SIG_DFL)
         os.kill(os.getpid(), run.signal)
+    if run.output_error is not None:
+        raise run.output_error
     return 1 if run.errors else 0
 
 
 def _complain(text: str) -> None:
-    print(f"gpufs cp: {text}", file=sys.stderr)
+    complain(f"cp: {text}")
 
 
 def _targets(sources: Sequence[str], destination: str, *, no_target_directory: bool) -> Iterator[tuple[str, str]]:
@@ -236,6 +238,7 @@ class _Run:
         self.signal: int | None = None
         self.results: list[CopyResult] = []
         self.errors: list[dict[str, Any]] = []
+        self.output_error: OSError | None = None  # of standard output
 
     def copy(self, targets: list[tuple[str, str]], jobs: int) -> None:
         """Copies everything; errors are printed and kept."""
@@ -490,11 +493,15 @@ class _Run:
         self._print(f"gpufs cp: {text}" if whole or not where else f"gpufs cp: {where}: {text}", sys.stderr)
 
     def _print(self, line: str, stream: Any) -> None:
-        line = " ".join(line.splitlines())
-        if self._bar is not None:
-            self._bar.print(line, stream)
-        else:
-            print(line, file=stream, flush=True)
+        line = printable(line)
+        try:
+            if self._bar is not None:
+                self._bar.print(line, stream)
+            else:
+                print(line, file=stream, flush=True)
+        except OSError as error:
+            if stream is sys.stdout:
+                self.output_error = error  # the copies are worth having without it
 
     def summary(self) -> dict[str, Any]:
         """What --json prints. Sizes in bytes, times in seconds."""

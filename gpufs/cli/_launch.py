@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 from gpufs import mounting
-from gpufs.cli._errors import Failure
+from gpufs.cli._errors import Failure, complain
 
 DAEMON = (sys.executable, "-P", "-m", "gpufs.daemon")
 _GRACE = 3.0  # seconds between asking a process to end and ending it
@@ -151,4 +151,4 @@ def _unmount_left_over(mountpoint: str) -> None:
         try:
             mounting.unmount(mountpoint, force=True, lazy=True)
         except OSError as error:
-            print(f"gpufs: {mountpoint} is still mounted: {error.strerror}", file=sys.stderr)
+            complain(f"{mountpoint} is still mounted: {error.strerror}")

@@ -18,9 +18,14 @@ def absolute(path: str) -> str:
     """The path without symbolic links, except that a mount which does not answer is never asked.
 
     The kernel may wait for ever for the attributes of a mount's root; those of the directory above it come from
-    another file system.
+    another file system. Failure for an empty path, and a relative one where the current directory is gone.
     """
-    path = os.path.abspath(path)
+    if not path:
+        raise Failure("an empty name is given where a directory belongs", 2)
+    try:
+        path = os.path.abspath(path)
+    except FileNotFoundError:
+        raise Failure(f"{path}: the current directory has been removed") from None
     parent, name = os.path.split(path)
     if not name:
         return path

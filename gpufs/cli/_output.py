@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from gpufs.cli._errors import printable
+
 
 def bytes_text(size: int | None) -> str:
     """A size for people: "512M", "1.5G"; "-" where it is not known."""
@@ -25,6 +27,7 @@ def json_text(value: Any) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
     """Prints a table; `right` are the columns of numbers. Into a file or pipe it goes whole, without colours."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _rich_table(headers, rows, right)
         return

@@ -1,13 +1,12 @@
 """gpufs df: the memory of the devices."""
 
-import sys
 from typing import Any
 
 import click
 
 from gpufs import mounting
 from gpufs.cli import _mounts, _status
-from gpufs.cli._errors import Failure
+from gpufs.cli._errors import Failure, complain
 from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
@@ -33,7 +32,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
         print("no gpufs is mounted")
     silent = [status for status in found if status["state"] != "ok"]
     for status in silent:
-        print(f"gpufs: {status['mountpoint']}: {status['error']}", file=sys.stderr)
+        complain(f"{status['mountpoint']}: {status['error']}")
     if mountpoints and silent:
         raise Failure(f"{len(silent)} of {len(found)} mounts did not tell")
 

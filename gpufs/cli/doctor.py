@@ -9,6 +9,7 @@ import click
 from gpufs._version import __version__
 from gpufs.cli import _doctor_checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
+from gpufs.cli._errors import printable
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import json_text
 
@@ -43,9 +44,10 @@ def _print(findings: list[Finding]) -> None:
             group = finding.group
             print(click.style(group, bold=True) if coloured else group)
         sign = f"{_SIGNS[finding.state]:<7}"
-        print(f"  {click.style(sign, fg=_COLOURS[finding.state]) if coloured else sign} {finding.name}: {finding.text}")
+        sign = click.style(sign, fg=_COLOURS[finding.state]) if coloured else sign
+        print(f"  {sign} {printable(finding.name)}: {printable(finding.text)}")
         if finding.advice and finding.state != OK:
-            print(f"          -> {finding.advice}")
+            print(f"          -> {printable(finding.advice)}")
     problems = sum(finding.state == PROBLEM for finding in findings)
     print()
     print(f"{problems} problem{'s' if problems > 1 else ''}" if problems else "a mount works here")

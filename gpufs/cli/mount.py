@@ -2,22 +2,20 @@
 
 import os
 import shutil
-import stat
 import sys
-from errno import EACCES, ECONNABORTED, ENODEV, ENOTCONN, ENXIO, ETIMEDOUT
+from errno import EACCES, ENODEV, ENXIO
 from typing import Any, NoReturn
 
 import click
 
-from gpufs import config, mounting
-from gpufs.cli import _mounts
-from gpufs.cli._errors import Failure, failed
+from gpufs import config
+from gpufs.cli import _mountpoint, _mounts
+from gpufs.cli._errors import Failure, complain, failed
 from gpufs.cli._launch import Request, launch, run_in_foreground
 from gpufs.cli._main import complete_directories, knob_options, settings
 from gpufs.cli._options import origin, parse
 
 FUSE_DEVICE = "/dev/fuse"
-_PATIENCE = 2.0  # seconds for the answer of a mount that is in the way
 
 
 @click.command(name="mount")
@@ -52,7 +50,7 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
 def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tuple[str, ...] = ()) -> None:
     """Mounts at a path. Failure or ConfigError, one line each, where that cannot be."""
     mountpoint = _mounts.absolute(path)
-    _check_mountpoint(path, mountpoint)
+    _mountpoint.check(path, mountpoint)
     _check_fuse(allow_other=chosen["allow_other"])
     if chosen["driver"] == "host":
         config.host_memory(chosen["memory"], chosen["devices"])
@@ -62,35 +60,12 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tupl
         _become(request)
     answer = launch(request, chosen["mount_timeout"])
     for note in answer.get("notes", ()):
-        print(f"gpufs: {note}", file=sys.stderr)
+        complain(note)
 
 
 def _become(request: Request) -> NoReturn:
     sys.stdout.flush()
     run_in_foreground(request)
-
-
-def _check_mountpoint(path: str, mountpoint: str) -> None:
-    if any(entry.mountpoint == mountpoint for entry in mounting.mounts()):
-        raise Failure(f"{path}: {_how_it_is_mounted(mountpoint)}")
-    try:
-        mode = os.stat(mountpoint).st_mode
-    except OSError as error:
-        raise failed(error.errno or EACCES, path) from None
-    if not stat.S_ISDIR(mode):
-        raise Failure(f"{path}: not a directory")
-    if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
-        raise Failure(f"{path}: {os.strerror(EACCES)} (a user can only mount on a directory that he may write to)")
-
-
-def _how_it_is_mounted(mountpoint: str) -> str:
-    # Asked for a file: what is known about the root may still be in the kernel's cache.
-    (answer,) = _mounts.read_files([os.path.join(mountpoint, ".gpufs/version")], _PATIENCE)
-    if isinstance(answer, OSError) and answer.errno in (ENOTCONN, ECONNABORTED):
-        return f"a gpufs whose process has died is mounted there: gpufs umount {mountpoint} cleans up"
-    if isinstance(answer, OSError) and answer.errno == ETIMEDOUT:
-        return f"a gpufs that does not answer is mounted there: gpufs umount --force {mountpoint} ends it"
-    return "gpufs is mounted there already"
 
 
 def _check_fuse(*, allow_other: bool) -> None:

@@ -12,7 +12,7 @@ import click
 
 from gpufs import mounting, statistics
 from gpufs.cli import _mounts
-from gpufs.cli._errors import Failure
+from gpufs.cli._errors import Failure, printable
 from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
@@ -235,7 +235,7 @@ _RIGHT: Final = frozenset(range(3, len(_HEADERS) + len(_RATES)))
 
 
 def _print(one: dict[str, Any], before: _Counted | None = None, seconds: float = 1.0) -> None:
-    print(_headline(one))
+    print(printable(_headline(one)))
     rows = _rows(one, before, seconds)
     if rows:
         table(_HEADERS if before is None else _HEADERS + _RATES, rows, _RIGHT)
@@ -274,7 +274,7 @@ def _watch_live(mountpoint: str | None, timeout: float, pause: float) -> NoRetur
     def picture(found: Sequence[dict[str, Any]], before: _Counted, seconds: float) -> RenderableType:
         parts: list[RenderableType] = []
         for one in found:
-            parts.append(Text(_headline(one), style="bold" if one.get("alive") else "bold red"))
+            parts.append(Text(printable(_headline(one)), style="bold" if one.get("alive") else "bold red"))
             shown = Table(box=None, pad_edge=False, header_style="bold")
             for place, header in enumerate(_HEADERS + _RATES):
                 shown.add_column(header, justify="right" if place in _RIGHT else "left", no_wrap=True)

@@ -7,7 +7,7 @@ import click
 
 from gpufs import mounting
 from gpufs.cli import _mounts, _status
-from gpufs.cli._errors import Failure
+from gpufs.cli._errors import Failure, printable
 from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
@@ -74,7 +74,7 @@ def _print_one(status: dict[str, Any]) -> None:
         facts.append(("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["started"]))))
     width = max(len(key) for key, _ in facts)
     for key, value in facts:
-        print(f"{key:<{width}}  {value}")
+        print(f"{key:<{width}}  {printable(value)}")
     if status["devices"]:
         print()
         rows = [

@@ -89,17 +89,24 @@ def _record(source: int, records: IO[bytes], duration: float | None, interrupted
         while not interrupted.is_set() and (end is None or time.monotonic() < end):
             data = os.read(source, _READ_BYTES)
             if data:
-                records.write(data)
+                _put_aside(records, data)
             else:
                 interrupted.wait(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
         for _ in range(_LAST_LOOKS):
             data = os.read(source, _READ_BYTES)
             if not data:
                 break
-            records.write(data)
+            _put_aside(records, data)
     except OSError as error:
         return error
     return None
+
+
+def _put_aside(records: IO[bytes], data: bytes) -> None:
+    try:
+        records.write(data)
+    except OSError as error:
+        raise Failure(f"{tempfile.gettempdir()}: {error.strerror}: records are kept there until the end") from None
 
 
 class _Output:

@@ -9,7 +9,7 @@ import click
 
 from gpufs import mounting, statistics
 from gpufs.cli import _mounts
-from gpufs.cli._errors import Failure
+from gpufs.cli._errors import Failure, complain
 from gpufs.cli._main import complete_mounts, knob_options, settings
 
 _GRACE = 5.0  # seconds that a process which was asked to end has for that
@@ -20,15 +20,22 @@ _GRACE = 5.0  # seconds that a process which was asked to end has for that
 @click.option("--force", is_flag=True, help="End what runs: open files fail from now on. Also for a mount that hangs.")
 @click.option("--lazy", is_flag=True, help="Detach it now; it ends when the last user has gone. Does not wait.")
 @knob_options("umount")
-def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: Any) -> None:
+def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: Any) -> int:
     """Unmount MOUNTPOINT and wait for the end of its process.
 
     The files in it are gone then: they are memory. Refused while somebody uses it, unless --force or --lazy is given.
     A mount whose process has died is cleaned up.
     """
     timeout: float = settings(arguments)["umount_timeout"]
+    code = 0
     for mountpoint in mountpoints:
-        umount(mountpoint, force=force, lazy=lazy, timeout=timeout)
+        try:
+            umount(mountpoint, force=force, lazy=lazy, timeout=timeout)
+        except Failure as failure:
+            # One that stays is no reason to leave the others.
+            complain(str(failure))
+            code = code or failure.code
+    return code
 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:

@@ -1,0 +1,84 @@
+"""Where a mount may be, and what names of places may look like.
+
+What must not be mounted over is tried in a mount namespace, so that nobody else loses it where a check fails.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.cli import fails, gpufs, one_line
+from support.mounting import GPUFS, Mounter
+from support.processes import run
+
+CONTROL = "a\nb\tc\x1b[31m"
+SHOWN = "a\\nb\\tc\\x1b[31m"
+
+
+def alone(*words: str) -> subprocess.CompletedProcess[str]:
+    """gpufs in mount and process namespaces of its own: what is mounted there nobody else sees, and ends with it."""
+    namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+    return run(*namespaces, *GPUFS, *words, check=False)
+
+
+@pytest.mark.parametrize("place", ["/", "/proc", "/dev", "/sys", "/usr", "/etc", "/run"])
+def test_nothing_is_hidden_that_gpufs_needs(place: str) -> None:
+    line = one_line(alone("mount", place, "--driver", "host", "--memory", "64M"), 1)
+    assert line.startswith(f"{place}: a mount there would hide ")
+    assert line.endswith("mount on a directory of your own")
+
+
+@pytest.mark.parametrize(("place", "kind"), [("/proc/self", "proc"), ("/sys/kernel", "sysfs"), ("/dev/pts", "devpts")])
+def test_not_among_the_kernels_own_files(place: str, kind: str) -> None:
+    line = one_line(alone("mount", place, "--driver", "host", "--memory", "64M"), 1)
+    assert line == f"{place}: is on a {kind} of the kernel's: mount on a directory of your own"
+
+
+def test_the_interpreter_stays_in_sight(tmp_path: Path) -> None:
+    """A mount over the directory that gpufs runs from would cut off the commands that end it."""
+    import gpufs as package
+
+    place = os.path.realpath(Path(package.__file__).parent.parent)
+    assert "would hide" in one_line(alone("mount", place, "--driver", "host", "--memory", "64M"), 1)
+
+
+@pytest.mark.parametrize("command", ["mount", "umount", "status", "df", "stats"])
+def test_an_empty_name_is_not_the_current_directory(command: str, tmp_path: Path) -> None:
+    assert fails(2, command, "", cwd=tmp_path) == "an empty name is given where a directory belongs"
+
+
+def test_current_directory_that_is_gone(tmp_path: Path) -> None:
+    script = 'rmdir "$PWD" && exec "$@"'
+    for command in ("mount", "umount", "status"):
+        place = tmp_path / command
+        place.mkdir()
+        done = run("sh", "-c", script, "sh", *GPUFS, command, "mnt", check=False, cwd=place)
+        assert one_line(done, 1) == "mnt: the current directory has been removed"
+
+
+def test_all_are_unmounted_that_can_be(mount: Mounter, tmp_path: Path) -> None:
+    first, last = mount(memory="64M"), mount(memory="64M")
+    none = tmp_path / "none"
+    assert fails(1, "umount", first.path, none, last.path) == f"{none}: there is no such directory"
+    listed = [status["mountpoint"] for status in json.loads(gpufs("status", "--json").stdout)]
+    assert str(first.path) not in listed
+    assert str(last.path) not in listed
+
+
+def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    """A line stays a line, and no name of a directory tells a terminal what to do."""
+    path = tmp_path / CONTROL
+    assert fails(1, "status", path) == f"{tmp_path}/{SHOWN}: there is no such directory"
+    path.mkdir()
+    gpufs("mount", path, "--driver", "host", "--memory", "64M")
+    try:
+        for words in (("status",), ("status", path), ("df", path), ("stats", path)):
+            said = gpufs(*words).stdout
+            assert f"{tmp_path}/{SHOWN}" in said
+            assert "\x1b" not in said
+        (device,) = json.loads(gpufs("df", "--json", path).stdout)
+        assert device["mountpoint"] == str(path)
+    finally:
+        gpufs("umount", path)

@@ -1,0 +1,70 @@
+"""Standard streams that are closed, full or gone."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.mounting import GPUFS, GpufsMount
+from support.processes import run
+
+
+def shell(script: str, *words: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """A script in which "$@" is the gpufs command."""
+    return run("sh", "-c", script, "sh", *GPUFS, *map(str, words), check=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [("status",), ("df",), ("stats",), ("doctor",), ("--help",), ("cp", "--help")])
+def test_output_that_is_closed_is_a_failure(words: tuple[str, ...]) -> None:
+    done = shell('exec "$@" >&-', *words)
+    assert (done.returncode, done.stderr) == (1, "gpufs: standard output: Bad file descriptor\n")
+
+
+@pytest.mark.parametrize("words", [("status",), ("df",), ("stats",), ("cp", "--help")])
+def test_output_that_is_full_is_a_failure(words: tuple[str, ...]) -> None:
+    done = shell('exec "$@" >/dev/full', *words)
+    assert (done.returncode, done.stderr) == (1, "gpufs: standard output: No space left on device\n")
+
+
+def test_messages_never_go_where_output_belongs(tmp_path: Path) -> None:
+    done = shell('exec "$@" 2>&-', "status", tmp_path / "none")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert shell('exec "$@" <&- >&- 2>&-', "status", tmp_path / "none").returncode == 1
+
+
+def test_messages_that_cannot_be_written_do_not_change_the_exit_code() -> None:
+    assert shell('exec "$@" 2>/dev/full', "nonsense").returncode == 2
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_mounting_with_closed_streams(mountpoint: Path, closed: str) -> None:
+    """The first files that are opened must not take their numbers."""
+    words = ("mount", mountpoint, "--driver", "host", "--memory", "64M")
+    assert shell(f'exec "$@" {closed}', *words).returncode == 0
+    (mountpoint / "gpu0/x").write_bytes(b"hello")
+    assert (mountpoint / "gpu0/x").read_bytes() == b"hello"
+    assert shell(f'exec "$@" {closed}', "umount", mountpoint).returncode == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_copying_with_closed_streams(shared_mount: GpufsMount, tmp_path: Path, closed: str) -> None:
+    source, copy = tmp_path / "source", shared_mount.device / "copy"
+    source.write_bytes(b"contents" * 100_000)
+    try:
+        assert shell(f'exec "$@" {closed}', "cp", source, copy).returncode == 0
+        assert copy.read_bytes() == source.read_bytes()
+        assert shell(f'exec "$@" {closed}', "cp", tmp_path / "none", copy).returncode == 1
+    finally:
+        copy.unlink()
+
+
+def test_copies_are_made_where_the_list_of_them_cannot_be_written(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode() * 300_000)
+    target = shared_mount.device / "copies"
+    target.mkdir()
+    done = shell('exec "$@" >/dev/full', "cp", "-v", tmp_path / "a", tmp_path / "b", target)
+    assert (done.returncode, done.stderr) == (1, "gpufs: standard output: No space left on device\n")
+    for name in ("a", "b"):
+        assert (target / name).read_bytes() == (tmp_path / name).read_bytes()
+        (target / name).unlink()
+    target.rmdir()
