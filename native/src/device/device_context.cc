@@ -128,8 +128,11 @@ struct DeviceContext::Worker {
   }
 };
 
-DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device* device)
-    : driver_(std::move(driver)), device_(device), worker_(std::make_shared<Worker>()) {
+DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device* device, std::uint64_t copy_chunk_bytes)
+    : driver_(std::move(driver)),
+      device_(device),
+      copy_chunk_bytes_(copy_chunk_bytes),
+      worker_(std::make_shared<Worker>()) {
   worker_->driver = driver_;
   worker_->device = device;
 }
@@ -140,7 +143,7 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
   Device* const device = driver->devices()[index].get();
   Result<std::shared_ptr<observe::Region>> region = observe::Region::create(1, "");
   if (!region.ok()) return region.status();
-  std::shared_ptr<DeviceContext> context(new DeviceContext(std::move(driver), device));
+  std::shared_ptr<DeviceContext> context(new DeviceContext(std::move(driver), device, options.copy_chunk_bytes));
   context->counters_ = observe::DeviceCounters(region.take(), 0);
   const std::shared_ptr<Worker> worker = context->worker_;
   Result<std::thread> thread =

@@ -1,6 +1,6 @@
 // The streams of a device: created in batches on its worker, bounded, idle when handed out.
 // Owned by its DeviceContext.
-// Any thread may call any function; work may be queued on a stream by a thread that has its device bound.
+// Any thread may call any function.
 #pragma once
 
 #include "device/pool.h"

@@ -104,6 +104,7 @@ class Event {
 
 // An ordered queue of asynchronous work on one device. Calls return once queued; the memory they name must stay
 // valid until an event recorded afterwards is done. Host memory that is not pinned may make a copy synchronous.
+// One thread at a time, bound or not.
 class Stream {
  public:
   virtual ~Stream() = default;  // waits for the queued work

@@ -54,6 +54,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
   virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // The same for who holds other pins and must not wait: null where pin_for_read() might.
+  virtual std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) {
+    return nullptr;
+  }
   // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
   // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
   // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not

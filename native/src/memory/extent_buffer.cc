@@ -114,13 +114,18 @@ ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
 }
 
 ExtentBuffer::ReadLease ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes) {
+  ReadLease lease;
   std::unique_lock lock(state_mutex_);
-  for (;;) {
-    const std::uint64_t size = size_.load(std::memory_order_relaxed);
-    const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
-    if (end <= gate_offset_ || gate_end_ <= offset) return {snapshot_, offset, end};
-    state_changed_.wait(lock);
-  }
+  state_changed_.wait(lock, [&] { return try_read_locked(offset, bytes, &lease); });
+  return lease;
+}
+
+bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const {
+  const std::uint64_t size = size_.load(std::memory_order_relaxed);
+  const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
+  if (end > gate_offset_ && gate_end_ > offset) return false;
+  *lease = {snapshot_, offset, end};
+  return true;
 }
 
 bool ExtentBuffer::try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
@@ -161,6 +166,15 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
 
 Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
   return std::unique_ptr<Pinned>(std::make_unique<ReadPin>(shared_from_this(), acquire_read(offset, bytes)));
+}
+
+std::unique_ptr<Buffer::Pinned> ExtentBuffer::try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+  ReadLease lease;
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (!try_read_locked(offset, bytes, &lease)) return nullptr;
+  }
+  return std::make_unique<ReadPin>(shared_from_this(), std::move(lease));
 }
 
 Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {

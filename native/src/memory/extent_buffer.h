@@ -41,6 +41,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t end) override;
   bool publish_since(std::uint64_t end, std::uint64_t noted) override;
@@ -114,10 +115,12 @@ class ExtentBuffer : public Buffer {
   class ReadPin;
   class WritePin;
   class Exclusion;
+  class CopyQueue;
 
   // ---- extent_buffer.cc: pins, copies by the caller ----
   static void cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces);
   ReadLease acquire_read(std::uint64_t offset, std::uint64_t bytes);
+  [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const;
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
   [[nodiscard]] bool try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
   void publish_locked(std::uint64_t end);
@@ -148,6 +151,8 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t highest_locked() const;
 
   // ---- extent_buffer_copy.cc ----
+  Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                     const std::atomic<bool>* cancelled, std::uint64_t* done);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,

@@ -1,0 +1,250 @@
+// Buffers on the CUDA driver over the fake library: copies that are queued, what cancels or breaks them, and what goes
+// on beside them.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cuda_test_support.h"
+#include "device/device_context.h"
+#include "device/event_pool.h"
+#include "device/stream_pool.h"
+#include "memory/buffer.h"
+
+namespace gpufs::cuda_test {
+namespace {
+
+constexpr std::uint64_t kChunk = kMiB;
+constexpr int kMostUnderWay = 5;  // chunks: four, and the one that was queued before the oldest is waited for
+constexpr const char* kCopy = "cuMemcpyDtoDAsync_v2";
+constexpr int kInvalidValue = 1;
+
+class BufferGpuTest : public FakeCuda {
+ protected:
+  void start(const FakeCudaSetup& setup = {}) {
+    open(setup);
+    shared_ = std::shared_ptr<Driver>(std::move(driver_));
+    DeviceContextOptions options;
+    options.copy_chunk_bytes = kChunk;
+    for (int index = 0; index < setup.devices; ++index) {
+      contexts_.push_back(must(DeviceContext::create(shared_, static_cast<std::size_t>(index), options)));
+    }
+  }
+  void stop() {
+    contexts_.clear();
+    shared_.reset();
+  }
+  void TearDown() override {
+    stop();
+    FakeCuda::TearDown();
+  }
+
+  std::shared_ptr<Buffer> make(std::size_t device = 0) { return must(Buffer::create(contexts_.at(device))); }
+  std::shared_ptr<Buffer> filled(const std::vector<std::byte>& data, std::size_t device = 0) {
+    const std::shared_ptr<Buffer> buffer = make(device);
+    EXPECT_EQ(must(buffer->write(0, data)), data.size());
+    return buffer;
+  }
+  static std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
+    std::vector<std::byte> data(bytes, std::byte{0xee});
+    data.resize(must(buffer.read(offset, data)));
+    return data;
+  }
+  static std::vector<std::byte> contents(Buffer& buffer) { return contents(buffer, 0, buffer.size()); }
+  static std::vector<std::byte> front(const std::vector<std::byte>& data, std::uint64_t bytes) {
+    return {data.begin(), data.begin() + static_cast<std::ptrdiff_t>(bytes)};
+  }
+  static bool soon(const std::function<bool()>& condition) {
+    for (int look = 0; look < 2000 && !condition(); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return condition();
+  }
+  // Copies while no event is done, until as much is under way as may be; then does `meanwhile` and lets go.
+  std::uint64_t copy_held(Buffer& to, Buffer& from, std::uint64_t bytes, const std::atomic<bool>* cancelled,
+                          const std::function<void()>& meanwhile) {
+    const int before = fake().calls(kCopy);
+    fake().hold(true);
+    std::uint64_t copied = 0;
+    std::thread copying([&] { copied = must(to.copy_from(from, 0, 0, bytes, cancelled)); });
+    EXPECT_TRUE(soon([&] { return fake().calls(kCopy) - before == kMostUnderWay; }));
+    meanwhile();
+    fake().hold(false);
+    copying.join();
+    return copied;
+  }
+
+  std::shared_ptr<Driver> shared_;
+  std::vector<std::shared_ptr<DeviceContext>> contexts_;
+};
+
+TEST_F(BufferGpuTest, ChunksOfACopyAreQueuedOneBehindTheOther) {
+  start();
+  const auto data = pattern(10 * kChunk + 77, 1);
+  const auto from = filled(data);
+  const auto to = filled(pattern(10 * kChunk + 77, 2));
+  const int creations = fake().calls("cuMemCreate");
+  const int before = fake().calls(kCopy);
+  const std::uint64_t copied = copy_held(*to, *from, data.size(), nullptr, [&] { EXPECT_EQ(to->size(), data.size()); });
+  EXPECT_EQ(copied, data.size());
+  EXPECT_EQ(fake().calls(kCopy) - before, 11);
+  EXPECT_EQ(fake().calls("cuMemCreate"), creations);
+  EXPECT_TRUE(contents(*to) == data);
+}
+
+TEST_F(BufferGpuTest, OneCallCrossesPiecesOfMemory) {
+  start();
+  const auto data = pattern(kGranule, 1);
+  const auto from = make();
+  const auto to = make();
+  for (int index = 0; index < 4; ++index) {
+    ASSERT_EQ(must(from->write(static_cast<std::uint64_t>(index) * kGranule, data)), data.size());
+    ASSERT_EQ(must(to->write(static_cast<std::uint64_t>(index) * kGranule, data)), data.size());
+  }
+  const auto changed = pattern(kGranule + kMiB, 2);
+  ASSERT_EQ(must(from->write(kGranule / 2, changed)), changed.size());
+  const int before = fake().calls(kCopy);
+  ASSERT_EQ(must(to->copy_from(*from, kGranule - kChunk / 2, kGranule - kChunk / 2, kChunk, nullptr)), kChunk);
+  EXPECT_EQ(fake().calls(kCopy) - before, 1);
+  EXPECT_TRUE(contents(*to, kGranule - kChunk / 2, kChunk) == contents(*from, kGranule - kChunk / 2, kChunk));
+}
+
+TEST_F(BufferGpuTest, ACancelledCopyCountsWhatTheDeviceHasDone) {
+  start();
+  const auto data = pattern(20 * kChunk, 1);
+  const auto from = filled(data);
+  const auto to = make();
+  ASSERT_OK(to->allocate(0, data.size(), true));
+  std::atomic<bool> cancelled{false};
+  const std::uint64_t copied = copy_held(*to, *from, data.size(), &cancelled, [&] {
+    EXPECT_EQ(to->size(), 0U);  // nothing counts before it is there
+    cancelled = true;
+  });
+  EXPECT_EQ(copied, kMostUnderWay * kChunk);
+  EXPECT_EQ(to->size(), copied);
+  EXPECT_TRUE(contents(*to) == front(data, copied));
+  EXPECT_EQ(to->copy_from(*from, 0, 0, data.size(), &cancelled).error(), ECANCELED);
+}
+
+TEST_F(BufferGpuTest, WhatIsMovedBehindAFailureIsNotThere) {
+  start();
+  const auto data = pattern(8 * kChunk, 1);
+  const auto from = filled(data);
+  for (const char* symbol : {kCopy, "cuEventRecord", "cuEventSynchronize"}) {
+    const auto to = make();
+    ASSERT_OK(to->allocate(0, data.size(), true));
+    fake().fail(symbol, 3, kInvalidValue, 1);
+    EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), 2 * kChunk) << symbol;
+    EXPECT_EQ(to->size(), 2 * kChunk) << symbol;
+    ASSERT_OK(to->resize(data.size()));
+    EXPECT_TRUE(contents(*to, 0, 2 * kChunk) == front(data, 2 * kChunk)) << symbol;
+    EXPECT_TRUE(contents(*to, 2 * kChunk, data.size()) == std::vector<std::byte>(data.size() - 2 * kChunk)) << symbol;
+    const auto none = make();
+    ASSERT_OK(none->allocate(0, data.size(), true));
+    fake().fail(symbol, 1, kInvalidValue, 1);
+    EXPECT_EQ(none->copy_from(*from, 0, 0, data.size(), nullptr).error(), EIO) << symbol;
+    EXPECT_EQ(none->size(), 0U) << symbol;
+  }
+}
+
+TEST_F(BufferGpuTest, ACopyGoesOnWithoutStreamsAndEvents) {
+  start();
+  const auto data = pattern(8 * kChunk, 1);
+  const auto from = filled(data);
+  const auto to = filled(pattern(8 * kChunk, 2));
+  contexts_[0]->streams().close();
+  contexts_[0]->events().close();
+  EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), data.size());
+  EXPECT_TRUE(contents(*to) == data);
+}
+
+TEST_F(BufferGpuTest, HolesAndGrowthInTheMiddleOfACopy) {
+  start();
+  const auto data = pattern(3 * kGranule, 1);
+  const auto from = filled(data);
+  ASSERT_EQ(must(from->write(7 * kGranule, data)), data.size());
+  const auto to = filled(pattern(2 * kGranule, 2));
+  ASSERT_OK(to->allocate(4 * kGranule, 2 * kGranule, true));
+  EXPECT_EQ(must(to->copy_from(*from, 0, 5, 10 * kGranule, nullptr)), 10 * kGranule);
+  EXPECT_EQ(to->size(), 10 * kGranule + 5);
+  EXPECT_TRUE(contents(*to, 5, 10 * kGranule) == contents(*from));
+}
+
+TEST_F(BufferGpuTest, AFullDeviceEndsACopyWithWhatFitted) {
+  FakeCudaSetup setup;
+  setup.memory_bytes = 16 * kMiB;
+  start(setup);
+  const auto data = pattern(9 * kMiB, 1);
+  const auto from = filled(data);  // ten of sixteen
+  const auto to = make();
+  ASSERT_OK(to->allocate(0, 4 * kMiB, true));
+  EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), 6 * kMiB);
+  EXPECT_EQ(to->size(), 6 * kMiB);
+  EXPECT_TRUE(contents(*to) == front(data, 6 * kMiB));
+  EXPECT_EQ(to->copy_from(*from, 0, 6 * kMiB, kMiB, nullptr).error(), ENOSPC);
+}
+
+// What takes memory away beside a copy waits for the chunks that use it, and not for the whole copy.
+TEST_F(BufferGpuTest, MemoryIsTakenAwayBesideACopy) {
+  start();
+  constexpr std::uint64_t kBytes = 32 * kChunk;
+  const auto data = pattern(kBytes, 1);
+  const auto from = filled(data);
+  const auto to = filled(pattern(kBytes, 2));
+  std::atomic<bool> end{false};
+  std::thread shrinking([&] {
+    std::mt19937 random(1);
+    while (!end) {
+      EXPECT_OK(to->resize(random() % kBytes));
+      EXPECT_OK(to->punch(random() % 8 * kGranule, kGranule));
+    }
+  });
+  std::thread punching([&] {
+    std::mt19937 random(2);
+    while (!end) {
+      EXPECT_OK(from->punch(random() % 16 * kGranule, 2 * kGranule));
+      EXPECT_OK(from->allocate(random() % 16 * kGranule, kGranule, true));
+      EXPECT_OK(from->resize(random() % 2 == 0 ? 20 * kChunk : kBytes));
+    }
+  });
+  for (int round = 0; round < 60; ++round) {
+    const Result<std::uint64_t> copied = to->copy_from(*from, 0, 0, kBytes, nullptr);
+    ASSERT_TRUE(copied.ok()) << copied.status().message();
+  }
+  end = true;
+  shrinking.join();
+  punching.join();
+  ASSERT_OK(to->resize(0));
+  ASSERT_OK(from->resize(0));
+  ASSERT_EQ(must(from->write(0, data)), data.size());
+  ASSERT_EQ(must(to->copy_from(*from, 0, 0, kBytes, nullptr)), kBytes);
+  EXPECT_TRUE(contents(*to) == data);
+}
+
+TEST_F(BufferGpuTest, CopiesBetweenDevicesDirectlyAndStaged) {
+  for (const bool peers : {true, false}) {
+    FakeCudaSetup setup;
+    setup.devices = 2;
+    setup.peers = peers;
+    start(setup);
+    {
+      const auto data = pattern(5 * kChunk + 3, 1);
+      const auto from = filled(data, 0);
+      const auto to = make(1);
+      EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), data.size());
+      EXPECT_TRUE(contents(*to) == data);
+      EXPECT_EQ(fake().calls("cuMemcpyPeerAsync") > 0, peers);
+    }
+    stop();
+  }
+}
+
+}  // namespace
+}  // namespace gpufs::cuda_test
