@@ -130,7 +130,10 @@ def _parse_boolean(text: str) -> bool:
 def _parse_path(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError(text)
-    return str(Path(text).expanduser().absolute())
+    try:
+        return str(Path(text).expanduser().absolute())
+    except RuntimeError:  # ~ of somebody who is not known here
+        raise ValueError(text) from None
 
 
 def join_backings(words: Sequence[str]) -> str:
@@ -149,9 +152,9 @@ def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
         read_only = path.endswith(":ro")
         path = path.removesuffix(":ro")
         bad_name = not name or "/" in name or "\0" in name or name in (".", "..") or len(os.fsencode(name)) > 255
-        if bad_name or not equals or not path or "\0" in path or name in [known for known, _, _ in shown]:
+        if bad_name or not equals or name in [known for known, _, _ in shown]:
             raise ValueError(text)
-        shown.append((name, str(Path(path).expanduser().absolute()), read_only))
+        shown.append((name, _parse_path(path), read_only))
     return shown
 
 
@@ -421,6 +424,9 @@ def _read_file(path: Path, required: bool) -> dict[str, str]:
     import tomllib  # most starts have no file to read
 
     try:
+        # One that is named may be a pipe; where none is, a pipe would be waited for by every command.
+        if not required and path.exists() and not path.is_file():
+            raise ConfigError(f"configuration file {path}: not a regular file")
         content = path.read_bytes().decode()
         table = tomllib.loads(content)
     except FileNotFoundError:
@@ -456,11 +462,13 @@ def load(
     *,
     system_file: Path = SYSTEM_FILE,
     said_by: Callable[[Knob], str] = lambda knob: knob.option,
+    command: str | None = None,
 ) -> Settings:
     """The settings from the command line's ``arguments`` (None: not given), the environment and the files.
 
-    ``said_by`` is how messages name an argument: by default as the option of the command line. ConfigError for a value
-    that is not allowed, wherever it stands, and for a file that cannot be read.
+    ``said_by`` is how messages name an argument: by default as the option of the command line. ``command``: only its
+    knobs are looked for, the others have their defaults, so that a wrong one does not keep a mount from being
+    unmounted. ConfigError for a value that is not allowed, wherever it stands, and for a file that cannot be read.
     """
     layers: list[tuple[Callable[[Knob], str], Mapping[str, str]]] = []
     given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in arguments.items()}
@@ -474,6 +482,8 @@ def load(
     values, origins = {}, {}
     for knob in KNOBS:
         values[knob.name], origins[knob.name] = knob.default, "default"
+        if command is not None and command not in knob.commands:
+            continue
         # From the weakest to the strongest, so that a bad value is found even where a better one hides it.
         for origin, texts in reversed(layers):
             if knob.name in texts:

@@ -81,6 +81,13 @@ class Request:
             raise StartFailure(errno.EINVAL, f"the daemon was not told what to mount: {failure}") from None
 
 
+def _open_log(path: str) -> int:
+    # A pipe that nobody reads is an error (ENXIO) and not something to wait for.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
+    os.set_blocking(fd, True)
+    return fd
+
+
 class Log:
     """Where log lines of both planes go: a file that can be reopened, standard error, or nowhere."""
 
@@ -90,7 +97,7 @@ class Log:
         self._fd = -1
         if path is not None:
             try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+                self._fd = _open_log(path)
             except OSError as failure:
                 raise StartFailure(failure.errno or errno.EIO, f"log_file: {path}: {failure.strerror}") from None
         elif foreground:
@@ -117,7 +124,7 @@ class Log:
         if self._path is None:
             return
         try:
-            fresh = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            fresh = _open_log(self._path)
         except OSError as failure:
             log.error("the log stays in the old file: %s: %s", self._path, failure.strerror)
             return
@@ -281,6 +288,14 @@ def _mounted(request: Request) -> Iterator[int]:
                 log.warning("%s", failure.strerror or failure)
 
 
+def _refuse_itself(path: str, mountpoint: str) -> None:
+    """StartFailure where a directory to show below backing/ will be the mount, which cannot be asked by itself."""
+    if os.path.commonpath((os.path.realpath(path), mountpoint)) == mountpoint:
+        raise StartFailure(
+            errno.EDEADLK, f"backing: {path}: is the mountpoint or below it: the mount cannot show itself"
+        )
+
+
 class Daemon:
     """One mount, from its engine to its end."""
 
@@ -295,6 +310,8 @@ class Daemon:
     def run(self) -> None:
         """Serves the mount until it ends. StartFailure where it does not come up."""
         values = self._request.config
+        for _, path, _ in values["backing"] or ():
+            _refuse_itself(path, self._request.mountpoint)
         runtime = runtime_directory(allow_other=bool(values["allow_other"]))
         with ExitStack() as parts:
             counters = _CountersFile(runtime)

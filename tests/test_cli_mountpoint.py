@@ -82,3 +82,18 @@ def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
         assert device["mountpoint"] == str(path)
     finally:
         gpufs("umount", path)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_mount_does_not_show_itself(mountpoint: Path, below: bool) -> None:
+    """It would wait for itself."""
+    place = mountpoint / "below" if below else mountpoint
+    place.mkdir(exist_ok=True)
+    line = fails(1, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--backing", f"x={place}")
+    assert line == f"backing: {place}: is the mountpoint or below it: the mount cannot show itself"
+
+
+def test_a_log_that_nobody_reads(mountpoint: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    line = fails(1, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--log-file", tmp_path / "log")
+    assert line == f"log_file: {tmp_path}/log: No such device or address"

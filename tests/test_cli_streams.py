@@ -1,6 +1,7 @@
 """Standard streams that are closed, full or gone."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,38 @@ def test_copies_are_made_where_the_list_of_them_cannot_be_written(shared_mount: 
         assert (target / name).read_bytes() == (tmp_path / name).read_bytes()
         (target / name).unlink()
     target.rmdir()
+
+
+INTERRUPTED = """
+import builtins, os, signal, sys
+real, late = builtins.__import__, sys.argv.pop(1)
+def load(name, *rest):
+    if name == late:
+        builtins.__import__ = real
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest)
+builtins.__import__ = load
+from gpufs.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "late", "code", "said"),
+    [
+        (("status",), "gpufs.cli._errors", -2, ""),
+        (("status",), "click", 130, "gpufs: interrupted\n"),
+        (("cp", "a", "b"), "gpufs.cli._cp_options", -2, ""),
+        (("cp", "a", "b"), "gpufs.cli._copying", -2, ""),
+    ],
+)
+def test_interrupted_while_modules_are_loaded(words: tuple[str, ...], late: str, code: int, said: str) -> None:
+    """Ctrl-C comes before there is anything to interrupt."""
+    done = run(sys.executable, "-c", INTERRUPTED, late, *words, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_interrupts_that_were_ignored_stay_so() -> None:
+    script = "trap '' INT; exec \"$@\""
+    done = run("sh", "-c", script, "sh", sys.executable, "-c", INTERRUPTED, "click", "status", check=False)
+    assert (done.returncode, done.stderr) == (0, "")

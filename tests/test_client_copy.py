@@ -22,7 +22,7 @@ from support.copying import MIB, FakeMount, wait_until
 from support.processes import NOBODY, in_child
 
 from gpufs import client
-from gpufs.cli import _copying, run
+from gpufs.cli import _cp_options, run
 from gpufs.cli import cp as cp_module
 from gpufs.cli._output import bytes_text
 from gpufs.client import Cancellation, CopyError, CopyProgress, _find
@@ -311,7 +311,7 @@ WORDS += ["--no-progress", "--progress=1", "a", "b/c", "--help"]
 
 @given(st.lists(st.sampled_from(WORDS), max_size=7))
 def test_cp_without_click_reads_the_words_as_click_does(words: list[str]) -> None:
-    found = _copying.parse(words)
+    found = _cp_options.parse(words)
     if found is None:
         return  # click's to judge
     context = cp_module.command.make_context("cp", list(words))
@@ -321,9 +321,9 @@ def test_cp_without_click_reads_the_words_as_click_does(words: list[str]) -> Non
 
 
 def test_cp_without_click_takes_the_usual_words() -> None:
-    assert _copying.parse(["-rp", "-j8", "--verify", "a", "b", "--json"]) is not None
+    assert _cp_options.parse(["-rp", "-j8", "--verify", "a", "b", "--json"]) is not None
     for wrong in (["a"], ["--help"], ["-j", "0", "a", "b"], ["a", "b", "--fastpath"], ["-rx", "a", "b"]):
-        assert _copying.parse(wrong) is None
+        assert _cp_options.parse(wrong) is None
 
 
 def test_cp_starts_without_what_takes_long() -> None:

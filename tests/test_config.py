@@ -1,6 +1,7 @@
 """The knob table: what is read from where, what is refused and with which words, and the page made of it."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -281,3 +282,39 @@ def test_settings_are_plain_values() -> None:
 
     assert json.loads(json.dumps(dict(load().values))) == dict(load().values)
     assert dataclasses.is_dataclass(config.Settings)
+
+
+def test_a_command_looks_at_its_own_knobs_alone() -> None:
+    """A wrong size of memory must not keep a mount from being unmounted."""
+    environment = {"GPUFS_MEMORY": "lots", "GPUFS_UMOUNT_TIMEOUT": "3"}
+    chosen = config.load({}, environment, system_file=NOWHERE, command="umount")
+    assert (chosen["umount_timeout"], chosen["memory"]) == (3.0, None)
+    with pytest.raises(config.ConfigError, match="memory: 'lots'"):
+        config.load({}, environment, system_file=NOWHERE, command="mount")
+
+
+def test_a_pipe_in_place_of_the_users_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "gpufs"
+    folder.mkdir()
+    os.mkfifo(folder / "config.toml")
+    with pytest.raises(config.ConfigError, match="not a regular file"):
+        config.load({}, {"XDG_CONFIG_HOME": str(tmp_path)}, system_file=NOWHERE)
+
+
+def test_home_of_somebody_unknown() -> None:
+    for arguments in ({"log_file": "~nobody-has-this-name/log"}, {"backing": "a=~nobody-has-this-name"}):
+        with pytest.raises(config.ConfigError, match="is not allowed"):
+            load(dict(arguments))
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + ".5", "0." + "9" * 5000, "9" * 5000 + "T"])
+def test_sizes_of_many_digits(text: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        load({"memory": text})
+    assert len(str(caught.value)) < 300
+
+
+def test_fractions_are_exact() -> None:
+    assert config.parse_size("0.1G") == (1 << 30) // 10
+    assert config.parse_size("1.25K") == 1280
+    assert config.parse_size("8191.9990234375T") == (8192 << 40) - (1 << 30)

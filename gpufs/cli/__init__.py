@@ -7,7 +7,10 @@ import sys
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
+if not TYPE_CHECKING:
+    import _signal  # signal is on top of it, and takes a tenth of the start of a copy to import
+else:
+    import signal as _signal
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
@@ -21,8 +24,10 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, *, begin: Callable[[], object] = lambda: None) -> int:
     """Runs the command line (the process's own by default) and returns its exit code.
+
+    ``begin`` is called when KeyboardInterrupt can be seen to.
 
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
     130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
@@ -37,12 +42,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["cp"]:
         # Without click: what a large copy takes is less than ten times what its import does.
-        from gpufs.cli import _copying
+        from gpufs.cli._cp_options import parse
 
-        options = _copying.parse(words[1:])
+        options = parse(words[1:])
         if options is not None:
-            return _guarded(lambda: _copying.copy(options))
-    return _guarded(lambda: _run_program(words))
+            from gpufs.cli._copying import copy
+
+            return _guarded(lambda: copy(options), begin)
+    return _guarded(lambda: _run_program(words), begin)
 
 
 def _run_program(words: list[str]) -> Any:
@@ -69,11 +76,12 @@ def _run_program(words: list[str]) -> Any:
         raise KeyboardInterrupt from None
 
 
-def _guarded(work: Callable[[], Any]) -> int:
+def _guarded(work: Callable[[], Any], begin: Callable[[], object]) -> int:
     """The exit code of a command; whatever comes out of it becomes a line and a code."""
     from gpufs.cli._errors import Failure, complain
 
     try:
+        begin()
         code = work()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -121,8 +129,16 @@ def _log_exception() -> None:
 
 
 def main() -> NoReturn:
-    """The entry point."""
-    code = run()
+    """The entry point. Ctrl-C while modules are still loaded, or when all is done, ends the process without a word."""
+    heeded = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # and not ignored, as by nohup
+
+    def heed(handler: Any) -> None:
+        if heeded:
+            _signal.signal(_signal.SIGINT, handler)
+
+    heed(_signal.SIG_DFL)
+    code = run(begin=lambda: heed(_signal.default_int_handler))
+    heed(_signal.SIG_DFL)
     if sys.argv[1:2] == ["cp"]:
         # Taking the interpreter apart does nothing for it, and takes as long as copying a few hundred megabytes.
         for stream in (sys.stdout, sys.stderr):

@@ -121,7 +121,7 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
 
 
 def settings(
-    arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
+    command: str, arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
 ) -> config.Settings:
     """The settings for the arguments of a command that has knob_options; ``said_by`` names one in messages."""
     given = {
@@ -129,4 +129,4 @@ def settings(
         for name, value in arguments.items()
         if name in config.BY_NAME
     }
-    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by)
+    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by, command=command)

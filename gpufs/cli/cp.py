@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from gpufs.cli import _copying
+from gpufs.cli._copying import copy
+from gpufs.cli._cp_options import OPTIONS
 from gpufs.cli._main import complete_files
 
 
 def _with_options(function: Any) -> Any:
-    for option in reversed(_copying.OPTIONS):
+    for option in reversed(OPTIONS):
         if option.choices is None:
             given = click.option(*option.names, is_flag=True, help=option.text)
         else:
@@ -41,4 +42,4 @@ def command(sources: tuple[str, ...], destination: str, **options: Any) -> int:
     with your rights, and the mount's daemon moves the bytes. An interrupted copy leaves as many bytes as were really
     copied. A progress bar is drawn on a terminal. Exit codes: 0 all copied, 1 not all, 2 wrong options.
     """
-    return _copying.copy({**options, "names": [*sources, destination]})
+    return copy({**options, "names": [*sources, destination]})

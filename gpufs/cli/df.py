@@ -20,7 +20,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
 
     Of all mounts, or of the MOUNTPOINTs.
     """
-    timeout: float = settings(arguments)["status_timeout"]
+    timeout: float = settings("df", arguments)["status_timeout"]
     entries = [_mounts.find(path) for path in mountpoints] if mountpoints else mounting.mounts()
     found = _status.collect(entries, timeout)
     devices = [_device(status, device) for status in found for device in status["devices"]]

@@ -43,7 +43,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
         if mountpoint.startswith("/dev/fd/"):  # what mount.fuse3 makes of it
             parse("drop_privileges")
         given = parse(",".join(options), sloppy=sloppy)
-        chosen = settings(given.knobs, said_by=origin)
+        chosen = settings("mount", given.knobs, said_by=origin)
         if fake:
             return
         if given.remount:

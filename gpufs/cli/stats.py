@@ -50,7 +50,7 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
     memory, and why copies did not take the fastpath. The last counters of a mount whose process was killed stay until
     `gpufs umount` of it or your next mount.
     """
-    timeout: float = settings(arguments)["status_timeout"]
+    timeout: float = settings("stats", arguments)["status_timeout"]
     pause = None if watch is None else _pause(watch)
     if watch is not None and pause is None:
         if mountpoint is not None:

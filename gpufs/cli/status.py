@@ -22,7 +22,7 @@ def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
     All of them in a list, or MOUNTPOINT in detail. A mount that is dead or does not answer is shown as such; of another
     user's, what permissions allow.
     """
-    timeout: float = settings(arguments)["status_timeout"]
+    timeout: float = settings("status", arguments)["status_timeout"]
     if mountpoint is None:
         found = _status.collect(mounting.mounts(), timeout)
         if as_json:

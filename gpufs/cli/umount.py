@@ -26,7 +26,7 @@ def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: 
     The files in it are gone then: they are memory. Refused while somebody uses it, unless --force or --lazy is given.
     A mount whose process has died is cleaned up.
     """
-    timeout: float = settings(arguments)["umount_timeout"]
+    timeout: float = settings("umount", arguments)["umount_timeout"]
     code = 0
     for mountpoint in mountpoints:
         try:

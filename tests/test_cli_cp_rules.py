@@ -1,0 +1,196 @@
+"""`gpufs cp` beside cp(1): the same command line makes the same tree, or fails where cp fails."""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from support.cli import fails
+from support.mounting import GPUFS
+from support.processes import run
+
+
+def make_target(folder: Path) -> None:
+    """What is there already, where the copies go."""
+    (folder / "dir").mkdir(parents=True)
+    (folder / "tree/sub").mkdir(parents=True)
+    (folder / "tree/sub/f").write_text("x")
+    (folder / "file").write_text("there before\n")
+    (folder / "read-only").write_text("ro")
+    (folder / "read-only").chmod(0o444)
+    (folder / "link").symlink_to("file")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "to-dir").symlink_to("dir")
+    (folder / "-file").write_text("dash")
+
+
+def make_source(folder: Path) -> None:
+    (folder / "t/a/b").mkdir(parents=True)
+    (folder / "t/a").chmod(0o700)
+    (folder / "t/a/b/deep").write_text("2")
+    (folder / "t/f").write_text("1" * 300_000)
+    (folder / "t/f").chmod(0o4755)
+    (folder / "t/link").symlink_to("f")
+    (folder / "t/dangling").symlink_to("/nope")
+    (folder / "t/to-dir").symlink_to("a")
+    with open(folder / "t/hole", "wb") as file:
+        file.truncate(10 << 20)
+    os.mkfifo(folder / "t/fifo", 0o640)
+    (folder / "f").write_text("f")
+    (folder / "with blank").write_text("g")
+    (folder / "with\nnewline").write_text("h")
+    (folder / "empty").touch()
+    (folder / "nothing").mkdir()
+
+
+def listing(folder: Path) -> list[tuple[str, str, str]]:
+    """Names, types and modes, and contents or the targets of links."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            content = os.readlink(path)
+        else:
+            content = path.read_text() if stat.S_ISREG(status.st_mode) else ""
+        found.append((str(path.relative_to(folder)), stat.filemode(status.st_mode), content))
+    return found
+
+
+# @ is the directory that copies go to, # that of the sources.
+SAME = [
+    "#f @",
+    "#f @/",
+    "#f @/new",
+    "#f @/new/",
+    "#f @/file",
+    "#f @/file/",
+    "#f @/file/x",
+    "#f @/dir/",
+    "#f @/none/x",
+    "#f @/read-only",
+    "#f @/link",
+    "#f @/dangling",
+    "#f @/to-dir",
+    "#f/ @",
+    "#f #empty @",
+    "#f #empty @/file",
+    "#f #empty @/new",
+    "#f #f @/dir",
+    "#none #f @",
+    "#with?blank #with?newline @",
+    "-- #f @/-x",
+    "#t @",
+    "-r #t @",
+    "-r #t/ @",
+    "-r #t/. @",
+    "-r #t @/new",
+    "-r #t @/file",
+    "-r #t @/dir/",
+    "-r #t @/none/x",
+    "-r #t @/to-dir",
+    "-r #t @/dangling",
+    "-rT #t @/to-dir",
+    "-rT #t @/dir",
+    "-T #f @/dir",
+    "-r #nothing #f @",
+    "-a #t @",
+    "-rp #t @",
+    "-p #t/f @/file",
+    "-n #f @/file",
+    "-r @/tree @/new",
+    "-r @/tree @/",
+    "@/file @/link",
+    "@/link @/file",
+    "@/link @/new",
+    "-r @/link @/new",
+    "@/dangling @/new",
+    "-r @/dangling @/new",
+    "-r @/tree/sub/.. @/new",
+]
+
+
+@pytest.mark.parametrize("line", SAME)
+def test_like_cp(root: Path, reference: Path, tmp_path: Path, line: str) -> None:
+    make_source(tmp_path)
+    outcomes = []
+    for program, folder in ((("cp",), reference), ((*GPUFS, "cp"), root)):
+        make_target(folder)
+        words = [
+            word.replace("?blank", " blank")
+            .replace("?newline", "\nnewline")
+            .replace("@", str(folder))
+            .replace("#", f"{tmp_path}/")
+            for word in line.split()
+        ]
+        done = run(*program, *words, check=False)
+        outcomes.append((done.returncode, listing(folder)))
+        assert "internal error" not in done.stderr
+        assert "Traceback" not in done.stderr
+    assert outcomes[1] == outcomes[0]
+
+
+def test_a_planted_link_does_not_lead_out_of_the_tree(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "t/sub").mkdir(parents=True)
+    (tmp_path / "t/sub/f").write_text("secret")
+    outside = root / "outside"
+    outside.mkdir()
+    (root / "t").mkdir()
+    (root / "t/sub").symlink_to(outside)
+    assert (
+        "a file cannot be overwritten with a directory"
+        in run(*GPUFS, "cp", "-r", tmp_path / "t", root, check=False).stderr
+    )
+    assert os.listdir(outside) == []
+
+
+def test_into_itself_nothing_is_made(root: Path) -> None:
+    """cp(1) finds it out when it is there already."""
+    make_target(root)
+    before = listing(root)
+    for target in (root / "tree", root / "tree/sub"):
+        done = run(*GPUFS, "cp", "-r", root / "tree", target, check=False)
+        assert (done.returncode, "cannot be copied into itself" in done.stderr) == (1, True)
+    assert listing(root) == before
+
+
+@pytest.mark.parametrize("names", [("", "x"), ("x", "")])
+def test_empty_names(names: tuple[str, str]) -> None:
+    assert fails(2, "cp", *names) == "cp: an empty name is given where a file belongs"
+
+
+def test_thousands_of_files_by_name_and_again(root: Path, tmp_path: Path) -> None:
+    names = [f"f{number}" for number in range(3000)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    for _ in range(2):
+        run(*GPUFS, "cp", *(tmp_path / name for name in names), root)
+    assert sorted(os.listdir(root)) == sorted(names)
+    assert all((root / name).read_text() == name for name in names)
+
+
+def test_unreadable_files_are_told_and_the_others_copied(root: Path, tmp_path: Path) -> None:
+    from support.processes import NOBODY, plain_user
+    from support.users import user_gpufs
+
+    source = tmp_path / "t"
+    source.mkdir()
+    for name in ("a", "b", "c"):
+        (source / name).write_text(name)
+    (source / "b").chmod(0)
+    (source / "closed").mkdir(mode=0)
+    with plain_user() as environment:
+        command, environment = user_gpufs(environment)
+        place = Path(environment["HOME"]) / "t"
+        shutil.copytree(source, place, ignore=shutil.ignore_patterns("closed"))
+        (place / "closed").mkdir()
+        run("chown", "-R", str(NOBODY), place)
+        (place / "b").chmod(0)
+        (place / "closed").chmod(0)
+        done = run(
+            *command, "cp", "-r", place, root, check=False, user=NOBODY, group=NOBODY, extra_groups=[], env=environment
+        )
+        place.joinpath("closed").chmod(0o700)
+    assert done.returncode == 1
+    assert sorted(line.rpartition(": ")[0].rpartition("/")[2] for line in done.stderr.splitlines()) == ["b", "closed"]
+    assert {path.name for path in (root / "t").iterdir() if path.is_file()} == {"a", "c"}
