@@ -11,6 +11,7 @@
 
 #include "drivers/cuda/cuda_driver.h"
 #include "fake_cuda/fake_cuda.h"
+#include "fake_libraries.h"
 #include "gpu_test_support.h"
 
 namespace gpufs::cuda_test {

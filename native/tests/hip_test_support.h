@@ -11,6 +11,7 @@
 
 #include "drivers/hip/hip_driver.h"
 #include "fake_hip/fake_hip.h"
+#include "fake_libraries.h"
 #include "gpu_test_support.h"
 
 namespace gpufs::hip_test {
