@@ -72,11 +72,21 @@ class CopyError(OSError):
         self.bytes_total = bytes_total
         self.device_code = device_code
 
+    def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
+        counts = (self.bytes_done, self.bytes_total, self.device_code)
+        return _copy_error, (self.errno, self.strerror, self.filename, self.filename2, *counts)
+
     def __str__(self) -> str:
         where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
         code = f" (device code {self.device_code})" if self.device_code else ""
         done = f" ({self.bytes_done} of {self.bytes_total} bytes copied)" if self.bytes_done else ""
         return f"{where}: {self.strerror}{code}{done}"
+
+
+def _copy_error(
+    error: int, message: str, filename: str, filename2: str | None, done: int, total: int, code: int
+) -> CopyError:
+    return CopyError(error, message, filename, filename2, bytes_done=done, bytes_total=total, device_code=code)
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,7 @@ class Copier:
         self._verify = verify
         self._preserve = preserve
         self._notice = notice
+        self._process = os.getpid()
         self._lock = allocate_lock()  # guards all below
         self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
         self._unreachable: dict[int, OSError] = {}
@@ -155,11 +166,23 @@ class Copier:
 
     def close(self) -> None:
         """Ends the connections."""
+        self._after_fork()
         with self._lock:
             idle, self._idle = self._idle, {}
         for connections in idle.values():
             for connection in connections:
                 connection.close()
+
+    def _after_fork(self) -> None:
+        """In a forked child: the connections are the parent's, and its threads may have held the lock."""
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        self._lock = allocate_lock()
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        self._idle = {}
 
     def __enter__(self) -> Self:
         return self
@@ -186,9 +209,20 @@ class Copier:
     ) -> CopyResult:
         """Copies one file to a name; what is there is overwritten. CopyError when that fails.
 
-        ``progress`` is called from this thread about ten times a second.
+        ``progress`` is called from this thread about ten times a second. A copy that was cancelled before it began has
+        touched nothing.
         """
         began = time.monotonic()
+        self._after_fork()
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress: {progress!r} cannot be called")
+        if cancel is not None:
+            if not isinstance(cancel, Cancellation):
+                raise TypeError(f"cancel: {cancel!r} is no Cancellation")
+            if cancel.cancelled:
+                raise CopyError(errno.ECANCELED, "", source, destination)
+        if not destination:
+            raise CopyError(errno.ENOENT, "", destination)
         source_fd, before = _open_source(source)
         with _Closing(source_fd, quiet=True):
             self._refuse_host_to_host(source, destination, before)
@@ -627,8 +661,8 @@ def _digest(fd: int, one: _One, *, tell: bool) -> str:
 
 
 def copy(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+    destination: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     *,
     fastpath: Fastpath = "auto",
     fsync: bool = False,
@@ -647,7 +681,7 @@ def copy(
     CopyError, an OSError, tells of any failure, with the bytes that the destination holds. Several files at once: a
     :class:`gpufs.client.Copier`, or this function, from several threads.
     """
-    source, destination = os.fspath(source), os.fspath(destination)
+    source, destination = os.fsdecode(source), os.fsdecode(destination)
     if os.path.isdir(destination):
         destination = os.path.join(destination, os.path.basename(source))
     with Copier(fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, notice=_warn) as copier:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
+from gpufs.engine._arguments import view_of
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi
 
@@ -74,7 +75,7 @@ def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[Dev
 
 def _from_buffer_protocol(memory: Any, writable: bool) -> tuple[DeviceRange, object]:
     try:
-        view = ffi.from_buffer(memory, require_writable=writable)
+        view = view_of(memory, writable=writable)
     except BufferError as error:
         raise ValueError(str(error)) from error
     return DeviceRange(0, int(ffi.cast("uintptr_t", view)), len(view)), view
@@ -93,11 +94,15 @@ def _check_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, i
 
 def _from_cuda_array(engine: Engine, memory: SupportsCudaArrayInterface, writable: bool) -> DeviceRange:
     interface = memory.__cuda_array_interface__
-    address, read_only = interface["data"]
+    try:
+        address, read_only = interface["data"]
+        item = int(str(interface["typestr"])[2:])
+        shape, strides = tuple(interface["shape"]), interface.get("strides")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the array's __cuda_array_interface__ is not understood: {error!r}") from error
     if writable and read_only:
         raise ValueError("the array is read-only")
-    item = int(str(interface["typestr"])[2:])
-    size = _check_contiguous(tuple(interface["shape"]), interface.get("strides"), item)
+    size = _check_contiguous(shape, strides, item)
     # The interface does not say on which device the memory is; libraries that know say so themselves.
     device = getattr(memory, "device", None)
     index = getattr(device, "index", getattr(device, "id", None))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from gpufs.engine._arguments import instance, signed, unsigned, view_of
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
@@ -30,6 +31,10 @@ class BufferInfo:
     device: int
 
 
+def _range(offset: int, size: int) -> tuple[int, int]:
+    return unsigned("offset", offset), unsigned("size", size)
+
+
 class Buffer(Handle):
     """An empty buffer on a device, which grows as it is written. It keeps its engine alive.
 
@@ -41,7 +46,8 @@ class Buffer(Handle):
 
     def __init__(self, engine: Engine, device: int = 0) -> None:
         handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_buffer_create(engine._handle, device, handle))
+        instance("engine", Engine, engine)
+        check(lib.gpufs_buffer_create(engine._handle, signed("device", device), handle))
         self.engine = engine
         self._own(handle[0], lib.gpufs_buffer_close)
 
@@ -66,47 +72,49 @@ class Buffer(Handle):
         Fewer than asked for only at the end of the file; holes read as zeros. TypeError, ValueError or BufferError
         when the destination is not such a buffer.
         """
-        with ffi.from_buffer(destination, require_writable=True) as view:
+        with view_of(destination, writable=True) as view:
             done = ffi.new("uint64_t *")
-            check(lib.gpufs_buffer_read(self._handle, offset, view, len(view), done))
+            check(lib.gpufs_buffer_read(self._handle, unsigned("offset", offset), view, len(view), done))
         return int(done[0])
 
     def read_bytes(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes from ``offset``, fewer at the end of the file."""
-        data = bytearray(size)
+        data = bytearray(min(unsigned("size", size), max(self.info.size - unsigned("offset", offset), 0)))
         return bytes(memoryview(data)[: self.read(offset, data)])
 
     def write(self, offset: int, source: "MemoryBuffer") -> int:
         """Writes a contiguous buffer (bytes, numpy array, ...) at ``offset``, all of it; returns the bytes written."""
-        with ffi.from_buffer(source) as view:
+        with view_of(source, writable=False) as view:
             done = ffi.new("uint64_t *")
-            check(lib.gpufs_buffer_write(self._handle, offset, view, len(view), done))
+            check(lib.gpufs_buffer_write(self._handle, unsigned("offset", offset), view, len(view), done))
         return int(done[0])
 
     def resize(self, size: int) -> None:
         """Sets the size: growing makes a hole, shrinking gives memory back."""
-        check(lib.gpufs_buffer_resize(self._handle, size))
+        check(lib.gpufs_buffer_resize(self._handle, unsigned("size", size)))
 
     def allocate(self, offset: int, size: int, *, keep_size: bool = False) -> None:
         """Takes the memory for a range now, as fallocate(2): the buffer grows to cover it unless ``keep_size``."""
-        check(lib.gpufs_buffer_allocate(self._handle, KEEP_SIZE if keep_size else 0, offset, size))
+        check(lib.gpufs_buffer_allocate(self._handle, KEEP_SIZE if keep_size else 0, *_range(offset, size)))
 
     def punch(self, offset: int, size: int) -> None:
         """Makes a hole of a range, which then reads as zeros; whole granules go back to the device."""
-        check(lib.gpufs_buffer_allocate(self._handle, PUNCH_HOLE | KEEP_SIZE, offset, size))
+        check(lib.gpufs_buffer_allocate(self._handle, PUNCH_HOLE | KEEP_SIZE, *_range(offset, size)))
 
     def zero(self, offset: int, size: int, *, keep_size: bool = False) -> None:
         """Zeroes a range and keeps its memory; the buffer grows to cover it unless ``keep_size``."""
-        check(lib.gpufs_buffer_allocate(self._handle, ZERO_RANGE | (KEEP_SIZE if keep_size else 0), offset, size))
+        check(
+            lib.gpufs_buffer_allocate(self._handle, ZERO_RANGE | (KEEP_SIZE if keep_size else 0), *_range(offset, size))
+        )
 
     def seek(self, offset: int, whence: int) -> int:
         """The next data (SEEK_DATA) or hole (SEEK_HOLE) at or after ``offset``. EngineError ENXIO past the end."""
         found = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_seek(self._handle, whence, offset, found))
+        check(lib.gpufs_buffer_seek(self._handle, whence, unsigned("offset", offset), found))
         return int(found[0])
 
     def address(self, maximum_bytes: int) -> int:
         """The device address of offset 0. From now on the buffer never moves and cannot grow past ``maximum_bytes``."""
         address = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_address(self._handle, maximum_bytes, address))
+        check(lib.gpufs_buffer_address(self._handle, unsigned("maximum_bytes", maximum_bytes), address))
         return int(address[0])

@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import sys
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -14,7 +15,11 @@ class Completions:
     """Calls back when descriptors become readable. Its thread is a daemon and holds nothing but what it waits for."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._reset()
+        # A forked child has no such thread, and its lock may have been held by another one that it has not.
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()  # guards all below
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # not yet seen by the thread
         self._wake = -1  # an eventfd while the thread runs
@@ -23,8 +28,6 @@ class Completions:
         """Calls ``done`` once, on the watching thread, when ``fd`` is readable. A duplicate of ``fd`` is watched."""
         mine = os.dup(fd)
         with self._lock:
-            if os.getpid() != self._pid:  # a forked child has no such thread
-                self._pid, self._wake, self._waiting = os.getpid(), -1, []
             self._waiting.append((mine, done))
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -58,7 +61,10 @@ class Completions:
                         continue
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    key.data()
+                    try:
+                        key.data()
+                    except BaseException:  # noqa: BLE001 - a program's own callback; the other futures still wait
+                        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
 completions: Final = Completions()

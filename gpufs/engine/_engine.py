@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from gpufs.engine._arguments import signed, text, unsigned
 from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._native import ffi, lib
 
@@ -87,15 +88,15 @@ class Engine(Handle):
         slab_file_bytes: int = 0,
         statistics_path: str = "",
     ) -> None:
-        name = ffi.new("char[]", driver.encode())
+        name = ffi.new("char[]", text("driver", driver))
         path = ffi.new("char[]", os.fsencode(statistics_path))
         options = ffi.new(
             "gpufs_engine_options *",
             {
                 "driver": name,
-                "devices": devices,
-                "memory_bytes": memory_bytes,
-                "slab_file_bytes": slab_file_bytes,
+                "devices": signed("devices", devices),
+                "memory_bytes": unsigned("memory_bytes", memory_bytes),
+                "slab_file_bytes": unsigned("slab_file_bytes", slab_file_bytes),
                 "statistics_path": path,
             },
         )

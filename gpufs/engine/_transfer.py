@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
+from gpufs.engine._arguments import choice, instance, signed, text, unsigned
 from gpufs.engine._arrays import DeviceRange, SupportsCudaArrayInterface, SupportsDLPack, device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
@@ -36,6 +37,7 @@ _SYNCS: Final[dict[str, int]] = {
     "full": lib.GPUFS_SYNC_FULL,
 }
 _TO_THE_END: Final = (1 << 64) - 1
+_LONGEST_WAIT: Final = (1 << 31) - 1  # milliseconds
 
 
 def io_configure(
@@ -55,14 +57,14 @@ def io_configure(
     EngineError EBUSY afterwards, EINVAL for what is out of range.
     """
     options = {
-        "chunk_bytes": chunk_bytes,
-        "pinned_bytes": pinned_bytes,
-        "workers": workers,
-        "slots": slots,
-        "fastpath": _SWITCHES[fastpath],
-        "fallback": _SWITCHES[fallback],
-        "pagecache": _SWITCHES[pagecache],
-        "direct": _SWITCHES[direct],
+        "chunk_bytes": unsigned("chunk_bytes", chunk_bytes),
+        "pinned_bytes": unsigned("pinned_bytes", pinned_bytes),
+        "workers": signed("workers", workers),
+        "slots": signed("slots", slots),
+        "fastpath": choice("fastpath", _SWITCHES, fastpath),
+        "fallback": choice("fallback", _SWITCHES, fallback),
+        "pagecache": choice("pagecache", _SWITCHES, pagecache),
+        "direct": choice("direct", _SWITCHES, direct),
     }
     check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
 
@@ -73,7 +75,7 @@ def fastpath_probe(driver: str) -> list[str]:
     Looks for the vendor's libraries, which stay loaded where they are found.
     """
     refusals = ffi.new("uint32_t *")
-    check(lib.gpufs_fastpath_probe(ffi.new("char[]", driver.encode()), refusals))
+    check(lib.gpufs_fastpath_probe(ffi.new("char[]", text("driver", driver)), refusals))
     return refusal_names(int(refusals[0]))
 
 
@@ -144,7 +146,8 @@ class BackingFile(Handle):
 
     def __init__(self, engine: Engine, fd: int) -> None:
         handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_backing_open(engine._handle, fd, handle))
+        instance("engine", Engine, engine)
+        check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
         self.engine = engine
         self._own(handle[0], lib.gpufs_backing_close)
 
@@ -154,7 +157,8 @@ class BackingFile(Handle):
 
         OSError as os.open(), EngineError as the constructor.
         """
-        flags = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}[mode]
+        modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
+        flags = choice("mode", modes, mode)
         fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
         try:
             return cls(engine, fd)
@@ -255,23 +259,26 @@ class Transfer(Handle):
         client: int = 0,
     ) -> None:
         request = ffi.new("gpufs_transfer_request *")
+        instance("backing", BackingFile, backing)
         request.backing = backing._handle
         if isinstance(memory, Buffer):
             request.buffer = memory._handle
             self._keep: object = None
         else:
             found, self._keep = device_range(backing.engine, memory, writable=direction == "load")
-            request.device, request.address, request.address_bytes = found.device, found.address, found.bytes
-        request.file_offset = file_offset
-        request.buffer_offset = buffer_offset
-        request.bytes = _TO_THE_END if size is None else size
-        request.direction = _DIRECTIONS[direction]
-        request.sync = _SYNCS[sync]
+            request.device = signed("device", found.device)
+            request.address = unsigned("address", found.address)
+            request.address_bytes = unsigned("bytes", found.bytes)
+        request.file_offset = unsigned("file_offset", file_offset)
+        request.buffer_offset = unsigned("buffer_offset", buffer_offset)
+        request.bytes = _TO_THE_END if size is None else unsigned("size", size)
+        request.direction = choice("direction", _DIRECTIONS, direction)
+        request.sync = choice("sync", _SYNCS, sync)
         request.sparse = sparse
-        request.fastpath = _SWITCHES[fastpath]
-        request.fallback = _SWITCHES[fallback]
-        request.share = share
-        request.client = client
+        request.fastpath = choice("fastpath", _SWITCHES, fastpath)
+        request.fallback = choice("fallback", _SWITCHES, fallback)
+        request.share = signed("share", share)
+        request.client = unsigned("client", client)
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_transfer_start(backing.engine._handle, request, handle))
         self.backing = backing
@@ -306,7 +313,8 @@ class Transfer(Handle):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is done, up to ``timeout`` seconds (None: for ever); whether it is. Raises nothing of its."""
         done = ffi.new("int32_t *")
-        check(lib.gpufs_transfer_wait(self._handle, -1 if timeout is None else max(int(timeout * 1000), 0), done))
+        milliseconds = -1 if timeout is None else int(min(max(float(timeout) * 1000, 0), _LONGEST_WAIT))
+        check(lib.gpufs_transfer_wait(self._handle, milliseconds, done))
         return bool(done[0])
 
     def result(self) -> None:

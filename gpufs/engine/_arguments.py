@@ -1,0 +1,79 @@
+"""Checks of what programs pass in: what is wrong is named, and nothing that would hurt them goes to the engine."""
+
+import re
+from collections.abc import Mapping
+from operator import index
+from typing import Any, TypeVar
+
+from gpufs.engine._native import ffi
+
+_Value = TypeVar("_Value")
+
+
+def unsigned(name: str, value: int) -> int:
+    """A size, offset or address of 64 bits. TypeError for no whole number, ValueError for one that does not fit."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is not a whole number") from None
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"{name}: {number} is " + ("negative" if number < 0 else "more than 64 bits"))
+    return number
+
+
+def signed(name: str, value: int) -> int:
+    """A number of 32 bits, as :func:`unsigned`."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is not a whole number") from None
+    if not -1 << 31 <= number < 1 << 31:
+        raise ValueError(f"{name}: {number} is out of range")
+    return number
+
+
+def choice(name: str, table: Mapping[str, _Value], value: str) -> _Value:
+    """What a word stands for. ValueError that names the words there are."""
+    try:
+        return table[value]
+    except (KeyError, TypeError):
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(table)}") from None
+
+
+def text(name: str, value: str) -> bytes:
+    """A text for the engine. TypeError or ValueError where it is none, or has a NUL in it."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: {value!r} is not a text")
+    encoded = value.encode(errors="surrogateescape")
+    if b"\0" in encoded:
+        raise ValueError(f"{name}: {value!r} has a NUL in it")
+    return encoded
+
+
+def instance(name: str, kind: type, value: object) -> None:
+    """TypeError unless it is one."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: {type(value).__name__} is not {kind.__name__}")
+
+
+def view_of(memory: Any, *, writable: bool) -> Any:
+    """The bytes of an object with the buffer protocol, which they keep alive.
+
+    TypeError for an object without it and for arrays of Python objects, whose bytes are references; ValueError or
+    BufferError for memory that is not contiguous, or read-only where it is to be written.
+    """
+    view = ffi.from_buffer(memory, require_writable=writable)
+    if _has_references(memory):
+        raise TypeError("an array of Python objects has references in it, and no data")
+    return view
+
+
+def _has_references(memory: Any) -> bool:
+    kind = getattr(memory, "dtype", None)
+    if kind is not None:
+        return bool(getattr(kind, "hasobject", False))
+    try:
+        form = memoryview(memory).format
+    except (TypeError, ValueError, BufferError):
+        return False  # of a kind that formats do not know: plain data
+    return "O" in re.sub(":[^:]*:", "", form)  # between colons stand names of fields

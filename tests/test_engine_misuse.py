@@ -1,0 +1,285 @@
+"""The engine's objects in the hands of a program that uses them wrongly: errors that say what, and no harm."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from support.data import MIB, noise
+from support.processes import run
+
+from gpufs import engine
+from gpufs.engine._arrays import device_range
+
+
+@pytest.fixture
+def host() -> Iterator[engine.Engine]:
+    with engine.Engine("host", devices=1, memory_bytes=256 * MIB) as opened:
+        yield opened
+
+
+@pytest.fixture
+def file(host: engine.Engine, tmp_path: Path) -> Iterator[engine.BackingFile]:
+    path = tmp_path / "file"
+    path.write_bytes(noise(MIB))
+    with engine.BackingFile.open(host, path, "r+") as opened:
+        yield opened
+
+
+def test_arrays_of_objects_are_no_data(host: engine.Engine, file: engine.BackingFile) -> None:
+    """Bytes of a file in place of references would crash the interpreter, at the latest when they are released."""
+    with engine.Buffer(host) as buffer:
+        buffer.write(0, bytes(4096))
+        objects: Any = numpy.zeros(4, dtype=object)
+        for array in (
+            objects,
+            numpy.zeros(4, dtype=[("number", "i4"), ("thing", "O")]),
+            memoryview(objects),
+            (ctypes.py_object * 4)(),
+        ):
+            moves: tuple[Callable[[], object], ...] = (
+                lambda array=array: file.read(array),  # type: ignore[misc]
+                lambda array=array: file.write(array),  # type: ignore[misc]
+                lambda array=array: buffer.read(0, array),  # type: ignore[misc]
+                lambda array=array: buffer.write(0, array),  # type: ignore[misc]
+            )
+            for move in moves:
+                with pytest.raises(TypeError, match="references"):
+                    move()
+        gc.collect()
+        named = numpy.zeros(4, dtype=[("Owner", "i4"), ("O", "f8")])  # nothing but its fields' names
+        assert file.read(named) == named.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["?", "<f2", ">i4", "c16", "datetime64[s]", "S5", "V7", "U3"])
+def test_any_plain_data_goes(host: engine.Engine, file: engine.BackingFile, dtype: str) -> None:
+    array = numpy.zeros(64, dtype)
+    assert file.read(array) == array.nbytes
+    with engine.Buffer(host) as buffer:
+        assert buffer.write(0, array) == array.nbytes
+        again = numpy.zeros(64, dtype)
+        assert buffer.read(0, again) == array.nbytes
+        assert again.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("name", ["size", "file_offset", "buffer_offset", "client"])
+@pytest.mark.parametrize(
+    ("value", "error", "said"),
+    [
+        (-1, ValueError, "negative"),
+        (1 << 64, ValueError, "64 bits"),
+        (1.5, TypeError, "whole"),
+        ("1", TypeError, "whole"),
+    ],
+)
+def test_numbers_are_named(
+    host: engine.Engine, file: engine.BackingFile, name: str, value: Any, error: type[Exception], said: str
+) -> None:
+    with engine.Buffer(host) as buffer:
+        for move in (file.read, file.write, file.read_future):
+            with pytest.raises(error, match=f"^{name}: .*{said}"):
+                move(buffer, **{name: value})
+
+
+def test_numbers_of_buffers_are_named(host: engine.Engine) -> None:
+    with engine.Buffer(host) as buffer:
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("offset", lambda: buffer.read(-1, bytearray(1))),
+            ("offset", lambda: buffer.read_bytes(-1, 1)),
+            ("size", lambda: buffer.read_bytes(0, -1)),
+            ("offset", lambda: buffer.write(-1, b"x")),
+            ("size", lambda: buffer.resize(-1)),
+            ("size", lambda: buffer.allocate(0, -1)),
+            ("offset", lambda: buffer.punch(-1, 1)),
+            ("offset", lambda: buffer.zero(-1, 1)),
+            ("offset", lambda: buffer.seek(-1, engine.SEEK_DATA)),
+            ("maximum_bytes", lambda: buffer.address(-1)),
+        ]
+        for name, call in calls:
+            with pytest.raises(ValueError, match=f"^{name}: -1 is negative"):
+                call()
+
+
+def test_asking_for_more_than_there_is_takes_no_memory_for_it(host: engine.Engine) -> None:
+    with engine.Buffer(host) as buffer:
+        buffer.write(0, b"abc")
+        assert buffer.read_bytes(0, 1 << 62) == b"abc"
+        assert buffer.read_bytes(1 << 62, 1 << 62) == b""
+
+
+@pytest.mark.parametrize("name", ["fastpath", "fallback", "sync"])
+def test_words_are_named(host: engine.Engine, file: engine.BackingFile, name: str) -> None:
+    with engine.Buffer(host) as buffer, pytest.raises(ValueError, match=f"^{name}: 'perhaps' is not one of "):
+        engine.Transfer("load", file, buffer, **{name: "perhaps"})  # type: ignore[arg-type]
+
+
+def test_wrong_objects_are_named(host: engine.Engine, file: engine.BackingFile) -> None:
+    wrong: Any = None
+    with pytest.raises(TypeError, match="engine: NoneType is not Engine"):
+        engine.Buffer(wrong)
+    with pytest.raises(TypeError, match="engine: NoneType is not Engine"):
+        engine.BackingFile(wrong, 0)
+    with engine.Buffer(host) as buffer, pytest.raises(TypeError, match="backing: Buffer is not BackingFile"):
+        engine.Transfer("load", buffer, buffer)  # type: ignore[arg-type]
+    memories: list[Any] = [wrong, 5, "text", host, file]
+    for memory in memories:
+        with pytest.raises(TypeError):
+            file.read(memory)
+    with pytest.raises(ValueError, match="mode: 'a' is not one of r, r"):
+        engine.BackingFile.open(host, "/dev/null", "a")  # type: ignore[arg-type]
+    for driver, error in ((None, TypeError), (b"host", TypeError), ("ho\0st", ValueError)):
+        with pytest.raises(error, match="driver: "):
+            engine.Engine(driver, memory_bytes=2 * MIB)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300, 1 << 70])
+def test_waiting_for_ever_in_other_words(host: engine.Engine, file: engine.BackingFile, timeout: float) -> None:
+    with engine.Buffer(host) as buffer, engine.Transfer("load", file, buffer) as transfer:
+        assert transfer.wait(timeout)
+        assert transfer.outcome() == MIB
+
+
+class Interface:
+    """An object with whatever __cuda_array_interface__."""
+
+    def __init__(self, interface: Any) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+@pytest.mark.parametrize(
+    "interface",
+    [
+        {},
+        None,
+        5,
+        {"data": (0, False), "shape": (4,)},
+        {"data": None, "typestr": "<f4", "shape": (4,)},
+        {"data": (4096, False), "typestr": "float", "shape": (4,)},
+        {"data": (4096, False), "typestr": "<f4", "shape": None},
+    ],
+)
+def test_arrays_that_lie_about_themselves(interface: Any) -> None:
+    class Fake:
+        driver = "cuda"
+        devices = (None,)
+
+    with pytest.raises(ValueError, match="is not understood"):
+        device_range(Fake(), Interface(interface), writable=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt])
+def test_a_callback_that_fails_stops_no_other_future(
+    host: engine.Engine, file: engine.BackingFile, kind: type[BaseException]
+) -> None:
+    def fail(_: object) -> None:
+        raise kind("on purpose")
+
+    with engine.Buffer(host) as buffer:
+        first = file.read_future(buffer)
+        first.add_done_callback(fail)
+        assert first.result(60) == MIB
+        for _ in range(3):
+            assert file.read_future(buffer).result(60) == MIB
+
+
+def test_one_buffer_in_many_hands(host: engine.Engine, file: engine.BackingFile) -> None:
+    """Closed by one thread while others use it: each call succeeds or says that it is closed."""
+    for _ in range(5):
+        buffer = engine.Buffer(host)
+        failures: list[BaseException] = []
+
+        def use(buffer: engine.Buffer = buffer, failures: list[BaseException] = failures) -> None:
+            try:
+                for _ in range(200):
+                    buffer.write(0, b"x" * 4096)
+                    file.read(buffer)
+            except engine.EngineError as error:
+                if "not open" not in str(error):
+                    failures.append(error)
+            except BaseException as error:  # noqa: BLE001 - told below
+                failures.append(error)
+
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        buffer.close()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+    assert host.devices[0].memory().held_bytes == 0
+
+
+EXITS = {
+    "a transfer under way": "engine.Transfer('load', file, buffer)",
+    "a future under way": "future = file.read_future(buffer)",
+    "a callback that goes on": "file.read_future(buffer).add_done_callback(lambda _: file.read_future(buffer))",
+    "the engine first": "future = file.read_future(buffer); opened.close()",
+    "everything in a cycle": "box = [opened, file, buffer]; box.append(box); del opened, file, buffer, box",
+    "a thread that reads": (
+        "def work():\n"
+        "    try:\n"
+        "        while True: file.read(buffer)\n"
+        "    except engine.EngineError as error: assert 'not open' in str(error), error\n"
+        "threading.Thread(target=work, daemon=True).start()"
+    ),
+    "a forked child": (
+        "future = file.read_future(buffer); child = os.fork()\n"
+        "if child == 0: sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0; assert future.result(60) == 64 << 20"
+    ),
+    "a child that goes on using it": (
+        "file.read_future(buffer).result(60); child = os.fork()\n"
+        "if child == 0:\n"
+        "    for call in (lambda: file.read(buffer), lambda: engine.Engine('host', memory_bytes=2 << 20)):\n"
+        "        try: call()\n"
+        "        except engine.EngineError as error: assert 'does not survive fork()' in str(error), error\n"
+        "        else: os._exit(1)\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * MIB))
+    script = (
+        "import os, sys, threading\nfrom gpufs import engine\n"
+        "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
+        "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n" + EXITS[how]
+    )
+    for _ in range(3):
+        done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_descriptors_and_threads_go(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(noise(MIB))
+
+    def once() -> None:
+        with (
+            engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened,
+            engine.BackingFile.open(opened, path) as file,
+            engine.Buffer(opened) as buffer,
+        ):
+            assert file.read(buffer) == MIB
+            futures = [file.read_future(buffer) for _ in range(8)]
+            concurrent.futures.wait(futures, 60)
+
+    once()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        once()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the thread that waits for futures
