@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy
 import pytest
 from support.data import KIB, MIB, assert_same, noise
 from support.mounting import GpufsMount
+from support.processes import wait_until
 
 from gpufs import engine
 from gpufs.engine._arrays import device_range
@@ -173,10 +173,18 @@ def test_wrong_modes(host: engine.Engine, tmp_path: Path) -> None:
     assert refused.value.errno == errno.EISDIR
 
 
+def wait_for_the_futures_thread() -> None:
+    """Until it has ended, with its descriptors: that of an earlier test, too."""
+    wait_until(
+        lambda: not any(thread.name == "gpufs-futures" for thread in threading.enumerate()), 30, "the thread to end"
+    )
+
+
 def test_futures(host: engine.Engine, tmp_path: Path) -> None:
     data = noise(8 * MIB)
     path = tmp_path / "file"
     path.write_bytes(data)
+    wait_for_the_futures_thread()
     before = len(os.listdir("/proc/self/fd"))
     with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
         parts = [file.read_future(buffer, MIB, at, at) for at in range(0, len(data), MIB)]
@@ -191,10 +199,7 @@ def test_futures(host: engine.Engine, tmp_path: Path) -> None:
         failing = file.read_future(buffer, fallback="off", fastpath="off")
         with pytest.raises(engine.TransferError):
             failing.result(30)
-    for _ in range(100):
-        if not any(thread.name == "gpufs-futures" for thread in threading.enumerate()):
-            break
-        time.sleep(0.1)
+    wait_for_the_futures_thread()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
