@@ -263,6 +263,17 @@ def _set_limits(*, core_dumps: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (most if core_dumps else 0, most))
 
 
+def _set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozenset[str] = frozenset()) -> None:
+    """Has access times kept as a mount's flags say: the kernel leaves those of FUSE to the daemon."""
+    if "noatime" in shown or "ro" in shown:
+        policy = engine.NOATIME
+    elif "relatime" in shown and "strictatime" not in asked:
+        policy = engine.RELATIME
+    else:
+        policy = engine.STRICTATIME
+    mount.set_access_times(policy, not_directories="nodiratime" in shown | asked)
+
+
 @contextmanager
 def _mounted(request: Request) -> Iterator[int]:
     """The descriptor of a fresh mount, which is gone at the end, however that comes."""
@@ -357,6 +368,8 @@ class Daemon:
             except engine.EngineError as failure:
                 raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
             parts.callback(mount.close)
+            # A plain user's program for mounting has no words for some.
+            _set_access_times(mount, entry.flags, frozenset(self._request.flags) if os.geteuid() != 0 else frozenset())
             socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
             operations = self._build(opened, mount, driver, socket_path, entry)
             pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
@@ -439,6 +452,7 @@ class Daemon:
             copies = trio.CancelScope()
             nursery.start_soon(self._watch_signals, copies)
             nursery.start_soon(self._watch_end, mount, copies)
+            nursery.start_soon(self._watch_flags, mount, entry)
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
             nursery.start_soon(self._tell_launcher, mount, driver, devices, notes)
             nursery.start_soon(self._publish, mount.engine)
@@ -527,6 +541,17 @@ class Daemon:
                 await self._unmount()
                 pyfuse3.terminate()
                 return
+
+    async def _watch_flags(self, mount: engine.Mount, entry: mounting.MountEntry) -> None:
+        """A remount may change which reads set access times."""
+        changes = mounting.Changes()
+        while True:
+            # Left behind at the end: the unmounting itself lets it go.
+            await trio.to_thread.run_sync(changes.wait, abandon_on_cancel=True)
+            now = mounting.entry_of(entry.mountpoint)
+            if now is not None and now.identity == entry.identity and now.flags != entry.flags:
+                entry = now
+                _set_access_times(mount, entry.flags)
 
     async def _watch_end(self, mount: engine.Mount, copies: trio.CancelScope) -> None:
         await trio.lowlevel.wait_readable(mount.ended_fd)

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
@@ -30,7 +31,7 @@ FLAGS: Final = {
     "strictatime": 1 << 24,
     "lazytime": 1 << 25,
 }
-# Those that fusermount3 takes. The others say how the kernel keeps access times, which for FUSE the daemon does.
+# Those that fusermount3 takes. The others say how access times are kept, which for FUSE the daemon does.
 _USER_FLAGS: Final = frozenset({"ro", "noexec", "sync", "dirsync", "noatime"})
 _MS_NOSUID: Final = 2
 _MS_NODEV: Final = 4
@@ -57,6 +58,7 @@ class MountEntry:
     options: str
     fstype: str
     number: int  # the mount's ID
+    flags: frozenset[str]  # of this mountpoint: rw, nosuid, relatime, ...
 
     @property
     def identity(self) -> str:
@@ -94,7 +96,13 @@ def mounts() -> list[MountEntry]:
             found.pop(mountpoint, None)
             if fstype == FILESYSTEM_TYPE:
                 found[mountpoint] = MountEntry(
-                    mountpoint, fields[2], _undo_escapes(source), options, fstype, int(fields[0])
+                    mountpoint,
+                    fields[2],
+                    _undo_escapes(source),
+                    options,
+                    fstype,
+                    int(fields[0]),
+                    frozenset(fields[5].split(",")),
                 )
             else:
                 found[mountpoint] = None  # hides what is mounted below it there
@@ -115,6 +123,23 @@ def filesystem_type(device: int) -> str | None:
             if fields[2] == number:
                 return fields[fields.index("-", 6) + 1]
     return None
+
+
+class Changes:
+    """Tells when mounts of this process's namespace have come, gone or changed. For one thread."""
+
+    def __init__(self) -> None:
+        self._file = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - as long as this object
+        self._poll = select.poll()
+        self._poll.register(self._file, select.POLLPRI)
+
+    def wait(self) -> None:
+        """Returns after the next change since the last call, or since this object was made."""
+        self._poll.poll()
+
+    def close(self) -> None:
+        """Not while another thread waits."""
+        self._file.close()
 
 
 def _open_device() -> int:

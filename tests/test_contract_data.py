@@ -440,6 +440,8 @@ def test_offsets_near_the_end_of_the_number_line(file: Path, on_gpufs: bool) -> 
         assert errno_of(os.truncate, file, 2**62) == EFBIG
         assert errno_of(os.truncate, file, 2**46 + 1) == EFBIG
         assert errno_of(os.pwrite, fd, b"x", 2**46) == EFBIG
+        assert os.pwrite(fd, bytes(100), 2**46 - 10) == 10  # what fits
+        assert file.stat().st_size == 2**46
         assert errno_of(linux.fallocate, fd, 0, 2**46, 1) == EFBIG
         os.truncate(file, 2**46)
     else:
@@ -464,6 +466,18 @@ def test_file_size_limit_of_a_process(file: Path) -> None:
 
     assert in_child(limited) == (100_000, EFBIG, EFBIG, EFBIG)
     assert file.stat().st_size == 100_000
+
+
+def test_room_beyond_the_size_limit_of_a_process(file: Path, on_gpufs: bool) -> None:
+    """fallocate that keeps the size: the kernel passes no limit on to FUSE, and checks it where the size changes."""
+
+    def limited() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        return errno_of(linux.fallocate, open_new(file), linux.FALLOC_KEEP_SIZE, 0, 100_001)
+
+    assert in_child(limited) == (0 if on_gpufs else EFBIG)
+    assert file.stat().st_size == 0
 
 
 # ---- other system calls that move data ----

@@ -15,7 +15,7 @@ from support.fake_table import FakeTable
 
 from gpufs.fs.nodes import FIRST_COOKIE, BufferFile, Directory, Node
 from gpufs.fs.tree import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, ROOT_INODE, Tree
-from gpufs.fs.xattrs import NAMES_MAX, VALUE_MAX, ExtendedAttributes
+from gpufs.fs.xattrs import VirtualAttributes
 
 USER, GROUP = 1000, 100
 
@@ -291,15 +291,6 @@ def test_devices_are_file_systems_of_their_own(world: World) -> None:
     assert world.tree.files == [1, 1]
 
 
-def test_set_gid_directories_hand_down_their_group(world: World) -> None:
-    top = world.tree.mkdir(world.gpu0, b"top", 0o2775, USER, 555)
-    file = world.tree.create(top.ino, b"file", 0o644, USER, GROUP)
-    below = world.tree.mkdir(top.ino, b"below", 0o755, USER, GROUP)
-    assert world.table.inode_get(file.ino).gid == 555
-    attributes = world.table.inode_get(below.ino)
-    assert (attributes.gid, attributes.mode & stat.S_ISGID) == (555, stat.S_ISGID)
-
-
 def test_special_files_and_links(world: World) -> None:
     for kind in (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK):
         node = world.tree.mknod(world.gpu0, b"n%d" % kind, kind | 0o600, os.makedev(1, 3), 0, 0)
@@ -336,18 +327,6 @@ def test_times_of_directories(world: World) -> None:
     before = times()
     world.tree.lookup(world.gpu0, b"f")
     assert times() == before
-
-
-def test_access_times_are_relative(world: World) -> None:
-    directory = world.tree.directory(world.gpu0)
-    world.file(b"f")
-    world.tree.accessed(directory)
-    first = world.table.inode_get(world.gpu0).atime
-    world.tree.accessed(directory)
-    assert world.table.inode_get(world.gpu0).atime == first
-    world.file(b"g")
-    world.tree.accessed(directory)
-    assert world.table.inode_get(world.gpu0).atime > first
 
 
 # ---- listings ----
@@ -416,41 +395,17 @@ def test_a_hundred_thousand_names_are_listed_in_pieces(world: World) -> None:
 # ---- extended attributes ----
 
 
-def test_extended_attributes(world: World) -> None:
-    node = world.file(b"f")
-    xattrs = ExtendedAttributes(world.tree, world.table, "host")
-    fails(errno.ENODATA, lambda: xattrs.get(node, b"user.a", root=False))
-    fails(errno.ENODATA, lambda: xattrs.remove(node, b"user.a", root=False))
-    xattrs.set(node, b"user.a", b"x" * VALUE_MAX, root=False)
-    xattrs.set(node, b"user.empty", b"", root=False)
-    xattrs.set(node, b"trusted.t", b"1", root=True)
-    assert xattrs.get(node, b"user.a", root=False) == b"x" * VALUE_MAX
-    assert xattrs.get(node, b"user.empty", root=False) == b""
-    assert xattrs.names(node, root=False) == [b"user.a", b"user.empty"]
-    assert xattrs.names(node, root=True) == [b"user.a", b"user.empty", b"trusted.t"]
-    fails(errno.E2BIG, lambda: xattrs.set(node, b"user.b", b"x" * (VALUE_MAX + 1), root=False))
-    fails(errno.EPERM, lambda: xattrs.set(node, b"trusted.t", b"", root=False))
-    for name in (b"security.capability", b"system.posix_acl_access", b"other.x"):
-        fails(errno.EOPNOTSUPP, lambda name=name: xattrs.set(node, name, b"", root=True))
-    fails(errno.EINVAL, lambda: xattrs.set(node, b"user.", b"", root=True))
-    for number in range(NAMES_MAX):
-        if sum(len(name) + 1 for name in xattrs.names(node, root=True)) + 246 > NAMES_MAX:
-            fails(errno.ENOSPC, lambda: xattrs.set(node, b"user.%0240d" % NAMES_MAX, b"", root=False))
-            break
-        xattrs.set(node, b"user.%0240d" % number, b"", root=False)
-    assert sum(len(name) + 1 for name in xattrs.names(node, root=True)) <= NAMES_MAX
-
-
 def test_attributes_that_describe(world: World) -> None:
     node = world.file(b"f")
-    xattrs = ExtendedAttributes(world.tree, world.table, "host")
-    told = {key: xattrs.get(node, b"user.gpufs." + key, root=False) for key in (b"driver", b"device", b"last_path")}
+    virtual = VirtualAttributes(world.tree, world.table, "host")
+    told = {key: virtual.get(node, b"user.gpufs." + key) for key in (b"driver", b"device", b"last_path")}
     assert told == {b"driver": b"host", b"device": b"gpu0", b"last_path": b"/gpu0/f"}
-    assert int(xattrs.get(node, b"user.gpufs.bytes_held", root=False)) == 0
-    assert xattrs.names(node, root=True) == []
-    fails(errno.EPERM, lambda: xattrs.set(node, b"user.gpufs.device", b"", root=True))
-    fails(errno.EPERM, lambda: xattrs.remove(node, b"user.gpufs.device", root=True))
-    fails(errno.ENODATA, lambda: xattrs.get(node, b"user.gpufs.nonsense", root=True))
+    assert int(virtual.get(node, b"user.gpufs.bytes_held")) == 0
+    for name in (b"user.gpufs.nonsense", b"user.gpufs.", b"user.other"):
+        fails(errno.ENODATA, lambda name=name: virtual.get(node, name))
+    directory = world.directory(b"d")
+    for key in (b"address", b"bytes_held"):
+        fails(errno.ENODATA, lambda key=key: virtual.get(directory, b"user.gpufs." + key))
 
 
 # ---- any order of things ----

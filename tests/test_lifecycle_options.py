@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from errno import EACCES, EROFS
 from pathlib import Path
 
@@ -60,6 +62,53 @@ def test_flags(mount: Mounter) -> None:
     program.write_text("#!/bin/sh\ntrue\n")
     program.chmod(0o755)
     assert errno_of(subprocess.run, [program], check=False) == EACCES
+    mounted.unmount()
+
+
+def atime_moves(path: Path, access: Callable[[], object], *, behind: bool) -> bool:
+    """Whether reading sets the access time, where it lies behind the last change or ahead of everything."""
+    os.utime(path, ns=(1 if behind else 1 << 62, 2), follow_symlinks=False)
+    before = os.lstat(path).st_atime_ns
+    access()
+    return os.lstat(path).st_atime_ns != before
+
+
+@pytest.mark.parametrize(
+    ("options", "file_moves", "directory_moves"),
+    [
+        ("rw", (True, False), (True, False)),
+        ("relatime", (True, False), (True, False)),
+        ("strictatime", (True, True), (True, True)),
+        ("noatime", (False, False), (False, False)),
+        ("strictatime,nodiratime", (True, True), (False, False)),
+    ],
+)
+def test_access_times_follow_the_options(
+    mount: Mounter, options: str, file_moves: tuple[bool, bool], directory_moves: tuple[bool, bool]
+) -> None:
+    mounted = mount("-o", options)
+    file, link, directory = (mounted.device / name for name in ("file", "link", "directory"))
+    file.write_bytes(b"content")
+    link.symlink_to("file")
+    directory.mkdir()
+    for behind, wanted in ((True, file_moves[0]), (False, file_moves[1])):
+        assert atime_moves(file, file.read_bytes, behind=behind) == wanted
+        assert atime_moves(link, lambda: os.readlink(link), behind=behind) == wanted
+    for behind, wanted in ((True, directory_moves[0]), (False, directory_moves[1])):
+        assert atime_moves(directory, lambda: os.listdir(directory), behind=behind) == wanted
+    mounted.unmount()
+
+
+def test_a_remount_changes_access_times(mount: Mounter) -> None:
+    mounted = mount()
+    file = mounted.device / "file"
+    file.write_bytes(b"content")
+    for options, wanted in (("noatime", False), ("strictatime", True), ("relatime", False)):
+        run(*GPUFS, "mount-helper", "gpufs", str(mounted.path), "-o", f"remount,{options}")
+        deadline = time.monotonic() + 10  # the daemon hears of it a moment later
+        while atime_moves(file, file.read_bytes, behind=False) != wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert atime_moves(file, file.read_bytes, behind=False) == wanted, options
     mounted.unmount()
 
 

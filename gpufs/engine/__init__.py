@@ -13,6 +13,8 @@ from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
 from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
 from gpufs.engine._mount import (
+    NOATIME,
+    RELATIME,
     SET_ATIME,
     SET_ATIME_NOW,
     SET_CTIME,
@@ -24,6 +26,7 @@ from gpufs.engine._mount import (
     SET_NLINK,
     SET_SIZE,
     SET_UID,
+    STRICTATIME,
     Attributes,
     Mount,
     relay_pair,
@@ -43,7 +46,9 @@ from gpufs.engine._transfer import (
 
 __all__ = [
     "KEEP_SIZE",
+    "NOATIME",
     "PUNCH_HOLE",
+    "RELATIME",
     "SEEK_DATA",
     "SEEK_HOLE",
     "SET_ATIME",
@@ -57,6 +62,7 @@ __all__ = [
     "SET_NLINK",
     "SET_SIZE",
     "SET_UID",
+    "STRICTATIME",
     "ZERO_RANGE",
     "Attributes",
     "BackingFile",

@@ -20,6 +20,9 @@ SET_ATIME_NOW: Final[int] = lib.GPUFS_SET_ATIME_NOW
 SET_MTIME_NOW: Final[int] = lib.GPUFS_SET_MTIME_NOW
 SET_CTIME_NOW: Final[int] = lib.GPUFS_SET_CTIME_NOW
 SET_NLINK: Final[int] = lib.GPUFS_SET_NLINK
+RELATIME: Final[int] = lib.GPUFS_RELATIME
+STRICTATIME: Final[int] = lib.GPUFS_STRICTATIME
+NOATIME: Final[int] = lib.GPUFS_NOATIME
 
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
@@ -170,9 +173,17 @@ class Mount(Handle):
         """The data plane's counters."""
         return json_of(lambda *room: lib.gpufs_mount_statistics(self._handle, *room))
 
-    def inode_add(self, attributes: Attributes) -> None:
-        """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known."""
-        status = lib.gpufs_inode_add(self._handle, _pack(attributes))
+    def set_access_times(self, policy: int, *, not_directories: bool) -> None:
+        """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
+        check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))
+
+    def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
+        """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
+
+        ``parent``: the directory that a user makes it in, which hands down its group and access control lists; the mode
+        is what he asked for, from which ``umask`` is taken unless a list stands in for it. 0: all is as it shall be.
+        """
+        status = lib.gpufs_inode_add(self._handle, _pack(attributes), parent, umask)
         if status.error:
             raise failure(status)
 
@@ -197,6 +208,12 @@ class Mount(Handle):
         if status.error:
             raise failure(status)
         return _unpack(changed)
+
+    def inode_read(self, ino: int) -> None:
+        """It was read by other means than the mount's native operations: sets the access time where that is due."""
+        status = lib.gpufs_inode_read(self._handle, ino)
+        if status.error:
+            raise failure(status)
 
     def inode_written(self, ino: int) -> None:
         """After its contents were changed by other means than the mount's own operations, by a transfer for example.

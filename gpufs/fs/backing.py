@@ -47,6 +47,8 @@ _NOT_HANDED_ON: Final = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | g
 _SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 _IN_MEMORY: Final = (0x01021994, 0x858458F6, 0x958458F6)  # statfs(2)'s types of tmpfs, ramfs and hugetlbfs
 _RENAME_EXCHANGE: Final = 2
+_ACCESS_ACL: Final = "system.posix_acl_access"
+_DEFAULT_ACL: Final = "system.posix_acl_default"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -140,6 +142,15 @@ def _daemons_rights() -> Iterator[None]:
         yield
     finally:
         _libc.setfsuid(caller)
+
+
+def _new_mode(parent: BackingNode, mode: int, umask: int) -> int:
+    """Permission bits for a new file: where its directory hands an access control list down, that takes from them."""
+    try:
+        os.getxattr(parent.link, _DEFAULT_ACL)
+    except OSError:
+        mode &= ~umask
+    return stat.S_IMODE(mode)
 
 
 def _leads_out(target: bytes, depth: int) -> bool:
@@ -330,7 +341,7 @@ class BackingOperations(Operations):
         wanted = flags & ~_NOT_HANDED_ON | os.O_CREAT | os.O_NOFOLLOW | flags & os.O_EXCL
 
         def make() -> tuple[int, int, os.stat_result]:
-            fd = _open_beneath(parent.fd, name, wanted, stat.S_IMODE(mode))
+            fd = _open_beneath(parent.fd, name, wanted, _new_mode(parent, mode, ctx.umask))
             try:
                 found = os.fstat(fd)
                 fd = self._for_both(fd, found, wanted)
@@ -367,7 +378,12 @@ class BackingOperations(Operations):
         parent = self._backing(parent_inode)
         if parent is None:
             return await super().mknod(parent_inode, name, mode, rdev, ctx)
-        return await self._make(parent, name, ctx, lambda: os.mknod(name, mode, rdev, dir_fd=parent.fd))
+        return await self._make(
+            parent,
+            name,
+            ctx,
+            lambda: os.mknod(name, stat.S_IFMT(mode) | _new_mode(parent, mode, ctx.umask), rdev, dir_fd=parent.fd),
+        )
 
     @handler
     async def mkdir(
@@ -376,7 +392,9 @@ class BackingOperations(Operations):
         parent = self._backing(parent_inode)
         if parent is None:
             return await super().mkdir(parent_inode, name, mode, ctx)
-        return await self._make(parent, name, ctx, lambda: os.mkdir(name, stat.S_IMODE(mode), dir_fd=parent.fd))
+        return await self._make(
+            parent, name, ctx, lambda: os.mkdir(name, _new_mode(parent, mode, ctx.umask), dir_fd=parent.fd)
+        )
 
     @handler
     async def symlink(
@@ -584,7 +602,13 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().getxattr(inode, name, ctx)
-        return await self._as_caller(node, ctx, lambda: os.getxattr(node.link, name))
+        try:
+            return await self._as_caller(node, ctx, lambda: os.getxattr(node.link, name))
+        except OSError as failure:
+            # A file system without such lists: the kernel, which checks by them, would take that for a failure.
+            if failure.errno == errno.EOPNOTSUPP and os.fsdecode(name) in (_ACCESS_ACL, _DEFAULT_ACL):
+                raise error(errno.ENODATA) from None
+            raise
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:

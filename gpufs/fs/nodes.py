@@ -25,7 +25,7 @@ class Node:
     ``fixed`` nodes belong to the mount: they keep name, owner and mode.
     """
 
-    __slots__ = ("device", "fixed", "ino", "kind", "lookups", "name", "names", "parent", "xattrs")
+    __slots__ = ("device", "fixed", "ino", "kind", "lookups", "name", "names", "parent")
 
     def __init__(self, ino: int, kind: int, device: int) -> None:
         self.ino = ino
@@ -36,7 +36,6 @@ class Node:
         self.parent: Directory | None = None
         self.name = b""
         self.fixed = False
-        self.xattrs: dict[bytes, bytes] | None = None
 
 
 class BufferFile(Node):

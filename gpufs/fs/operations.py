@@ -1,7 +1,8 @@
 """The requests that the native data plane leaves to Python, as pyfuse3 hands them over.
 
-Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC and IOCTL of buffers, and GETATTR and
-STATFS. In the replies given here it fills in the attributes from its inode table: handlers of names set the inode
+Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC and IOCTL of buffers, and GETATTR,
+STATX, SETATTR, STATFS and the operations on extended attributes of all that is in its inode table, but for reading
+``user.gpufs.*``. In the replies given here it fills in the attributes from that table: handlers of names set the inode
 number, the type and the time-outs alone.
 
 pyfuse3 ends the whole mount when a handler raises anything but FUSEError, so every handler is wrapped: an OSError
@@ -18,23 +19,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
-import trio
 
-from gpufs.engine import (
-    SET_ATIME,
-    SET_CTIME_NOW,
-    SET_GID,
-    SET_MODE,
-    SET_MTIME,
-    SET_MTIME_NOW,
-    SET_SIZE,
-    SET_UID,
-    Attributes,
-)
 from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
 from gpufs.fs.tree import BLOCK_SIZE, NAME_MAX, Tree, error
-from gpufs.fs.xattrs import ExtendedAttributes
+from gpufs.fs.xattrs import VirtualAttributes
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +31,6 @@ log = logging.getLogger(__name__)
 _FIRST_HANDLE = 1
 # The name that the data plane gives for O_TMPFILE.
 UNNAMED = b"/"
-# Giving back more than this many bytes happens off the trio thread: on a GPU it can take a while.
-_INLINE_BYTES = 64 << 20
-_SECOND = 1_000_000_000
-_SET_ID_TYPES = stat.S_ISUID | stat.S_ISGID
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,12 +59,6 @@ def handler(
     return cast(Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], wrapped)
 
 
-def _without_set_id(mode: int) -> int:
-    """The mode after a change that takes set-id bits away; set-gid without group execution is no set-id bit."""
-    mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
-
-
 class Operations(pyfuse3.Operations):
     """The control plane of one mount, for :func:`pyfuse3.init`.
 
@@ -104,7 +83,7 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self._tree = tree
         self._table = table
-        self._xattrs = ExtendedAttributes(tree, table, driver)
+        self._virtual = VirtualAttributes(tree, table, driver)
         self._memory = memory
         self._entry_timeout = entry_timeout
         self._attribute_timeout = attribute_timeout
@@ -139,9 +118,9 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         try:
             if name == UNNAMED:
-                node = self._tree.create_unnamed(parent_inode, mode, ctx.uid, ctx.gid)
+                node = self._tree.create_unnamed(parent_inode, mode, ctx.uid, ctx.gid, ctx.umask)
             else:
-                node = self._tree.create(parent_inode, name, mode, ctx.uid, ctx.gid)
+                node = self._tree.create(parent_inode, name, mode, ctx.uid, ctx.gid, ctx.umask)
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
@@ -161,13 +140,13 @@ class Operations(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        return self._referenced(self._tree.mknod(parent_inode, name, mode, rdev, ctx.uid, ctx.gid))
+        return self._referenced(self._tree.mknod(parent_inode, name, mode, rdev, ctx.uid, ctx.gid, ctx.umask))
 
     @handler
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        return self._referenced(self._tree.mkdir(parent_inode, name, mode, ctx.uid, ctx.gid))
+        return self._referenced(self._tree.mkdir(parent_inode, name, mode, ctx.uid, ctx.gid, ctx.umask))
 
     @handler
     async def symlink(
@@ -186,7 +165,7 @@ class Operations(pyfuse3.Operations):
         node = self._tree.node(inode)
         if not isinstance(node, Symlink):
             raise error(errno.EINVAL)
-        self._tree.accessed(node)
+        self._table.inode_read(inode)
         return node.target
 
     @handler
@@ -246,9 +225,11 @@ class Operations(pyfuse3.Operations):
 
     # ---- attributes ----
 
+    # Those of what the table knows are answered natively; what is left here has gone meanwhile.
+
     @handler
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        return self._full_reply(self._tree.node(inode))
+        raise error(errno.ESTALE)
 
     @handler
     async def setattr(
@@ -259,36 +240,7 @@ class Operations(pyfuse3.Operations):
         fh: int | None,
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
-        node = self._tree.node(inode)
-        if node.fixed:
-            raise error(errno.EPERM)
-        wanted = Attributes()
-        changes = 0
-        if fields.update_mode:
-            wanted.mode = node.kind | stat.S_IMODE(attr.st_mode)
-            changes |= SET_MODE
-        if fields.update_uid:
-            wanted.uid = attr.st_uid
-            changes |= SET_UID
-        if fields.update_gid:
-            wanted.gid = attr.st_gid
-            changes |= SET_GID
-        if changes & (SET_UID | SET_GID) and not changes & SET_MODE and not isinstance(node, Directory):
-            mode = self._table.inode_get(inode).mode
-            if mode & _SET_ID_TYPES:
-                wanted.mode = _without_set_id(mode)
-                changes |= SET_MODE
-        if fields.update_atime:
-            wanted.atime, wanted.atime_ns = divmod(attr.st_atime_ns, _SECOND)
-            changes |= SET_ATIME
-        if fields.update_mtime:
-            wanted.mtime, wanted.mtime_ns = divmod(attr.st_mtime_ns, _SECOND)
-            changes |= SET_MTIME
-        if fields.update_size:
-            await self._truncate(node, attr.st_size, changes, wanted)
-        else:  # also for no field at all, which is chown(-1, -1)
-            self._table.inode_set(inode, changes | SET_CTIME_NOW, wanted)
-        return self._full_reply(node)
+        raise error(errno.ESTALE)
 
     @handler
     async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:
@@ -309,21 +261,19 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
-        self._xattrs.set(self._tree.node(inode), name, value, root=ctx.uid == 0)
-        self._table.inode_set(inode, SET_CTIME_NOW, Attributes())
+        raise error(errno.ESTALE)
 
     @handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        return self._xattrs.get(self._tree.node(inode), name, root=ctx.uid == 0)
+        return self._virtual.get(self._tree.node(inode), name)
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        return self._xattrs.names(self._tree.node(inode), root=ctx.uid == 0)
+        raise error(errno.ESTALE)
 
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        self._xattrs.remove(self._tree.node(inode), name, root=ctx.uid == 0)
-        self._table.inode_set(inode, SET_CTIME_NOW, Attributes())
+        raise error(errno.ESTALE)
 
     # ---- open files ----
 
@@ -331,9 +281,7 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         node = self._tree.node(inode)
         if isinstance(node, BufferFile):
-            if flags & os.O_TRUNC:
-                await self._empty(node, keep_set_id=ctx.uid == 0)
-            return self._open_buffer(node, flags & ~os.O_TRUNC)
+            return self._open_buffer(node, flags)
         if isinstance(node, ControlFile):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
                 raise error(errno.EACCES)
@@ -392,30 +340,6 @@ class Operations(pyfuse3.Operations):
     def _open_buffer(self, node: BufferFile, flags: int) -> pyfuse3.FileInfo:
         return pyfuse3.FileInfo(fh=self._table.file_open(node.ino, flags), direct_io=True, keep_cache=False)
 
-    async def _truncate(self, node: Node, size: int, changes: int, wanted: Attributes) -> None:
-        if not isinstance(node, BufferFile):
-            raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
-        now = self._table.inode_get(node.ino)
-        # Marked even where the size stays.
-        changes |= SET_CTIME_NOW
-        if not changes & SET_MTIME:
-            changes |= SET_MTIME_NOW
-        wanted.size = size
-        if size < now.size and now.blocks * 512 > _INLINE_BYTES:
-            await trio.to_thread.run_sync(self._table.inode_set, node.ino, changes | SET_SIZE, wanted)
-        else:
-            self._table.inode_set(node.ino, changes | SET_SIZE, wanted)
-
-    async def _empty(self, node: BufferFile, *, keep_set_id: bool) -> None:
-        """Truncation by opening with O_TRUNC, which nobody else clears set-id bits for."""
-        wanted = Attributes()
-        changes = 0
-        mode = self._table.inode_get(node.ino).mode
-        if mode & _SET_ID_TYPES and not keep_set_id:
-            wanted.mode = _without_set_id(mode)
-            changes = SET_MODE
-        await self._truncate(node, 0, changes, wanted)
-
     def _entry_reply(self, ino: int, kind: int) -> pyfuse3.EntryAttributes:
         reply = pyfuse3.EntryAttributes()
         reply.st_ino = ino
@@ -430,19 +354,4 @@ class Operations(pyfuse3.Operations):
         reply = self._reply
         reply.st_ino = node.ino
         reply.st_mode = node.kind
-        return reply
-
-    def _full_reply(self, node: Node) -> pyfuse3.EntryAttributes:
-        now = self._table.inode_get(node.ino)
-        reply = self._entry_reply(node.ino, now.mode)
-        reply.st_nlink = now.nlink
-        reply.st_uid = now.uid
-        reply.st_gid = now.gid
-        reply.st_rdev = now.rdev
-        reply.st_size = now.size
-        reply.st_blocks = now.blocks
-        reply.st_blksize = now.blksize
-        reply.st_atime_ns = now.atime * _SECOND + now.atime_ns
-        reply.st_mtime_ns = now.mtime * _SECOND + now.mtime_ns
-        reply.st_ctime_ns = now.ctime * _SECOND + now.ctime_ns
         return reply

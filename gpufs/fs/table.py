@@ -11,8 +11,12 @@ from gpufs.engine import Attributes
 class InodeTable(Protocol):
     """Attributes of every inode, and the open buffers. Failures are :class:`OSError` with ``errno`` set."""
 
-    def inode_add(self, attributes: Attributes) -> None:
-        """Adds an inode; a regular file with a device gets an empty buffer there. EEXIST if known."""
+    def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
+        """Adds an inode; a regular file with a device gets an empty buffer there. EEXIST if known.
+
+        ``parent``: the directory that a user makes it in, which hands down its group and access control lists, or the
+        mode is taken ``umask`` from.
+        """
 
     def inode_remove(self, ino: int) -> None:
         """Removes an inode; its buffer lives until the last open file ends. ENOENT if unknown."""
@@ -22,6 +26,9 @@ class InodeTable(Protocol):
 
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits name, all or nothing, and returns the result. ENOENT if unknown."""
+
+    def inode_read(self, ino: int) -> None:
+        """Sets the access time where the mount's options have it. ENOENT if unknown."""
 
     def buffer_address(self, ino: int) -> int:
         """The device address of a buffer's offset 0, which never changes from then on."""

@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable
 
-from gpufs.engine import SET_ATIME_NOW, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
+from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
 from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Special, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
 
@@ -29,7 +29,6 @@ BLOCK_SIZE = 4096
 
 _NOTHING = Attributes()
 _SECOND = 1_000_000_000
-_DAY = 24 * 60 * 60
 _RENAME_FLAGS = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
 
@@ -139,50 +138,49 @@ class Tree:
 
     # ---- making ----
 
-    def create(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> BufferFile:
+    def create(self, parent: int, name: bytes, mode: int, uid: int, gid: int, umask: int = 0) -> BufferFile:
         """A new empty file."""
         directory = self._open_for_new(parent, name)
         node = BufferFile(self._take_ino(), directory.device)
-        self._make(directory, name, node, mode, uid, gid)
+        self._make(directory, name, node, mode, uid, gid, umask)
         return node
 
-    def create_unnamed(self, parent: int, mode: int, uid: int, gid: int) -> BufferFile:
+    def create_unnamed(self, parent: int, mode: int, uid: int, gid: int, umask: int = 0) -> BufferFile:
         """A new empty file without a name, which :meth:`link` may give it once."""
         directory = self.directory(parent)
         if directory.fixed:
             raise error(errno.EPERM)
         node = BufferFile(self._take_ino(), directory.device, unnamed=True)
-        mode, gid = self._inherited(directory, node, mode, gid)
-        self._add(node, mode, uid, gid, nlink=0)
+        self._add(node, mode, uid, gid, nlink=0, parent=directory.ino, umask=umask)
         node.parent = directory
         return node
 
-    def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Directory:
+    def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int, umask: int = 0) -> Directory:
         """A new directory."""
         directory = self._open_for_new(parent, name)
         node = Directory(self._take_ino(), directory.device)
-        self._make(directory, name, node, mode, uid, gid)
+        self._make(directory, name, node, mode, uid, gid, umask)
         return node
 
     def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Symlink:
         """A new symbolic link."""
         directory = self._open_for_new(parent, name)
         node = Symlink(self._take_ino(), directory.device, target)
-        self._make(directory, name, node, 0o777, uid, gid, size=len(target))
+        self._make(directory, name, node, 0o777, uid, gid, 0, size=len(target))
         return node
 
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, uid: int, gid: int) -> Node:
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, uid: int, gid: int, umask: int = 0) -> Node:
         """A new regular file, FIFO, socket or device node, by the type in ``mode``."""
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind == stat.S_IFREG:
-            return self.create(parent, name, mode, uid, gid)
+            return self.create(parent, name, mode, uid, gid, umask)
         if kind not in _SPECIAL_KINDS:
             raise error(errno.EINVAL)
         directory = self._open_for_new(parent, name)
         node = Special(self._take_ino(), kind, directory.device)
         if kind not in (stat.S_IFCHR, stat.S_IFBLK):
             rdev = 0
-        self._make(directory, name, node, mode, uid, gid, rdev=rdev)
+        self._make(directory, name, node, mode, uid, gid, umask, rdev=rdev)
         return node
 
     def link(self, ino: int, parent: int, name: bytes) -> Node:
@@ -305,15 +303,6 @@ class Tree:
             self._drop_if_unused(target)
         return target
 
-    # ---- times ----
-
-    def accessed(self, node: Node) -> None:
-        """Sets the access time as a mount with relatime does: when it is not after the last change, or a day old."""
-        now = self._table.inode_get(node.ino)
-        atime = (now.atime, now.atime_ns)
-        if atime <= (now.mtime, now.mtime_ns) or atime <= (now.ctime, now.ctime_ns) or time.time() - now.atime >= _DAY:
-            self._table.inode_set(node.ino, SET_ATIME_NOW, _NOTHING)
-
     # ---- inside ----
 
     def _take_ino(self) -> int:
@@ -382,26 +371,17 @@ class Tree:
         mode: int,
         uid: int,
         gid: int,
+        umask: int,
         *,
         size: int = 0,
         rdev: int = 0,
     ) -> None:
         """Adds a new node as a user asked for it."""
-        mode, gid = self._inherited(directory, node, mode, gid)
-        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size, rdev=rdev)
+        nlink = 2 if isinstance(node, Directory) else 1
+        self._add(node, mode, uid, gid, nlink=nlink, size=size, rdev=rdev, parent=directory.ino, umask=umask)
         directory.attach(name, node)
         node.names = 1
         self._touch(directory, links=isinstance(node, Directory))
-
-    def _inherited(self, directory: Directory, node: Node, mode: int, gid: int) -> tuple[int, int]:
-        """Permission bits and group of a new node: a set-gid directory hands down its group, and the bit."""
-        above = self._table.inode_get(directory.ino)
-        mode = stat.S_IMODE(mode)
-        if above.mode & stat.S_ISGID:
-            gid = above.gid
-            if isinstance(node, Directory):
-                mode |= stat.S_ISGID
-        return mode, gid
 
     def _place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
         """Adds a node of the mount's own."""
@@ -409,7 +389,19 @@ class Tree:
         directory.attach(name, node)
         node.names = 1
 
-    def _add(self, node: Node, mode: int, uid: int, gid: int, *, nlink: int, size: int = 0, rdev: int = 0) -> None:
+    def _add(
+        self,
+        node: Node,
+        mode: int,
+        uid: int,
+        gid: int,
+        *,
+        nlink: int,
+        size: int = 0,
+        rdev: int = 0,
+        parent: int = 0,
+        umask: int = 0,
+    ) -> None:
         seconds, nanoseconds = divmod(time.time_ns(), _SECOND)
         self._table.inode_add(
             Attributes(
@@ -421,14 +413,16 @@ class Tree:
                 atime_ns=nanoseconds,
                 mtime_ns=nanoseconds,
                 ctime_ns=nanoseconds,
-                mode=node.kind | mode,
+                mode=node.kind | stat.S_IMODE(mode),
                 nlink=nlink,
                 uid=uid,
                 gid=gid,
                 rdev=rdev,
                 blksize=BUFFER_BLOCK_SIZE if isinstance(node, BufferFile) else BLOCK_SIZE,
                 device=node.device,
-            )
+            ),
+            parent,
+            umask,
         )
         self.nodes[node.ino] = node
         if isinstance(node, BufferFile):

@@ -146,6 +146,11 @@ gpufs_status gpufs_mount_close(gpufs_handle mount);
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
 gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
 
+/* Which reads set access times: as mount(8) has it for relatime (the default), strictatime and noatime;
+ * not_directories != 0: nodiratime. At any time. */
+enum { GPUFS_RELATIME = 0, GPUFS_STRICTATIME = 1, GPUFS_NOATIME = 2 };
+gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories);
+
 /* ---- the inode table: attributes of every inode of a mount, shared by both planes ---- */
 
 typedef struct {
@@ -177,8 +182,11 @@ enum {
   GPUFS_SET_NLINK = 1024
 };
 
-/* Adds an inode. A regular file with device >= 0 gets an empty buffer there (size is ignored). EEXIST if known. */
-gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes);
+/* Adds an inode. A regular file with device >= 0 gets an empty buffer there (size is ignored). EEXIST if known.
+ * parent: the directory that a user makes it in. It hands down its group (set-gid) and access control lists; mode is
+ * what the user asked for, from which `umask` is taken unless a list stands in for it. 0: attributes are as they shall
+ * be. */
+gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask);
 /* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown. */
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
@@ -186,6 +194,8 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes*
  * Of a mode only the permission bits are set. No time changes that `set` does not name. */
 gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes);
 
+/* It was read by other means than the mount's native operations: its access time follows gpufs_mount_access_times(). */
+gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
  * become now, set-id bits go, and the kernel is told as by gpufs_mount_invalidate_inode(). ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);

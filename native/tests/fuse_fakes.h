@@ -160,6 +160,8 @@ class FakeBuffer : public Buffer {
     return granules_.size() * FakeDevice::kGranule;
   }
 
+  [[nodiscard]] std::uint64_t limit() const override { return kMaximum; }
+
   class FakePinned : public Pinned {
    public:
     [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }

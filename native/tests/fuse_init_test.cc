@@ -28,17 +28,26 @@ TEST_F(InitTest, AddsWhatTheKernelOffers) {
 TEST_F(InitTest, HidesWhatTheControlPlaneMustNotTake) {
   open();
   const std::uint64_t flags = flags_of(initialize());
-  for (const std::uint64_t flag :
-       {kInitSpliceRead, kInitSpliceWrite, kInitSpliceMove, kInitHandleKillpriv, kInitHandleKillprivV2,
-        kInitWritebackCache, std::uint64_t{FUSE_POSIX_LOCKS}, std::uint64_t{FUSE_FLOCK_LOCKS}, kInitExtended}) {
+  for (const std::uint64_t flag : {kInitSpliceRead, kInitSpliceWrite, kInitSpliceMove, kInitHandleKillpriv,
+                                   kInitHandleKillprivV2, kInitWritebackCache, kInitPosixAcl, kInitSetxattrExt,
+                                   std::uint64_t{FUSE_POSIX_LOCKS}, std::uint64_t{FUSE_FLOCK_LOCKS}, kInitExtended}) {
     EXPECT_EQ(shown.flags & flag, 0U) << std::hex << flag;
   }
   EXPECT_EQ(shown.flags2, 0U);
   // What changes the layout of messages or needs a server that knows it.
-  for (const std::uint64_t flag : {std::uint64_t{1} << 29, std::uint64_t{1} << 32, std::uint64_t{1} << 34,
-                                   kInitHandleKillpriv, kInitHandleKillprivV2, kInitOverIoUring, kInitPassthrough}) {
+  for (const std::uint64_t flag : {std::uint64_t{1} << 32, std::uint64_t{1} << 34, kInitHandleKillpriv,
+                                   kInitHandleKillprivV2, kInitOverIoUring, kInitPassthrough}) {
     EXPECT_EQ(flags & flag, 0U) << std::hex << flag;
   }
+}
+
+TEST_F(InitTest, AccessControlListsNeedTheUmaskToo) {
+  open();
+  EXPECT_EQ(flags_of(initialize()) & (kInitPosixAcl | kInitDontMask | kInitSetxattrExt),
+            kInitPosixAcl | kInitDontMask | kInitSetxattrExt);
+  TearDown();
+  open();
+  EXPECT_EQ(flags_of(initialize(kKernelFlags & ~kInitDontMask)) & (kInitPosixAcl | kInitDontMask), 0U);
 }
 
 TEST_F(InitTest, AsksForNothingThatIsNotOffered) {

@@ -117,15 +117,15 @@ TEST_F(InodeTableTest, AccessTimeByTheRelatimeRule) {
   attributes.atime = attributes.mtime - 1;
   ASSERT_TRUE(table.add(attributes).ok());
   const std::shared_ptr<Inode> inode = table.find(2);
-  inode->was_read();
+  inode->was_read(AccessTimes::kRelative);
   const gpufs_attributes first = inode->attributes();
   EXPECT_GT(first.atime, 1'000'000);
-  inode->was_read();  // later than the last change already
+  inode->was_read(AccessTimes::kRelative);  // later than the last change already
   const gpufs_attributes second = inode->attributes();
   EXPECT_EQ(second.atime, first.atime);
   EXPECT_EQ(second.atime_ns, first.atime_ns);
-  inode->was_written(false);
-  inode->was_read();
+  inode->was_written(SetIdLoss::kNone);
+  inode->was_read(AccessTimes::kRelative);
   const gpufs_attributes third = inode->attributes();
   EXPECT_TRUE(third.atime > first.atime || third.atime_ns != first.atime_ns);
 
@@ -133,14 +133,17 @@ TEST_F(InodeTableTest, AccessTimeByTheRelatimeRule) {
   old.mtime = old.ctime = 1;
   old.atime = 2;  // later than the changes, but a day old
   ASSERT_TRUE(table.add(old).ok());
-  table.find(3)->was_read();
+  table.find(3)->was_read(AccessTimes::kRelative);
   EXPECT_GT(table.find(3)->attributes().atime, 2);
 }
 
 TEST_F(InodeTableTest, SetIdBits) {
-  EXPECT_EQ(mode_without_set_id(S_IFREG | 06755), S_IFREG | 0755U);
-  EXPECT_EQ(mode_without_set_id(S_IFREG | 06745), S_IFREG | 02745U);  // without group execution it is no set-id bit
-  EXPECT_EQ(mode_without_set_id(S_IFDIR | 06755), S_IFDIR | 06755U);
+  constexpr SetIdLoss kOrdinary = SetIdLoss::kExecutable;
+  EXPECT_EQ(mode_without_set_id(S_IFREG | 06755, kOrdinary), S_IFREG | 0755U);
+  EXPECT_EQ(mode_without_set_id(S_IFREG | 06745, kOrdinary), S_IFREG | 02745U);  // no execution: it is no set-id bit
+  EXPECT_EQ(mode_without_set_id(S_IFREG | 06745, SetIdLoss::kAll), S_IFREG | 0745U);
+  EXPECT_EQ(mode_without_set_id(S_IFREG | 06755, SetIdLoss::kNone), S_IFREG | 06755U);
+  EXPECT_EQ(mode_without_set_id(S_IFDIR | 06755, SetIdLoss::kAll), S_IFDIR | 06755U);
 }
 
 TEST_F(InodeTableTest, OpenTruncates) {
@@ -208,8 +211,8 @@ TEST_F(InodeTableTest, ManyThreads) {
         if (fh.ok()) {
           const std::shared_ptr<OpenFile> file = table.file(fh.value());
           EXPECT_TRUE(file->inode->buffer()->write(0, pattern(100, t)).ok());
-          file->inode->was_written(true);
-          file->inode->was_read();
+          file->inode->was_written(SetIdLoss::kExecutable);
+          file->inode->was_read(AccessTimes::kRelative);
         }
         gpufs_attributes attributes{};
         attributes.nlink = i % 2 == 0 ? 0 : 1;

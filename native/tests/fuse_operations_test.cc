@@ -149,69 +149,10 @@ TEST_F(OperationsTest, ReadsSetTheAccessTime) {
   EXPECT_GT(table->find(2)->attributes().atime, before);
 }
 
-TEST_F(OperationsTest, Getattr) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(1000, 1));
-  const fuse_attr_out out = kernel->call(FUSE_GETATTR, 2, bytes_of(fuse_getattr_in{})).as<fuse_attr_out>();
-  EXPECT_EQ(out.attr_valid, 1U);
-  EXPECT_EQ(out.attr_valid_nsec, 500'000'000U);
-  EXPECT_EQ(out.attr.ino, 2U);
-  EXPECT_EQ(out.attr.size, 1000U);
-  EXPECT_EQ(out.attr.blocks, FakeDevice::kGranule / 512);
-  EXPECT_EQ(out.attr.mode, S_IFREG | 0644U);
-  EXPECT_EQ(out.attr.nlink, 1U);
-  EXPECT_EQ(out.attr.uid, 1000U);
-  EXPECT_EQ(out.attr.blksize, 1U << 20);
-}
-
-TEST_F(OperationsTest, GetattrOfAnUnknownInodeIsRelayed) {
-  const std::uint64_t unique = kernel->send(FUSE_GETATTR, 99, bytes_of(fuse_getattr_in{}));
-  control->expect(FUSE_GETATTR);
-  control->reply(unique, ENOENT);
-  EXPECT_EQ(kernel->wait(unique).error(), ENOENT);
-}
-
-TEST_F(OperationsTest, Statfs) {
-  const std::uint64_t fh = add_file(2);
-  ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0755, -1)).ok());
-  kernel->write(2, fh, 0, pattern(FakeDevice::kGranule, 1));
-  const fuse_statfs_out file = kernel->call(FUSE_STATFS, 2, {}).as<fuse_statfs_out>();
-  EXPECT_EQ(file.st.blocks * file.st.frsize, 64U << 20);
-  EXPECT_EQ(file.st.bfree * file.st.frsize, (64U << 20) - FakeDevice::kGranule);
-  EXPECT_EQ(file.st.bavail, file.st.bfree);
-  EXPECT_EQ(file.st.namelen, 255U);
-  const fuse_statfs_out all = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();  // no device: all of them
-  EXPECT_EQ(all.st.blocks * all.st.frsize, 128U << 20);
-
-  // What a removed file still holds counts as free.
-  ASSERT_TRUE(table->release(fh).ok());
-  gpufs_attributes gone{};
-  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
-  const fuse_statfs_out after = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();
-  EXPECT_EQ(after.st.bfree, after.st.blocks);
-}
-
-TEST_F(OperationsTest, SecurityAttributesAreNotThere) {
-  add_file(2);
-  const auto body = [](std::string_view name) {
-    Bytes bytes = bytes_of(fuse_getxattr_in{100, 0});
-    append_text(bytes, name);
-    return bytes;
-  };
-  EXPECT_EQ(kernel->call(FUSE_GETXATTR, 2, body("security.capability")).error(), ENODATA);
-  for (const auto& [ino, name] : {std::pair{2, "user.note"}, std::pair{99, "security.capability"}}) {
-    const std::uint64_t unique = kernel->send(FUSE_GETXATTR, static_cast<std::uint64_t>(ino), body(name));
-    control->expect(FUSE_GETXATTR);
-    control->reply(unique, EOPNOTSUPP);
-    EXPECT_EQ(kernel->wait(unique).error(), EOPNOTSUPP);
-  }
-}
-
 TEST_F(OperationsTest, WhatIsNeverRelayed) {
   add_file(2);
   // An ENOSYS from the control plane would switch these off for the whole mount.
   EXPECT_EQ(kernel->call(FUSE_IOCTL, 2, Bytes(sizeof(fuse_ioctl_in))).error(), ENOTTY);
-  EXPECT_EQ(kernel->call(kOpcodeStatx, 2, Bytes(24)).error(), ENOSYS);
   EXPECT_EQ(fallocate(7, 0, 0, 10).error(), EOPNOTSUPP);
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(7, 8, 10)).error(), EXDEV);
   EXPECT_FALSE(control->receive(kQuiet));

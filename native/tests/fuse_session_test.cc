@@ -62,16 +62,43 @@ TEST_F(RelayTest, EntriesGetTheTablesAttributes) {
   EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), bytes_of(entry_of(0))).as<fuse_entry_out>().attr.size, 1U);
 }
 
-TEST_F(RelayTest, SetattrGetsTheTablesAttributes) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(5000, 1));
+TEST_F(RelayTest, StatxOfWhatTheTableDoesNotKnowIsAskedAsGetattr) {
   fuse_attr_out out{};
   out.attr_valid = 4;
-  out.attr.ino = 2;
-  const fuse_attr_out got =
-      relay_reply(FUSE_SETATTR, 2, bytes_of(fuse_setattr_in{}), bytes_of(out)).as<fuse_attr_out>();
-  EXPECT_EQ(got.attr.size, 5000U);
+  out.attr.ino = 9;
+  out.attr.mode = S_IFBLK | 0600;
+  out.attr.size = 77;
+  out.attr.rdev = (8U << 8) | 0x31 | (0x12U << 20);
+  out.attr.mtime = 5;
+  const std::uint64_t unique = kernel->send(kOpcodeStatx, 9, bytes_of(StatxIn{}));
+  const RelayedRequest request = control->expect(FUSE_GETATTR);
+  EXPECT_EQ(request.body.size(), sizeof(fuse_getattr_in));
+  control->reply(unique, 0, bytes_of(out));
+  const StatxOut got = kernel->wait(unique).as<StatxOut>();
   EXPECT_EQ(got.attr_valid, 4U);
+  EXPECT_EQ(got.stat.size, 77U);
+  EXPECT_EQ(got.stat.mode, S_IFBLK | 0600);
+  EXPECT_EQ(got.stat.mtime.seconds, 5);
+  EXPECT_EQ(got.stat.rdev_major, 8U);
+  EXPECT_EQ(got.stat.rdev_minor, 0x1231U);
+  EXPECT_EQ(got.stat.mask, 0x7ffU);  // no birth
+  EXPECT_EQ(kernel->call(kOpcodeStatx, 9, Bytes(8)).error(), EINVAL);
+}
+
+TEST_F(RelayTest, SetxattrIsRelayedInItsShortForm) {
+  Bytes body = bytes_of(SetxattrIn{3, 1, 1, 0});
+  append_text(body, "user.a");
+  append_text(body, "xy");
+  const std::uint64_t unique = kernel->send(FUSE_SETXATTR, 9, body);
+  const RelayedRequest request = control->expect(FUSE_SETXATTR);
+  EXPECT_EQ(request.as<std::uint32_t>(), 3U);
+  EXPECT_EQ(request.as<std::uint32_t>(4), 1U);
+  Bytes rest;
+  append_text(rest, "user.a");
+  append_text(rest, "xy");
+  EXPECT_EQ(Bytes(request.body.begin() + 8, request.body.end()), rest);
+  control->reply(unique, 0);
+  EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
 TEST_F(RelayTest, BuffersOpenForDirectIo) {
@@ -146,6 +173,10 @@ TEST_F(RelayTest, ShortRepliesAreLeftToTheKernel) {
   EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), Bytes(8)).body.size(), 8U);
   EXPECT_EQ(relay_reply(FUSE_OPEN, 1, bytes_of(fuse_open_in{}), Bytes(8)).body.size(), 8U);
   EXPECT_EQ(relay_reply(FUSE_SETATTR, 1, bytes_of(fuse_setattr_in{}), {}).body.size(), 0U);
+  const std::uint64_t unique = kernel->send(kOpcodeStatx, 9, bytes_of(StatxIn{}));
+  control->expect(FUSE_GETATTR);
+  control->reply(unique, 0, Bytes(8));
+  EXPECT_EQ(kernel->wait(unique).body.size(), 8U);
 }
 
 TEST_F(RelayTest, ForgetsHaveNoReply) {

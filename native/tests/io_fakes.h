@@ -207,6 +207,7 @@ class FakeBuffer final : public Buffer {
     return size_;
   }
   [[nodiscard]] std::uint64_t bytes_held() const override { return 0; }
+  [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override {
     const std::lock_guard lock(mutex_);

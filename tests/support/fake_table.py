@@ -61,10 +61,13 @@ class FakeTable:
             raise _failure(errno.ENOENT)
         return self.inodes[ino]
 
-    def inode_add(self, attributes: Attributes) -> None:
+    def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
         self._may_fail()
         if attributes.ino in self.inodes:
             raise _failure(errno.EEXIST)
+        if parent:
+            self._known(parent)
+            attributes = replace(attributes, mode=attributes.mode & ~umask)
         is_buffer = stat.S_ISREG(attributes.mode) and attributes.device >= 0
         self.inodes[attributes.ino] = replace(attributes, size=0 if is_buffer else attributes.size)
 
@@ -89,6 +92,9 @@ class FakeTable:
         if set & SET_SIZE:
             inode.blocks = -(-inode.size // 512)
         return replace(inode)
+
+    def inode_read(self, ino: int) -> None:
+        self.inode_set(ino, SET_ATIME_NOW, Attributes())
 
     def buffer_address(self, ino: int) -> int:
         self._known(ino)

@@ -204,11 +204,34 @@ gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t cap
   });
 }
 
-gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes) {
+gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    gpufs::fuse::AccessTimes wanted{};
+    switch (policy) {
+      case GPUFS_RELATIME:
+        wanted = gpufs::fuse::AccessTimes::kRelative;
+        break;
+      case GPUFS_STRICTATIME:
+        wanted = gpufs::fuse::AccessTimes::kAlways;
+        break;
+      case GPUFS_NOATIME:
+        wanted = gpufs::fuse::AccessTimes::kNever;
+        break;
+      default:
+        return Status(EINVAL, "no policy of access times");
+    }
+    found.value()->table().set_access_times(wanted, not_directories != 0);
+    return {};
+  });
+}
+
+gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask) {
   return guarded([&]() -> Status {
     if (attributes == nullptr) return gpufs::null_argument();
     Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->table().add(*attributes) : found.status();
+    return found.ok() ? found.value()->table().add(*attributes, parent, umask) : found.status();
   });
 }
 
@@ -239,13 +262,24 @@ gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpu
   });
 }
 
+gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
+    found.value()->table().was_read(*inode);
+    return {};
+  });
+}
+
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
   return guarded([&]() -> Status {
     Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
     if (!found.ok()) return found.status();
     const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    inode->was_written(/*drop_set_id=*/true);
+    inode->was_written(gpufs::fuse::SetIdLoss::kExecutable);
     return found.value()->session().invalidate_inode(ino);
   });
 }

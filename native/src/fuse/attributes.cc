@@ -1,10 +1,17 @@
 #include "fuse/attributes.h"
 
+#include <linux/stat.h>
 #include <sys/stat.h>
 
 #include <ctime>
 
 namespace gpufs::fuse {
+
+namespace {
+
+SxTime sx_time(std::int64_t seconds, std::uint32_t nanoseconds) { return {seconds, nanoseconds, 0}; }
+
+}  // namespace
 
 Timestamp Timestamp::now() {
   timespec time{};
@@ -12,7 +19,8 @@ Timestamp Timestamp::now() {
   return {time.tv_sec, static_cast<std::uint32_t>(time.tv_nsec)};
 }
 
-bool atime_is_due(const gpufs_attributes& attributes, Timestamp now) {
+bool atime_is_due(AccessTimes policy, const gpufs_attributes& attributes, Timestamp now) {
+  if (policy != AccessTimes::kRelative) return policy == AccessTimes::kAlways;
   constexpr std::int64_t kDay = 24 * 60 * 60;
   const Timestamp atime{attributes.atime, attributes.atime_ns};
   return atime <= Timestamp{attributes.mtime, attributes.mtime_ns} ||
@@ -34,12 +42,14 @@ void set_ctime(gpufs_attributes& attributes, Timestamp time) {
   attributes.ctime_ns = time.nanoseconds;
 }
 
-std::uint32_t mode_without_set_id(std::uint32_t mode) {
-  if (!is_regular(mode)) return mode;
+std::uint32_t mode_without_set_id(std::uint32_t mode, SetIdLoss loss) {
+  if (!is_regular(mode) || loss == SetIdLoss::kNone) return mode;
   std::uint32_t cleared = mode & ~static_cast<std::uint32_t>(S_ISUID);
-  if ((mode & S_IXGRP) != 0) cleared &= ~static_cast<std::uint32_t>(S_ISGID);
+  if ((mode & S_IXGRP) != 0 || loss == SetIdLoss::kAll) cleared &= ~static_cast<std::uint32_t>(S_ISGID);
   return cleared;
 }
+
+bool has_bare_set_gid(std::uint32_t mode) { return is_regular(mode) && (mode & (S_ISGID | S_IXGRP)) == S_ISGID; }
 
 bool is_regular(std::uint32_t mode) { return (mode & S_IFMT) == S_IFREG; }
 
@@ -58,6 +68,36 @@ void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr) {
   attr.gid = attributes.gid;
   attr.rdev = attributes.rdev;
   attr.blksize = attributes.blksize;
+}
+
+Statx statx_of(const gpufs_attributes& attributes, Timestamp birth) {
+  fuse_attr attr{};
+  attr.ino = attributes.ino;
+  fill_attr(attributes, attr);
+  Statx stat = statx_of(attr);
+  stat.mask |= STATX_BTIME;
+  stat.btime = sx_time(birth.seconds, birth.nanoseconds);
+  return stat;
+}
+
+Statx statx_of(const fuse_attr& attr) {
+  Statx stat{};
+  stat.mask = STATX_BASIC_STATS;
+  stat.blksize = attr.blksize;
+  stat.nlink = attr.nlink;
+  stat.uid = attr.uid;
+  stat.gid = attr.gid;
+  stat.mode = static_cast<std::uint16_t>(attr.mode);
+  stat.ino = attr.ino;
+  stat.size = attr.size;
+  stat.blocks = attr.blocks;
+  stat.atime = sx_time(static_cast<std::int64_t>(attr.atime), attr.atimensec);
+  stat.ctime = sx_time(static_cast<std::int64_t>(attr.ctime), attr.ctimensec);
+  stat.mtime = sx_time(static_cast<std::int64_t>(attr.mtime), attr.mtimensec);
+  // The number as the kernel writes it in 32 bits.
+  stat.rdev_major = (attr.rdev >> 8) & 0xfff;
+  stat.rdev_minor = (attr.rdev & 0xff) | ((attr.rdev >> 12) & 0xfff00);
+  return stat;
 }
 
 }  // namespace gpufs::fuse

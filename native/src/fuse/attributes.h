@@ -8,6 +8,7 @@
 #include <compare>
 #include <cstdint>
 
+#include "fuse/protocol.h"
 #include "gpufs.h"
 
 namespace gpufs::fuse {
@@ -21,20 +22,35 @@ struct Timestamp {
   friend auto operator<=>(const Timestamp&, const Timestamp&) = default;
 };
 
-// A read sets the access time only if it is not later than the last change, or is a day old.
-[[nodiscard]] bool atime_is_due(const gpufs_attributes& attributes, Timestamp now);
+// Which reads set the access time, as mount options say it.
+enum class AccessTimes : std::uint8_t {
+  kRelative,  // if it is not later than the last change, or a day old
+  kAlways,
+  kNever,
+};
+[[nodiscard]] bool atime_is_due(AccessTimes policy, const gpufs_attributes& attributes, Timestamp now);
 
 void set_atime(gpufs_attributes& attributes, Timestamp time);
 void set_mtime(gpufs_attributes& attributes, Timestamp time);
 void set_ctime(gpufs_attributes& attributes, Timestamp time);
 
-// The mode after a write by somebody who may not keep set-id bits: without set-user-id, and without set-group-id where
-// the group may execute (where it may not, the bit means something else).
-[[nodiscard]] std::uint32_t mode_without_set_id(std::uint32_t mode);
+// What a change of a regular file's contents takes of its mode.
+enum class SetIdLoss : std::uint8_t {
+  kNone,
+  kExecutable,  // set-user-id, and set-group-id where the group may execute
+  kAll,         // set-group-id in any case
+};
+[[nodiscard]] std::uint32_t mode_without_set_id(std::uint32_t mode, SetIdLoss loss);
+// True if the mode has set-group-id without execution for the group, which only those outside the group take away.
+[[nodiscard]] bool has_bare_set_gid(std::uint32_t mode);
 
 [[nodiscard]] bool is_regular(std::uint32_t mode);
 
 // Fills in all but the inode number and the flags, which stay as they are.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);
+// The same as statx(2) has it, with the time of birth.
+[[nodiscard]] Statx statx_of(const gpufs_attributes& attributes, Timestamp birth);
+// What GETATTR was answered, as an answer to STATX: it knows of no birth.
+[[nodiscard]] Statx statx_of(const fuse_attr& attr);
 
 }  // namespace gpufs::fuse

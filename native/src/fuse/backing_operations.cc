@@ -452,8 +452,8 @@ Result<std::uint64_t> BackingOperations::copy_with_buffer(Direction direction, c
     }
     const TransferProgress done = started.value()->progress();
     if (done.prefix > 0 || done.status.ok()) {
-      if (done.prefix > 0 && direction == Direction::kLoad) inode.was_written(false);
-      if (done.prefix > 0 && direction == Direction::kStore) inode.was_read();
+      if (done.prefix > 0 && direction == Direction::kLoad) inode.was_written(SetIdLoss::kNone);
+      if (done.prefix > 0 && direction == Direction::kStore) table_.was_read(inode);
       return done.prefix;
     }
     if (direction == Direction::kStore || done.status.error() != ENOSPC) return done.status;

@@ -15,16 +15,19 @@ constexpr std::uint32_t kPagesWithoutFlag = 32;  // a request's limit where MAX_
 
 // What the control plane may see and take. Everything else is hidden from it: splicing (its descriptor is a socket),
 // HANDLE_KILLPRIV (its library takes it by default, and then nobody would clear set-id bits), locks (the kernel's own
-// serve), write-back caching (native code would see writes late), and whatever changes the layout of messages
-// (SETXATTR_EXT, SECURITY_CTX, CREATE_SUPP_GROUP come with flags2, which it is not shown at all).
+// serve), write-back caching (native code would see writes late), access control lists (native code keeps them), and
+// whatever changes the layout of messages (SETXATTR_EXT, which native code takes back before it relays; SECURITY_CTX
+// and CREATE_SUPP_GROUP come with flags2, which it is not shown at all).
 constexpr std::uint64_t kShown = kInitAsyncRead | kInitAtomicOTrunc | kInitExportSupport | kInitBigWrites |
                                  kInitDontMask | kInitAutoInvalData | kInitDoReaddirplus | kInitReaddirplusAuto |
-                                 kInitAsyncDio | kInitParallelDirops | kInitPosixAcl | kInitMaxPages |
-                                 kInitCacheSymlinks | kInitExplicitInvalData;
+                                 kInitAsyncDio | kInitParallelDirops | kInitMaxPages | kInitCacheSymlinks |
+                                 kInitExplicitInvalData;
 
 // What is asked for in its name wherever the kernel offers it.
-constexpr std::uint64_t kAdded =
-    kInitAsyncRead | kInitBigWrites | kInitAsyncDio | kInitParallelDirops | kInitMaxPages | kInitDirectIoAllowMmap;
+constexpr std::uint64_t kAdded = kInitAsyncRead | kInitBigWrites | kInitAsyncDio | kInitParallelDirops | kInitMaxPages |
+                                 kInitDirectIoAllowMmap | kInitSetxattrExt;
+// Access control lists need both: who makes a file applies the umask, unless the directory's list stands in for it.
+constexpr std::uint64_t kAclFlags = kInitPosixAcl | kInitDontMask;
 
 constexpr std::size_t kInitInShort = offsetof(fuse_init_in, flags2);  // what kernels before 7.36 send
 constexpr std::size_t kReplyAt = sizeof(fuse_out_header);
@@ -59,6 +62,7 @@ Status InitNegotiation::amend_reply(std::span<std::byte> message) {
   if (!read_struct(message, kReplyAt, &out)) return Status(EPROTO, "the INIT reply is too short");
 
   granted_ = ((out.flags & kShown) | kAdded) & offered_;
+  if ((offered_ & kAclFlags) == kAclFlags) granted_ |= kAclFlags;
   if ((granted_ >> 32) != 0) granted_ |= kInitExtended;
 
   const std::uint32_t pages = (options_.max_write + kPage - 1) / kPage;

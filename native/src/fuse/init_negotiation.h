@@ -34,6 +34,7 @@ class InitNegotiation {
   [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_ & flag) == flag; }
   // Buffers are opened for direct input and output only where such files can still be mapped.
   [[nodiscard]] bool direct_io() const { return granted(kInitDirectIoAllowMmap); }
+  [[nodiscard]] bool acls() const { return granted(kInitPosixAcl); }
   [[nodiscard]] std::uint32_t max_write() const { return max_write_; }
 
   void write_statistics(JsonWriter& json) const;

@@ -24,7 +24,12 @@ Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + st
 }  // namespace
 
 Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer)
-    : ino_(attributes.ino), device_(attributes.device), buffer_(std::move(buffer)), attributes_(attributes) {}
+    : ino_(attributes.ino),
+      device_(attributes.device),
+      kind_(attributes.mode & S_IFMT),
+      buffer_(std::move(buffer)),
+      birth_{attributes.ctime, attributes.ctime_ns},
+      attributes_(attributes) {}
 
 gpufs_attributes Inode::attributes() const {
   gpufs_attributes copy;
@@ -39,18 +44,60 @@ gpufs_attributes Inode::attributes() const {
   return copy;
 }
 
-void Inode::was_read() {
+void Inode::was_read(AccessTimes policy) {
+  if (policy == AccessTimes::kNever) return;
   const Timestamp now = Timestamp::now();
   const std::lock_guard lock(mutex_);
-  if (atime_is_due(attributes_, now)) set_atime(attributes_, now);
+  if (atime_is_due(policy, attributes_, now)) set_atime(attributes_, now);
 }
 
-void Inode::was_written(bool drop_set_id) {
+void Inode::was_written(SetIdLoss loss) {
   const Timestamp now = Timestamp::now();
   const std::lock_guard lock(mutex_);
   set_mtime(attributes_, now);
   set_ctime(attributes_, now);
-  if (drop_set_id) attributes_.mode = mode_without_set_id(attributes_.mode);
+  attributes_.mode = mode_without_set_id(attributes_.mode, loss);
+  if (extended_) extended_->drop_capability();
+}
+
+SetIdLoss Inode::loss_by(const Caller& caller, bool capable) const {
+  if (capable) return SetIdLoss::kNone;
+  std::uint32_t mode = 0;
+  std::uint32_t gid = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    mode = attributes_.mode;
+    gid = attributes_.gid;
+  }
+  return has_bare_set_gid(mode) && !caller.in_group(gid) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
+}
+
+void Inode::inherit(Inode& directory, std::uint32_t umask) {
+  gpufs_attributes above{};
+  std::optional<Acl> acl;
+  directory.with_extended([&](const gpufs_attributes& theirs, const std::unique_ptr<ExtendedAttributes>& extended) {
+    above = theirs;
+    if (extended) acl = extended->inherited;
+  });
+  const bool is_directory = S_ISDIR(kind());
+  const std::lock_guard lock(mutex_);
+  std::uint32_t& mode = attributes_.mode;
+  if ((above.mode & S_ISGID) != 0) {
+    attributes_.gid = above.gid;
+    if (is_directory) mode |= S_ISGID;
+  }
+  if (S_ISLNK(kind())) return;
+  if (!acl) {
+    mode &= ~(umask & kPermissions);
+    return;
+  }
+  const std::optional<Acl> handed_down = is_directory ? acl : std::nullopt;
+  acl->inherit(mode);
+  if (acl->minimal()) acl.reset();
+  if (!acl && !handed_down) return;
+  extended_ = std::make_unique<ExtendedAttributes>();
+  extended_->access = std::move(acl);
+  extended_->inherited = handed_down;
 }
 
 InodeTable::InodeTable(std::shared_ptr<BufferSource> source) : source_(std::move(source)) {}
@@ -70,7 +117,7 @@ Status InodeTable::start() {
   return thread.status();
 }
 
-Status InodeTable::add(const gpufs_attributes& attributes) {
+Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
   if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
   if (attributes.device < -1 || attributes.device >= source_->device_count()) {
     return Status(EINVAL, "no device " + std::to_string(attributes.device));
@@ -82,11 +129,26 @@ Status InodeTable::add(const gpufs_attributes& attributes) {
     buffer = created.take();
   }
   auto inode = std::make_shared<Inode>(attributes, std::move(buffer));
+  if (parent != 0) {
+    const std::shared_ptr<Inode> directory = find(parent);
+    if (!directory) return unknown_inode(parent);
+    inode->inherit(*directory, umask);
+  }
   const std::unique_lock lock(inodes_mutex_);
   if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
     return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
   }
   return {};
+}
+
+void InodeTable::was_read(Inode& inode) const {
+  const bool directory = S_ISDIR(inode.kind());
+  inode.was_read((directory ? directory_access_times_ : access_times_).load(std::memory_order_relaxed));
+}
+
+void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
+  access_times_.store(policy, std::memory_order_relaxed);
+  directory_access_times_.store(not_directories ? AccessTimes::kNever : policy, std::memory_order_relaxed);
 }
 
 Status InodeTable::remove(std::uint64_t ino) {
@@ -130,7 +192,10 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     const Timestamp now = Timestamp::now();
     const std::lock_guard lock(inode->mutex_);
     gpufs_attributes& ours = inode->attributes_;
-    if ((set & GPUFS_SET_MODE) != 0) ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
+    if ((set & GPUFS_SET_MODE) != 0) {
+      ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
+      if (inode->extended_ && inode->extended_->access) inode->extended_->access->follow(ours.mode);
+    }
     if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
     if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
     if ((set & GPUFS_SET_SIZE) != 0 && !inode->buffer_) ours.size = attributes->size;
@@ -161,7 +226,7 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
   }
   if ((flags & O_TRUNC) != 0) {
     if (Status status = inode->buffer_->resize(0); !status.ok()) return status;
-    inode->was_written(false);
+    inode->was_written(SetIdLoss::kNone);
   }
   {
     const std::lock_guard lock(inode->mutex_);

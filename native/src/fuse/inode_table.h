@@ -4,6 +4,7 @@
 // Any thread may call any function.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -18,6 +19,8 @@
 #include "base/status.h"
 #include "fuse/attributes.h"
 #include "fuse/buffer_source.h"
+#include "fuse/caller.h"
+#include "fuse/extended_attributes.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 
@@ -34,19 +37,38 @@ class Inode {
 
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
-  void was_read();                     // access time by the relatime rule
-  void was_written(bool drop_set_id);  // modification and change time, set-id bits
+  [[nodiscard]] std::uint32_t kind() const { return kind_; }  // S_IF of its mode
+  [[nodiscard]] Timestamp birth() const { return birth_; }
+  // Access time.
+  void was_read(AccessTimes policy);
+  // Modification and change time, set-id bits, the capability.
+  void was_written(SetIdLoss loss);
+  // What a write or truncation by this caller takes away. capable: the kernel has found that he may keep set-id bits.
+  [[nodiscard]] SetIdLoss loss_by(const Caller& caller, bool capable) const;
+
+  // Runs change(attributes, extended attributes) with the inode locked.
+  template <typename Change>
+  auto with_extended(Change change) {
+    const std::lock_guard lock(mutex_);
+    return change(attributes_, extended_);
+  }
 
  private:
   friend class InodeTable;
 
+  // Before anybody else can see this inode: what a directory hands down to what is made in it.
+  void inherit(Inode& directory, std::uint32_t umask);
+
   const std::uint64_t ino_;
   const std::int32_t device_;
+  const std::uint32_t kind_;
   const std::shared_ptr<Buffer> buffer_;
+  const Timestamp birth_;
 
-  // Guards the three below. InodeTable::orphan_mutex_ may be taken under it, nothing else.
+  // Guards all below. InodeTable::orphan_mutex_ may be taken under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
+  std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
   std::uint32_t open_files_ = 0;
   bool removed_ = false;  // from the table
 };
@@ -71,13 +93,19 @@ class InodeTable {
   Status start();
 
   // A regular file with device >= 0 gets an empty buffer. EEXIST if the inode is known.
-  Status add(const gpufs_attributes& attributes);
+  // parent: the directory that a user makes it in, which gives it its group (set-gid) and its access control lists; its
+  // mode is then what the user asked for before `umask`. 0: as the attributes say. ENOENT for an unknown one.
+  Status add(const gpufs_attributes& attributes, std::uint64_t parent = 0, std::uint32_t umask = 0);
   // The memory is freed by the reaper once nothing uses it. ENOENT if unknown.
   Status remove(std::uint64_t ino);
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<Inode> find(std::uint64_t ino) const;
+  // Sets the access time as the mount's options say.
+  void was_read(Inode& inode) const;
+  // The options: for all, and whether reading a directory is no access.
+  void set_access_times(AccessTimes policy, bool not_directories);
   // Sets what `set` (GPUFS_SET_*) names, all or nothing, and fills in the attributes as they are afterwards. No time
-  // changes that it does not name.
+  // changes that it does not name. An access control list follows the mode.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 
   // EISDIR and EINVAL for what has no buffer. O_TRUNC empties the file.
@@ -114,6 +142,8 @@ class InodeTable {
   void reap_loop();
 
   const std::shared_ptr<BufferSource> source_;
+  std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
+  std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 
   // Guards the inodes; an inode's mutex is never taken under it.
   mutable std::shared_mutex inodes_mutex_;

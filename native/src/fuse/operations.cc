@@ -7,10 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
-#include <cmath>
 #include <cstring>
-#include <string_view>
+#include <string>
 #include <utility>
 
 #include "base/log.h"
@@ -23,7 +21,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kBlock = 4096;                              // of STATFS
 constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // between two looks for an INTERRUPT
 
 // What a client is told; the driver's own words go to the log.
@@ -69,17 +66,8 @@ bool Operations::serve(Request& request, Responder& responder) {
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
       return mark_listed(request);
-    case FUSE_GETATTR:
-      return getattr(request, responder);
-    case FUSE_STATFS:
-      return statfs(request, responder);
-    case FUSE_GETXATTR:
-      return getxattr(request, responder);
     case FUSE_IOCTL:
       responder.error(ENOTTY);
-      return true;
-    case kOpcodeStatx:  // GETATTR says all there is
-      responder.error(ENOSYS);
       return true;
     default:
       return false;
@@ -105,7 +93,7 @@ bool Operations::mark_listed(const Request& request) {
   // The control plane lists, but is not told of O_NOATIME.
   fuse_read_in in{};
   if (read_struct(request.message, sizeof(fuse_in_header), &in) && in.offset == 0 && (in.flags & O_NOATIME) == 0) {
-    if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) inode->was_read();
+    if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) table_.was_read(*inode);
   }
   return false;
 }
@@ -139,7 +127,7 @@ bool Operations::read(Request& request, Responder& responder) {
   // Straight from the device's memory where the CPU can address it: the kernel copies, and nobody else.
   Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, wanted);
   if (gathered.ok() && gathered.value().pieces.size() <= Transport::kMaximumPieces) {
-    if (!keep_atime) inode.was_read();
+    if (!keep_atime) table_.was_read(inode);
     statistics_.read_bytes.add(gathered.value().bytes);
     {
       const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, gathered.value().bytes);
@@ -162,7 +150,7 @@ bool Operations::read(Request& request, Responder& responder) {
     responder.error(client_error(got.status(), "read"));
     return true;
   }
-  if (!keep_atime) inode.was_read();
+  if (!keep_atime) table_.was_read(inode);
   statistics_.read_bytes.add(got.value());
   const iovec part{target.data(), got.value()};
   {
@@ -199,21 +187,21 @@ bool Operations::write(Request& request, Responder& responder) {
     responder.error(EFBIG);
     return true;
   }
-  const bool drop_set_id = (in.write_flags & kWriteKillSetId) != 0;
   if (data.empty()) {
     responder.body(fuse_write_out{});
     return true;
   }
+  const SetIdLoss loss = file->inode->loss_by(Caller::of(request.header), (in.write_flags & kWriteKillSetId) == 0);
   Buffer& buffer = *file->inode->buffer();
   observe::Measured measured(counters_of(buffer), observe::Backend::kMount, observe::Flow::kIn);
   const observe::Span span(observe::TraceKind::kMountWrite, file->inode->device(), in.offset, in.size,
                            request.header.nodeid);
   Result<std::size_t> written = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToDevice, file->inode->device(), in.offset, in.size);
-    return buffer.write(in.offset, data);
+    return write_to_limit(buffer, in.offset, data);
   }();
   if (written.ok()) {
-    finish_write(*file, drop_set_id, written.value(), responder);
+    finish_write(*file, loss, written.value(), responder);
     measured.done(written.value());
     return true;
   }
@@ -223,50 +211,59 @@ bool Operations::write(Request& request, Responder& responder) {
   }
   measured.dismiss();
   // Slow from here on: not on a reader's thread, and the reader's memory is needed for the next request.
-  write_when_space(file, in.offset, drop_set_id, {data.begin(), data.end()}, std::move(responder));
+  write_when_space(file, in.offset, loss, {data.begin(), data.end()}, std::move(responder));
   return true;
 }
 
-void Operations::finish_write(OpenFile& file, bool drop_set_id, std::uint64_t bytes, Responder& responder) {
-  file.inode->was_written(drop_set_id);
+Result<std::size_t> Operations::write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
+  Result<std::size_t> written = buffer.write(offset, data);
+  if (written.ok() || written.error() != EFBIG) return written;
+  // A write across the largest size ends there; one that begins there fails.
+  const std::uint64_t limit = buffer.limit();
+  if (offset >= limit || limit - offset >= data.size()) return written;
+  return buffer.write(offset, data.first(static_cast<std::size_t>(limit - offset)));
+}
+
+void Operations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
+  file.inode->was_written(loss);
   statistics_.written_bytes.add(bytes);
   fuse_write_out out{};
   out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
   responder.body(out);
 }
 
-void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
+void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,
                                   std::vector<std::byte> data, Responder responder) {
-  submit_operation(
-      workers_, cancellations_, std::move(responder),
-      [this, file, offset, drop_set_id, data = std::move(data)](const Operation& operation, Responder& reply) {
-        observe::Measured measured(counters_of(*file->inode->buffer()), observe::Backend::kMount, observe::Flow::kIn);
-        const std::int32_t device = file->inode->device();
-        const std::uint64_t granule = table_.source().granule(device);
-        const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-        bool waited = false;
-        for (;;) {
-          const std::uint64_t noted = table_.reaped();
-          Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
-          if (written.ok()) {
-            if (waited) statistics_.space_waits_won.add();
-            finish_write(*file, drop_set_id, written.value(), reply);
-            measured.done(written.value());
-            return;
-          }
-          if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
-          if (!waited) statistics_.space_waits.add();
-          waited = true;
-          if (!wait_for_space(table_, device, noted, operation, deadline)) {
-            return reply.error(operation.cancelled ? EINTR : ENOSPC);
-          }
-        }
-      });
+  submit_operation(workers_, cancellations_, std::move(responder),
+                   [this, file, offset, loss, data = std::move(data)](const Operation& operation, Responder& reply) {
+                     observe::Measured measured(counters_of(*file->inode->buffer()), observe::Backend::kMount,
+                                                observe::Flow::kIn);
+                     const std::int32_t device = file->inode->device();
+                     const std::uint64_t granule = table_.source().granule(device);
+                     const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
+                     bool waited = false;
+                     for (;;) {
+                       const std::uint64_t noted = table_.reaped();
+                       Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
+                       if (written.ok()) {
+                         if (waited) statistics_.space_waits_won.add();
+                         finish_write(*file, loss, written.value(), reply);
+                         measured.done(written.value());
+                         return;
+                       }
+                       if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
+                       if (!waited) statistics_.space_waits.add();
+                       waited = true;
+                       if (!wait_for_space(table_, device, noted, operation, deadline)) {
+                         return reply.error(operation.cancelled ? EINTR : ENOSPC);
+                       }
+                     }
+                   });
 }
 
 Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
                                                 std::span<const std::byte> data) {
-  Result<std::size_t> all = buffer.write(offset, data);
+  Result<std::size_t> all = write_to_limit(buffer, offset, data);
   if (all.ok() || all.error() != ENOSPC || granule == 0) return all;
   // As many granules from the front as there is room for: write(2) promises what fits.
   std::size_t done = 0;
@@ -356,7 +353,7 @@ bool Operations::fallocate(Request& request, Responder& responder) {
                        const std::uint64_t noted = table_.reaped();
                        const Status status = allocate(*file->inode, in, operation);
                        if (status.ok()) {
-                         file->inode->was_written(false);
+                         file->inode->was_written(SetIdLoss::kNone);
                          return reply.ok();
                        }
                        if (status.error() != ENOSPC) return reply.error(client_error(status, "fallocate"));
@@ -438,8 +435,8 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
                          return reply.error(operation.cancelled ? EINTR : ENOSPC);
                        }
                        if (copied.value() > 0) {
-                         from->inode->was_read();
-                         to->inode->was_written(false);
+                         table_.was_read(*from->inode);
+                         to->inode->was_written(SetIdLoss::kNone);
                          statistics_.copied_bytes.add(copied.value());
                        }
                        return reply_copied(reply, wide, copied.value());
@@ -466,65 +463,6 @@ bool Operations::nothing_to_do(Request& request, Responder& responder) {
       break;
   }
   responder.ok();
-  return true;
-}
-
-bool Operations::getattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  fuse_attr_out out{};
-  double whole = 0;
-  const double fraction = std::modf(options_.attribute_timeout, &whole);
-  out.attr_valid = static_cast<std::uint64_t>(whole);
-  out.attr_valid_nsec = static_cast<std::uint32_t>(fraction * 1e9);
-  out.attr.ino = request.header.nodeid;
-  fill_attr(inode->attributes(), out.attr);
-  responder.body(out);
-  return true;
-}
-
-bool Operations::statfs(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  const std::int32_t device = inode->device();
-  const std::int32_t first = device < 0 ? 0 : device;
-  const std::int32_t last = device < 0 ? table_.source().device_count() : device + 1;
-  std::uint64_t total = 0;
-  std::uint64_t free = 0;
-  for (std::int32_t i = first; i < last; ++i) {
-    Result<MemoryInfo> memory = table_.source().memory(i);
-    if (!memory.ok()) {
-      responder.error(client_error(memory.status(), "statfs"));
-      return true;
-    }
-    total += memory.value().total_bytes;
-    free += std::min(memory.value().free_bytes + table_.orphan_bytes(i), memory.value().total_bytes);
-  }
-  fuse_statfs_out out{};
-  out.st.bsize = kBlock;
-  out.st.frsize = kBlock;
-  out.st.blocks = total / kBlock;
-  out.st.bfree = free / kBlock;
-  out.st.bavail = free / kBlock;
-  // Inodes are limited by memory alone; the number only has to look sane to who computes percentages.
-  constexpr std::uint64_t kInodes = std::uint64_t{1} << 30;
-  const std::uint64_t used = table_.counts().inodes;
-  out.st.files = kInodes;
-  out.st.ffree = kInodes - std::min<std::uint64_t>(used, kInodes);
-  out.st.namelen = NAME_MAX;
-  responder.body(out);
-  return true;
-}
-
-bool Operations::getxattr(Request& request, Responder& responder) {
-  // The kernel asks for security.capability before every write to a cached file; there are none here.
-  constexpr std::size_t kNameAt = sizeof(fuse_in_header) + sizeof(fuse_getxattr_in);
-  if (request.message.size() <= kNameAt) return false;
-  const std::span<const std::byte> rest = request.message.subspan(kNameAt);
-  const auto* text = reinterpret_cast<const char*>(rest.data());
-  const std::string_view name(text, ::strnlen(text, rest.size()));
-  if (!name.starts_with("security.") || !table_.find(request.header.nodeid)) return false;
-  responder.error(ENODATA);
   return true;
 }
 

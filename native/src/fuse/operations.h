@@ -1,4 +1,4 @@
-// The operations that native threads serve: everything that moves or measures bytes, and nothing that names or permits.
+// The operations that native threads serve: everything that moves bytes or asks where they are.
 // Owned by the Session.
 // serve() is called on the transport's threads; what may take long goes on to the worker pool.
 #pragma once
@@ -43,13 +43,12 @@ class Operations {
   bool copy_file_range(Request& request, Responder& responder);
   bool nothing_to_do(Request& request, Responder& responder);  // FLUSH, FSYNC
   bool release(Request& request, Responder& responder);
-  bool getattr(Request& request, Responder& responder);
-  bool statfs(Request& request, Responder& responder);
-  bool getxattr(Request& request, Responder& responder);
 
-  void finish_write(OpenFile& file, bool drop_set_id, std::uint64_t bytes, Responder& responder);
+  // A write that crosses the buffer's largest size is cut short there.
+  static Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data);
+  void finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder);
   // Repeats a write that found no space as memory of removed files comes back; then writes what fits.
-  void write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, bool drop_set_id,
+  void write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,
                         std::vector<std::byte> data, Responder responder);
   Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
                                       std::span<const std::byte> data);

@@ -34,6 +34,7 @@ inline constexpr std::uint64_t kInitMaxPages = 1ULL << 22;
 inline constexpr std::uint64_t kInitCacheSymlinks = 1ULL << 23;
 inline constexpr std::uint64_t kInitExplicitInvalData = 1ULL << 25;
 inline constexpr std::uint64_t kInitHandleKillprivV2 = 1ULL << 28;
+inline constexpr std::uint64_t kInitSetxattrExt = 1ULL << 29;
 inline constexpr std::uint64_t kInitExtended = 1ULL << 30;  // flags2 is meant
 inline constexpr std::uint64_t kInitDirectIoAllowMmap = 1ULL << 36;
 inline constexpr std::uint64_t kInitPassthrough = 1ULL << 37;
@@ -46,12 +47,73 @@ inline constexpr std::uint32_t kOpenParallelDirectWrites = 1U << 6;
 
 inline constexpr std::uint32_t kWriteKillSetId = 1U << 2;  // FUSE_WRITE_KILL_SUIDGID
 
+// SETXATTR's long form, and its flag: the setting of an access control list takes set-group-id away.
+inline constexpr std::uint32_t kSetxattrAclKillSgid = 1U << 0;
+struct SetxattrIn {
+  std::uint32_t size;
+  std::uint32_t flags;
+  std::uint32_t setxattr_flags;  // not in the short form
+  std::uint32_t padding;
+};
+inline constexpr std::size_t kSetxattrShort = 8;
+static_assert(sizeof(SetxattrIn) == 16);
+
 inline constexpr std::uint32_t kOpcodeStatx = 52;
 inline constexpr std::uint32_t kOpcodeCopyFileRange64 = 53;
 
 // The reply to COPY_FILE_RANGE_64; COPY_FILE_RANGE is answered with fuse_write_out, whose count has 32 bits.
 struct CopyFileRangeOut {
   std::uint64_t bytes_copied;
+};
+
+// STATX begins as GETATTR does.
+struct StatxIn {
+  std::uint32_t getattr_flags;
+  std::uint32_t reserved;
+  std::uint64_t fh;
+  std::uint32_t sx_flags;
+  std::uint32_t sx_mask;
+};
+static_assert(sizeof(StatxIn) == 24);
+
+struct SxTime {
+  std::int64_t seconds;
+  std::uint32_t nanoseconds;
+  std::int32_t reserved;
+};
+
+// As statx(2).
+struct Statx {
+  std::uint32_t mask;
+  std::uint32_t blksize;
+  std::uint64_t attributes;
+  std::uint32_t nlink;
+  std::uint32_t uid;
+  std::uint32_t gid;
+  std::uint16_t mode;
+  std::uint16_t spare0;
+  std::uint64_t ino;
+  std::uint64_t size;
+  std::uint64_t blocks;
+  std::uint64_t attributes_mask;
+  SxTime atime;
+  SxTime btime;
+  SxTime ctime;
+  SxTime mtime;
+  std::uint32_t rdev_major;
+  std::uint32_t rdev_minor;
+  std::uint32_t dev_major;
+  std::uint32_t dev_minor;
+  std::uint64_t spare2[14];
+};
+static_assert(sizeof(Statx) == 256);
+
+struct StatxOut {
+  std::uint64_t attr_valid;
+  std::uint32_t attr_valid_nsec;
+  std::uint32_t flags;
+  std::uint64_t spare[2];
+  Statx stat;
 };
 
 // The lowest bit of a unique number marks the INTERRUPT of the request that has it without this bit.

@@ -113,7 +113,7 @@ void Relay::forward(Request& request, Responder responder) {
     if (!dead) {
       const auto [place, fresh] = pending_.try_emplace(unique);
       twice = !fresh;
-      if (fresh) place->second = Pending{request.header.nodeid, std::move(responder)};
+      if (fresh) place->second = std::move(responder);
     }
   }
   if (dead) {
@@ -131,7 +131,7 @@ void Relay::forward(Request& request, Responder responder) {
   }
   statistics_.of(request.header.opcode).relayed.add();
   if (const int error = send(message); error != 0) {
-    Responder failed = take_pending(unique, nullptr);
+    Responder failed = take_pending(unique);
     failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
   }
 }
@@ -221,8 +221,7 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   // The library asks by EAGAIN to have an INTERRUPT again that found no request: it would only spin.
   if ((header.unique & kUniqueInterruptBit) != 0) return;
 
-  std::uint64_t nodeid = 0;
-  Responder responder = take_pending(header.unique, &nodeid);
+  Responder responder = take_pending(header.unique);
   if (!responder.pending()) {
     statistics_.relay_bad_replies.add();
     log_warning("the control plane answered a request that is not there");
@@ -246,34 +245,32 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   if (header.error != 0) {
     responder.error(-header.error);
   } else {
-    handler_->amend(opcode, nodeid, message);
-    const std::span<std::byte> body = message.subspan(sizeof(header));
-    const iovec part{body.data(), body.size()};
+    const std::span<const std::byte> body = handler_->amend(opcode, message);
+    const iovec part{const_cast<std::byte*>(body.data()), body.size()};  // sent, not written to
     responder.data({&part, 1});
   }
   handler_->replied(opcode, header.error == 0);
 }
 
-Responder Relay::take_pending(std::uint64_t unique, std::uint64_t* nodeid) {
+Responder Relay::take_pending(std::uint64_t unique) {
   const std::lock_guard lock(pending_mutex_);
   const auto found = pending_.find(unique);
   if (found == pending_.end()) return {};
-  if (nodeid != nullptr) *nodeid = found->second.nodeid;
-  Responder responder = std::move(found->second.responder);
+  Responder responder = std::move(found->second);
   pending_.erase(found);
   return responder;
 }
 
 void Relay::die() {
-  std::unordered_map<std::uint64_t, Pending> pending;
+  std::unordered_map<std::uint64_t, Responder> pending;
   {
     const std::lock_guard lock(pending_mutex_);
     dead_ = true;
     pending.swap(pending_);
   }
-  for (auto& [unique, entry] : pending) {
+  for (auto& [unique, responder] : pending) {
     statistics_.relay_refused.add();
-    entry.responder.error(ENOTCONN);
+    responder.error(ENOTCONN);
   }
 }
 

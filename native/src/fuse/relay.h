@@ -24,9 +24,9 @@ namespace gpufs::fuse {
 class RelayHandler {
  public:
   virtual ~RelayHandler() = default;
-  // A reply that fits its request, as long as its header says and with an error number that the kernel takes. It may be
-  // changed in place, in length never.
-  virtual void amend(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> reply) = 0;
+  // A reply that fits its request, as long as its header says. It may be changed in place; the body that the kernel
+  // gets is what is returned, valid until the next call.
+  virtual std::span<const std::byte> amend(std::uint32_t opcode, std::span<std::byte> reply) = 0;
   // The same reply has been written to the kernel.
   virtual void replied(std::uint32_t opcode, bool success) = 0;
   virtual void notification(std::span<const std::byte> message) = 0;
@@ -58,11 +58,6 @@ class Relay {
   void write_statistics(JsonWriter& json) const;
 
  private:
-  struct Pending {
-    std::uint64_t nodeid = 0;
-    Responder responder;
-  };
-
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
   // 0, or why it could be neither sent nor queued.
@@ -71,7 +66,7 @@ class Relay {
   void receive(std::span<std::byte> message, bool truncated);
   void overflow_loop();
   void die();
-  Responder take_pending(std::uint64_t unique, std::uint64_t* nodeid);
+  Responder take_pending(std::uint64_t unique);
 
   const UniqueFd socket_;
   const std::size_t message_limit_;
@@ -83,7 +78,7 @@ class Relay {
 
   // Guards the two below; no reply is written under it.
   mutable std::mutex pending_mutex_;
-  std::unordered_map<std::uint64_t, Pending> pending_;
+  std::unordered_map<std::uint64_t, Responder> pending_;
   bool dead_ = false;
 
   // Guards the order of messages and all below; only sends that do not block are made under it.

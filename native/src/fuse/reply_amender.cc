@@ -20,15 +20,6 @@ void amend_entry(std::span<std::byte> message, std::size_t at, const InodeTable&
   write_struct(message, at, entry);
 }
 
-void amend_attributes(std::uint64_t nodeid, std::span<std::byte> message, const InodeTable& table) {
-  fuse_attr_out out{};
-  if (!read_struct(message, kBody, &out)) return;
-  const std::shared_ptr<Inode> inode = table.find(nodeid);
-  if (!inode) return;
-  fill_attr(inode->attributes(), out.attr);
-  write_struct(message, kBody, out);
-}
-
 void amend_open(std::span<std::byte> message, std::size_t at, const InodeTable& table, bool direct_io) {
   fuse_open_out out{};
   if (!read_struct(message, at, &out)) return;
@@ -59,8 +50,17 @@ void amend_directory(std::span<std::byte> message, const InodeTable& table) {
 
 }  // namespace
 
-void amend_reply(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> message, const InodeTable& table,
-                 bool direct_io) {
+std::span<const std::byte> statx_reply_from(std::span<const std::byte> message, StatxOut& room) {
+  fuse_attr_out from{};
+  if (!read_struct(message, kBody, &from)) return message.subspan(kBody);
+  room = {};
+  room.attr_valid = from.attr_valid;
+  room.attr_valid_nsec = from.attr_valid_nsec;
+  room.stat = statx_of(from.attr);
+  return std::as_bytes(std::span(&room, 1));
+}
+
+void amend_reply(std::uint32_t opcode, std::span<std::byte> message, const InodeTable& table, bool direct_io) {
   fuse_out_header header{};
   if (!read_struct(message, 0, &header) || header.error != 0) return;
   switch (opcode) {
@@ -76,9 +76,6 @@ void amend_reply(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte
       return amend_open(message, kBody + sizeof(fuse_entry_out), table, direct_io);
     case FUSE_OPEN:
       return amend_open(message, kBody, table, direct_io);
-    case FUSE_GETATTR:
-    case FUSE_SETATTR:
-      return amend_attributes(nodeid, message, table);
     case FUSE_READDIRPLUS:
       return amend_directory(message, table);
     default:

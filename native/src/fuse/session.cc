@@ -83,6 +83,8 @@ Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay
       std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics, options.operations);
   BackingOperations::Options backing;
   backing.space_patience = options.operations.space_patience;
+  session->attributes_ =
+      std::make_unique<AttributeOperations>(table, *session->workers_, session->cancellations_, options.operations);
   session->backing_ =
       std::make_unique<BackingOperations>(table, options.transfers, session->cancellations_, statistics, backing);
   session->notifier_ = std::make_unique<Notifier>(*session->transport_, statistics);
@@ -162,11 +164,24 @@ void Session::handle(Request& request) {
       break;
   }
   Responder responder(*transport_, statistics_, request.header.unique, request.header.opcode);
-  if (request.header.opcode == FUSE_INIT) return handle_init(request, std::move(responder));
-  if (request.header.opcode == FUSE_TMPFILE) return handle_tmpfile(request, std::move(responder));
-  if (!backing_->serve(request, responder) && !operations_->serve(request, responder))
-    return relay_->forward(request, std::move(responder));
-  statistics_.of(request.header.opcode).native.add();
+  const std::uint32_t opcode = request.header.opcode;
+  switch (opcode) {
+    case FUSE_INIT:
+      return handle_init(request, std::move(responder));
+    case FUSE_TMPFILE:
+      return handle_tmpfile(request, std::move(responder));
+    case FUSE_OPEN:
+      return handle_open(request, std::move(responder));
+    default:
+      break;
+  }
+  if (backing_->serve(request, responder) || operations_->serve(request, responder) ||
+      attributes_->serve(request, responder)) {
+    return statistics_.of(opcode).native.add();
+  }
+  if (opcode == kOpcodeStatx) return relay_statx(request, std::move(responder));
+  if (opcode == FUSE_SETXATTR) return relay_setxattr(request, std::move(responder));
+  relay_->forward(request, std::move(responder));
 }
 
 void Session::handle_init(Request& request, Responder responder) {
@@ -190,6 +205,34 @@ void Session::handle_tmpfile(Request& request, Responder responder) {
   }
   request.header.opcode = FUSE_CREATE;
   write_struct(request.message, 0, request.header);
+  relay_->forward(request, std::move(responder));
+}
+
+void Session::handle_open(Request& request, Responder responder) {
+  const auto relay = [this](Request& rest, Responder reply) { relay_->forward(rest, std::move(reply)); };
+  if (!attributes_->empty_on_open(request, responder, relay)) relay_->forward(request, std::move(responder));
+}
+
+void Session::relay_statx(Request& request, Responder responder) {
+  // A GETATTR is the first part of it; amend() makes its answer one to STATX. (ENOSYS would end STATX for all inodes.)
+  if (request.message.size() < sizeof(fuse_in_header) + sizeof(fuse_getattr_in)) return responder.error(EINVAL);
+  request.header.opcode = FUSE_GETATTR;
+  request.header.len = sizeof(fuse_in_header) + sizeof(fuse_getattr_in);
+  request.message = request.message.first(request.header.len);
+  write_struct(request.message, 0, request.header);
+  relay_->forward(request, std::move(responder));
+}
+
+void Session::relay_setxattr(Request& request, Responder responder) {
+  constexpr std::size_t kLong = sizeof(fuse_in_header) + sizeof(SetxattrIn);
+  constexpr std::size_t kShort = sizeof(fuse_in_header) + kSetxattrShort;
+  if (init_->granted(kInitSetxattrExt)) {
+    if (request.message.size() < kLong) return responder.error(EINVAL);
+    std::memmove(request.message.data() + kShort, request.message.data() + kLong, request.message.size() - kLong);
+    request.header.len -= static_cast<std::uint32_t>(kLong - kShort);
+    request.message = request.message.first(request.header.len);
+    write_struct(request.message, 0, request.header);
+  }
   relay_->forward(request, std::move(responder));
 }
 
@@ -242,12 +285,16 @@ void Session::connection_ended() {
   static_cast<void>(!::write(ended_.get(), &one, sizeof(one)));  // the counter cannot overflow
 }
 
-void Session::amend(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> reply) {
+std::span<const std::byte> Session::amend(std::uint32_t opcode, std::span<std::byte> reply) {
   if (opcode == FUSE_INIT) {
     if (Status status = init_->amend_reply(reply); !status.ok()) log_error("INIT: " + status.message());
-    return;
+    attributes_->negotiated(init_->acls(), init_->granted(kInitSetxattrExt));
+  } else if (opcode == kOpcodeStatx) {
+    return statx_reply_from(reply, statx_reply_);
+  } else {
+    amend_reply(opcode, reply, table_, init_->direct_io());
   }
-  amend_reply(opcode, nodeid, reply, table_, init_->direct_io());
+  return reply.subspan(sizeof(fuse_out_header));
 }
 
 void Session::replied(std::uint32_t opcode, bool success) {

@@ -15,6 +15,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "fuse/attribute_operations.h"
 #include "fuse/backing_operations.h"
 #include "fuse/cancellation.h"
 #include "fuse/init_negotiation.h"
@@ -74,13 +75,17 @@ class Session : private RequestHandler, private RelayHandler {
 
   void handle(Request& request) override;
   void connection_ended() override;
-  void amend(std::uint32_t opcode, std::uint64_t nodeid, std::span<std::byte> reply) override;
+  std::span<const std::byte> amend(std::uint32_t opcode, std::span<std::byte> reply) override;
   void replied(std::uint32_t opcode, bool success) override;
   void notification(std::span<const std::byte> message) override;
   void orphaned(Request& request, Responder& responder) override;
 
   void handle_init(Request& request, Responder responder);
   void handle_tmpfile(Request& request, Responder responder);
+  void handle_open(Request& request, Responder responder);
+  // Relays what the control plane's library knows in another form only.
+  void relay_statx(Request& request, Responder responder);
+  void relay_setxattr(Request& request, Responder responder);
   void handle_interrupt(Request& request);
   void handle_batch_forget(Request& request);
 
@@ -96,6 +101,8 @@ class Session : private RequestHandler, private RelayHandler {
   Cancellations cancellations_;
   std::unique_ptr<InitNegotiation> init_;
   std::unique_ptr<Operations> operations_;
+  std::unique_ptr<AttributeOperations> attributes_;
+  StatxOut statx_reply_{};  // used on the relay's thread alone
   std::unique_ptr<BackingOperations> backing_;
   std::unique_ptr<Notifier> notifier_;
   std::unique_ptr<Relay> relay_;

@@ -38,6 +38,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
   [[nodiscard]] virtual std::uint64_t size() const = 0;
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;  // device memory really taken
+  // The largest size that it may have now: kMaximumBytes, or what pin_address() promised.
+  [[nodiscard]] virtual std::uint64_t limit() const = 0;
 
   // A part of the buffer that stays mapped at its addresses for as long as this object lives. Address pieces are in
   // order and without overlap, cut at holes; a hole is a piece with address 0.

@@ -39,6 +39,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
+  [[nodiscard]] std::uint64_t limit() const override;
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
@@ -165,7 +166,7 @@ class ExtentBuffer : public Buffer {
 
   // One mutation at a time; before state_mutex_. Held over driver calls by intent: only those wait for it who need
   // memory to exist or to go. Guards the five below.
-  std::mutex mutation_mutex_;
+  mutable std::mutex mutation_mutex_;
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
   std::uint64_t own_held_ = 0;            // bytes of memory_

@@ -290,6 +290,11 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
 
 // ---- taking away ----
 
+std::uint64_t ExtentBuffer::limit() const {
+  const std::lock_guard mutation(mutation_mutex_);
+  return std::min(promised_, kMaximumBytes);
+}
+
 Status ExtentBuffer::resize(std::uint64_t size) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
   const std::lock_guard mutation(mutation_mutex_);

@@ -1,0 +1,421 @@
+#include "fuse/attribute_operations.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "fuse/long_operation.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::uint64_t kBlock = 4096;  // of STATFS
+// Giving back more than this takes long enough to be somebody else's work than a reader's.
+constexpr std::uint64_t kQuicklyFreed = std::uint64_t{1} << 20;
+constexpr std::uint32_t kPermissions = 07777;
+constexpr std::size_t kBody = sizeof(fuse_in_header);
+
+// The text at the end of a message, up to its NUL; false where there is none.
+bool read_text(std::span<const std::byte> message, std::size_t at, std::string_view* text) {
+  if (message.size() <= at) return false;
+  const auto* begin = reinterpret_cast<const char*>(message.data() + at);
+  const std::size_t room = message.size() - at;
+  const std::size_t length = ::strnlen(begin, room);
+  if (length == room) return false;
+  *text = std::string_view(begin, length);
+  return true;
+}
+
+bool is_acl(std::string_view name) { return name == kAccessAcl || name == kDefaultAcl; }
+
+// What belongs to the mount itself stays as it is.
+bool is_fixed(const Inode& inode) { return inode.device() < 0; }
+
+void touch_ctime(gpufs_attributes& attributes) { set_ctime(attributes, Timestamp::now()); }
+
+ExtendedAttributes& made(std::unique_ptr<ExtendedAttributes>& extended) {
+  if (!extended) extended = std::make_unique<ExtendedAttributes>();
+  return *extended;
+}
+
+void finish(int error, Responder& responder) {
+  if (error == 0) {
+    responder.ok();
+  } else {
+    responder.error(error);
+  }
+}
+
+// A value, or its size where the caller has no room for it yet.
+void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder& responder) {
+  if (room == 0) {
+    fuse_getxattr_out out{};
+    out.size = static_cast<std::uint32_t>(value.size());  // some megabytes at most
+    return responder.body(out);
+  }
+  if (value.size() > room) return responder.error(ERANGE);
+  const iovec part{const_cast<std::byte*>(value.data()), value.size()};  // sent, not written to
+  responder.data({&part, 1});
+}
+
+}  // namespace
+
+AttributeOperations::AttributeOperations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations,
+                                         const OperationOptions& options)
+    : table_(table), workers_(workers), cancellations_(cancellations), options_(options) {}
+
+void AttributeOperations::negotiated(bool acls, bool long_setxattr) {
+  acls_.store(acls);
+  long_setxattr_.store(long_setxattr);
+}
+
+bool AttributeOperations::serve(Request& request, Responder& responder) {
+  switch (request.header.opcode) {
+    case FUSE_GETATTR:
+      return getattr(request, responder);
+    case kOpcodeStatx:
+      return statx(request, responder);
+    case FUSE_SETATTR:
+      return setattr(request, responder);
+    case FUSE_STATFS:
+      return statfs(request, responder);
+    case FUSE_GETXATTR:
+      return getxattr(request, responder);
+    case FUSE_SETXATTR:
+      return setxattr(request, responder);
+    case FUSE_LISTXATTR:
+      return listxattr(request, responder);
+    case FUSE_REMOVEXATTR:
+      return removexattr(request, responder);
+    default:
+      return false;
+  }
+}
+
+// ---- attributes ----
+
+template <typename T>
+void AttributeOperations::fill_validity(T& out) const {
+  double whole = 0;
+  const double fraction = std::modf(options_.attribute_timeout, &whole);
+  out.attr_valid = static_cast<std::uint64_t>(whole);
+  out.attr_valid_nsec = static_cast<std::uint32_t>(fraction * 1e9);
+}
+
+void AttributeOperations::reply_attributes(const Inode& inode, Responder& responder) const {
+  fuse_attr_out out{};
+  fill_validity(out);
+  out.attr.ino = inode.ino();
+  fill_attr(inode.attributes(), out.attr);
+  responder.body(out);
+}
+
+bool AttributeOperations::getattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  reply_attributes(*inode, responder);
+  return true;
+}
+
+bool AttributeOperations::statx(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  StatxOut out{};
+  fill_validity(out);
+  out.stat = statx_of(inode->attributes(), inode->birth());
+  responder.body(out);
+  return true;
+}
+
+bool AttributeOperations::setattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  fuse_setattr_in in{};
+  if (!read_struct(request.message, kBody, &in)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  if (is_fixed(*inode)) {
+    responder.error(EPERM);
+    return true;
+  }
+  const gpufs_attributes now = inode->attributes();
+  const bool owner = (in.valid & (FATTR_UID | FATTR_GID)) != 0;
+  const bool size = (in.valid & FATTR_SIZE) != 0;
+  gpufs_attributes wanted{};
+  std::uint32_t changes = GPUFS_SET_CTIME_NOW;
+  const auto want = [&](std::uint32_t asked, std::uint32_t change) {
+    if ((in.valid & asked) != 0) changes |= change;
+  };
+  want(FATTR_MODE, GPUFS_SET_MODE);
+  want(FATTR_UID, GPUFS_SET_UID);
+  want(FATTR_GID, GPUFS_SET_GID);
+  want(FATTR_SIZE, GPUFS_SET_SIZE);
+  want(FATTR_ATIME, (in.valid & FATTR_ATIME_NOW) != 0 ? GPUFS_SET_ATIME_NOW : GPUFS_SET_ATIME);
+  want(FATTR_MTIME, (in.valid & FATTR_MTIME_NOW) != 0 ? GPUFS_SET_MTIME_NOW : GPUFS_SET_MTIME);
+  if (size && (in.valid & FATTR_MTIME) == 0) changes |= GPUFS_SET_MTIME_NOW;  // even where the size stays
+  wanted.mode = (in.valid & FATTR_MODE) != 0 ? in.mode : now.mode;
+  wanted.uid = in.uid;
+  wanted.gid = in.gid;
+  wanted.size = in.size;
+  wanted.atime = static_cast<std::int64_t>(in.atime);
+  wanted.atime_ns = in.atimensec;
+  wanted.mtime = static_cast<std::int64_t>(in.mtime);
+  wanted.mtime_ns = in.mtimensec;
+  // The kernel takes set-id bits by FATTR_MODE, but not those that only a caller outside the group loses.
+  SetIdLoss loss = owner && (in.valid & FATTR_MODE) == 0 ? SetIdLoss::kExecutable : SetIdLoss::kNone;
+  if ((owner || size) && has_bare_set_gid(wanted.mode)) {
+    const Caller caller = Caller::of(request.header);
+    if (!caller.in_group(now.gid) && !caller.keeps_set_id()) loss = SetIdLoss::kAll;
+  }
+  wanted.mode = mode_without_set_id(wanted.mode, loss);
+  if (wanted.mode != now.mode) changes |= GPUFS_SET_MODE;
+
+  if (size && !inode->buffer()) {
+    responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
+    return true;
+  }
+  const auto apply = [this, inode, changes](gpufs_attributes attributes, Responder& reply) {
+    if (Status status = table_.set(inode->ino(), changes, &attributes); !status.ok()) {
+      // A file that is gone from the table meanwhile had no name and no user.
+      return reply.error(status.error() == ENOENT ? ESTALE : status.error());
+    }
+    reply_attributes(*inode, reply);
+  };
+  if (size && in.size < now.size && now.blocks * 512 > kQuicklyFreed) {
+    submit_operation(workers_, cancellations_, std::move(responder),
+                     [apply, wanted](const Operation&, Responder& reply) { apply(wanted, reply); });
+  } else {
+    apply(wanted, responder);
+  }
+  return true;
+}
+
+bool AttributeOperations::empty_on_open(Request& request, Responder& responder, Relay relay) {
+  fuse_open_in in{};
+  if (!read_struct(request.message, kBody, &in) || (in.flags & O_TRUNC) == 0) return false;
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode || !inode->buffer()) return false;
+  in.flags &= ~static_cast<std::uint32_t>(O_TRUNC);
+  write_struct(request.message, kBody, in);
+
+  const std::uint32_t mode = inode->attributes().mode;
+  SetIdLoss loss = SetIdLoss::kNone;
+  if ((mode & (S_ISUID | S_ISGID)) != 0) {
+    const Caller caller = Caller::of(request.header);
+    loss = inode->loss_by(caller, caller.keeps_set_id());
+  }
+  const auto empty = [inode, loss] {
+    Status status = inode->buffer()->resize(0);
+    if (status.ok()) inode->was_written(loss);
+    return status;
+  };
+  if (inode->buffer()->bytes_held() <= kQuicklyFreed) {
+    if (Status status = empty(); !status.ok()) {
+      responder.error(status.error());
+    } else {
+      relay(request, std::move(responder));
+    }
+    return true;
+  }
+  std::vector<std::byte> message(request.message.begin(), request.message.end());
+  submit_operation(workers_, cancellations_, std::move(responder),
+                   [empty, relay = std::move(relay), header = request.header, message = std::move(message)](
+                       const Operation&, Responder& reply) mutable {
+                     if (Status status = empty(); !status.ok()) return reply.error(status.error());
+                     Request rest;
+                     rest.header = header;
+                     rest.message = message;
+                     relay(rest, std::move(reply));
+                   });
+  return true;
+}
+
+bool AttributeOperations::statfs(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  const std::int32_t device = inode->device();
+  const std::int32_t first = device < 0 ? 0 : device;
+  const std::int32_t last = device < 0 ? table_.source().device_count() : device + 1;
+  std::uint64_t total = 0;
+  std::uint64_t free = 0;
+  for (std::int32_t i = first; i < last; ++i) {
+    Result<MemoryInfo> memory = table_.source().memory(i);
+    if (!memory.ok()) {
+      log_warning("statfs failed: " + memory.status().message());
+      responder.error(memory.error());
+      return true;
+    }
+    total += memory.value().total_bytes;
+    free += std::min(memory.value().free_bytes + table_.orphan_bytes(i), memory.value().total_bytes);
+  }
+  fuse_statfs_out out{};
+  out.st.bsize = kBlock;
+  out.st.frsize = kBlock;
+  out.st.blocks = total / kBlock;
+  out.st.bfree = free / kBlock;
+  out.st.bavail = free / kBlock;
+  // Inodes are limited by memory alone; the number only has to look sane to who computes percentages.
+  constexpr std::uint64_t kInodes = std::uint64_t{1} << 30;
+  const std::uint64_t used = table_.counts().inodes;
+  out.st.files = kInodes;
+  out.st.ffree = kInodes - std::min<std::uint64_t>(used, kInodes);
+  out.st.namelen = NAME_MAX;
+  responder.body(out);
+  return true;
+}
+
+// ---- extended attributes ----
+
+bool AttributeOperations::getxattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  fuse_getxattr_in in{};
+  std::string_view name;
+  if (!read_struct(request.message, kBody, &in) || !read_text(request.message, kBody + sizeof(in), &name)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  if (name.starts_with(kVirtualAttributes)) return false;
+  if (is_acl(name) ? !acls_.load(std::memory_order_relaxed) : attribute_name_error(name) != 0) {
+    responder.error(is_acl(name) ? EOPNOTSUPP : attribute_name_error(name));
+    return true;
+  }
+  ExtendedAttributes::Value value;
+  const bool found =
+      inode->with_extended([&](const gpufs_attributes&, const std::unique_ptr<ExtendedAttributes>& extended) {
+        if (!extended) return false;
+        if (is_acl(name)) {
+          const std::optional<Acl>& acl = name == kAccessAcl ? extended->access : extended->inherited;
+          if (acl) value = acl->serialize();
+          return acl.has_value();
+        }
+        const ExtendedAttributes::Value* const there = extended->find(name);
+        if (there != nullptr) value = *there;
+        return there != nullptr;
+      });
+  if (found) {
+    reply_value(in.size, value, responder);
+  } else {
+    responder.error(ENODATA);
+  }
+  return true;
+}
+
+bool AttributeOperations::setxattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  const std::size_t fixed = long_setxattr_.load(std::memory_order_relaxed) ? sizeof(SetxattrIn) : kSetxattrShort;
+  SetxattrIn in{};
+  std::string_view name;
+  if (request.message.size() < kBody + fixed || !read_text(request.message, kBody + fixed, &name)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  std::memcpy(static_cast<void*>(&in), request.message.data() + kBody, fixed);
+  const std::span<const std::byte> value = request.message.subspan(kBody + fixed + name.size() + 1);
+  if (value.size() != in.size) {
+    responder.error(EINVAL);
+    return true;
+  }
+  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) {
+    responder.error(EPERM);
+    return true;
+  }
+  int error = 0;
+  if (is_acl(name)) {
+    const bool kill_set_gid = (in.setxattr_flags & kSetxattrAclKillSgid) != 0;
+    error = acls_.load(std::memory_order_relaxed) ? set_acl(*inode, name, value, kill_set_gid) : EOPNOTSUPP;
+  } else if (error = attribute_name_error(name); error == 0) {
+    error = inode->with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+      const Status status = made(extended).set(name, value, in.flags);
+      if (status.ok()) touch_ctime(attributes);
+      return status.error();
+    });
+  }
+  finish(error, responder);
+  return true;
+}
+
+int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value,
+                                 bool kill_set_gid) {
+  Result<Acl> parsed = Acl::parse(value);
+  if (!parsed.ok()) return parsed.error();
+  const bool access = name == kAccessAcl;
+  if (!access && !S_ISDIR(inode.kind())) return EACCES;
+  inode.with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+    touch_ctime(attributes);
+    if (!access) {
+      made(extended).inherited = parsed.take();
+      return;
+    }
+    attributes.mode = parsed.value().applied_to(attributes.mode);
+    if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
+    if (!parsed.value().minimal()) {
+      made(extended).access = parsed.take();
+    } else if (extended) {
+      extended->access.reset();
+    }
+  });
+  return 0;
+}
+
+bool AttributeOperations::listxattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  fuse_getxattr_in in{};
+  if (!read_struct(request.message, kBody, &in)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  using Extended = std::unique_ptr<ExtendedAttributes>;
+  const bool asks = inode->with_extended(
+      [](const gpufs_attributes&, const Extended& extended) { return extended && extended->has_trusted(); });
+  const bool trusted = asks && Caller::of(request.header).administers();
+  const std::string names = inode->with_extended([&](const gpufs_attributes&, const Extended& extended) {
+    return extended ? extended->names(trusted) : std::string();
+  });
+  reply_value(in.size, std::as_bytes(std::span(names)), responder);
+  return true;
+}
+
+bool AttributeOperations::removexattr(Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  std::string_view name;
+  if (!read_text(request.message, kBody, &name)) {
+    responder.error(EINVAL);
+    return true;
+  }
+  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) {
+    responder.error(EPERM);
+    return true;
+  }
+  if (is_acl(name) ? !acls_.load(std::memory_order_relaxed) : attribute_name_error(name) != 0) {
+    responder.error(is_acl(name) ? EOPNOTSUPP : attribute_name_error(name));
+    return true;
+  }
+  const bool removed =
+      inode->with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+        if (is_acl(name)) {  // a list that is not there can be removed, too
+          if (extended) (name == kAccessAcl ? extended->access : extended->inherited).reset();
+        } else if (!extended || !extended->remove(name)) {
+          return false;
+        }
+        touch_ctime(attributes);
+        return true;
+      });
+  finish(removed ? 0 : ENODATA, responder);
+  return true;
+}
+
+}  // namespace gpufs::fuse

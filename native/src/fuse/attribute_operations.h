@@ -1,0 +1,62 @@
+// The operations on attributes that native threads serve: those of the inode table, extended ones, and the room left.
+// Owned by the Session.
+// serve() is called on the transport's threads; what may take long goes on to the worker pool.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "fuse/cancellation.h"
+#include "fuse/inode_table.h"
+#include "fuse/operations.h"
+#include "fuse/statistics.h"
+#include "fuse/transport.h"
+#include "fuse/worker_pool.h"
+
+namespace gpufs::fuse {
+
+class AttributeOperations {
+ public:
+  AttributeOperations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations,
+                      const OperationOptions& options);
+
+  // What INIT has agreed on: whether the kernel enforces access control lists, and the form of SETXATTR.
+  void negotiated(bool acls, bool long_setxattr);
+
+  // Answers the request and returns true, or leaves it to the control plane: what is about inodes that are not in the
+  // table. The responder is used only if true.
+  bool serve(Request& request, Responder& responder);
+
+  // Empties a buffer that is opened with O_TRUNC, and hands the rest of the opening, from which the flag is gone, to
+  // `relay`, on whichever thread. False where there is nothing to empty.
+  using Relay = std::function<void(Request&, Responder)>;
+  bool empty_on_open(Request& request, Responder& responder, Relay relay);
+
+ private:
+  bool getattr(Request& request, Responder& responder);
+  bool statx(Request& request, Responder& responder);
+  bool setattr(Request& request, Responder& responder);
+  bool statfs(Request& request, Responder& responder);
+  bool getxattr(Request& request, Responder& responder);
+  bool setxattr(Request& request, Responder& responder);
+  bool listxattr(Request& request, Responder& responder);
+  bool removexattr(Request& request, Responder& responder);
+
+  static int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
+  void reply_attributes(const Inode& inode, Responder& responder) const;
+  template <typename T>
+  void fill_validity(T& out) const;
+
+  InodeTable& table_;
+  WorkerPool& workers_;
+  Cancellations& cancellations_;
+  const OperationOptions options_;
+  std::atomic<bool> acls_{false};
+  std::atomic<bool> long_setxattr_{false};
+};
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,26 @@
+// The process behind a request, and what the kernel's own permission checks would find out about it.
+// Values.
+// Any thread may call any function; those that look into /proc cost some 20 microseconds.
+#pragma once
+
+#include <cstdint>
+
+#include "fuse/protocol.h"
+
+namespace gpufs::fuse {
+
+struct Caller {
+  std::uint32_t gid = 0;
+  std::uint32_t pid = 0;  // 0: not of this PID namespace
+
+  static Caller of(const fuse_in_header& header) { return {header.gid, header.pid}; }
+
+  // By its group or its supplementary groups.
+  [[nodiscard]] bool in_group(std::uint32_t group) const;
+  // CAP_FSETID: its changes to a file leave set-id bits.
+  [[nodiscard]] bool keeps_set_id() const;
+  // CAP_SYS_ADMIN outside of all user namespaces: who may know of trusted.* attributes.
+  [[nodiscard]] bool administers() const;
+};
+
+}  // namespace gpufs::fuse

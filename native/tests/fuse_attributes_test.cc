@@ -1,0 +1,368 @@
+// Attributes, extended attributes and access control lists, as the kernel asks for them.
+
+#include <gtest/gtest.h>
+#include <sys/xattr.h>
+
+#include <string>
+
+#include "fuse_fakes.h"
+
+namespace gpufs::fuse {
+namespace {
+
+class AttributesTest : public SessionTest {
+ protected:
+  void SetUp() override {
+    SessionOptions options;
+    options.operations.attribute_timeout = 1.5;
+    open_and_initialize(options);
+  }
+
+  struct Entry {
+    std::uint16_t tag;
+    std::uint16_t permissions;
+    std::uint32_t id = UINT32_MAX;
+  };
+  static Bytes acl(std::initializer_list<Entry> entries) {
+    Bytes value = bytes_of(std::uint32_t{2});
+    for (const Entry& entry : entries) append(value, entry);
+    return value;
+  }
+  static Bytes text(std::string_view value) {
+    const auto raw = std::as_bytes(std::span(value));
+    return {raw.begin(), raw.end()};
+  }
+  int set(std::uint64_t ino, std::string_view name, const Bytes& value, std::uint32_t flags = 0,
+          std::uint32_t extra = 0) {
+    Bytes body = bytes_of(SetxattrIn{static_cast<std::uint32_t>(value.size()), flags, extra, 0});
+    append_text(body, name);
+    body.insert(body.end(), value.begin(), value.end());
+    return kernel->call(FUSE_SETXATTR, ino, body).error();
+  }
+  Reply get(std::uint64_t ino, std::string_view name, std::uint32_t room = 4096) {
+    Bytes body = bytes_of(fuse_getxattr_in{room, 0});
+    append_text(body, name);
+    return kernel->call(FUSE_GETXATTR, ino, body);
+  }
+  int remove(std::uint64_t ino, std::string_view name) {
+    Bytes body;
+    append_text(body, name);
+    return kernel->call(FUSE_REMOVEXATTR, ino, body).error();
+  }
+  std::string list(std::uint64_t ino, std::uint32_t pid = 0) {
+    Bytes message =
+        FakeKernel::message(FUSE_LISTXATTR, kernel->next_unique(), ino, bytes_of(fuse_getxattr_in{4096, 0}));
+    fuse_in_header header{};
+    EXPECT_TRUE(read_struct(std::span<const std::byte>(message), 0, &header));
+    header.pid = pid;
+    write_struct(std::span(message), 0, header);
+    kernel->send_raw(message);
+    const Reply reply = kernel->wait(header.unique);
+    return {reinterpret_cast<const char*>(reply.body.data()), reply.body.size()};
+  }
+  fuse_attr_out change(std::uint64_t ino, std::uint32_t valid, const std::function<void(fuse_setattr_in&)>& fill) {
+    fuse_setattr_in in{};
+    in.valid = valid;
+    fill(in);
+    return kernel->call(FUSE_SETATTR, ino, bytes_of(in)).as<fuse_attr_out>();
+  }
+  std::uint32_t mode(std::uint64_t ino) { return table->find(ino)->attributes().mode; }
+};
+
+TEST_F(AttributesTest, Getattr) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(1000, 1));
+  const fuse_attr_out out = kernel->call(FUSE_GETATTR, 2, bytes_of(fuse_getattr_in{})).as<fuse_attr_out>();
+  EXPECT_EQ(out.attr_valid, 1U);
+  EXPECT_EQ(out.attr_valid_nsec, 500'000'000U);
+  EXPECT_EQ(out.attr.ino, 2U);
+  EXPECT_EQ(out.attr.size, 1000U);
+  EXPECT_EQ(out.attr.blocks, FakeDevice::kGranule / 512);
+  EXPECT_EQ(out.attr.mode, S_IFREG | 0644U);
+  EXPECT_EQ(out.attr.nlink, 1U);
+  EXPECT_EQ(out.attr.uid, 1000U);
+  EXPECT_EQ(out.attr.blksize, 1U << 20);
+}
+
+TEST_F(AttributesTest, GetattrOfAnUnknownInodeIsRelayed) {
+  const std::uint64_t unique = kernel->send(FUSE_GETATTR, 99, bytes_of(fuse_getattr_in{}));
+  control->expect(FUSE_GETATTR);
+  control->reply(unique, ENOENT);
+  EXPECT_EQ(kernel->wait(unique).error(), ENOENT);
+}
+
+TEST_F(AttributesTest, Statfs) {
+  const std::uint64_t fh = add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0755, -1)).ok());
+  kernel->write(2, fh, 0, pattern(FakeDevice::kGranule, 1));
+  const fuse_statfs_out file = kernel->call(FUSE_STATFS, 2, {}).as<fuse_statfs_out>();
+  EXPECT_EQ(file.st.blocks * file.st.frsize, 64U << 20);
+  EXPECT_EQ(file.st.bfree * file.st.frsize, (64U << 20) - FakeDevice::kGranule);
+  EXPECT_EQ(file.st.bavail, file.st.bfree);
+  EXPECT_EQ(file.st.namelen, 255U);
+  const fuse_statfs_out all = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();  // no device: all of them
+  EXPECT_EQ(all.st.blocks * all.st.frsize, 128U << 20);
+
+  // What a removed file still holds counts as free.
+  ASSERT_TRUE(table->release(fh).ok());
+  gpufs_attributes gone{};
+  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+  const fuse_statfs_out after = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();
+  EXPECT_EQ(after.st.bfree, after.st.blocks);
+}
+
+TEST_F(AttributesTest, StatxKnowsTheBirth) {
+  gpufs_attributes attributes = file_attributes(2);
+  attributes.ctime = 77;
+  attributes.ctime_ns = 88;
+  ASSERT_TRUE(table->add(attributes).ok());
+  change(2, FATTR_MODE, [](fuse_setattr_in& in) { in.mode = 0600; });
+  const StatxOut out = kernel->call(kOpcodeStatx, 2, bytes_of(StatxIn{})).as<StatxOut>();
+  EXPECT_EQ(out.attr_valid, 1U);
+  EXPECT_EQ(out.attr_valid_nsec, 500'000'000U);
+  EXPECT_EQ(out.stat.mask, 0xfffU);
+  EXPECT_EQ(out.stat.btime.seconds, 77);
+  EXPECT_EQ(out.stat.btime.nanoseconds, 88U);
+  EXPECT_GT(out.stat.ctime.seconds, 77);
+  EXPECT_EQ(out.stat.mode, S_IFREG | 0600);
+  EXPECT_EQ(out.stat.ino, 2U);
+}
+
+TEST_F(AttributesTest, Setattr) {
+  const std::uint64_t fh = add_file(2, S_IFREG | 06755);
+  kernel->write(2, fh, 0, pattern(5000, 1));
+  fuse_attr_out out = change(2, FATTR_UID | FATTR_GID, [](fuse_setattr_in& in) { in.uid = 7, in.gid = 8; });
+  EXPECT_EQ(out.attr.uid, 7U);
+  EXPECT_EQ(out.attr.gid, 8U);
+  EXPECT_EQ(out.attr.mode, S_IFREG | 0755U);
+  EXPECT_EQ(out.attr.size, 5000U);
+  EXPECT_EQ(out.attr_valid, 1U);
+  out = change(2, FATTR_ATIME | FATTR_MTIME, [](fuse_setattr_in& in) { in.atime = 5, in.mtime = 6, in.mtimensec = 7; });
+  EXPECT_EQ(out.attr.atime, 5U);
+  EXPECT_EQ(out.attr.mtime, 6U);
+  EXPECT_EQ(out.attr.mtimensec, 7U);
+  out = change(2, FATTR_ATIME | FATTR_ATIME_NOW, [](fuse_setattr_in&) {});
+  EXPECT_GT(out.attr.atime, 1'000'000U);
+  EXPECT_EQ(out.attr.mtime, 6U);
+  out = change(2, FATTR_SIZE, [](fuse_setattr_in& in) { in.size = 10; });
+  EXPECT_EQ(out.attr.size, 10U);
+  EXPECT_GT(out.attr.mtime, 1'000'000U);
+  EXPECT_FALSE(control->receive(kQuiet));
+}
+
+TEST_F(AttributesTest, ALargeFileIsCutByAWorker) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(1 << 20, 1));
+  kernel->write(2, fh, 1 << 20, pattern(1 << 20, 1));
+  EXPECT_EQ(change(2, FATTR_SIZE, [](fuse_setattr_in& in) { in.size = 1; }).attr.size, 1U);
+}
+
+TEST_F(AttributesTest, WhatSetattrRefuses) {
+  ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0555, -1)).ok());
+  ASSERT_TRUE(table->add(file_attributes(2, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(table->add(file_attributes(3)).ok());
+  const auto attempt = [&](std::uint64_t ino, std::uint32_t valid, std::uint64_t size) {
+    fuse_setattr_in in{};
+    in.valid = valid;
+    in.size = size;
+    return kernel->call(FUSE_SETATTR, ino, bytes_of(in)).error();
+  };
+  EXPECT_EQ(attempt(1, FATTR_MODE, 0), EPERM);  // the mount's own
+  EXPECT_EQ(attempt(2, FATTR_SIZE, 0), EISDIR);
+  EXPECT_EQ(attempt(3, FATTR_SIZE, FakeBuffer::kMaximum + 1), EFBIG);
+}
+
+TEST_F(AttributesTest, OpeningWithTruncation) {
+  const std::uint64_t fh = add_file(2, S_IFREG | 06755);
+  for (const std::size_t bytes : {std::size_t{100}, std::size_t{3} << 20}) {
+    for (std::size_t done = 0; done < bytes; done += 1 << 20) {
+      kernel->write(2, fh, done, pattern(std::min<std::size_t>(bytes - done, 1 << 20), 1));
+    }
+    ASSERT_EQ(set(2, "security.capability", text("x")), 0);
+    fuse_open_in in{};
+    in.flags = O_WRONLY | O_TRUNC;
+    const std::uint64_t unique = kernel->send(FUSE_OPEN, 2, bytes_of(in));
+    EXPECT_EQ(control->expect(FUSE_OPEN).as<fuse_open_in>().flags, static_cast<std::uint32_t>(O_WRONLY));
+    EXPECT_EQ(table->find(2)->attributes().size, 0U);
+    EXPECT_EQ(mode(2), S_IFREG | 0755U);  // by a process that nobody knows
+    EXPECT_EQ(get(2, "security.capability").error(), ENODATA);
+    control->reply(unique, EIO);
+    EXPECT_EQ(kernel->wait(unique).error(), EIO);
+  }
+}
+
+TEST_F(AttributesTest, WritesAcrossTheLargestSizeAreCutShort) {
+  const std::uint64_t fh = add_file(2);
+  EXPECT_EQ(kernel->write(2, fh, FakeBuffer::kMaximum - 10, pattern(100, 1)).as<fuse_write_out>().size, 10U);
+  EXPECT_EQ(kernel->write(2, fh, FakeBuffer::kMaximum, pattern(100, 1)).error(), EFBIG);
+}
+
+TEST_F(AttributesTest, ExtendedAttributes) {
+  add_file(2);
+  EXPECT_EQ(get(2, "user.a").error(), ENODATA);
+  EXPECT_EQ(list(2), "");
+  EXPECT_EQ(set(2, "user.a", text("value")), 0);
+  EXPECT_EQ(set(2, "security.x", text("label")), 0);
+  EXPECT_EQ(set(2, "user.empty", {}), 0);
+  EXPECT_EQ(get(2, "user.a").body, text("value"));
+  EXPECT_EQ(get(2, "user.a", 0).as<fuse_getxattr_out>().size, 5U);
+  EXPECT_EQ(get(2, "user.a", 4).error(), ERANGE);
+  EXPECT_EQ(get(2, "user.empty").body.size(), 0U);
+  EXPECT_EQ(list(2), std::string("security.x\0user.a\0user.empty\0", 29));
+  EXPECT_EQ(set(2, "user.a", text("w"), XATTR_CREATE), EEXIST);
+  EXPECT_EQ(set(2, "user.b", text("w"), XATTR_REPLACE), ENODATA);
+  EXPECT_EQ(set(2, "user.a", text("w"), XATTR_CREATE | XATTR_REPLACE), EEXIST);
+  EXPECT_EQ(set(2, "user.b", text("w"), XATTR_CREATE | XATTR_REPLACE), ENODATA);
+  EXPECT_EQ(remove(2, "user.a"), 0);
+  EXPECT_EQ(remove(2, "user.a"), ENODATA);
+  EXPECT_EQ(get(2, "user.a").error(), ENODATA);
+}
+
+TEST_F(AttributesTest, WhatExtendedAttributesRefuse) {
+  add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0555, -1)).ok());
+  EXPECT_EQ(set(2, "nonsense.a", {}), EOPNOTSUPP);
+  EXPECT_EQ(get(2, "system.a").error(), EOPNOTSUPP);
+  EXPECT_EQ(remove(2, "system.a"), EOPNOTSUPP);
+  EXPECT_EQ(set(2, "user.", {}), EINVAL);
+  EXPECT_EQ(set(2, "user.gpufs.device", {}), EPERM);
+  EXPECT_EQ(remove(2, "user.gpufs.device"), EPERM);
+  EXPECT_EQ(set(1, "user.a", {}), EPERM);
+  EXPECT_EQ(set(2, "user.a", Bytes(65537)), E2BIG);
+  for (int i = 0; i < 15; ++i) EXPECT_EQ(set(2, "user." + std::to_string(i), Bytes(65536)), 0);
+  EXPECT_EQ(set(2, "user.more", Bytes(65536)), ENOSPC);
+  EXPECT_EQ(set(2, "user.3", Bytes(1)), 0);  // in place of a longer one
+  EXPECT_EQ(set(2, "user.more", Bytes(65536)), 0);
+  EXPECT_EQ(kernel->call(FUSE_GETXATTR, 2, bytes_of(fuse_getxattr_in{})).error(), EINVAL);  // without a name
+  EXPECT_EQ(kernel->call(FUSE_SETXATTR, 2, Bytes(20)).error(), EINVAL);
+  EXPECT_FALSE(control->receive(kQuiet));
+}
+
+TEST_F(AttributesTest, TrustedAttributesAreListedForAdministratorsAlone) {
+  add_file(2);
+  EXPECT_EQ(set(2, "trusted.t", text("1")), 0);
+  EXPECT_EQ(list(2), "");  // nobody knows who asks
+  if (::geteuid() == 0) {
+    const std::string found = list(2, static_cast<std::uint32_t>(::getpid()));
+    EXPECT_TRUE(found.empty() || found == std::string("trusted.t\0", 10));  // empty: in a user namespace
+  }
+}
+
+TEST_F(AttributesTest, DescriptionsAndUnknownInodesAreTheControlPlanes) {
+  add_file(2);
+  const auto relayed = [&](std::uint64_t ino, std::string_view name) {
+    Bytes body = bytes_of(fuse_getxattr_in{100, 0});
+    append_text(body, name);
+    const std::uint64_t unique = kernel->send(FUSE_GETXATTR, ino, body);
+    control->expect(FUSE_GETXATTR);
+    control->reply(unique, ENODATA);
+    EXPECT_EQ(kernel->wait(unique).error(), ENODATA);
+  };
+  relayed(2, "user.gpufs.device");
+  relayed(99, "security.capability");
+}
+
+TEST_F(AttributesTest, AWriteTakesTheCapability) {
+  const std::uint64_t fh = add_file(2);
+  EXPECT_EQ(set(2, "security.capability", text("any")), 0);
+  kernel->read(2, fh, 0, 10);
+  EXPECT_EQ(get(2, "security.capability").error(), 0);
+  kernel->write(2, fh, 0, pattern(10, 1));
+  EXPECT_EQ(get(2, "security.capability").error(), ENODATA);
+}
+
+TEST_F(AttributesTest, AnAccessListAndTheModeFollowEachOther) {
+  add_file(2, S_IFREG | 02644);
+  const Bytes value = acl({{1, 6}, {2, 7, 1000}, {4, 5}, {16, 4}, {32, 0}});
+  EXPECT_EQ(set(2, "system.posix_acl_access", value), 0);
+  EXPECT_EQ(mode(2), S_IFREG | 02640U);
+  EXPECT_EQ(get(2, "system.posix_acl_access").body, value);
+  EXPECT_EQ(list(2), std::string("system.posix_acl_access\0", 24));
+  change(2, FATTR_MODE, [](fuse_setattr_in& in) { in.mode = 02771; });
+  EXPECT_EQ(get(2, "system.posix_acl_access").body, acl({{1, 7}, {2, 7, 1000}, {4, 5}, {16, 7}, {32, 1}}));
+  EXPECT_EQ(set(2, "system.posix_acl_access", value, 0, kSetxattrAclKillSgid), 0);
+  EXPECT_EQ(mode(2), S_IFREG | 0640U);
+  // One that says no more than the mode is none.
+  EXPECT_EQ(set(2, "system.posix_acl_access", acl({{1, 7}, {4, 1}, {32, 1}})), 0);
+  EXPECT_EQ(mode(2), S_IFREG | 0711U);
+  EXPECT_EQ(get(2, "system.posix_acl_access").error(), ENODATA);
+  EXPECT_EQ(remove(2, "system.posix_acl_access"), 0);
+  EXPECT_EQ(set(2, "system.posix_acl_default", value), EACCES);
+  for (const Bytes& bad : {Bytes(3), Bytes(4), Bytes(11), acl({{1, 6}, {4, 5}}), acl({{1, 6}, {4, 5}, {32, 8}}),
+                           acl({{1, 6}, {1, 6}, {4, 5}, {32, 0}}), acl({{1, 6}, {2, 6, 1}, {4, 5}, {32, 0}}),
+                           acl({{1, 6}, {4, 5}, {32, 0}, {64, 0}})}) {
+    EXPECT_EQ(set(2, "system.posix_acl_access", bad), EINVAL);
+  }
+}
+
+TEST_F(AttributesTest, ADirectoryHandsItsListDown) {
+  ASSERT_TRUE(table->add(file_attributes(10, S_IFDIR | 02755)).ok());
+  const Bytes list = acl({{1, 7}, {2, 7, 1000}, {4, 5}, {16, 7}, {32, 5}});
+  EXPECT_EQ(set(10, "system.posix_acl_default", list), 0);
+  EXPECT_EQ(mode(10), S_IFDIR | 02755U);
+  gpufs_attributes file = file_attributes(11, S_IFREG | 0666);
+  file.gid = 5;
+  ASSERT_TRUE(table->add(file, 10, 0077).ok());
+  EXPECT_EQ(mode(11), S_IFREG | 0664U);  // no umask where there is a list
+  EXPECT_EQ(table->find(11)->attributes().gid, 1000U);
+  EXPECT_EQ(get(11, "system.posix_acl_access").body, acl({{1, 6}, {2, 7, 1000}, {4, 5}, {16, 6}, {32, 4}}));
+  EXPECT_EQ(get(11, "system.posix_acl_default").error(), ENODATA);
+  ASSERT_TRUE(table->add(file_attributes(12, S_IFDIR | 0700), 10, 0077).ok());
+  EXPECT_EQ(mode(12), S_IFDIR | 02700U);
+  EXPECT_EQ(get(12, "system.posix_acl_default").body, list);
+  ASSERT_TRUE(table->add(file_attributes(13, S_IFLNK | 0777), 10, 0077).ok());
+  EXPECT_EQ(mode(13), S_IFLNK | 0777U);
+  EXPECT_EQ(get(13, "system.posix_acl_access").error(), ENODATA);
+  EXPECT_EQ(remove(10, "system.posix_acl_default"), 0);
+  ASSERT_TRUE(table->add(file_attributes(14, S_IFREG | 0666), 10, 0027).ok());
+  EXPECT_EQ(mode(14), S_IFREG | 0640U);
+  EXPECT_EQ(table->add(file_attributes(15), 99).error(), ENOENT);
+}
+
+TEST_F(AttributesTest, WithoutTheKernelsChecksThereAreNoLists) {
+  TearDown();
+  open();
+  initialize(kKernelFlags & ~kInitPosixAcl);
+  add_file(2);
+  EXPECT_EQ(set(2, "system.posix_acl_access", acl({{1, 6}, {4, 4}, {32, 4}})), EOPNOTSUPP);
+  EXPECT_EQ(get(2, "system.posix_acl_access").error(), EOPNOTSUPP);
+  EXPECT_EQ(remove(2, "system.posix_acl_access"), EOPNOTSUPP);
+  EXPECT_EQ(set(2, "user.a", text("1")), 0);
+}
+
+TEST_F(AttributesTest, TheShortFormOfSetxattr) {
+  TearDown();
+  open();
+  initialize(kKernelFlags & ~kInitSetxattrExt);
+  add_file(2);
+  Bytes body = bytes_of(std::array<std::uint32_t, 2>{1, 0});
+  append_text(body, "user.a");
+  body.push_back(std::byte{'x'});
+  EXPECT_EQ(kernel->call(FUSE_SETXATTR, 2, body).error(), 0);
+  EXPECT_EQ(get(2, "user.a").body, text("x"));
+}
+
+TEST_F(AttributesTest, AccessTimesByTheMountsOptions) {
+  const std::uint64_t fh = add_file(2);
+  kernel->write(2, fh, 0, pattern(10, 1));
+  const auto atime = [&] { return table->find(2)->attributes().atime; };
+  const auto read_at = [&](std::int64_t second) {
+    change(2, FATTR_ATIME, [&](fuse_setattr_in& in) { in.atime = static_cast<std::uint64_t>(second); });
+    kernel->read(2, fh, 0, 10);
+    return atime();
+  };
+  constexpr std::int64_t kFuture = std::int64_t{1} << 40;
+  table->set_access_times(AccessTimes::kNever, false);
+  EXPECT_EQ(read_at(1), 1);
+  table->set_access_times(AccessTimes::kAlways, true);
+  EXPECT_LT(read_at(kFuture), kFuture);
+  table->set_access_times(AccessTimes::kRelative, true);
+  EXPECT_EQ(read_at(kFuture), kFuture);
+  EXPECT_GT(read_at(1), 1);
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
+  table->was_read(*table->find(3));
+  EXPECT_EQ(table->find(3)->attributes().atime, 1'000'000);
+}
+
+}  // namespace
+}  // namespace gpufs::fuse
