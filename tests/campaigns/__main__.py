@@ -7,7 +7,7 @@ import sys
 
 from support.mounting import Session
 
-from campaigns import compiler, databases, exerciser, fio, repository, stamps, stressors, trees
+from campaigns import compiler, databases, exerciser, fio, repository, stamps, stressors, trees, twins
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -16,6 +16,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "fio-io_uring": fio.io_uring,
     "fio-mmap": fio.mmap,
     "exerciser": exerciser.one_file,
+    "twins": twins.twins,
     "stamps": stamps.four_processes,
     "rsync": trees.rsync,
     "tar": trees.tar,
