@@ -24,7 +24,7 @@ import pytest
 from support import linux
 from support.data import noise
 from support.linux import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, DirectoryStream
-from support.processes import errno_of, start_children, wait_children
+from support.processes import errno_of, shell, start_children, wait_children
 
 
 def names(path: Path) -> list[str]:
@@ -391,6 +391,29 @@ def test_many_entries(root: Path, count: int) -> None:
         os.unlink(name, dir_fd=fd)
     assert os.listdir(root) == []
     os.close(fd)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("depth", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_deep_tree(root: Path, depth: int) -> None:
+    """Deeper than any path can say: by descriptors only."""
+    fd = os.open(root, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    top = os.open(root, os.O_RDONLY)
+    # Moving its top below its bottom is refused, however far apart they are.
+    assert errno_of(os.rename, "d", "into", src_dir_fd=top, dst_dir_fd=fd) == EINVAL
+    os.rename("d", "moved", src_dir_fd=top, dst_dir_fd=top)
+    assert os.listdir(fd) == ["file"]
+    os.close(fd)
+    os.close(top)
+    assert int(shell(f"find {root}/moved -printf x | wc -c").stdout) == depth + 1
+    shell(f"rm -r {root}/moved")
+    assert os.listdir(root) == []
 
 
 def test_reading_a_directory_that_changes(root: Path) -> None:
