@@ -11,13 +11,12 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
 """
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs import machine
+from gpufs import kinds, machine
 
 SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
 CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
@@ -28,7 +27,6 @@ TRANSPORTS: Final = ("auto", "device")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 _SHOWN: Final = 80  # characters of a wrong value in a message
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ConfigError(ValueError):
@@ -36,143 +34,11 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How the text of a value is read. ``parse`` raises ValueError for what is not allowed."""
-
-    allowed: str  # ends the sentence "... is not allowed: "
-    metavar: str
-    parse: Callable[[str], Any]
-    choices: tuple[str, ...] = ()  # where these words are all that is allowed
-
-
-def size_text(size: int) -> str:
-    """A size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
-    for unit in ("T", "G", "M", "K"):
-        if size and size % _UNITS[unit] == 0:
-            return f"{size // _UNITS[unit]}{unit}"
-    return str(size)
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if not match:
-        raise ValueError(text)
-    factor = _UNITS[match[2].upper()]
-    whole, _, fraction = match[1].partition(".")
-    # Exact, whatever the number of digits.
-    return int(whole) * factor + (int(fraction) * factor // 10 ** len(fraction) if fraction else 0)
-
-
-def _size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
-    def parse(text: str) -> int:
-        value = parse_size(text)
-        if not least <= value <= most or value % multiple or (power_of_two and value & (value - 1)):
-            raise ValueError(text)
-        return value
-
-    allowed = f"a size such as 4096, 512M or 1.5G, from {size_text(least)} to {size_text(most)}"
-    if multiple > 1:
-        allowed += f", a multiple of {size_text(multiple)}"
-    if power_of_two:
-        allowed += ", a power of two"
-    return Kind(allowed, "SIZE", parse)
-
-
-def _integer(least: int, most: int) -> Kind:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or not least <= int(text) <= most:
-            raise ValueError(text)
-        return int(text)
-
-    return Kind(f"a whole number from {least} to {most}", "N", parse)
-
-
-def _flags(bits: int) -> Kind:
-    def parse(text: str) -> int:
-        value = int(text, 0)
-        if not 0 <= value < 1 << bits:
-            raise ValueError(text)
-        return value
-
-    return Kind(f"a number of {bits} bits, such as 0x1000", "FLAGS", parse)
-
-
-def _duration(least: float, most: float) -> Kind:
-    factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-    def parse(text: str) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|)", text.strip(), re.ASCII)
-        if not match or not least <= float(match[1]) * factors[match[2]] <= most:
-            raise ValueError(text)
-        return float(match[1]) * factors[match[2]]
-
-    return Kind(f"a time such as 2, 500ms or 1.5m, from {least:g} to {most:g} seconds", "TIME", parse)
-
-
-def _choice(*choices: str) -> Kind:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return Kind("one of " + ", ".join(choices), "|".join(choices), parse, choices)
-
-
-def _parse_boolean(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    try:
-        return words[text.strip().lower()]
-    except KeyError:
-        raise ValueError(text) from None
-
-
-def _parse_path(text: str) -> str:
-    if not text or "\0" in text:
-        raise ValueError(text)
-    try:
-        return str(Path(text).expanduser().absolute())
-    except RuntimeError:  # ~ of somebody who is not known here
-        raise ValueError(text) from None
-
-
-def join_backings(words: Sequence[str]) -> str:
-    """Several directories to show, each NAME=DIR or NAME=DIR:ro with whatever DIR has in it, as one setting."""
-    return ",".join(word.replace("\\", "\\\\").replace(",", "\\,") for word in words)
-
-
-def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
-    shown: list[tuple[str, str, bool]] = []
-    # What stands after a backslash stands for itself.
-    parts = [re.sub(r"\\(.)", r"\1", part, flags=re.S) for part in re.findall(r"(?:^|,)((?:\\.|[^,\\])*)", text, re.S)]
-    if join_backings(parts) != text:  # a backslash before nothing, or before what needs none
-        raise ValueError(text)
-    for part in parts:
-        name, equals, path = part.partition("=")
-        read_only = path.endswith(":ro")
-        path = path.removesuffix(":ro")
-        bad_name = not name or "/" in name or "\0" in name or name in (".", "..") or len(os.fsencode(name)) > 255
-        if bad_name or not equals or name in [known for known, _, _ in shown]:
-            raise ValueError(text)
-        shown.append((name, _parse_path(path), read_only))
-    return shown
-
-
-BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
-BACKINGS: Final = Kind(
-    "NAME=DIR or NAME=DIR:ro, several with commas between them, each NAME once; \\, for a comma in DIR",
-    "NAME=DIR[:ro]",
-    _parse_backings,
-)
-PATH: Final = Kind("the path of a file", "FILE", _parse_path)
-
-
-@dataclass(frozen=True, slots=True)
 class Knob:
     """One line of the table."""
 
     name: str
-    kind: Kind
+    kind: kinds.Kind
     default: Any
     unit: str
     text: str
@@ -203,7 +69,7 @@ class Knob:
         if self.default_text:
             return self.default_text
         if self.kind.metavar == "SIZE":
-            return size_text(self.default)
+            return kinds.size_text(self.default)
         if isinstance(self.default, bool):
             return str(self.default).lower()
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -211,11 +77,15 @@ class Knob:
 
 KNOBS: Final[tuple[Knob, ...]] = (
     Knob(
-        "driver", _choice(*DRIVERS), "auto", "", "Whose devices: auto takes GPUs where there are any, else host memory."
+        "driver",
+        kinds.choice(*DRIVERS),
+        "auto",
+        "",
+        "Whose devices: auto takes GPUs where there are any, else host memory.",
     ),
     Knob(
         "devices",
-        _integer(0, 64),
+        kinds.integer(0, 64),
         0,
         "",
         "How many devices: simulated ones (host), or the first N found (cuda, hip).",
@@ -223,7 +93,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "memory",
-        _size(GRANULE, 1 << 46),
+        kinds.size(GRANULE, 1 << 46),
         None,
         "bytes",
         "Memory of each device that may be used.",
@@ -231,24 +101,30 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "slab_file_bytes",
-        _size(0, 1 << 20),
+        kinds.size(0, 1 << 20),
         64 << 10,
         "bytes",
         "Files up to this size share slabs of device memory instead of taking a granule each; 0: none do.",
     ),
-    Knob("allow_other", BOOLEAN, False, "", "Let other users in; each file's mode and owner decide what they may do."),
+    Knob(
+        "allow_other",
+        kinds.BOOLEAN,
+        False,
+        "",
+        "Let other users in; each file's mode and owner decide what they may do.",
+    ),
     Knob(
         "backing",
-        BACKINGS,
+        kinds.BACKINGS,
         None,
         "",
         "A directory of the host to show below backing/NAME. May be given several times.",
         default_text="none",
     ),
-    Knob("foreground", BOOLEAN, False, "", "Stay in the foreground and log to standard error."),
+    Knob("foreground", kinds.BOOLEAN, False, "", "Stay in the foreground and log to standard error."),
     Knob(
         "log_file",
-        PATH,
+        kinds.PATH,
         None,
         "",
         "Where the mount's log goes.",
@@ -256,22 +132,22 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "auto_unmount",
-        BOOLEAN,
+        kinds.BOOLEAN,
         True,
         "",
         "Take the mount away should its process die; costs a small process beside each mount.",
     ),
     Knob(
         "core_dumps",
-        BOOLEAN,
+        kinds.BOOLEAN,
         False,
         "",
         "Let a crash leave a core file, as far as ulimit -c allows; without files' data.",
     ),
-    Knob("log_level", _choice(*LOG_LEVELS), "info", "", "The least level that is logged."),
+    Knob("log_level", kinds.choice(*LOG_LEVELS), "info", "", "The least level that is logged."),
     Knob(
         "reader_threads",
-        _integer(0, 128),
+        kinds.integer(0, 128),
         0,
         "",
         "Threads that answer the kernel's requests.",
@@ -279,7 +155,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "worker_threads",
-        _integer(0, 256),
+        kinds.integer(0, 256),
         0,
         "",
         "Most threads for operations that may take long (copies, allocation).",
@@ -287,7 +163,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "reader_spin",
-        _duration(0, 0.01),
+        kinds.duration(0, 0.01),
         100e-6,
         "seconds",
         "How long a thread looks for the next request, while they come that soon, before it sleeps; 0: never.",
@@ -295,7 +171,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "max_write",
-        _size(0, 16 << 20, 4096),
+        kinds.size(0, 16 << 20, 4096),
         0,
         "bytes",
         "The largest READ and WRITE that is asked of the kernel.",
@@ -303,83 +179,91 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "attribute_timeout",
-        _duration(0, 86400),
+        kinds.duration(0, 86400),
         1.0,
         "seconds",
         "How long the kernel may keep a file's attributes before it asks again.",
     ),
     Knob(
         "entry_timeout",
-        _duration(0, 86400),
+        kinds.duration(0, 86400),
         1.0,
         "seconds",
         "How long the kernel may keep a name before it asks again.",
     ),
     Knob(
         "transport",
-        _choice(*TRANSPORTS),
+        kinds.choice(*TRANSPORTS),
         "auto",
         "",
         "How requests come from the kernel: auto takes the fastest it offers.",
     ),
     Knob(
         "stats_interval",
-        _duration(0.1, 3600),
+        kinds.duration(0.1, 3600),
         1.0,
         "seconds",
         "How often a mount writes how its memory and pools stand beside its counters.",
     ),
     Knob(
-        "mount_timeout", _duration(0.1, 3600), 60.0, "seconds", "How long `gpufs mount` waits until the mount answers."
+        "mount_timeout",
+        kinds.duration(0.1, 3600),
+        60.0,
+        "seconds",
+        "How long `gpufs mount` waits until the mount answers.",
     ),
     Knob(
         "io_chunk_bytes",
-        _size(64 << 10, 64 << 20, power_of_two=True),
+        kinds.size(64 << 10, 64 << 20, power_of_two=True),
         4 << 20,
         "bytes",
         "One piece of work of a copy between a file and a device, and the size of a pinned slot.",
     ),
     Knob(
         "io_pinned_bytes",
-        _size(1 << 20, 1 << 40),
+        kinds.size(1 << 20, 1 << 40),
         192 << 20,
         "bytes",
         "Host memory that may be pinned at most, by all copies and the mount together.",
     ),
     Knob(
         "io_workers",
-        _integer(0, 256),
+        kinds.integer(0, 256),
         0,
         "",
         "Threads that one client's copies have at most on a NUMA node.",
         default_text="0: chosen by the number of CPUs",
     ),
-    Knob("io_slots", _integer(1, 16), 3, "", "Pinned slots of each of these threads: file and device work overlap."),
+    Knob(
+        "io_slots", kinds.integer(1, 16), 3, "", "Pinned slots of each of these threads: file and device work overlap."
+    ),
     Knob(
         "io_fastpath",
-        _choice("auto", "off", "require"),
+        kinds.choice("auto", "off", "require"),
         "auto",
         "",
         "Copies directly between storage and device, by the vendor's way: where possible, never, or nothing else.",
     ),
-    Knob("io_fallback", _choice("auto", "on", "off"), "auto", "", "Copies through pinned host memory; auto is on."),
+    Knob(
+        "io_fallback", kinds.choice("auto", "on", "off"), "auto", "", "Copies through pinned host memory; auto is on."
+    ),
     Knob(
         "io_pagecache",
-        _choice("auto", "on", "off"),
+        kinds.choice("auto", "on", "off"),
         "auto",
         "",
         "Copies straight from the page cache's own pages; auto takes it where there is one CPU only.",
     ),
     Knob(
         "io_direct",
-        _choice("auto", "on", "off"),
+        kinds.choice("auto", "on", "off"),
         "auto",
         "",
         "O_DIRECT for copies through pinned memory; auto decides by what the page cache holds.",
     ),
     Knob(
         "umount_timeout",
-        _duration(0.1, 3600),
+        kinds.duration(0.1, 3600),
         30.0,
         "seconds",
         "How long `gpufs umount` waits for the end of the mount's process.",
@@ -387,13 +271,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "status_timeout",
-        _duration(0.1, 3600),
+        kinds.duration(0.1, 3600),
         2.0,
         "seconds",
         "How long `gpufs status`, `gpufs df` and `gpufs stats` wait for a mount's answer.",
         commands=("status", "df", "stats"),
     ),
-    Knob("mask_flags", _flags(64), 0, "", "INIT flags to treat as not offered by the kernel.", hidden=True),
+    Knob("mask_flags", kinds.flags(64), 0, "", "INIT flags to treat as not offered by the kernel.", hidden=True),
 )
 
 BY_NAME: Final[Mapping[str, Knob]] = {knob.name: knob for knob in KNOBS}
@@ -504,15 +388,15 @@ def host_memory(memory: int | None, devices: int) -> int:
         share = has.available_bytes // 2 // count // GRANULE * GRANULE
         if share < GRANULE:
             raise ConfigError(
-                f"memory: half of the available {size_text(has.available_bytes)} is too little for {count} devices: "
-                "give fewer devices"
+                f"memory: half of the available {kinds.size_text(has.available_bytes)} is too little for {count} "
+                "devices: give fewer devices"
             )
         return share
     if memory * count > has.total_bytes:
         gib = float(1 << 30)
         raise ConfigError(
-            f"memory: {count} x {size_text(memory)} is more than this machine has: {has.total_bytes / gib:.1f} GiB, "
-            f"of which {has.available_bytes / gib:.1f} GiB are available"
+            f"memory: {count} x {kinds.size_text(memory)} is more than this machine has: "
+            f"{has.total_bytes / gib:.1f} GiB, of which {has.available_bytes / gib:.1f} GiB are available"
         )
     return memory
 

@@ -12,33 +12,30 @@ Should it die otherwise, its guard takes the mount away (gpufs/guard.py).
 import argparse
 import errno
 import functools
-import json
 import logging
 import os
 import resource
 import signal
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyfuse3
 import trio
 
-from gpufs import config, engine, mounting, service, statistics, supervision
+from gpufs import config, engine, mounting, service, supervision
 from gpufs._version import __version__
 from gpufs.fs.backing import Backing, BackingOperations
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
 from gpufs.fs.operations import Operations
 from gpufs.fs.tree import Tree
+from gpufs.logs import Log
+from gpufs.runtime import CountersFile, runtime_directory
+from gpufs.startup import Answer, Request, StartFailure
 
 log = logging.getLogger("gpufs.daemon")
 
-_LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
-_LOG_DATE = "%Y-%m-%d %H:%M:%S"
 # The drivers that `auto` tries, in this order.
 _AUTOMATIC = ("cuda", "hip", "host")
 # Seconds at the end: for copies that were cancelled, and until a mount in use is detached instead of unmounted.
@@ -48,110 +45,6 @@ _BUSY_PAUSE = 0.05
 # They end the mount, or reopen the log file. Held back until there is somebody to see to them: one that came between
 # mounting and that would end the process with its default action, and leave a dead mount.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class StartFailure(Exception):
-    """The mount cannot come up: an errno and one line for the user."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.errno = code
-        self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the launcher wants."""
-
-    mountpoint: str
-    source: str
-    config: dict[str, Any]
-    foreground: bool
-    flags: tuple[str, ...] = ()  # names of mounting.FLAGS
-
-    @classmethod
-    def read(cls, mountpoint: str) -> "Request":
-        """From standard input. StartFailure where that is not what a launcher sends."""
-        try:
-            said = json.loads(sys.stdin.buffer.read())
-            values = {name: said["config"].get(name, knob.default) for name, knob in config.BY_NAME.items()}
-            flags = tuple(name for name in mounting.FLAGS if name in said.get("flags", ()))
-            return cls(mountpoint, str(said.get("source", "gpufs")), values, bool(said.get("foreground")), flags)
-        except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise StartFailure(errno.EINVAL, f"the daemon was not told what to mount: {failure}") from None
-
-
-def _open_log(path: str) -> int:
-    # A pipe that nobody reads is an error (ENXIO) and not something to wait for.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
-    os.set_blocking(fd, True)
-    return fd
-
-
-class Log:
-    """Where log lines of both planes go: a file that can be reopened, standard error, or nowhere."""
-
-    def __init__(self, path: str | None, level: str, *, foreground: bool) -> None:
-        self._path = path
-        self._level = int(getattr(logging, level.upper()))
-        self._fd = -1
-        if path is not None:
-            try:
-                self._fd = _open_log(path)
-            except OSError as failure:
-                raise StartFailure(failure.errno or errno.EIO, f"log_file: {path}: {failure.strerror}") from None
-        elif foreground:
-            self._fd = os.dup(2)
-        root = logging.getLogger()
-        for old in list(root.handlers):
-            root.removeHandler(old)
-        if self._fd >= 0:
-            handler = logging.StreamHandler(os.fdopen(os.dup(self._fd), "w", buffering=1))
-            handler.setFormatter(logging.Formatter(_LOG_FORMAT, _LOG_DATE))
-            root.addHandler(handler)
-            engine.log_configure(self._fd, self._level)
-        else:
-            root.addHandler(logging.NullHandler())
-        root.setLevel(self._level)
-
-    @property
-    def fd(self) -> int:
-        """The descriptor that lines go to, -1 for nowhere."""
-        return self._fd
-
-    def reopen(self) -> None:
-        """After the file was renamed by a log rotation: goes on in a new one of the old name."""
-        if self._path is None:
-            return
-        try:
-            fresh = _open_log(self._path)
-        except OSError as failure:
-            log.error("the log stays in the old file: %s: %s", self._path, failure.strerror)
-            return
-        # The same descriptor numbers, so that nobody who writes there has to be told.
-        os.dup2(fresh, self._fd, inheritable=False)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler):
-                os.dup2(fresh, handler.stream.fileno(), inheritable=False)
-        os.close(fresh)
-
-
-class Answer:
-    """The line that the launcher waits for; given once."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def give(self, fields: dict[str, Any]) -> bool:
-        """False where nobody waits for it (any more). OSError where the launcher has gone."""
-        if self._fd is None:
-            return False
-        fd, self._fd = self._fd, None
-        try:
-            os.write(fd, json.dumps(fields).encode() + b"\n")
-        finally:
-            os.close(fd)
-        return True
 
 
 def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, str, list[str]]:
@@ -182,74 +75,6 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
         )
         return opened, driver, notes
     raise StartFailure(errno.ENODEV, "; ".join(reasons))
-
-
-def runtime_directory(*, allow_other: bool) -> str:
-    """Where this user's sockets are, made if need be. StartFailure where no place for it can be had.
-
-    Everybody may pass through it with ``allow_other``, since the socket then has to be found by others. Root's is below
-    /run; the others are for containers without it, and for who is root in a user namespace alone.
-    """
-    uid = os.geteuid()
-    parent = os.environ.get("XDG_RUNTIME_DIR")
-    places = ["/run/gpufs"] if uid == 0 else []
-    if parent and not allow_other and os.path.isdir(parent) and os.stat(parent).st_uid == uid:
-        places.append(os.path.join(parent, "gpufs"))
-    places.append(f"/tmp/gpufs-{uid}")
-    mode = 0o711 if allow_other or uid == 0 else 0o700
-    problems = []
-    for path in places:
-        try:
-            _own_directory(path, mode, chmod=allow_other or uid == 0)
-        except OSError as failure:
-            problems.append(failure)
-        else:
-            return path
-    raise StartFailure(
-        problems[0].errno or errno.EIO, "; ".join(f"{failure.filename}: {failure.strerror}" for failure in problems)
-    )
-
-
-def _own_directory(path: str, mode: int, *, chmod: bool) -> None:
-    """Makes a directory, or finds one of this user's there. OSError with its name where neither can be."""
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        pass
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, "belongs to somebody else: remove it or set XDG_RUNTIME_DIR", path)
-    if stat.S_IMODE(found.st_mode) & 0o777 != mode and chmod:
-        os.chmod(path, mode)
-
-
-class _CountersFile:
-    """The file that the mount's counters live in. Left behind by a process that is killed, removed at every other end.
-
-    The engine makes it before there is a mount to name it after.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self.path = os.path.join(folder, statistics.file_name(os.getpid(), "new"))
-        statistics.sweep(Path(folder), [entry.device for entry in mounting.mounts()])
-
-    def belongs_to(self, device: str) -> None:
-        """The mount has this device number, "major:minor"."""
-        path = os.path.join(self._folder, statistics.file_name(os.getpid(), device))
-        try:
-            os.rename(self.path, path)
-        except OSError as failure:
-            log.warning("the counters cannot be read from outside: %s: %s", path, failure.strerror)
-        else:
-            self.path = path
-
-    def remove(self) -> None:
-        """Takes it away, if it is there."""
-        try:
-            os.unlink(self.path)
-        except OSError:
-            pass  # never made
 
 
 def _set_limits(*, core_dumps: bool) -> None:
@@ -325,7 +150,7 @@ class Daemon:
             _refuse_itself(path, self._request.mountpoint)
         runtime = runtime_directory(allow_other=bool(values["allow_other"]))
         with ExitStack() as parts:
-            counters = _CountersFile(runtime)
+            counters = CountersFile(runtime)
             parts.callback(counters.remove)
             opened, driver, notes = _open_engine(values["driver"], values, counters.path)
             parts.callback(opened.close)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpufs import config, machine
+from gpufs import config, kinds, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 NOWHERE = Path("/nonexistent/gpufs.toml")
@@ -131,18 +131,18 @@ def test_numbers_and_booleans_of_toml(tmp_path: Path) -> None:
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert config.parse_size(text) == size
+    assert kinds.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "4X", "4GG", "1..5G", "0x10", "\u0661", "1,5G", "4G 1"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError):
-        config.parse_size(text)
+        kinds.parse_size(text)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 2 << 20, 3 << 29, 1 << 40])
 def test_size_text_is_read_back(size: int) -> None:
-    assert config.parse_size(config.size_text(size)) == size
+    assert kinds.parse_size(kinds.size_text(size)) == size
 
 
 @pytest.mark.parametrize(
@@ -315,6 +315,6 @@ def test_sizes_of_many_digits(text: str) -> None:
 
 
 def test_fractions_are_exact() -> None:
-    assert config.parse_size("0.1G") == (1 << 30) // 10
-    assert config.parse_size("1.25K") == 1280
-    assert config.parse_size("8191.9990234375T") == (8192 << 40) - (1 << 30)
+    assert kinds.parse_size("0.1G") == (1 << 30) // 10
+    assert kinds.parse_size("1.25K") == 1280
+    assert kinds.parse_size("8191.9990234375T") == (8192 << 40) - (1 << 30)

@@ -15,7 +15,7 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, GpufsMount, Session
 from support.processes import NOBODY, OTHER, Snapshot, as_nobody, errno_of, in_child, run, wait_until
 
-from gpufs import config
+from gpufs import config, kinds
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
@@ -264,7 +264,7 @@ def test_descriptors_go_with_the_kernels_references(backed: GpufsMount, both: tu
 @pytest.mark.parametrize("name", ["a,b", "back\\slash", "both\\,", "ends\\"])
 def test_any_path_can_be_shown(session: Session, driver: str, tmp_path: Path, name: str) -> None:
     words = [f"first={tmp_path / name}", f"second={tmp_path}:ro"]
-    assert config.load({"backing": config.join_backings(words)}, {})["backing"] == [
+    assert config.load({"backing": kinds.join_backings(words)}, {})["backing"] == [
         ("first", str(tmp_path / name), False),
         ("second", str(tmp_path), True),
     ]

@@ -23,16 +23,24 @@ PYTHON_MAY_USE = {
     "gpufs._version": set(),
     "gpufs.machine": set(),
     "gpufs.statistics": set(),
-    "gpufs.config": {"machine"},
+    "gpufs.prometheus": {"statistics"},
+    "gpufs.kinds": set(),
+    "gpufs.config": {"kinds", "machine"},
     "gpufs.engine": set(),
-    "gpufs.fs": {"engine", "statistics", "_version"},
+    "gpufs.fs": {"engine", "statistics", "prometheus", "_version"},
     "gpufs.client": {"engine", "_version"},
     "gpufs.mounting": {"machine"},
     "gpufs.guard": {"mounting"},
     "gpufs.supervision": set(),
     "gpufs.service": {"engine", "client", "mounting", "_version"},
+    "gpufs.startup": {"config", "mounting"},
+    "gpufs.logs": {"engine", "startup"},
+    "gpufs.runtime": {"mounting", "startup", "statistics"},
     "gpufs.daemon": {
         "_version",
+        "logs",
+        "runtime",
+        "startup",
         "machine",
         "config",
         "engine",
@@ -44,7 +52,7 @@ PYTHON_MAY_USE = {
         "supervision",
     },
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "machine", "config", "client", "mounting", "statistics"},
+    "gpufs.cli": {"_version", "machine", "config", "kinds", "client", "mounting", "statistics"},
 }
 
 

@@ -18,7 +18,7 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, plain_user, run, wait_until
 from support.users import user_gpufs
 
-from gpufs import engine, mounting, statistics
+from gpufs import engine, mounting, prometheus, statistics
 
 
 @pytest.fixture
@@ -418,7 +418,7 @@ def test_metrics_of_odd_numbers() -> None:
     )
     gauges = dict.fromkeys(statistics._ENGINE_GAUGES, 0)
     whole = statistics.Statistics(1, 2.0, 3.0, {"mountpoint": 'a "b"\\\n'}, gauges, [device])
-    found = parse_metrics(statistics.metrics(whole))
+    found = parse_metrics(prometheus.page(whole))
     key = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
     assert found["gpufs_in_flight"] == {key: 1}
     assert found["gpufs_refusals_total"] == {(*key, ("reason", "too_small")): 3}

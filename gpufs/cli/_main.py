@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from gpufs import __version__, config, mounting
+from gpufs import __version__, config, kinds, mounting
 
 # name: the module that has it as `command`
 COMMANDS: Final = {
@@ -54,11 +54,11 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _completion(kind: config.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
     """What a shell offers for a value of this kind: its choices, files, or nothing."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if kind is config.PATH:
+        if kind is kinds.PATH:
             return complete_files(ctx, parameter, incomplete)
         return [CompletionItem(word) for word in kind.choices if word.startswith(incomplete)]
 
@@ -100,7 +100,7 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
             if command not in knob.commands:
                 continue
             text = f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]"
-            if knob.kind is config.BOOLEAN:
+            if knob.kind is kinds.BOOLEAN:
                 option = click.option(
                     f"{knob.option}/--no-{knob.option[2:]}", knob.name, default=None, help=text, hidden=knob.hidden
                 )
@@ -109,7 +109,7 @@ def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
                     knob.option,
                     knob.name,
                     metavar=knob.kind.metavar,
-                    multiple=knob.kind is config.BACKINGS,
+                    multiple=knob.kind is kinds.BACKINGS,
                     shell_complete=_completion(knob.kind),
                     help=text,
                     hidden=knob.hidden,
@@ -125,7 +125,7 @@ def settings(
 ) -> config.Settings:
     """The settings for the arguments of a command that has knob_options; ``said_by`` names one in messages."""
     given = {
-        name: (config.join_backings(value) or None) if isinstance(value, tuple) else value
+        name: (kinds.join_backings(value) or None) if isinstance(value, tuple) else value
         for name, value in arguments.items()
         if name in config.BY_NAME
     }

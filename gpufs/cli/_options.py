@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpufs import config, mounting
+from gpufs import config, kinds, mounting
 from gpufs.cli._errors import Failure
 
 # name: the flag that it turns off
@@ -69,11 +69,11 @@ def parse(text: str, *, sloppy: bool = False) -> Options:
             knobs["config_file"] = value
         elif name in config.BY_NAME:
             knob = config.BY_NAME[name]
-            if not equals and knob.kind is not config.BOOLEAN:
+            if not equals and knob.kind is not kinds.BOOLEAN:
                 raise Failure(f"mount option {name} needs a value: {knob.kind.allowed}", 2)
             knobs[name] = f"{knobs[name]},{value}" if name == "backing" and name in knobs else value or "true"
         elif name.startswith("no") and name[2:] in config.BY_NAME and not equals:
-            if config.BY_NAME[name[2:]].kind is not config.BOOLEAN:
+            if config.BY_NAME[name[2:]].kind is not kinds.BOOLEAN:
                 raise Failure(f"unknown mount option {name}", 2)
             knobs[name[2:]] = "false"
         elif name in mounting.FLAGS:

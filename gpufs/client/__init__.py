@@ -5,6 +5,7 @@ kernel, and hands them to the mount's daemon. Importing this starts nothing and 
 """
 
 from gpufs.client._connection import Cancellation
-from gpufs.client._copy import Copier, CopyError, CopyProgress, CopyResult, copy
+from gpufs.client._copy import Copier, copy
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
 
 __all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy"]

@@ -16,9 +16,10 @@ import sys
 import time
 from _thread import allocate_lock
 
-from gpufs.client import _find, _linux
+from gpufs.client import _ends, _find, _linux
 from gpufs.client._connection import Cancellation, Connection
 from gpufs.client._find import MountPoint
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
 from gpufs.client._protocol import LOAD, STORE, Progress
 
 TYPE_CHECKING = False
@@ -46,79 +47,6 @@ _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINV
 _NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
-
-
-class CopyError(OSError):
-    """A copy that failed or was cancelled (ECANCELED).
-
-    ``errno`` and ``strerror`` as for any OSError; ``filename`` and ``filename2`` are the source and the destination, or
-    the one of them that failed and None. ``bytes_done``: what the destination now holds of the source, from its start;
-    its size is no more than that. ``device_code``: the vendor runtime's own code, 0 if the failure is not the device's.
-    """
-
-    def __init__(
-        self,
-        error: int,
-        message: str,
-        filename: str,
-        filename2: str | None = None,
-        *,
-        bytes_done: int = 0,
-        bytes_total: int = 0,
-        device_code: int = 0,
-    ) -> None:
-        super().__init__(error, message or os.strerror(error), filename, None, filename2)
-        self.bytes_done = bytes_done
-        self.bytes_total = bytes_total
-        self.device_code = device_code
-
-    def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
-        counts = (self.bytes_done, self.bytes_total, self.device_code)
-        return _copy_error, (self.errno, self.strerror, self.filename, self.filename2, *counts)
-
-    def __str__(self) -> str:
-        where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
-        code = f" (device code {self.device_code})" if self.device_code else ""
-        done = f" ({self.bytes_done} of {self.bytes_total} bytes copied)" if self.bytes_done else ""
-        return f"{where}: {self.strerror}{code}{done}"
-
-
-def _copy_error(
-    error: int, message: str, filename: str, filename2: str | None, done: int, total: int, code: int
-) -> CopyError:
-    return CopyError(error, message, filename, filename2, bytes_done=done, bytes_total=total, device_code=code)
-
-
-@dataclass(frozen=True)
-class CopyProgress:
-    """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
-
-    ``phase`` is "copy", and then "verify" where that was asked for; the counts start again then.
-    """
-
-    moved: int
-    total: int
-    paths: dict[str, int]
-    phase: str = "copy"
-
-
-@dataclass(frozen=True)
-class CopyResult:
-    """A copy that succeeded.
-
-    ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
-    written through the mount). ``paths``: bytes by "fastpath", "fallback", "page_cache", "kernel" and "mount".
-    ``refusals``: why not all went by the fastpath. ``sha256``: the hexadecimal checksum of both files, if verified.
-    """
-
-    source: str
-    destination: str
-    bytes: int
-    seconds: float
-    method: str
-    paths: dict[str, int]
-    refusals: tuple[str, ...] = ()
-    sha256: str | None = None
 
 
 @dataclass()
@@ -223,14 +151,14 @@ class Copier:
                 raise CopyError(errno.ECANCELED, "", source, destination)
         if not destination:
             raise CopyError(errno.ENOENT, "", destination)
-        source_fd, before = _open_source(source)
+        source_fd, before = _ends.open_source(source)
         with _Closing(source_fd, quiet=True):
             self._refuse_host_to_host(source, destination, before)
-            destination_fd, created = _open_destination(
+            destination_fd, created = _ends.open_destination(
                 destination, before, store=self.mount_of(before.st_dev) is not None
             )
             with _Closing(destination_fd) as closing:
-                moved = _Moved(total=_size_of(source_fd, before))
+                moved = _Moved(total=_ends.size_of(source_fd, before))
                 one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
                 after = os.fstat(destination_fd)
                 try:
@@ -255,12 +183,16 @@ class Copier:
         """What is left to do once the bytes are there; returns the checksum where one was asked for."""
         on_mount = self.mount_of(destination.st_dev) is not None
         if on_mount:
-            _settle_on_mount(one.destination_fd)
+            _ends.settle_on_mount(one.destination_fd)
         if self._preserve:
-            _preserve(one.destination_fd, source)
+            _ends.preserve(one.destination_fd, source)
         if self._fsync and not on_mount:
-            _make_durable(one.destination_fd, one.destination if created else None, synced=one.moved.synced)
-        return _compare(one) if self._verify else None
+            _ends.make_durable(one.destination_fd, one.destination if created else None, synced=one.moved.synced)
+        if not self._verify:
+            return None
+        from gpufs.client._verify import compare
+
+        return compare(one)
 
     def _refuse_host_to_host(self, source: str, destination: str, status: os.stat_result) -> None:
         """Before the destination is touched."""
@@ -274,7 +206,7 @@ class Copier:
             except OSError as error:
                 raise CopyError(error.errno or errno.EIO, "", destination) from None
         except OSError as error:
-            raise _open_failure(error, destination) from None
+            raise _ends.open_failure(error, destination) from None
         if self.mount_of(device) is None:
             raise CopyError(errno.EXDEV, "neither of them is on a gpufs mount: use cp", source, destination)
 
@@ -502,162 +434,6 @@ class _One:
         if self._progress is not None and now - self._told >= _PROGRESS_SECONDS:
             self._told = now
             self._progress(CopyProgress(moved, self.moved.total, dict(self.moved.paths or {}), phase))
-
-
-def _open_failure(error: OSError, path: str) -> CopyError:
-    text = ""
-    if error.errno == errno.ENOTCONN:
-        text = "the daemon of the gpufs mount has died (gpufs umount cleans up)"
-    return CopyError(error.errno or errno.EIO, text, path)
-
-
-def _open_source(path: str) -> tuple[int, os.stat_result]:
-    try:
-        kind = os.stat(path).st_mode  # opening a FIFO would wait for its writer
-        if stat.S_ISDIR(kind):
-            raise CopyError(errno.EISDIR, "is a directory", path)
-        if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
-            raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
-    except CopyError:
-        raise
-    except OSError as error:
-        raise _open_failure(error, path) from None
-    return fd, os.fstat(fd)
-
-
-def _size_of(fd: int, status: os.stat_result) -> int:
-    return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
-
-
-def _open_destination(path: str, source: os.stat_result, *, store: bool) -> tuple[int, bool]:
-    """Open for writing and empty; True if it was not there before.
-
-    Where it may be, and for a store, open for reading too: the engine can then write through a mapping, which several
-    threads can do at once.
-    """
-    access = os.O_RDWR if store else os.O_WRONLY
-    try:
-        for _ in range(4):
-            try:
-                there = os.stat(path)
-            except FileNotFoundError:
-                flags = access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
-                try:
-                    return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
-                except FileExistsError:
-                    if os.path.islink(path):
-                        raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", path) from None
-                    continue  # somebody else has just made it
-            _check_destination(path, there, source)
-            try:
-                return os.open(path, access | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
-            except FileNotFoundError:
-                continue  # somebody else has just removed it
-            except PermissionError:
-                if access == os.O_WRONLY:
-                    raise
-                access = os.O_WRONLY  # he may write but not read
-    except CopyError:
-        raise
-    except OSError as error:
-        raise _open_failure(error, path) from None
-    raise CopyError(errno.EBUSY, "comes and goes while it is opened", path)
-
-
-def _check_destination(path: str, there: os.stat_result, source: os.stat_result) -> None:
-    if os.path.samestat(there, source):
-        raise CopyError(errno.EINVAL, "is the same file as the source", path)
-    if stat.S_ISDIR(there.st_mode):
-        raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", path)
-    if not stat.S_ISREG(there.st_mode) and not stat.S_ISBLK(there.st_mode):
-        raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
-
-
-def _settle_on_mount(fd: int) -> None:
-    """After a change that the kernel did not make: what it has cached of the file goes, before success is reported."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    _linux.refresh(fd)
-
-
-def _preserve(fd: int, source: os.stat_result) -> None:
-    """Owner as far as allowed, mode and times, as cp -p."""
-    mode = stat.S_IMODE(source.st_mode)
-    try:
-        os.fchown(fd, source.st_uid, source.st_gid)
-    except PermissionError:
-        try:
-            os.fchown(fd, -1, source.st_gid)
-        except PermissionError:
-            mode &= ~stat.S_ISGID
-        mode &= ~stat.S_ISUID
-    os.fchmod(fd, mode)
-    os.utime(fd, ns=(source.st_atime_ns, source.st_mtime_ns))
-
-
-def _make_durable(fd: int, created: str | None, *, synced: bool) -> None:
-    if not synced:
-        os.fsync(fd)
-    if created is not None:
-        directory = os.open(os.path.dirname(created) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-
-def _compare(one: _One) -> str:
-    """The checksum that both files have. CopyError EIO when they differ, ECANCELED when cancelled."""
-    import threading
-
-    # Through the descriptor, so that it is the file that was written whatever its name means now.
-    back = os.open(f"/proc/self/fd/{one.destination_fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for fd in (one.destination_fd, back):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        digests: dict[int, str | OSError] = {}
-
-        def digest(fd: int, *, tell: bool) -> None:
-            try:
-                digests[fd] = _digest(fd, one, tell=tell)
-            except OSError as error:
-                digests[fd] = error
-
-        other = threading.Thread(target=digest, args=(back,), kwargs={"tell": False}, daemon=True)
-        other.start()
-        digest(one.source_fd, tell=True)
-        other.join()
-    finally:
-        os.close(back)
-    of_source, of_destination = digests[one.source_fd], digests[back]
-    done, total = one.moved.done, one.moved.total
-    for name, outcome in ((one.source, of_source), (one.destination, of_destination)):
-        if isinstance(outcome, OSError):
-            text = f"verifying: {outcome.strerror or outcome}"
-            raise CopyError(outcome.errno or errno.EIO, text, name, bytes_done=done, bytes_total=total)
-    if of_source != of_destination:
-        text = f"the copy differs: SHA-256 {of_source} was copied, {of_destination} was read back"
-        raise CopyError(errno.EIO, text, one.source, one.destination, bytes_done=done, bytes_total=total)
-    assert isinstance(of_source, str)
-    return of_source
-
-
-def _digest(fd: int, one: _One, *, tell: bool) -> str:
-    import hashlib  # for verification alone
-
-    checksum = hashlib.sha256()
-    buffer = memoryview(bytearray(_STREAM_BYTES))
-    offset = 0
-    while True:
-        if one.cancel is not None and one.cancel.cancelled:
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        count = os.preadv(fd, [buffer], offset)
-        if not count:
-            return checksum.hexdigest()
-        checksum.update(buffer[:count])
-        offset += count
-        if tell:
-            one.tell(offset, "verify")
 
 
 def copy(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpufs import statistics
+from gpufs import prometheus, statistics
 from gpufs._version import __version__
 from gpufs.engine import Device, Engine, EngineError, refusal_names
 
@@ -111,7 +111,7 @@ class MountStatistics:
 
     def as_metrics(self) -> bytes:
         """The text of ``.gpufs/metrics``, in Prometheus' format."""
-        return statistics.metrics(self.read()).encode()
+        return prometheus.page(self.read()).encode()
 
 
 def version_text() -> bytes:

@@ -1,0 +1,112 @@
+"""The two files of a copy: how they are opened, and what is left to do with them once the bytes are there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from gpufs.client import _linux
+from gpufs.client._outcome import CopyError
+
+
+def open_failure(error: OSError, path: str) -> CopyError:
+    text = ""
+    if error.errno == errno.ENOTCONN:
+        text = "the daemon of the gpufs mount has died (gpufs umount cleans up)"
+    return CopyError(error.errno or errno.EIO, text, path)
+
+
+def open_source(path: str) -> tuple[int, os.stat_result]:
+    try:
+        kind = os.stat(path).st_mode  # opening a FIFO would wait for its writer
+        if stat.S_ISDIR(kind):
+            raise CopyError(errno.EISDIR, "is a directory", path)
+        if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
+            raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    except CopyError:
+        raise
+    except OSError as error:
+        raise open_failure(error, path) from None
+    return fd, os.fstat(fd)
+
+
+def size_of(fd: int, status: os.stat_result) -> int:
+    return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
+
+
+def open_destination(path: str, source: os.stat_result, *, store: bool) -> tuple[int, bool]:
+    """Open for writing and empty; True if it was not there before.
+
+    Where it may be, and for a store, open for reading too: the engine can then write through a mapping, which several
+    threads can do at once.
+    """
+    access = os.O_RDWR if store else os.O_WRONLY
+    try:
+        for _ in range(4):
+            try:
+                there = os.stat(path)
+            except FileNotFoundError:
+                flags = access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
+                try:
+                    return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
+                except FileExistsError:
+                    if os.path.islink(path):
+                        raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", path) from None
+                    continue  # somebody else has just made it
+            _check_destination(path, there, source)
+            try:
+                return os.open(path, access | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
+            except FileNotFoundError:
+                continue  # somebody else has just removed it
+            except PermissionError:
+                if access == os.O_WRONLY:
+                    raise
+                access = os.O_WRONLY  # he may write but not read
+    except CopyError:
+        raise
+    except OSError as error:
+        raise open_failure(error, path) from None
+    raise CopyError(errno.EBUSY, "comes and goes while it is opened", path)
+
+
+def _check_destination(path: str, there: os.stat_result, source: os.stat_result) -> None:
+    if os.path.samestat(there, source):
+        raise CopyError(errno.EINVAL, "is the same file as the source", path)
+    if stat.S_ISDIR(there.st_mode):
+        raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", path)
+    if not stat.S_ISREG(there.st_mode) and not stat.S_ISBLK(there.st_mode):
+        raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+
+
+def settle_on_mount(fd: int) -> None:
+    """After a change that the kernel did not make: what it has cached of the file goes, before success is reported."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    _linux.refresh(fd)
+
+
+def preserve(fd: int, source: os.stat_result) -> None:
+    """Owner as far as allowed, mode and times, as cp -p."""
+    mode = stat.S_IMODE(source.st_mode)
+    try:
+        os.fchown(fd, source.st_uid, source.st_gid)
+    except PermissionError:
+        try:
+            os.fchown(fd, -1, source.st_gid)
+        except PermissionError:
+            mode &= ~stat.S_ISGID
+        mode &= ~stat.S_ISUID
+    os.fchmod(fd, mode)
+    os.utime(fd, ns=(source.st_atime_ns, source.st_mtime_ns))
+
+
+def make_durable(fd: int, created: str | None, *, synced: bool) -> None:
+    if not synced:
+        os.fsync(fd)
+    if created is not None:
+        directory = os.open(os.path.dirname(created) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,85 @@
+"""What a copy tells: how far it is, how it went, and why it failed."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from dataclasses import dataclass
+else:
+    from gpufs.client._record import dataclass
+
+
+class CopyError(OSError):
+    """A copy that failed or was cancelled (ECANCELED).
+
+    ``errno`` and ``strerror`` as for any OSError; ``filename`` and ``filename2`` are the source and the destination, or
+    the one of them that failed and None. ``bytes_done``: what the destination now holds of the source, from its start;
+    its size is no more than that. ``device_code``: the vendor runtime's own code, 0 if the failure is not the device's.
+    """
+
+    def __init__(
+        self,
+        error: int,
+        message: str,
+        filename: str,
+        filename2: str | None = None,
+        *,
+        bytes_done: int = 0,
+        bytes_total: int = 0,
+        device_code: int = 0,
+    ) -> None:
+        super().__init__(error, message or os.strerror(error), filename, None, filename2)
+        self.bytes_done = bytes_done
+        self.bytes_total = bytes_total
+        self.device_code = device_code
+
+    def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
+        counts = (self.bytes_done, self.bytes_total, self.device_code)
+        return _copy_error, (self.errno, self.strerror, self.filename, self.filename2, *counts)
+
+    def __str__(self) -> str:
+        where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
+        code = f" (device code {self.device_code})" if self.device_code else ""
+        done = f" ({self.bytes_done} of {self.bytes_total} bytes copied)" if self.bytes_done else ""
+        return f"{where}: {self.strerror}{code}{done}"
+
+
+def _copy_error(
+    error: int, message: str, filename: str, filename2: str | None, done: int, total: int, code: int
+) -> CopyError:
+    return CopyError(error, message, filename, filename2, bytes_done=done, bytes_total=total, device_code=code)
+
+
+@dataclass(frozen=True)
+class CopyProgress:
+    """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
+
+    ``phase`` is "copy", and then "verify" where that was asked for; the counts start again then.
+    """
+
+    moved: int
+    total: int
+    paths: dict[str, int]
+    phase: str = "copy"
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """A copy that succeeded.
+
+    ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
+    written through the mount). ``paths``: bytes by "fastpath", "fallback", "page_cache", "kernel" and "mount".
+    ``refusals``: why not all went by the fastpath. ``sha256``: the hexadecimal checksum of both files, if verified.
+    """
+
+    source: str
+    destination: str
+    bytes: int
+    seconds: float
+    method: str
+    paths: dict[str, int]
+    refusals: tuple[str, ...] = ()
+    sha256: str | None = None

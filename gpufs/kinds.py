@@ -1,0 +1,152 @@
+"""How the text of a value is read: sizes, times, numbers, words, paths; and what is said where it is not understood."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the text of a value is read. ``parse`` raises ValueError for what is not allowed."""
+
+    allowed: str  # ends the sentence "... is not allowed: "
+    metavar: str
+    parse: Callable[[str], Any]
+    choices: tuple[str, ...] = ()  # where these words are all that is allowed
+
+
+def size_text(size: int) -> str:
+    """A size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
+    for unit in ("T", "G", "M", "K"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    if not match:
+        raise ValueError(text)
+    factor = _UNITS[match[2].upper()]
+    whole, _, fraction = match[1].partition(".")
+    # Exact, whatever the number of digits.
+    return int(whole) * factor + (int(fraction) * factor // 10 ** len(fraction) if fraction else 0)
+
+
+def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
+    """A size in bytes within these bounds."""
+
+    def parse(text: str) -> int:
+        value = parse_size(text)
+        if not least <= value <= most or value % multiple or (power_of_two and value & (value - 1)):
+            raise ValueError(text)
+        return value
+
+    allowed = f"a size such as 4096, 512M or 1.5G, from {size_text(least)} to {size_text(most)}"
+    if multiple > 1:
+        allowed += f", a multiple of {size_text(multiple)}"
+    if power_of_two:
+        allowed += ", a power of two"
+    return Kind(allowed, "SIZE", parse)
+
+
+def integer(least: int, most: int) -> Kind:
+    """A whole number within these bounds."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or not least <= int(text) <= most:
+            raise ValueError(text)
+        return int(text)
+
+    return Kind(f"a whole number from {least} to {most}", "N", parse)
+
+
+def flags(bits: int) -> Kind:
+    """A number of so many bits."""
+
+    def parse(text: str) -> int:
+        value = int(text, 0)
+        if not 0 <= value < 1 << bits:
+            raise ValueError(text)
+        return value
+
+    return Kind(f"a number of {bits} bits, such as 0x1000", "FLAGS", parse)
+
+
+def duration(least: float, most: float) -> Kind:
+    """A time in seconds within these bounds."""
+
+    factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|)", text.strip(), re.ASCII)
+        if not match or not least <= float(match[1]) * factors[match[2]] <= most:
+            raise ValueError(text)
+        return float(match[1]) * factors[match[2]]
+
+    return Kind(f"a time such as 2, 500ms or 1.5m, from {least:g} to {most:g} seconds", "TIME", parse)
+
+
+def choice(*choices: str) -> Kind:
+    """One of these words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return Kind("one of " + ", ".join(choices), "|".join(choices), parse, choices)
+
+
+def _parse_boolean(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    try:
+        return words[text.strip().lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+def _parse_path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError(text)
+    try:
+        return str(Path(text).expanduser().absolute())
+    except RuntimeError:  # ~ of somebody who is not known here
+        raise ValueError(text) from None
+
+
+def join_backings(words: Sequence[str]) -> str:
+    """Several directories to show, each NAME=DIR or NAME=DIR:ro with whatever DIR has in it, as one setting."""
+    return ",".join(word.replace("\\", "\\\\").replace(",", "\\,") for word in words)
+
+
+def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
+    shown: list[tuple[str, str, bool]] = []
+    # What stands after a backslash stands for itself.
+    parts = [re.sub(r"\\(.)", r"\1", part, flags=re.S) for part in re.findall(r"(?:^|,)((?:\\.|[^,\\])*)", text, re.S)]
+    if join_backings(parts) != text:  # a backslash before nothing, or before what needs none
+        raise ValueError(text)
+    for part in parts:
+        name, equals, path = part.partition("=")
+        read_only = path.endswith(":ro")
+        path = path.removesuffix(":ro")
+        bad_name = not name or "/" in name or "\0" in name or name in (".", "..") or len(os.fsencode(name)) > 255
+        if bad_name or not equals or name in [known for known, _, _ in shown]:
+            raise ValueError(text)
+        shown.append((name, _parse_path(path), read_only))
+    return shown
+
+
+BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
+BACKINGS: Final = Kind(
+    "NAME=DIR or NAME=DIR:ro, several with commas between them, each NAME once; \\, for a comma in DIR",
+    "NAME=DIR[:ro]",
+    _parse_backings,
+)
+PATH: Final = Kind("the path of a file", "FILE", _parse_path)
