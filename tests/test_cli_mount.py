@@ -157,14 +157,11 @@ def test_foreground_failure_is_one_line(mountpoint: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_as_a_plain_user(tmp_path: Path) -> None:
-    path = tmp_path / "mnt"
-    path.mkdir()
-    os.chown(path, NOBODY, NOBODY)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == 0 and folder not in (Path("/"), Path("/tmp")):
-            folder.chmod(0o755)
+def test_as_a_plain_user() -> None:
     with plain_user() as environment:
+        path = Path(environment["HOME"]) / "mnt"  # tmp_path is closed to users anew by each run of pytest
+        path.mkdir()
+        os.chown(path, NOBODY, NOBODY)
         command, environment = user_gpufs(environment)
         user: dict[str, object] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
 
