@@ -42,7 +42,7 @@ class Fault {
 
 struct FaultPlan {
   Fault create_memory, reserve, populate, release, export_memory, bind, copy_in, copy_out, copy_within, zero, peer,
-      create_event, create_stream, synchronize;
+      create_event, create_stream, stream_copy, synchronize, pin;
   bool binds_threads = false;
   bool reserve_copies = false;
   bool cpu_addressable = true;
@@ -94,10 +94,12 @@ class FaultyStream : public Stream {
   FaultyStream(std::unique_ptr<Stream> inner, std::shared_ptr<FaultPlan> plan)
       : inner_(std::move(inner)), plan_(std::move(plan)) {}
   Status copy_to_device(DeviceAddress to, const void* from, std::size_t n) override {
-    return inner_->copy_to_device(to, from, n);
+    Status status = plan_->stream_copy.next("stream copy");
+    return status.ok() ? inner_->copy_to_device(to, from, n) : status;
   }
   Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
-    return inner_->copy_to_host(to, from, n);
+    Status status = plan_->stream_copy.next("stream copy");
+    return status.ok() ? inner_->copy_to_host(to, from, n) : status;
   }
   Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
     return inner_->copy_on_device(to, from, n);
@@ -169,7 +171,10 @@ class FaultyDevice : public Device {
     Status status = plan_->peer.next("copy_to_peer");
     return status.ok() ? inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n) : status;
   }
-  Status pin(void* address, std::size_t n) override { return inner_->pin(address, n); }
+  Status pin(void* address, std::size_t n) override {
+    Status status = plan_->pin.next("pin");
+    return status.ok() ? inner_->pin(address, n) : status;
+  }
   Status unpin(void* address) override { return inner_->unpin(address); }
 
  private:

@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -57,6 +59,13 @@ struct Fault {
   int times = 0;
 };
 
+std::vector<std::string> split(const char* text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text == nullptr ? "" : text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
 struct State {
   std::mutex mutex;
   std::condition_variable changed;
@@ -76,6 +85,15 @@ struct State {
   std::map<std::string, int> calls;
   bool held = false;
   int leaked = 0;  // what was open at the last reset
+
+  State() {
+    if (const char* devices = std::getenv("FAKE_CUDA_DEVICES")) setup.devices = std::atoi(devices);
+    if (const char* memory = std::getenv("FAKE_CUDA_MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
+    for (const std::string& plan : split(std::getenv("FAKE_CUDA_FAULTS"), ',')) {
+      const std::vector<std::string> part = split(plan.c_str(), ':');
+      if (part.size() == 4) faults[part[0]] = Fault{std::stoi(part[1]) - 1, std::stoi(part[2]), std::stoi(part[3])};
+    }
+  }
 };
 
 State& state() {

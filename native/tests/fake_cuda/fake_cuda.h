@@ -1,4 +1,6 @@
 // How tests set up the fake libcuda, plan its faults and read what it saw.
+// Programs that do not know of the fake plan by the environment: FAKE_CUDA_DEVICES, FAKE_CUDA_MEMORY, and
+// FAKE_CUDA_FAULTS=SYMBOL:N:CODE:TIMES,... as fail() does.
 // Owned by the fake library, which is loaded once for the process and keeps one state.
 // Any thread.
 #pragma once

@@ -200,12 +200,12 @@ Status CudaContext::allocate(std::uint64_t bytes, DeviceAddress* base) {
 void CudaContext::free(DeviceAddress base) { library_->call<&Functions::memory_free>(base); }
 
 Status CudaContext::copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) {
-  return call<&Functions::copy_to_device>("cuMemcpyHtoDAsync", Purpose::kMemory, destination, source, bytes,
+  return call<&Functions::copy_to_device>("cuMemcpyHtoDAsync", Purpose::kHost, destination, source, bytes,
                                           stream_of(stream));
 }
 
 Status CudaContext::copy_out(void* destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) {
-  return call<&Functions::copy_to_host>("cuMemcpyDtoHAsync", Purpose::kMemory, destination, source, bytes,
+  return call<&Functions::copy_to_host>("cuMemcpyDtoHAsync", Purpose::kHost, destination, source, bytes,
                                         stream_of(stream));
 }
 
@@ -230,7 +230,7 @@ Status CudaContext::fill_zero(DeviceAddress destination, std::size_t bytes, Stre
 Status CudaContext::create_stream(StreamHandle* stream) {
   CuStream created = nullptr;
   Status status =
-      call<&Functions::stream_create>("cuStreamCreate", Purpose::kMemory, &created, unsigned{kCuStreamNonBlocking});
+      call<&Functions::stream_create>("cuStreamCreate", Purpose::kHost, &created, unsigned{kCuStreamNonBlocking});
   *stream = created;
   return status;
 }
@@ -251,7 +251,7 @@ Status CudaContext::create_event(EventHandle* event) {
   // Without timing events are cheap. Waiting spins: where the device's interrupts pass through a virtual machine, a
   // thread that sleeps wakes 170-470 us late, and a chunk of 8 MiB takes 160 us.
   Status status =
-      call<&Functions::event_create>("cuEventCreate", Purpose::kMemory, &created, unsigned{kCuEventDisableTiming});
+      call<&Functions::event_create>("cuEventCreate", Purpose::kHost, &created, unsigned{kCuEventDisableTiming});
   *event = created;
   return status;
 }

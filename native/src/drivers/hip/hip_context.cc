@@ -185,12 +185,12 @@ Status HipContext::allocate(std::uint64_t bytes, DeviceAddress* base) {
 void HipContext::free(DeviceAddress base) { library_->call<&Functions::memory_free>(pointer(base)); }
 
 Status HipContext::copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) {
-  return call<&Functions::copy_to_device>("hipMemcpyHtoDAsync", Purpose::kMemory, pointer(destination), source, bytes,
+  return call<&Functions::copy_to_device>("hipMemcpyHtoDAsync", Purpose::kHost, pointer(destination), source, bytes,
                                           stream_of(stream));
 }
 
 Status HipContext::copy_out(void* destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) {
-  return call<&Functions::copy_to_host>("hipMemcpyDtoHAsync", Purpose::kMemory, destination, pointer(source), bytes,
+  return call<&Functions::copy_to_host>("hipMemcpyDtoHAsync", Purpose::kHost, destination, pointer(source), bytes,
                                         stream_of(stream));
 }
 
@@ -214,7 +214,7 @@ Status HipContext::fill_zero(DeviceAddress destination, std::size_t bytes, Strea
 
 Status HipContext::create_stream(StreamHandle* stream) {
   HipStream created = nullptr;
-  Status status = call<&Functions::stream_create>("hipStreamCreateWithFlags", Purpose::kMemory, &created,
+  Status status = call<&Functions::stream_create>("hipStreamCreateWithFlags", Purpose::kHost, &created,
                                                   unsigned{kHipStreamNonBlocking});
   *stream = created;
   return status;
@@ -233,7 +233,7 @@ Status HipContext::wait_for_event(StreamHandle stream, EventHandle event) {
 
 Status HipContext::create_event(EventHandle* event) {
   HipEvent created = nullptr;
-  Status status = call<&Functions::event_create>("hipEventCreateWithFlags", Purpose::kMemory, &created,
+  Status status = call<&Functions::event_create>("hipEventCreateWithFlags", Purpose::kHost, &created,
                                                  unsigned{kHipEventDisableTiming});
   *event = created;
   return status;
