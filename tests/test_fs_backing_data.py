@@ -70,7 +70,7 @@ def directory(parent: str) -> Iterator[Path]:
 def backed(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Path]]:
     with directory("/var/tmp") as disk, directory("/dev/shm") as memory:
         words = ["--backing", f"disk={disk}", "--backing", f"memory={memory}"]
-        with GpufsMount(session, *words, driver=driver, allow_other=True) as mount:
+        with GpufsMount(session, *words, driver=driver, memory=256 * MIB, allow_other=True) as mount:
             yield mount, disk, memory
 
 

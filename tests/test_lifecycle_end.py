@@ -335,7 +335,7 @@ def work_on(mounted: GpufsMount, round_: int) -> None:
 
 
 def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter, driver: str) -> None:
-    mounted = mount()
+    mounted = mount(memory=256 * MIB)
     for round_ in range(20):
         work_on(mounted, round_)
     empty = os.statvfs(mounted.device)

@@ -7,17 +7,22 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
+import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.mounting import GpufsMount, Mounter
-from support.processes import wait_until
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import unhurried, wait_until
 
 from gpufs.engine import Buffer, Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(120)]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -235,6 +240,59 @@ def test_an_address_holds_still() -> None:
         finally:
             cuda.cuCtxSetCurrent(None)
             cuda.cuDevicePrimaryCtxRelease_v2(0)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory of the host that takes what a copy writes as fast as memory does."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-gpu-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize("program", ["cp", "gpufs cp"])
+def test_an_interrupt_ends_a_copy_of_fifty_gibibytes(
+    mount: Mounter, memory: Path, program: str, direction: str
+) -> None:
+    """Ctrl-C in the middle: it ends within a second, both files are as long as was copied, and nothing is held."""
+    size = 50 * GIB
+    one = mount("--backing", f"memory={memory}")
+    system = os.statvfs(one.device)
+    if system.f_bavail * system.f_frsize < size + GIB:
+        pytest.skip("needs 51 GiB of device memory")
+    before = used(one)
+    shown = one.path / "backing" / "memory" if program == "cp" else memory
+    if direction == "load":
+        source, target, there = shown / "file", one.device / "copy", one.device / "copy"
+        with open(memory / "file", "wb") as file:
+            file.truncate(size)
+    else:
+        source, target, there = one.device / "file", shown / "copy", memory / "copy"
+        with open(source, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    status = one.path / ".gpufs" / "status"
+    words = ["cp"] if program == "cp" else [*GPUFS, "cp"]
+    child = subprocess.Popen([*words, str(source), str(target)], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: json.loads(status.read_text())["io"]["active"] or child.poll() is not None, 20, "the copy")
+    time.sleep(0.3)
+    assert child.poll() is None, "the copy was too fast to be interrupted"
+    began = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert time.monotonic() - began < unhurried(1)
+    assert child.returncode == -signal.SIGINT, errors
+    wait_until(lambda: json.loads(status.read_text())["io"]["active"] == 0, unhurried(1), "the end of the copy")
+    copied = there.stat().st_size
+    assert 0 < copied < size
+    with open(there, "rb", buffering=0) as file:
+        for offset in (0, copied // 2 // MIB * MIB, max(copied - MIB, 0)):
+            part = os.pread(file.fileno(), MIB, offset)
+            assert part == bytes(len(part))
+    for path in (source, target):
+        path.unlink()
+    wait_until(lambda: used(one) - before < 64 * MIB, 20, "the memory to come back")
+    one.unmount()
 
 
 @pytest.mark.slow

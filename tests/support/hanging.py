@@ -1,4 +1,4 @@
-"""A file system that stops answering, as one on a network does: a small FUSE server of our own."""
+"""A file system that is slow, fails or stops answering, as one on a network does: a small FUSE server of our own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,8 +31,11 @@ def _attributes(node: int, size: int) -> bytes:
     return head + struct.pack("=7I", mode, 1, 0, 0, 0, 4096, 0)
 
 
-def serve(fd: int, size: int, good: int, hanging: Iterable[int]) -> None:
-    """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations never."""
+def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: Iterable[int]) -> None:
+    """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations never.
+
+    failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes.
+    """
     buffer_bytes = (1 << 20) + 4096
     hang = set(hanging)
     while True:
@@ -45,29 +49,33 @@ def serve(fd: int, size: int, good: int, hanging: Iterable[int]) -> None:
         body = request[40:]
         if operation in _NO_REPLY or (operation in hang and operation != _READ):
             continue
-        failure, answer = 0, b""
+        error, answer = 0, b""
         if operation == _INIT:
             answer = struct.pack("=4I2H2I2HI7I", 7, 31, 1 << 17, 0, 12, 9, 1 << 17, 1, 0, 0, 0, *(0,) * 7)
         elif operation == _LOOKUP:
             if body.rstrip(b"\0") == b"file":
                 answer = struct.pack("=4Q2I", _FILE, 0, 3600, 3600, 0, 0) + _attributes(_FILE, size)
             else:
-                failure = -errno.ENOENT
+                error = -errno.ENOENT
         elif operation == _GETATTR:
             answer = struct.pack("=QII", 3600, 0, 0) + _attributes(node, size)
         elif operation == _OPEN:
             answer = struct.pack("=QII", 1, _KEEP_CACHE, 0)  # else an opening waits for reads that hang
         elif operation == _READ:
             _, offset, count = struct.unpack_from("=QQI", body)
-            if _READ in hang and offset + count > good:
+            if offset + count > good and failure:
+                error = -failure
+            elif offset + count > good and _READ in hang:
                 continue
-            answer = bytes(max(0, min(count, size - offset)))
+            else:
+                time.sleep(delay)
+                answer = bytes(max(0, min(count, size - offset)))
         elif operation == _STATFS:
             answer = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, 0, *(0,) * 6)
         elif operation not in (_RELEASE, _FLUSH, _DESTROY):
-            failure = -errno.ENOSYS
+            error = -errno.ENOSYS
         try:
-            os.write(fd, struct.pack("=IiQ", 16 + len(answer), failure, unique) + answer)
+            os.write(fd, struct.pack("=IiQ", 16 + len(answer), error, unique) + answer)
         except OSError:
             pass
 
@@ -75,10 +83,19 @@ def serve(fd: int, size: int, good: int, hanging: Iterable[int]) -> None:
 class HangingMount:
     """path/file has `size` zeros, of which the first `good` can be read; `operations` are never answered.
 
+    failure: what reads beyond fail with, instead of hanging. delay: seconds that each read of up to 128 KiB takes.
     release() ends the server: everything that waits fails with ENOTCONN.
     """
 
-    def __init__(self, size: int = 1 << 30, good: int = 0, operations: Iterable[str] = ("read",)) -> None:
+    def __init__(
+        self,
+        size: int = 1 << 30,
+        good: int = 0,
+        operations: Iterable[str] = ("read",),
+        *,
+        failure: int = 0,
+        delay: float = 0,
+    ) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/tmp"))
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,allow_other,max_read=131072".encode()
@@ -88,7 +105,8 @@ class HangingMount:
                 raise OSError(ctypes.get_errno(), "mount")
             numbers = [str(OPERATIONS[name]) for name in operations]
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(fd), str(size), str(good), *numbers], pass_fds=(fd,)
+                [sys.executable, __file__, str(fd), str(size), str(good), str(failure), str(delay), *numbers],
+                pass_fds=(fd,),
             )
         finally:
             os.close(fd)
@@ -109,4 +127,4 @@ class HangingMount:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), map(int, sys.argv[4:]))
+    serve(*map(int, sys.argv[1:5]), float(sys.argv[5]), map(int, sys.argv[6:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
+import fcntl
 import os
 import pickle
 import signal
@@ -127,6 +128,11 @@ def errno_of(action: Callable[..., Any], *arguments: Any, **options: Any) -> int
     return 0
 
 
+def unhurried(seconds: float) -> float:
+    """The time that what takes `seconds` may take while this machine does other things as well."""
+    return seconds * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """Polls until condition() is true and returns it; AssertionError naming `what` when the time is up."""
     deadline = time.monotonic() + seconds
@@ -190,7 +196,12 @@ def children_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def plain_user() -> Iterator[dict[str, str]]:
-    """An environment in which nobody can mount: an own home, and /dev/fuse of mode 666 (restored), as in Debian."""
+    """An environment in which nobody can mount: an own home, and /dev/fuse of mode 666 (restored), as in Debian.
+
+    One at a time, whatever other runs of tests there are on this machine.
+    """
+    device = os.open("/dev/fuse", os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(device, fcntl.LOCK_EX)
     before = os.stat("/dev/fuse").st_mode & 0o7777
     os.chmod("/dev/fuse", 0o666)
     home = tempfile.mkdtemp(prefix="gpufs-tests-home-")
@@ -208,4 +219,6 @@ def plain_user() -> Iterator[dict[str, str]]:
         }
     finally:
         os.chmod("/dev/fuse", before)
+        fcntl.flock(device, fcntl.LOCK_UN)  # children may have the descriptor too
+        os.close(device)
         subprocess.run(["rm", "-rf", "--one-file-system", home], check=False, timeout=30)

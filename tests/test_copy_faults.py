@@ -1,0 +1,177 @@
+"""What goes wrong under a copy, as programs see it: cp from and to backing/, and `gpufs cp`.
+
+The same faults at the engine's own interface, and more of them: native/tests/io_faults_test.cc.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import fake_gpu
+from support.data import KIB, MIB, assert_same, noise
+from support.fake_gpu import ALWAYS, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY
+from support.hanging import HangingMount
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import Snapshot, run, wait_until
+
+PROGRAMS = ("cp", "gpufs cp")
+DIRECTIONS = ("load", "store")
+SIZE = 8 * MIB + 777
+CHUNK = 256 * KIB
+ONE_THREAD = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "256K"}
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="backing directories of another user")
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/var/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def status(mount: GpufsMount) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((mount.path / ".gpufs" / "status").read_text())
+    return found
+
+
+def copy(program: str, mount: GpufsMount, there: Path, name: str, source: str, target: str) -> Any:
+    """Copies between a file of `there`, shown as backing/NAME, and a buffer, one of which is called "buffer"."""
+    host = mount.path / "backing" / name if program == "cp" else there
+    words = [str((mount.device if path == "buffer" else host) / path) for path in (source, target)]
+    return run(*(["cp"] if program == "cp" else [*GPUFS, "cp", "--json"]), *words, check=False)
+
+
+def expect_failure(done: subprocess.CompletedProcess[str], program: str, error: int, target: Path, size: int) -> None:
+    """The program says what was wrong, once, and the target has the bytes that were copied."""
+    assert done.returncode == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert target.stat().st_size == size, done.stderr
+    if program == "cp":
+        assert os.strerror(error) in done.stderr
+    else:  # in the daemon's words, which say more
+        (failure,) = json.loads(done.stdout)["errors"]
+        assert (failure["errno"], failure["bytes_done"]) == (error, size)
+
+
+def expect_nothing_left(mount: GpufsMount, before: Snapshot) -> None:
+    wait_until(lambda: status(mount)["io"]["active"] == 0, 10, "the end of the copy")
+    found = status(mount)
+    assert found["io"]["bounce_pool"]["used_bytes"] == 0
+    assert found["statistics"]["replies"]["unanswered"] == 0
+    assert found["transfers"]["running"] == 0
+    # The first copy makes threads of pools and a lane; names that the kernel knows have a descriptor each.
+    wait_until(lambda: Snapshot.of(mount.pid).descriptors <= before.descriptors + 4, 10, "closed descriptors")
+
+
+@root_only
+@pytest.mark.driver
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_source_that_fails_in_the_middle(mount: Mounter, program: str, error: int) -> None:
+    good = 5 * MIB + 384 * KIB  # in whole reads of the kernel's
+    with HangingMount(size=16 * MIB, good=good, operations=(), failure=error) as server:
+        one = mount("--backing", f"server={server.path}", environment=ONE_THREAD)
+        before = Snapshot.of(one.pid)
+        for _ in range(3):
+            done = copy(program, one, server.path, "server", "file", "buffer")
+            expect_failure(done, program, error, one.device / "buffer", good)
+            assert (one.device / "buffer").read_bytes() == bytes(good)
+        expect_nothing_left(one, before)
+        (one.device / "buffer").unlink()
+        wait_until(lambda: status(one)["devices"][0]["held_bytes"] == 0, 10, "the memory of the copy")
+        one.unmount()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A call of the driver's that fails, in loads and stores; with what, and after how many bytes."""
+
+    load: str
+    store: str
+    n: int
+    code: int
+    error: int
+    copied: int
+
+
+HTOD, DTOH = "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"
+FAULTS = {
+    "nothing is pinned": Fault("cuMemHostRegister_v2", "cuMemHostRegister_v2", 1, OUT_OF_MEMORY, errno.ENOMEM, 0),
+    "no event": Fault("cuEventCreate", "cuEventCreate", 1, OUT_OF_MEMORY, errno.ENOMEM, 0),
+    "no stream": Fault("cuStreamCreate", "cuStreamCreate", 2, OUT_OF_MEMORY, errno.ENOMEM, 0),
+    "a copy is refused": Fault(HTOD, DTOH, 4, INVALID_VALUE, errno.EIO, 3 * CHUNK),
+    "the context is lost": Fault(HTOD, DTOH, 4, ILLEGAL_ADDRESS, errno.EIO, 3 * CHUNK),
+}
+
+
+@root_only
+@pytest.mark.complains
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_driver_that_fails(
+    mount: Mounter, tmp_path: Path, disk: Path, name: str, program: str, direction: str
+) -> None:
+    fault = FAULTS[name]
+    load = direction == "load"
+    lost = fault.code == ILLEGAL_ADDRESS
+    plan = fake_gpu.plan(fault.load if load else fault.store, fault.n, fault.code, 1 if lost else ALWAYS)
+    one = mount(
+        "--backing",
+        f"disk={disk}",
+        driver="cuda",
+        environment=fake_gpu.environment(tmp_path, plan, devices=2) | ONE_THREAD,
+    )
+    (disk / "file" if load else one.device / "buffer").write_bytes(noise(SIZE))
+    before = Snapshot.of(one.pid)
+    source, target = ("file", "buffer") if load else ("buffer", "file")
+    there = one.device / "buffer" if load else disk / "file"
+    done = copy(program, one, disk, "disk", source, target)
+    # Of a context that is lost while several copies are under way nobody knows which of them were done.
+    expect_failure(done, program, fault.error, there, there.stat().st_size if lost else fault.copied)
+    assert there.stat().st_size <= fault.copied
+    if not (lost and load):
+        assert_same(there.read_bytes(), noise(SIZE)[: there.stat().st_size])
+    expect_nothing_left(one, before)
+
+    if lost:
+        assert "700" in status(one)["devices"][0]["health"]
+        other = one.path / "gpu1" / "file"
+        other.write_bytes(noise(MIB))
+        assert other.read_bytes() == noise(MIB)
+    (one.device / "buffer").unlink()
+    if not lost:
+        assert status(one)["devices"][0]["health"] is None
+        wait_until(lambda: status(one)["devices"][0]["held_bytes"] == 0, 10, "the memory of the copy")
+    one.unmount()
+
+
+@root_only
+@pytest.mark.complains
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_device_that_runs_full_says_so(mount: Mounter, tmp_path: Path, disk: Path, program: str) -> None:
+    """By the driver's own word, in the middle of a copy; once there is room again the copy works."""
+    plan = fake_gpu.plan("cuMemCreate", 2, OUT_OF_MEMORY, ALWAYS)
+    one = mount("--backing", f"disk={disk}", driver="cuda", environment=fake_gpu.environment(tmp_path, plan))
+    (disk / "file").write_bytes(noise(SIZE))
+    before = Snapshot.of(one.pid)
+    (one.device / "other").write_bytes(bytes(2 * MIB))
+    done = copy(program, one, disk, "disk", "file", "buffer")
+    expect_failure(done, program, errno.ENOSPC, one.device / "buffer", (one.device / "buffer").stat().st_size)
+    assert_same((one.device / "buffer").read_bytes(), noise(SIZE)[: (one.device / "buffer").stat().st_size])
+    expect_nothing_left(one, before)
+    for path in ("other", "buffer"):
+        (one.device / path).unlink()
+    wait_until(lambda: status(one)["devices"][0]["held_bytes"] == 0, 10, "the memory of both")
+    one.unmount()

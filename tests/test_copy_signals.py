@@ -1,0 +1,170 @@
+"""Copies that take long, by cp from and to backing/ and by `gpufs cp`: signals end them within a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import GIB, MIB, noise
+from support.hanging import HangingMount
+from support.mounting import GPUFS, GpufsMount, Session
+from support.processes import Snapshot, run, unhurried, wait_until
+
+pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts a server")]
+
+LONG = 50 * GIB  # of the server, who takes most of an hour for it
+BLOCK = 8 * MIB
+BUFFER = 64 * BLOCK  # to the disk in small pieces: a second or more
+# One thread and small pieces, past the cache.
+SLOW = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K", "GPUFS_IO_DIRECT": "on", "GPUFS_IO_FASTPATH": "off"}
+PROGRAMS = ("cp", "gpufs cp")
+DIRECTIONS = ("load", "store")
+
+
+@dataclass(frozen=True)
+class World:
+    """A mount that copies slowly: a full buffer, a slow server, and a directory on a disk."""
+
+    mount: GpufsMount
+    server: Path
+    disk: Path
+    descriptors: int  # of the daemon before all tests
+
+    @property
+    def buffer(self) -> Path:
+        return self.mount.device / "buffer"
+
+    def command(self, program: str, source: Path, target: Path) -> list[str]:
+        """`cp` is given the host's files below backing/, `gpufs cp` as they are."""
+        if program == "gpufs cp":
+            return [*GPUFS, "cp", str(source), str(target)]
+        shown = self.mount.path / "backing"
+        words = ["cp"]
+        for path in (source, target):
+            for name, there in (("server", self.server), ("disk", self.disk)):
+                if path.is_relative_to(there):
+                    path = shown / name / path.relative_to(there)
+            words.append(str(path))
+        return words
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.mount.path / ".gpufs" / "status").read_text())
+        return found
+
+    def moving(self) -> bool:
+        return bool(self.status()["io"]["active"])
+
+    def held(self) -> int:
+        return int(self.status()["devices"][0]["held_bytes"])
+
+    def expect_prefix(self, path: Path, size: int) -> None:
+        """The file has this many bytes, which are those of the buffer's beginning."""
+        block = noise(BLOCK)
+        with open(path, "rb", buffering=0) as file:
+            assert os.fstat(file.fileno()).st_size == size
+            for offset in range(0, size, BLOCK):
+                part = min(BLOCK, size - offset)
+                assert os.pread(file.fileno(), part, offset) == block[:part], f"from {offset} on"
+
+
+@pytest.fixture(scope="module")
+def world(session: Session, driver: str) -> Iterator[World]:
+    disk = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/var/tmp"))
+    try:
+        with HangingMount(size=LONG, good=LONG, operations=(), delay=0.005) as server:
+            words = ["--backing", f"server={server.path}", "--backing", f"disk={disk}"]
+            with GpufsMount(session, *words, driver=driver, memory=3 * BUFFER, environment=SLOW) as mount:
+                with open(mount.device / "buffer", "wb", buffering=0) as buffer:
+                    for _ in range(BUFFER // BLOCK):
+                        buffer.write(noise(BLOCK))
+                yield World(mount, server.path, disk, Snapshot.of(mount.pid).descriptors)
+                # A slow server's thread may be left behind, where its read takes longer than a cancellation waits.
+                assert not [line for line in mount.complaints() if "was left behind by threads" not in line]
+    finally:
+        shutil.rmtree(disk)
+
+
+@pytest.fixture
+def calm(world: World) -> Iterator[World]:
+    """What a test's copy held is given back, and the mount goes on."""
+    empty = world.held()
+    yield world
+    wait_until(lambda: not world.moving(), unhurried(1), "the end of the copy")
+    for path in (world.mount.device / "copy", world.mount.path / "backing" / "disk" / "copy"):
+        path.unlink(missing_ok=True)
+    wait_until(lambda: world.held() <= empty, 10, "the memory of the copy")
+    # A few for names that the kernel still knows, and for what the first use made; no more with every test.
+    wait_until(lambda: Snapshot.of(world.mount.pid).descriptors <= world.descriptors + 8, 10, "closed descriptors")
+    status = world.status()
+    assert status["io"]["bounce_pool"]["used_bytes"] == 0
+    assert status["statistics"]["replies"]["unanswered"] == 0
+    (world.disk / "small").write_bytes(noise(MIB))
+    run(*world.command("cp", world.disk / "small", world.mount.device / "small"))
+    assert (world.mount.device / "small").read_bytes() == noise(MIB)
+    (world.mount.device / "small").unlink()
+
+
+def started(world: World, command: list[str]) -> subprocess.Popen[str]:
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: world.moving() or child.poll() is not None, 20, "the start of the copy")
+    time.sleep(0.2)
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda x: x.name)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_signal_ends_it(calm: World, program: str, direction: str, number: signal.Signals) -> None:
+    if direction == "load":
+        source, target = calm.server / "file", calm.mount.device / "copy"
+    else:
+        source, target = calm.buffer, calm.disk / "copy"
+    child = started(calm, calm.command(program, source, target))
+    assert child.poll() is None, "the copy was too fast to be interrupted"
+    began = time.monotonic()
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=20)
+    took = time.monotonic() - began
+    assert child.returncode == -number, errors
+    assert took < unhurried(1)
+    # The daemon may still be about to notice that its client is dead.
+    wait_until(lambda: not calm.moving(), unhurried(1), "the end of the copy")
+    size = target.stat().st_size
+    assert size < (LONG if direction == "load" else BUFFER)
+    if direction == "store":
+        calm.expect_prefix(target, size)
+    else:
+        assert target.read_bytes() == bytes(size)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_stopped_copy_goes_on(calm: World, program: str, direction: str) -> None:
+    """SIGSTOP interrupts what the kernel waits for, as any signal does; nothing is lost by it."""
+    if direction == "load":
+        source, target = calm.disk / "source", calm.mount.device / "copy"
+        if not source.exists():
+            run(*calm.command("cp", calm.buffer, source))
+    else:
+        source, target = calm.buffer, calm.disk / "copy"
+    child = started(calm, calm.command(program, source, target))
+    for _ in range(2):
+        child.send_signal(signal.SIGSTOP)
+        if program == "cp":  # what the daemon copies for the other goes on
+            wait_until(lambda: not calm.moving(), unhurried(1), "the end of the request")
+        time.sleep(0.1)
+        child.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+    _, errors = child.communicate(timeout=100)
+    assert child.returncode == 0, errors
+    calm.expect_prefix(target, BUFFER)
