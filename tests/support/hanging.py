@@ -41,8 +41,8 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
     while True:
         try:
             request = os.read(fd, buffer_bytes)
-        except OSError as error:
-            if error.errno in (errno.EINTR, errno.ENOENT):
+        except OSError as ended:
+            if ended.errno in (errno.EINTR, errno.ENOENT):
                 continue
             return
         _, operation, unique, node = struct.unpack_from("=IIQQ", request)
@@ -127,4 +127,5 @@ class HangingMount:
 
 
 if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:5]), float(sys.argv[5]), map(int, sys.argv[6:]))
+    fd, size, good, failure = map(int, sys.argv[1:5])
+    serve(fd, size, good, failure, float(sys.argv[5]), map(int, sys.argv[6:]))

@@ -81,8 +81,12 @@ Status GpuStream::wait(Event& event) {
                      [&] { return context_->wait_for_event(stream_, static_cast<GpuEvent&>(event).handle()); });
 }
 
+// On a device out of service as well: what was queued before may still be under way, and whoever waits for its end is
+// about to give the memory away.
 Status GpuStream::synchronize() {
-  return with_device(*context_, [&] { return context_->synchronize_stream(stream_); });
+  const Current current(*context_);
+  const Status ended = context_->synchronize_stream(stream_);
+  return current.status().ok() ? ended : current.status();
 }
 
 }  // namespace gpufs::gpu
