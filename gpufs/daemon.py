@@ -151,6 +151,7 @@ class Daemon:
         runtime = runtime_directory(allow_other=bool(values["allow_other"]))
         with ExitStack() as parts:
             counters = CountersFile(runtime)
+            service.sweep(runtime)
             parts.callback(counters.remove)
             opened, driver, notes = _open_engine(values["driver"], values, counters.path)
             parts.callback(opened.close)
@@ -200,6 +201,7 @@ class Daemon:
             pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
             control.pop_all()  # from here on libfuse's session closes the descriptor
             parts.callback(pyfuse3.close, unmount=False)
+            parts.callback(mount.close)  # first of the two: its other end does not vanish beneath the data plane
             mount.start()
             log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, driver)
             trio.run(self._serve, mount, entry, socket_path, driver, len(opened.devices), notes)

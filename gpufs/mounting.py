@@ -84,10 +84,13 @@ def _undo_escapes(text: str) -> str:
     return os.fsdecode(raw)
 
 
-def mounts() -> list[MountEntry]:
-    """The gpufs mounts that this process can see, dead ones as well; of several on one mountpoint the uppermost."""
+def mounts(pid: str = "self") -> list[MountEntry]:
+    """The gpufs mounts that a process can see, dead ones as well; of several on one mountpoint the uppermost.
+
+    OSError where ``pid`` is another's process, or has ended.
+    """
     found: dict[str, MountEntry | None] = {}
-    with open("/proc/self/mountinfo", encoding=None, errors="surrogateescape") as file:
+    with open(f"/proc/{pid}/mountinfo", encoding=None, errors="surrogateescape") as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
             separator = fields.index("-", 6)

@@ -9,6 +9,7 @@ engine.
 import fcntl
 import json
 import os
+import re
 import stat
 import struct
 from array import array
@@ -275,6 +276,12 @@ def _buckets(numbers: "array[int]") -> list[tuple[int | None, int]]:
 def file_name(pid: int, device: str) -> str:
     """What the file of the mount with this device number ("0:52") is called that a process serves."""
     return f"{pid}-{device.replace(':', '-')}{_SUFFIX}"
+
+
+def device_of(name: str) -> str | None:
+    """The device number in a file_name(), also of one that was deleted meanwhile; None for other names."""
+    found = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
+    return f"{found[1]}:{found[2]}" if found else None
 
 
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:

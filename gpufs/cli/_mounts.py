@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from errno import ENOTCONN, ETIMEDOUT
 from typing import Final
 
-from gpufs import mounting
+from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
 
 STATUS_FILE: Final = ".gpufs/status"
@@ -46,8 +46,12 @@ def find(path: str) -> "mounting.MountEntry":
     raise Failure(f"{path}: no gpufs is mounted there")
 
 
-def daemons(mountpoint: str) -> list[int]:
-    """The processes that serve a mountpoint, by their command lines: also those that hang or have lost their mount."""
+def daemons(mountpoint: str, device: str | None = None) -> list[int]:
+    """The processes that serve a mountpoint, by their command lines: also those that hang or have lost their mount.
+
+    With the ``device`` ("major:minor") of a mount those that, as far as can be seen, serve this one: an earlier one at
+    the same place may live on where it is still in use.
+    """
     wanted = os.fsencode(mountpoint)
     found = []
     for name in os.listdir("/proc"):
@@ -58,9 +62,20 @@ def daemons(mountpoint: str) -> list[int]:
                 words = file.read().rstrip(b"\0").split(b"\0")
         except OSError:
             continue
-        if words[-1] == wanted and b"gpufs.daemon" in words and _same_namespace(name):
+        if words[-1] != wanted or b"gpufs.daemon" not in words or not _same_namespace(name):
+            continue
+        if device is None or _device_of(name) in (device, None):
             found.append(int(name))
     return found
+
+
+def _device_of(pid: str) -> str | None:
+    """Which mount a daemon serves, by the name of the counters' file that it has open; None where that is not known."""
+    try:
+        names = [os.path.basename(os.readlink(f"/proc/{pid}/fd/{fd}")) for fd in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return None
+    return next((device for device in map(statistics.device_of, names) if device is not None), None)
 
 
 def _same_namespace(pid: str) -> bool:
@@ -69,6 +84,30 @@ def _same_namespace(pid: str) -> bool:
         return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
     except OSError:
         return True
+
+
+def other_places(device: str) -> list[str]:
+    """Where else a mount is, by its device number: bound to other paths, or copied into other mount namespaces.
+
+    Paths for our own namespace, "PATH in the mount namespace of NAME (PID)" for one process of each other one, as far
+    as we may look.
+    """
+    found = []
+    seen = set()
+    for pid in ["self", *filter(str.isdigit, os.listdir("/proc"))]:
+        try:
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace in seen:
+                continue
+            paths = [entry.mountpoint for entry in mounting.mounts(pid) if entry.device == device]
+            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
+                name = file.read().strip()
+        except OSError:
+            continue
+        seen.add(namespace)
+        where = "" if pid == "self" else f" in the mount namespace of {name} ({pid})"
+        found += [path + where for path in paths]
+    return found
 
 
 def users(mountpoint: str, most: int = 5) -> list[str]:

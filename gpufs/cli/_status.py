@@ -53,7 +53,7 @@ def _one(entry: "mounting.MountEntry", content: bytes | OSError) -> dict[str, An
             return status
     else:
         status.update(state=_STATES.get(content.errno or 0, "error"), error=content.strerror)
-    pids = _mounts.daemons(entry.mountpoint)
+    pids = _mounts.daemons(entry.mountpoint, entry.device)
     if len(pids) == 1:
         status["pid"] = pids[0]
     return status

@@ -40,9 +40,13 @@ def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     """Unmounts one mountpoint. Failure, with one line, where that cannot be."""
-    entry = _mounts.find(path)
+    try:
+        entry = _mounts.find(path)
+    except Failure as missing:
+        _end_left_over(path, missing, force=force, timeout=timeout)
+        return
     mountpoint = entry.mountpoint
-    pids = _mounts.daemons(mountpoint)
+    pids = _mounts.daemons(mountpoint, entry.device)
     if force:
         _signal(pids, signal.SIGTERM)
         # One that is stopped cannot hear it.
@@ -54,18 +58,43 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         _unmount(mountpoint, force=False, lazy=lazy)
     if lazy and not force:
         return
-    if force:
-        # Its connection is cut and its files are gone: there is nothing left that it could lose.
-        left = [pid for pid in pids if _mounts.is_stopped(pid)]
-        left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
-        _signal(left, signal.SIGKILL)
-        left = _mounts.wait_for_end(left, _GRACE)
-    else:
-        left = _mounts.wait_for_end(pids, timeout)
+    # By force its connection is cut and its files are gone: there is nothing left that it could lose.
+    left = _kill(pids, timeout) if force else _mounts.wait_for_end(pids, timeout)
     statistics.remove_dead(entry.device, entry.uid)
     if left:
-        numbers = ", ".join(map(str, left))
-        raise Failure(f"{path}: unmounted, but its process ({numbers}) has not ended within {timeout:g} seconds")
+        text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
+        if places := _mounts.other_places(entry.device):
+            text += f", for the mount is also at {', '.join(places)}"
+        raise Failure(text if force else f"{text} (--force ends it)")
+
+
+def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
+    """Where no mount can be seen: the process of one that lives on elsewhere. ``missing`` without such a process."""
+    pids = _mounts.daemons(_mounts.absolute(path))
+    if not force:
+        pids = _mounts.wait_for_end(pids, min(_GRACE, timeout))
+    if not pids:
+        raise missing
+    if not force:
+        raise Failure(
+            f"{path}: no gpufs is mounted there any more, but {_named(pids)} serves one that was and is still in use "
+            "(--force ends it)"
+        )
+    _signal(pids, signal.SIGTERM)
+    if left := _kill(pids, timeout):
+        raise Failure(f"{path}: {_named(left)} has not ended")
+
+
+def _named(pids: list[int]) -> str:
+    return f"its process ({', '.join(map(str, pids))})"
+
+
+def _kill(pids: list[int], timeout: float) -> list[int]:
+    """Ends processes that were asked to end, those that are stopped at once. Returns those that it did not end."""
+    left = [pid for pid in pids if _mounts.is_stopped(pid)]
+    left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
+    _signal(left, signal.SIGKILL)
+    return _mounts.wait_for_end(left, _GRACE)
 
 
 def _is_mounted(mountpoint: str) -> bool:

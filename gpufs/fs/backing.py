@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar
 import pyfuse3
 import trio
 
+from gpufs import threads
 from gpufs.engine import SET_NLINK, Attributes
 from gpufs.fs.nodes import Directory, Node
 from gpufs.fs.operations import Operations, handler
@@ -239,8 +240,8 @@ class BackingOperations(Operations):
 
         A server that hangs holds up those alone who ask it, and nobody waits for it at the mount's end.
         """
-        threads = self._threads.setdefault(node.key[1], trio.CapacityLimiter(_THREADS))
-        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=threads)
+        limiter = self._threads.setdefault(node.key[1], trio.CapacityLimiter(_THREADS))
+        return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
 
     def _changeable(self, *nodes: BackingNode) -> None:
         if any(node.share.read_only for node in nodes):

@@ -6,6 +6,6 @@ client may read and write is what the kernel let it open. docs/protocol.md has t
 
 from gpufs.service._backend import Backend, EngineBackend
 from gpufs.service._limits import Limits
-from gpufs.service._server import Service, serve, serve_backend
+from gpufs.service._server import Service, serve, serve_backend, sweep
 
-__all__ = ["Backend", "EngineBackend", "Limits", "Service", "serve", "serve_backend"]
+__all__ = ["Backend", "EngineBackend", "Limits", "Service", "serve", "serve_backend", "sweep"]

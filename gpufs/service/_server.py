@@ -1,11 +1,14 @@
 """The service of one mount: its socket and its clients."""
 
+import contextlib
 import errno
 import logging
 import os
+import re
 import socket
 import stat
 import struct
+import time
 from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,9 @@ log = logging.getLogger(__name__)
 _BACKLOG = 64
 # When this process is out of descriptors or a limit is reached: how long to wait before the next client is looked at.
 _ACCEPT_PAUSE = 0.05
+# Names of sockets, and for how many seconds one may stand there before its daemon listens.
+_NAME = re.compile(r"\d+-\d+-\d+\.socket")
+_NEW = 60.0
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -119,6 +125,32 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def sweep(folder: str) -> None:
+    """Removes the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
+
+    One without its daemon's counters beside it is asked whether somebody listens, unless it is new.
+    """
+    try:
+        names = set(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        if not _NAME.fullmatch(name) or name.removesuffix(".socket") + ".stats" in names:
+            continue
+        try:
+            found = os.lstat(path)
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW or not stat.S_ISSOCK(found.st_mode):
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as asking:
+                asking.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        except OSError:
+            pass  # somebody else was faster
 
 
 async def serve_backend(

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 
 import trio
 
+from gpufs import threads
 from gpufs._version import __version__
 from gpufs.client import _protocol
 from gpufs.client._protocol import (
@@ -236,7 +237,7 @@ class Session:
     def _discard(self, descriptors: list[int]) -> None:
         """Closes descriptors on a thread of their own: a close asks the file's server, which may be this process."""
         if descriptors:
-            _in_background(functools.partial(_protocol.close_all, descriptors))
+            threads.in_background(functools.partial(_protocol.close_all, descriptors))
 
     # ---- requests ----
 
@@ -392,7 +393,7 @@ class Session:
             finally:
                 tell()
 
-        _in_background(close)
+        threads.in_background(close)
         with trio.move_on_at(deadline):
             await closed.wait()
 
@@ -455,11 +456,6 @@ class Session:
                 return work()
 
         try:
-            return await trio.to_thread.run_sync(guarded, abandon_on_cancel=True, limiter=self._threads)
+            return await threads.run(guarded, abandon_on_cancel=True, limiter=self._threads)
         except Abandoned:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)) from None
-
-
-def _in_background(work: Callable[[], None]) -> None:
-    """Runs work that may block for ever on a thread that nobody waits for."""
-    trio.lowlevel.start_thread_soon(work, lambda outcome: None)

@@ -135,8 +135,8 @@ TEST(WorkerPoolTest, EveryJobRunsOnce) {
   Gate gate;
   gate.close();
   for (std::uint64_t i = 0; i < 20; ++i) {
-    pool.submit(i, [&](bool discard) {
-      if (discard) {
+    pool.submit(i, [&](int refusal) {
+      if (refusal != 0) {
         ++discarded;
         return;
       }
@@ -158,16 +158,57 @@ TEST(WorkerPoolTest, EveryJobRunsOnce) {
   opener.join();
   EXPECT_EQ(ran + discarded, 20);
   EXPECT_GE(ran, 3);
-  pool.submit(99, [&](bool discard) { EXPECT_TRUE(discard); });
+  pool.submit(99, [&](int refusal) { EXPECT_EQ(refusal, EINTR); });
 }
 
 TEST(WorkerPoolTest, ThrowingJobsDoNotEndTheWorker) {
   Statistics statistics;
   WorkerPool pool(1, statistics);
   std::atomic<bool> after{false};
-  pool.submit(1, [](bool) { throw std::bad_alloc(); });
-  pool.submit(2, [&](bool) { after = true; });
+  pool.submit(1, [](int) { throw std::bad_alloc(); });
+  pool.submit(2, [&](int) { after = true; });
   EXPECT_TRUE(eventually([&] { return after.load(); }));
+}
+
+// While it lives no thread can be started: none has room for its stack.
+class NoMoreThreads {
+ public:
+  NoMoreThreads() {
+    EXPECT_EQ(::pthread_getattr_default_np(&before_), 0);
+    pthread_attr_t vast = before_;
+    EXPECT_EQ(::pthread_attr_setstacksize(&vast, std::size_t{1} << 50), 0);
+    EXPECT_EQ(::pthread_setattr_default_np(&vast), 0);
+  }
+  ~NoMoreThreads() {
+    EXPECT_EQ(::pthread_setattr_default_np(&before_), 0);
+    ::pthread_attr_destroy(&before_);
+  }
+  NoMoreThreads(const NoMoreThreads&) = delete;
+  NoMoreThreads& operator=(const NoMoreThreads&) = delete;
+
+ private:
+  pthread_attr_t before_{};
+};
+
+TEST(WorkerPoolTest, WithoutAThreadJobsAreRefused) {
+  Statistics statistics;
+  WorkerPool pool(2, statistics);
+  std::vector<int> refusals;
+  std::mutex mutex;
+  const auto note = [&](int refusal) {
+    const std::lock_guard lock(mutex);
+    refusals.push_back(refusal);
+  };
+  {
+    const NoMoreThreads none;
+    pool.submit(1, note);
+    EXPECT_EQ(refusals, std::vector{ENOMEM});  // not EINTR, upon which programs would ask again at once
+  }
+  pool.submit(2, note);
+  EXPECT_TRUE(eventually([&] {
+    const std::lock_guard lock(mutex);
+    return refusals == std::vector{ENOMEM, 0};
+  }));
 }
 
 TEST(JsonWriterTest, EscapesAndNests) {

@@ -90,9 +90,9 @@ void BackingOperations::pass_through(Lane& lane, Responder responder, Body body)
     flights_.emplace(flight.get(), flight);
   }
   const std::uint64_t unique = flight->operation->unique;
-  lane.files.submit(unique, [this, flight = std::move(flight), body = std::move(body)](bool discarded) mutable {
-    Answer answer = failed(EINTR);
-    if (!discarded && !flight->operation->cancelled) {
+  lane.files.submit(unique, [this, flight = std::move(flight), body = std::move(body)](int refusal) mutable {
+    Answer answer = failed(refusal != 0 ? refusal : EINTR);
+    if (refusal == 0 && !flight->operation->cancelled) {
       try {
         answer = body(*flight->operation);
       } catch (const std::bad_alloc&) {

@@ -144,6 +144,7 @@ Status DeviceTransport::spawn_reader() {
   reader->thread = thread.take();
   readers_.push_back(std::move(reader));
   ++active_;
+  complained_.store(false);
   return {};
 }
 
@@ -272,7 +273,7 @@ void DeviceTransport::allow_one_more() {
     }
   }
   if (Status status = spawn_reader(); !status.ok() && status.error() != ESHUTDOWN) {
-    log_warning("no further reader thread: " + status.message());
+    if (!complained_.exchange(true)) log_warning("no further reader thread: " + status.message());
     const std::lock_guard lock(mutex_);
     allowed_.store(std::max<std::size_t>(1, active_));
   }

@@ -93,7 +93,8 @@ class DeviceTransport : public Transport {
 
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};
-  std::atomic<bool> ready_{false};  // the INIT reply has been written
+  std::atomic<bool> complained_{false};  // in the log, that no reader can be added; once, until one could
+  std::atomic<bool> ready_{false};       // the INIT reply has been written
 
   // Written by the watcher, read by every reader before each read.
   alignas(64) std::atomic<std::size_t> allowed_{1};

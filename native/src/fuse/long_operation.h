@@ -36,15 +36,16 @@ void reply_copied(Responder& responder, bool wide, std::uint64_t bytes);
 bool wait_for_space(InodeTable& table, std::int32_t device, std::uint64_t noted, const Operation& operation,
                     std::chrono::steady_clock::time_point deadline);
 
-// Runs body(operation, responder) on the pool, registered for INTERRUPT; what was interrupted before is EINTR.
+// Runs body(operation, responder) on the pool, registered for INTERRUPT; what was interrupted before is EINTR,
+// what finds no thread ENOMEM.
 template <typename Body>
 void submit_operation(WorkerPool& workers, Cancellations& cancellations, Responder responder, Body body) {
   std::shared_ptr<Operation> operation = cancellations.begin(responder.unique());
   const std::uint64_t unique = operation->unique;
   workers.submit(unique, [&cancellations, operation = std::move(operation), responder = std::move(responder),
-                          body = std::move(body)](bool discarded) mutable {
-    if (discarded || operation->cancelled) {
-      responder.error(EINTR);
+                          body = std::move(body)](int refusal) mutable {
+    if (refusal != 0 || operation->cancelled) {
+      responder.error(refusal != 0 ? refusal : EINTR);
     } else {
       body(*operation, responder);
     }

@@ -1,8 +1,10 @@
 #include "fuse/worker_pool.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <exception>
 #include <string>
+#include <utility>
 
 #include "base/log.h"
 #include "base/thread.h"
@@ -11,7 +13,7 @@ namespace gpufs::fuse {
 
 void WorkerPool::submit(std::uint64_t id, std::unique_ptr<Job> job) {
   statistics_.worker_jobs.add();
-  bool accepted = false;
+  int refusal = EINTR;
   {
     State& state = *state_;
     const std::lock_guard lock(state.mutex);
@@ -24,21 +26,24 @@ void WorkerPool::submit(std::uint64_t id, std::unique_ptr<Job> job) {
           state.threads.push_back(thread.take());
           ++state.alive;
           ++state.idle;
-        } else {
+          state.complained = false;
+        } else if (!std::exchange(state.complained, true)) {
           log_warning("no further worker thread: " + thread.status().message());
         }
       }
-      if (!state.threads.empty()) {
+      if (state.threads.empty()) {
+        refusal = ENOMEM;
+      } else {
         state.queue.emplace_back(id, std::move(job));
         statistics_.worker_queue_peak.raise(state.queue.size());
-        accepted = true;
+        refusal = 0;
       }
     }
   }
-  if (accepted) {
+  if (refusal == 0) {
     state_->wanted.notify_one();
   } else {
-    job->run(true);
+    job->run(refusal);
   }
 }
 
@@ -53,7 +58,7 @@ bool WorkerPool::discard(std::uint64_t id) {
     job = std::move(found->second);
     state.queue.erase(found);
   }
-  job->run(true);
+  job->run(EINTR);
   return true;
 }
 
@@ -67,7 +72,7 @@ std::vector<std::thread> WorkerPool::begin_stop() {
     threads.swap(state_->threads);
   }
   state_->wanted.notify_all();
-  for (auto& [id, job] : queue) job->run(true);
+  for (auto& [id, job] : queue) job->run(EINTR);
   return threads;
 }
 
@@ -115,7 +120,7 @@ void WorkerPool::work_loop(State& state) {
     ++state.running;
     lock.unlock();
     try {
-      job->run(false);  // its responder answers EIO when an exception passes
+      job->run(0);  // its responder answers EIO when an exception passes
     } catch (const std::exception& failure) {
       log_error(std::string("a worker's operation failed: ") + failure.what());
     }

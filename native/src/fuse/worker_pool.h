@@ -20,11 +20,12 @@ namespace gpufs::fuse {
 
 class WorkerPool {
  public:
-  // One operation. run() is called exactly once, on a worker, or with discarded = true on the thread that discarded it.
+  // One operation. run() is called exactly once: with 0 on a worker, or with the errno that it ends with instead on the
+  // thread that refused it. EINTR: it was discarded. ENOMEM: there is no thread, and none can be started.
   class Job {
    public:
     virtual ~Job() = default;
-    virtual void run(bool discarded) = 0;
+    virtual void run(int refusal) = 0;
   };
 
   WorkerPool(std::size_t threads, Statistics& statistics) : limit_(threads), statistics_(statistics) {}
@@ -32,7 +33,7 @@ class WorkerPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  // Threads are started as they are needed. Discards the job at once when there can be none or after stop().
+  // Threads are started as they are needed. Refuses the job at once when there can be none or after stop().
   // id: what discard() finds the job by.
   void submit(std::uint64_t id, std::unique_ptr<Job> job);
   template <typename Body>
@@ -58,7 +59,7 @@ class WorkerPool {
   class BodyJob : public Job {
    public:
     explicit BodyJob(Body body) : body_(std::move(body)) {}
-    void run(bool discarded) override { body_(discarded); }
+    void run(int refusal) override { body_(refusal); }
 
    private:
     Body body_;
@@ -76,6 +77,7 @@ class WorkerPool {
     std::size_t idle = 0;
     std::size_t running = 0;
     bool stopping = false;
+    bool complained = false;  // in the log, that no thread can be started; once, until one could
   };
 
   static void work_loop(State& state);
