@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -90,6 +92,17 @@ TEST_F(LogTest, LevelAndDescriptorDecide) {
   const std::string line = written();
   EXPECT_LT(line.size(), 4096U);  // one write, never torn
   EXPECT_EQ(line.back(), '\n');
+}
+
+TEST_F(LogTest, RepeatedTextsAreCounted) {
+  log_configure(pipe_[1], LogLevel::kInfo);
+  for (int i = 0; i < 4; ++i) log_warning("again");
+  log_warning("other");
+  log_warning("again");
+  std::istringstream lines(written());
+  std::vector<std::string> texts;
+  for (std::string line; std::getline(lines, line);) texts.push_back(line.substr(line.find("] ") + 2));
+  EXPECT_EQ(texts, (std::vector<std::string>{"again", "the line before came 3 times more", "other", "again"}));
 }
 
 TEST(ThreadTest, IsNamedAndTakesNoSignals) {

@@ -26,6 +26,14 @@ def mmap(place: Place) -> str:
 def _verify(place: Place, engine: str, *options: str) -> str:
     need("fio")
     size, rounds = (24, 1) if place.quick else (128, 6)
+    # Each round is a run of its own over the files of the one before: with --loops, fio 3.33 takes blocks of an earlier
+    # loop for wrong ones of the next, on tmpfs and ext4 as well.
+    for seed in range(rounds):
+        _run(place, engine, f"--size={size}M", f"--randseed={11 + seed}", *options)
+    return f"4 jobs, {size} MiB each, {rounds} rounds, every block verified"
+
+
+def _run(place: Place, engine: str, *options: str) -> None:
     done = run(
         "fio",
         "--name=verify",
@@ -33,15 +41,12 @@ def _verify(place: Place, engine: str, *options: str) -> str:
         f"--ioengine={engine}",
         "--rw=randrw",
         "--rwmixread=40",
-        f"--size={size}M",
-        f"--loops={rounds}",
         "--bssplit=4k/40:64k/40:512k/20",
         "--numjobs=4",
         "--thread",
         "--serialize_overlap=1",
         "--verify=crc32c",
         "--verify_fatal=1",
-        "--randseed=11",
         "--group_reporting",
         *options,
         check=False,
@@ -53,4 +58,3 @@ def _verify(place: Place, engine: str, *options: str) -> str:
         raise Missing("io_uring is switched off on this machine")
     if done.returncode:
         raise AssertionError(f"fio ended with {done.returncode}\n{text[-4000:]}")
-    return f"4 jobs, {size} MiB each, {rounds} rounds, every block verified"

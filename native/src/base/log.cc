@@ -7,8 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <utility>
 
 namespace gpufs {
 namespace {
@@ -30,9 +34,67 @@ const char* level_name(LogLevel level) {
   return "ERROR";
 }
 
+// A text that comes again and again, as from each request while memory is short, must not fill the disk.
+constexpr std::int64_t kQuietSeconds = 5;
+
+class Repetitions {
+ public:
+  // Whether the text is to be written now; *left_out: how often the one before was not, to be told first.
+  bool admit(std::string_view text, std::int64_t now, std::uint64_t* left_out) {
+    const std::size_t hash = std::hash<std::string_view>()(text);
+    const std::lock_guard lock(mutex_);
+    if (hash == hash_ && now >= since_ && now - since_ < kQuietSeconds) {
+      ++count_;
+      return false;
+    }
+    *left_out = std::exchange(count_, 0);
+    hash_ = hash;
+    since_ = now;
+    return true;
+  }
+  void reset() {
+    const std::lock_guard lock(mutex_);
+    hash_ = 0;
+    count_ = 0;
+  }
+
+ private:
+  std::mutex mutex_;  // guards all below
+  std::size_t hash_ = 0;
+  std::int64_t since_ = 0;   // seconds of the monotonic clock
+  std::uint64_t count_ = 0;  // lines left out since
+};
+
+Repetitions& repetitions() {
+  static Repetitions& instance = *new Repetitions;  // never destroyed: threads may log to the very end
+  return instance;
+}
+
+void write_whole(const char* line, std::size_t bytes) {
+  const int fd = log_fd.load(std::memory_order_acquire);
+  while (fd >= 0 && ::write(fd, line, bytes) < 0 && errno == EINTR) {
+  }
+}
+
+// "DATE TIME.mmm LEVEL gpufs.native: [thread] "; its length.
+std::size_t write_head(char* line, std::size_t room, LogLevel level) {
+  timespec now{};
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  tm parts{};
+  ::localtime_r(&now.tv_sec, &parts);
+  char stamp[32] = {};
+  ::strftime(stamp, sizeof stamp, "%Y-%m-%d %H:%M:%S", &parts);
+  char name[16] = {};
+  if (::pthread_getname_np(::pthread_self(), name, sizeof name) != 0) name[0] = '\0';
+  const int head = std::snprintf(line, room, "%s.%03d %s gpufs.native: [%s] ", stamp,
+                                 static_cast<int>(now.tv_nsec / 1'000'000), level_name(level), name);
+  return head < 0 ? 0 : std::min(static_cast<std::size_t>(head), room - 1);
+}
+
 }  // namespace
 
 void log_configure(int fd, LogLevel level) {
+  repetitions().reset();
   log_level.store(static_cast<int>(level), std::memory_order_relaxed);
   log_fd.store(fd, std::memory_order_release);
 }
@@ -45,20 +107,21 @@ bool log_enabled(LogLevel level) {
 void log_line(LogLevel level, std::string_view text) {
   if (!log_enabled(level)) return;
   const int saved_errno = errno;
+  timespec monotonic{};
+  ::clock_gettime(CLOCK_MONOTONIC, &monotonic);
+  std::uint64_t left_out = 0;
+  if (!repetitions().admit(text, monotonic.tv_sec, &left_out)) return;
 
   // On the stack: a line about running out of memory must not need any.
   char line[2048];
-  timespec now{};
-  ::clock_gettime(CLOCK_REALTIME, &now);
-  tm parts{};
-  ::localtime_r(&now.tv_sec, &parts);
-  char stamp[32] = {};
-  ::strftime(stamp, sizeof stamp, "%Y-%m-%d %H:%M:%S", &parts);
-  char name[16] = {};
-  if (::pthread_getname_np(::pthread_self(), name, sizeof name) != 0) name[0] = '\0';
-  const int head = std::snprintf(line, sizeof line, "%s.%03d %s gpufs.native: [%s] ", stamp,
-                                 static_cast<int>(now.tv_nsec / 1'000'000), level_name(level), name);
-  std::size_t used = head < 0 ? 0 : std::min(static_cast<std::size_t>(head), sizeof line - 1);
+  std::size_t used = 0;
+  if (left_out != 0) {
+    used = write_head(line, sizeof line, level);
+    const int tail = std::snprintf(line + used, sizeof line - used, "the line before came %llu times more\n",
+                                   static_cast<unsigned long long>(left_out));  // NOLINT(google-runtime-int): %llu
+    if (tail > 0) write_whole(line, used + static_cast<std::size_t>(tail));
+  }
+  used = write_head(line, sizeof line, level);
   const std::size_t room = sizeof line - 1 - used;
   const std::size_t count = std::min(room, text.size());
   std::replace_copy_if(
@@ -66,9 +129,7 @@ void log_line(LogLevel level, std::string_view text) {
   used += count;
   line[used++] = '\n';
 
-  const int fd = log_fd.load(std::memory_order_acquire);
-  while (fd >= 0 && ::write(fd, line, used) < 0 && errno == EINTR) {
-  }
+  write_whole(line, used);
   errno = saved_errno;
 }
 

@@ -16,7 +16,7 @@ void log_configure(int fd, LogLevel level);
 [[nodiscard]] bool log_enabled(LogLevel level);
 
 // "2026-01-02 03:04:05.678 WARNING gpufs.native: [thread's name] text". Never fails, never changes errno; line ends
-// inside the text become spaces.
+// inside the text become spaces. A text that comes again and again within seconds is counted; the next line says so.
 void log_line(LogLevel level, std::string_view text);
 
 inline void log_debug(std::string_view text) { log_line(LogLevel::kDebug, text); }

@@ -6,6 +6,16 @@
 #include <system_error>
 
 namespace gpufs {
+namespace {
+
+// The C library makes room for a thread's own variables of this library when it first uses one, and aborts the process
+// where there is no memory then. So it happens where a thread starts, which has just got memory for its stack.
+void make_room_for_own_variables() {
+  thread_local volatile char first = 0;
+  first = 1;
+}
+
+}  // namespace
 
 Result<std::thread> start_thread(const std::string& name, std::function<void()> body) {
   // A new thread inherits the mask, so it is blocked from its first instruction on.
@@ -17,6 +27,7 @@ Result<std::thread> start_thread(const std::string& name, std::function<void()> 
   int error = 0;
   try {
     thread = std::thread([short_name = name.substr(0, 15), run = std::move(body)] {
+      make_room_for_own_variables();
       ::pthread_setname_np(::pthread_self(), short_name.c_str());
       run();
     });

@@ -21,7 +21,7 @@ Timestamp Timestamp::now() {
 
 bool atime_is_due(AccessTimes policy, const gpufs_attributes& attributes, Timestamp now) {
   if (policy != AccessTimes::kRelative) return policy == AccessTimes::kAlways;
-  constexpr std::int64_t kDay = 24 * 60 * 60;
+  constexpr std::int64_t kDay = std::int64_t{24} * 60 * 60;
   const Timestamp atime{attributes.atime, attributes.atime_ns};
   return atime <= Timestamp{attributes.mtime, attributes.mtime_ns} ||
          atime <= Timestamp{attributes.ctime, attributes.ctime_ns} || now.seconds - atime.seconds >= kDay;

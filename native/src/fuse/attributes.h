@@ -19,7 +19,7 @@ struct Timestamp {
 
   static Timestamp now();
   friend bool operator==(const Timestamp&, const Timestamp&) = default;
-  friend auto operator<=>(const Timestamp&, const Timestamp&) = default;
+  friend auto operator<=>(const Timestamp&, const Timestamp&) = default;  // NOLINT(modernize-use-nullptr): no pointer
 };
 
 // Which reads set the access time, as mount options say it.

@@ -26,11 +26,11 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kTick = 1ms;
-constexpr unsigned kGrowTicks = 3;             // requests waiting so often in a row call for another reader
-constexpr unsigned kShrinkTicks = 50;          // a reader not needed for so long is sent to sleep
-constexpr unsigned kSleepTicks = 200;          // without a request for so long the watcher sleeps, too
-constexpr auto kKickInterval = 5ms;            // between two attempts to get a reader out of read()
-constexpr std::size_t kBulkBytes = 64 * 1024;  // a message whose copying takes longer than waking somebody
+constexpr unsigned kGrowTicks = 3;            // requests waiting so often in a row call for another reader
+constexpr unsigned kShrinkTicks = 50;         // a reader not needed for so long is sent to sleep
+constexpr unsigned kSleepTicks = 200;         // without a request for so long the watcher sleeps, too
+constexpr auto kKickInterval = 5ms;           // between two attempts to get a reader out of read()
+constexpr std::size_t kBulkBytes = 64 << 10;  // a message whose copying takes longer than waking somebody
 constexpr std::size_t kMinimumReaders = 4;
 constexpr std::size_t kMaximumReaders = 64;
 

@@ -40,7 +40,7 @@ struct DeviceTransportOptions {
   PinHooks pin_hooks;
 };
 
-class DeviceTransport : public Transport {
+class DeviceTransport final : public Transport {
  public:
   DeviceTransport(UniqueFd device, const DeviceTransportOptions& options, Statistics& statistics);
   ~DeviceTransport() override;

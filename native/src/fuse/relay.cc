@@ -98,6 +98,15 @@ std::span<std::byte> Relay::clip(Request& request) {
   }
 }
 
+Relay::Admission Relay::admit(std::uint64_t unique, Responder& responder) {
+  const std::lock_guard lock(pending_mutex_);
+  if (dead_) return Admission::kDead;
+  const auto [place, fresh] = pending_.try_emplace(unique);
+  if (!fresh) return Admission::kTwice;
+  place->second = std::move(responder);
+  return Admission::kPending;
+}
+
 void Relay::forward(Request& request, Responder responder) {
   const std::uint64_t unique = request.header.unique;
   const std::span<std::byte> message = clip(request);
@@ -105,24 +114,14 @@ void Relay::forward(Request& request, Responder responder) {
     responder.error(EMSGSIZE);
     return;
   }
-  bool dead = false;
-  bool twice = false;
-  {
-    const std::lock_guard lock(pending_mutex_);
-    dead = dead_;
-    if (!dead) {
-      const auto [place, fresh] = pending_.try_emplace(unique);
-      twice = !fresh;
-      if (fresh) place->second = std::move(responder);
-    }
-  }
-  if (dead) {
+  const Admission admission = admit(unique, responder);
+  if (admission == Admission::kDead) {
     statistics_.relay_refused.add();
     handler_->orphaned(request, responder);
     responder.error(ENOTCONN);
     return;
   }
-  if (twice) {
+  if (admission == Admission::kTwice) {
     // The reply to the first one answers it.
     statistics_.bad_requests.add();
     log_error("the kernel sent a request twice");

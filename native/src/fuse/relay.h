@@ -58,6 +58,9 @@ class Relay {
   void write_statistics(JsonWriter& json) const;
 
  private:
+  // Whether a request waits for its reply now, with its responder; or the control plane is dead; or it waits already.
+  enum class Admission { kPending, kDead, kTwice };
+  Admission admit(std::uint64_t unique, Responder& responder);
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
   // 0, or why it could be neither sent nor queued.

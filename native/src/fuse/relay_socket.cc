@@ -14,7 +14,7 @@ constexpr int kWantedBuffer = 4 << 20;
 // The kernel's own part of a message, generously.
 constexpr std::size_t kMessageOverhead = 4096;
 constexpr std::size_t kLargestMessage = (std::size_t{1} << 20) + 4096;
-constexpr std::size_t kSmallestMessage = 64 * 1024;
+constexpr std::size_t kSmallestMessage = 64 << 10;
 
 void raise_buffer(int socket, int forced, int ordinary) {
   const int bytes = kWantedBuffer;

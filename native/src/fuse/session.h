@@ -44,7 +44,7 @@ struct SessionOptions {
   std::shared_ptr<TransferEngine> transfers;  // null: copies between buffers and files of the host are the kernel's
 };
 
-class Session : private RequestHandler, private RelayHandler {
+class Session final : private RequestHandler, private RelayHandler {
  public:
   // Takes over both descriptors, also when it fails. EINVAL for options that make no sense.
   static Result<std::unique_ptr<Session>> create(UniqueFd device, UniqueFd relay, InodeTable& table,

@@ -13,38 +13,34 @@ namespace gpufs::fuse {
 
 void WorkerPool::submit(std::uint64_t id, std::unique_ptr<Job> job) {
   statistics_.worker_jobs.add();
-  int refusal = EINTR;
-  {
-    State& state = *state_;
-    const std::lock_guard lock(state.mutex);
-    if (!state.stopping) {
-      if (state.idle <= state.queue.size() && state.threads.size() < limit_) {
-        // The new thread waits for the mutex first.
-        auto thread = start_thread("gpufs-work-" + std::to_string(state.threads.size()),
-                                   [shared = state_] { work_loop(*shared); });
-        if (thread.ok()) {
-          state.threads.push_back(thread.take());
-          ++state.alive;
-          ++state.idle;
-          state.complained = false;
-        } else if (!std::exchange(state.complained, true)) {
-          log_warning("no further worker thread: " + thread.status().message());
-        }
-      }
-      if (state.threads.empty()) {
-        refusal = ENOMEM;
-      } else {
-        state.queue.emplace_back(id, std::move(job));
-        statistics_.worker_queue_peak.raise(state.queue.size());
-        refusal = 0;
-      }
+  if (const int refusal = queue(id, job); refusal != 0) {
+    job->run(refusal);
+  } else {
+    state_->wanted.notify_one();
+  }
+}
+
+int WorkerPool::queue(std::uint64_t id, std::unique_ptr<Job>& job) {
+  State& state = *state_;
+  const std::lock_guard lock(state.mutex);
+  if (state.stopping) return EINTR;
+  if (state.idle <= state.queue.size() && state.threads.size() < limit_) {
+    // The new thread waits for the mutex first.
+    auto thread =
+        start_thread("gpufs-work-" + std::to_string(state.threads.size()), [shared = state_] { work_loop(*shared); });
+    if (thread.ok()) {
+      state.threads.push_back(thread.take());
+      ++state.alive;
+      ++state.idle;
+      state.complained = false;
+    } else if (!std::exchange(state.complained, true)) {
+      log_warning("no further worker thread: " + thread.status().message());
     }
   }
-  if (refusal == 0) {
-    state_->wanted.notify_one();
-  } else {
-    job->run(refusal);
-  }
+  if (state.threads.empty()) return ENOMEM;
+  state.queue.emplace_back(id, std::move(job));
+  statistics_.worker_queue_peak.raise(state.queue.size());
+  return 0;
 }
 
 bool WorkerPool::discard(std::uint64_t id) {

@@ -81,6 +81,8 @@ class WorkerPool {
   };
 
   static void work_loop(State& state);
+  // Takes the job over and returns 0, or the errno that it is refused with.
+  int queue(std::uint64_t id, std::unique_ptr<Job>& job);
   // Ends the pool for new jobs and gives out its threads.
   std::vector<std::thread> begin_stop();
 

@@ -162,7 +162,7 @@ void TransferJob::leave() {
 
 Status TransferJob::prepare() {
   if (cancelled_) return Status(ECANCELED, "cancelled");
-  const Status health = device_->device().health();
+  Status health = device_->device().health();
   if (!health.ok()) return health;
   Status bound = device_->device().bind_thread();
   if (!bound.ok()) return bound;
@@ -173,7 +173,7 @@ Status TransferJob::prepare() {
     plan = make_plan(total.value());
     if (!plan.ok()) return plan.status();
     if (request_.direction == Direction::kStore) {
-      const Status room = preallocate(total.value(), plan.value());
+      Status room = preallocate(total.value(), plan.value());
       if (!room.ok()) return room;
     }
   }

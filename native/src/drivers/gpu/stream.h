@@ -23,7 +23,7 @@ class GpuEvent final : public Event {
  private:
   GpuEvent(std::shared_ptr<Context> context, EventHandle event) : context_(std::move(context)), event_(event) {}
   const std::shared_ptr<Context> context_;
-  const EventHandle event_;
+  EventHandle event_;  // constant
 };
 
 class GpuStream final : public Stream {
@@ -45,7 +45,7 @@ class GpuStream final : public Stream {
   GpuStream(std::shared_ptr<Context> context, StreamHandle stream) : context_(std::move(context)), stream_(stream) {}
 
   const std::shared_ptr<Context> context_;
-  const StreamHandle stream_;
+  StreamHandle stream_;  // constant
 };
 
 }  // namespace gpufs::gpu

@@ -32,7 +32,8 @@ Result<std::shared_ptr<const Library>> Library::load(const std::vector<std::stri
     void* const handle = gpu::open_library(name, &why);
     if (handle == nullptr) {
       // A library that is there and cannot be opened is the news, rather than those that are not there.
-      if (!why.starts_with(name + ": cannot open shared object file")) note(unavailable(name + ": " + why));
+      if (!why.starts_with(name + ": cannot open shared object file"))
+        note(unavailable(std::string(name).append(": ").append(why)));
       continue;
     }
     // make_shared cannot reach the private constructor.
