@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <atomic>
 #include <system_error>
 
 namespace gpufs {
@@ -11,8 +12,8 @@ namespace {
 // The C library makes room for a thread's own variables of this library when it first uses one, and aborts the process
 // where there is no memory then. So it happens where a thread starts, which has just got memory for its stack.
 void make_room_for_own_variables() {
-  thread_local volatile char first = 0;
-  first = 1;
+  thread_local std::atomic<bool> used{false};
+  used.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace
