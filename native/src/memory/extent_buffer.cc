@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -16,14 +17,17 @@ namespace {
 
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
 
-// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null when there
-// was no room for it.
+// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null while
+// there is no room for it.
 void* zeros() {
-  static void* const area = [] {
-    void* const mapped = ::mmap(nullptr, kZeroBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return mapped == MAP_FAILED ? nullptr : mapped;
-  }();
-  return area;
+  static std::atomic<void*> area{nullptr};
+  void* known = area.load(std::memory_order_acquire);
+  if (known != nullptr) return known;
+  void* const mapped = ::mmap(nullptr, kZeroBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  if (area.compare_exchange_strong(known, mapped)) return mapped;
+  ::munmap(mapped, kZeroBytes);  // another thread was faster
+  return known;
 }
 
 }  // namespace
