@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from support.copying import opened
 from support.data import GIB, MIB, assert_same, noise, sha256
+from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, Snapshot, as_nobody, errno_of, run, wait_until
@@ -210,14 +211,9 @@ def test_the_counters_tell_which_path_served(shared_mount: GpufsMount, root: Pat
     assert sum(result.paths.values()) == 6 * MIB
 
 
-def file_system(path: Path) -> str:
-    return run("stat", "-f", "-c", "%T", path).stdout.strip()
-
-
 def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str) -> None:
-    """On host: aligned requests on a disk by the fastpath alone, at most a unit beside it for others, tmpfs refused."""
-    if driver != "host" or file_system(host) not in ("ext2/ext3", "xfs"):
-        pytest.skip("the fastpath of the host driver needs ext4 or xfs")
+    """Aligned requests on a disk by the fastpath alone, at most a unit beside it for others, tmpfs refused."""
+    skip_without_fastpath(host, driver)
     for size in (4 * MIB, 4 * MIB + 777):
         (host / "source").write_bytes(noise(size))
         load = client.copy(host / "source", root / "file", fastpath="require")

@@ -34,6 +34,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "proc/modules": "nvidia_fs 1 0 - Live 0x0\n",
             "proc/driver/nvidia-fs/version": "version: 2.20.6\n",
             "boot/config-6.18.0": "CONFIG_PCI_P2PDMA=y\n",
+            "proc/kallsyms": "0000000000000000 T _text\n0000000000000000 t kfd_ais_rw_file\t[amdgpu]\n",
             **(files or {}),
         }
         for name, text in wanted.items():
@@ -144,6 +145,19 @@ def test_what_the_fastpath_lacks(machine: Callable[..., Environment]) -> None:
     assert "nvidia_fs" in found.advice
     assert one(findings, "module nvidia_fs").text.startswith("loaded")
     assert one(findings, "CONFIG_PCI_P2PDMA").state == NOTE
+
+
+def test_the_kernels_side_of_amds_fastpath(machine: Callable[..., Environment]) -> None:
+    hip = {"devices": ["AMD Instinct MI300X"], "refusals": ["no_kernel_support"]}
+    other = "0000000000000000 T kfd_ais_rw_file_of_another_name\n"
+    for symbols, text in ((other, "has no interface for files"), ("", "cannot be seen"), (None, "cannot be seen")):
+        environment = machine({"proc/kallsyms": symbols}, probe=answers({"hip": hip, "host": HOST}))
+        if symbols is None:
+            (environment.root / "proc/kallsyms").unlink()
+        findings = checks.examine(environment, [])
+        assert one(findings, "amdgpu").state == NOTE
+        assert text in one(findings, "amdgpu").text
+        assert "/dev/kfd" in one(findings, "hip", "fastpath").advice
 
 
 def test_the_kernels_own_configuration_goes_first(machine: Callable[..., Environment]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.data import KIB, MIB, assert_same, noise
+from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session
 from support.processes import (
@@ -182,22 +183,11 @@ def test_plain_cp_goes_by_the_engine(disk: Place) -> None:
     assert after["written_bytes"] == asked["written_bytes"]
 
 
-# ---- by which path; what the host driver does with files on a disk ----
-
-
-def on_fastpath(place: Place, driver: str) -> None:
-    if driver != "host":
-        pytest.skip("the host driver's fastpath")
-    with open("/proc/self/mountinfo") as mounts:
-        device = os.stat(place.there).st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        kinds = {line.split(" - ")[1].split()[0] for line in mounts if line.split()[2] == number}
-    if not kinds & {"ext4", "xfs"}:
-        pytest.skip(f"no file system for the fastpath at {place.there}: {kinds}")
+# ---- by which path; what drivers that have a fastpath do with files on a disk ----
 
 
 def test_aligned_requests_go_by_fastpath(disk: Place, driver: str) -> None:
-    on_fastpath(disk, driver)
+    skip_without_fastpath(disk.there, driver)
     shown, buffer = disk.file("file", noise(8 * MIB)), disk.mount.device / "buffer"
     before = counters(disk.mount, "load")
     assert copy(shown, buffer, 8 * MIB) == 8 * MIB
@@ -219,7 +209,7 @@ def test_aligned_requests_go_by_fastpath(disk: Place, driver: str) -> None:
 )
 def test_unaligned_requests_are_split(disk: Place, driver: str, start: int, size: int) -> None:
     """Head and tail, which lie in other pages than the body, by fallback; either way."""
-    on_fastpath(disk, driver)
+    skip_without_fastpath(disk.there, driver)
     data = noise(6 * MIB)
     shown, buffer = disk.file("file", data), disk.mount.device / "buffer"
     first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
@@ -238,7 +228,7 @@ def test_unaligned_requests_are_split(disk: Place, driver: str, start: int, size
 
 
 def test_memory_that_lies_otherwise_than_the_file_goes_by_fallback(disk: Place, driver: str) -> None:
-    on_fastpath(disk, driver)
+    skip_without_fastpath(disk.there, driver)
     shown, buffer = disk.file("file", noise(2 * MIB)), disk.mount.device / "buffer"
     before = counters(disk.mount, "load")
     assert copy(shown, buffer, 2 * MIB, 0, 3) == 2 * MIB
@@ -269,7 +259,7 @@ def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> Non
         words = ["--backing", f"disk={there}", "--backing", f"memory={fast}", "--io-fastpath", "require"]
         one = mount(*words)
         place, other = Place(one, "disk", there), Place(one, "memory", fast)
-        on_fastpath(place, driver)
+        skip_without_fastpath(there, driver)
         shown = place.file("file", noise(2 * MIB + 100))
         assert copy(shown, one.device / "whole", 2 * MIB + 100) == 2 * MIB + 100
         load = counters(one, "load")

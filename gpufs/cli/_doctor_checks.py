@@ -43,6 +43,11 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "no_gpudirect": ("the kernel's part of GPUDirect Storage is not there", "install and load the module nvidia_fs"),
     "not_accepted": ("the vendor's library refused this very file", "its own log says why"),
     "failed_before": ("it began and gave up", "the mount's log says why"),
+    "memory_kind": ("the memory is not known to be the device's own", "give memory that was allocated on the device"),
+    "no_kernel_support": (
+        "the kernel's amdgpu driver cannot be reached, or has no interface for files",
+        "see that this user may use /dev/kfd (groups render and video), and use a kernel whose amdgpu has it",
+    ),
 }
 
 
@@ -129,6 +134,20 @@ class Environment:
             if line.startswith(f"CONFIG_{name}="):
                 return line.partition("=")[2]
         return "n"
+
+    def kernel_symbol(self, name: str) -> bool | None:
+        """Whether the kernel or one of its modules has a function of that name; None where that is not to be seen."""
+        try:
+            with open(self.root / "proc/kallsyms", encoding="utf-8", errors="replace") as symbols:
+                seen = None
+                for line in symbols:
+                    fields = line.split()
+                    if len(fields) > 2 and fields[2] == name:
+                        return True
+                    seen = False
+                return seen
+        except OSError:
+            return None
 
     def kernel_version(self) -> tuple[int, int]:
         """(6, 18) of "6.18.44-foo"."""
@@ -278,6 +297,14 @@ def fastpath(environment: Environment, found: Sequence[Driver]) -> Iterator[Find
         else:
             loaded = "loaded, but it shows no version" if "nvidia_fs" in modules else "not loaded"
             yield Finding("fastpath", "module nvidia_fs", NOTE, loaded, "install nvidia-fs and: modprobe nvidia-fs")
+    if any(driver.name == "hip" and driver.devices for driver in found):
+        has = environment.kernel_symbol("kfd_ais_rw_file")
+        if has:
+            yield Finding("fastpath", "amdgpu", OK, "moves files")
+        else:
+            text = "has no interface for files" if has is False else "whether it moves files cannot be seen"
+            advice = "use a kernel or an amdgpu package with AMD Infinity Storage" if has is False else ""
+            yield Finding("fastpath", "amdgpu", NOTE, text, advice)
     if any(driver.devices and driver.name != "host" for driver in found):
         option = environment.kernel_option("PCI_P2PDMA")
         if option is None:

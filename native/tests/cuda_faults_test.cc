@@ -381,5 +381,15 @@ TEST_F(CudaFaults, PlainMemoryReportsNoSpace) {
   EXPECT_EQ(fake_state().allocations, 2);  // `range` still shows the earlier one
 }
 
+TEST_F(CudaFaults, ManagedMemoryIsNotTheDevices) {
+  FakeCudaSetup setup;
+  setup.managed = true;
+  open(setup);
+  auto memory = must(device().create_memory());
+  auto range = must(memory->reserve(kGranule));
+  ASSERT_OK(memory->populate(0, kGranule));
+  EXPECT_FALSE(device().holds(range->base()));
+}
+
 }  // namespace
 }  // namespace gpufs::cuda_test

@@ -408,6 +408,20 @@ TEST_P(GpuContract, CopiesToPeers) {
   EXPECT_OK(device_->copy_to_peer(*device_, here_range->base() + 16 * kMiB, here_range->base(), 4096));
 }
 
+TEST_P(GpuContract, KnowsItsOwnMemory) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(2 * granule_));
+  ASSERT_OK(memory->populate(0, 2 * granule_));
+  // A runtime that does not say what memory is knows of none.
+  const bool says = GetParam() != Library::kBareHip;
+  EXPECT_EQ(device_->holds(range->base()), says);
+  EXPECT_EQ(device_->holds(range->base() + 2 * granule_ - 1), says);
+  const std::vector<std::byte> host(64);
+  EXPECT_FALSE(device_->holds(reinterpret_cast<DeviceAddress>(host.data())));
+  if (driver_->devices().size() < 2) return;
+  EXPECT_FALSE(driver_->devices().at(1)->holds(range->base()));
+}
+
 TEST_P(GpuContract, RangesMayBeGivenBackByAnyThread) {
   for (int round = 0; round < 20; ++round) {
     auto memory = must(device_->create_memory());

@@ -474,6 +474,18 @@ TEST_F(HipFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
 }
 
+TEST_F(HipFaults, WhoseMemoryItIsMustBeSaid) {
+  open();
+  const Filled filled = fill(1);
+  const DeviceAddress address = filled.range->base();
+  EXPECT_TRUE(device().holds(address));
+  fake().fail("hipPointerGetAttributes", 1, kHipInvalidValue, 1);
+  EXPECT_FALSE(device().holds(address));
+  fake().fail("hipGetDevice", 1, kHipInvalidDevice, 1);
+  EXPECT_FALSE(device().holds(address));
+  EXPECT_TRUE(device().holds(address));
+}
+
 TEST_F(HipFaults, PlainMemoryReportsNoSpace) {
   FakeHipSetup setup;
   setup.virtual_memory = false;

@@ -242,7 +242,7 @@ TEST(Cufile, OnlyWithTheKernelModuleAndItsWord) {
   FakeCufile::open_result = 5007;
   EXPECT_EQ(make_cufile_path(FakeCufile::calls(), true)->refusals(), mask_of(Refusal::kNoGpuDirect));
   EXPECT_NE(open_cufile_path()->refusals(), 0U);  // no GPU where the unit tests run
-  EXPECT_EQ(make_direct_path("hip")->refusals(), mask_of(Refusal::kNoVendorCall));
+  EXPECT_EQ(make_direct_path("none of these")->refusals(), mask_of(Refusal::kNoVendorCall));
 }
 
 TEST(Cufile, MovesAndReportsErrors) {

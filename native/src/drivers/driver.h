@@ -143,6 +143,10 @@ class Device {
   // To another device of the same driver; EOPNOTSUPP where there is no direct way (the caller stages it).
   virtual Status copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) = 0;
 
+  // Whether an address that a program gave lies in this device's own memory, rather than in memory of the host or of
+  // another device that it can reach. False where that cannot be told. Any thread.
+  virtual bool holds(DeviceAddress /*address*/) { return true; }
+
   // Page-locks host memory for fast copies. Any thread. ENOMEM when the limit on locked memory is reached.
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;

@@ -5,6 +5,7 @@
 #include "io/backing_file.h"
 #include "io/cufile.h"
 #include "io/file_moves.h"
+#include "io/hip_file.h"
 
 namespace gpufs {
 namespace {
@@ -48,6 +49,7 @@ class NoDirectPath final : public DirectPath {
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name) {
   if (driver_name == "host") return std::make_shared<HostDirectPath>();
   if (driver_name == "cuda") return open_cufile_path();
+  if (driver_name == "hip") return open_hip_file_path();
   return std::make_shared<NoDirectPath>();
 }
 

@@ -35,12 +35,12 @@ class DirectPath {
  public:
   virtual ~DirectPath() = default;
   [[nodiscard]] virtual const char* name() const = 0;
-  // Why no request of this driver can take it; 0 where it works.
+  // Why no request of this driver can take it; 0 where it works, as far as is known by now.
   [[nodiscard]] virtual RefusalMask refusals() const = 0;
   virtual Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) = 0;
 };
 
-// By the driver's name: host has O_DIRECT, cuda has cuFile, others have none yet. Nothing is loaded before this call.
+// By the driver's name: host has O_DIRECT, cuda has cuFile, hip has hipAmdFile. Nothing is loaded before this call.
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name);
 
 // The failures after which the rest of a request goes by fallback: the path is not usable after all.

@@ -185,8 +185,12 @@ class Session {
     if (!pinned.ok()) return pinned.status();
     for (const Buffer::Piece& piece : pinned.value().pieces) {
       // Holes, and memory that does not lie as the request's beginning let expect, are not for the vendor.
-      if (piece.address == 0 || piece.address % file_.facts().memory_align != 0 ||
-          file_offset(chunk) % file_.facts().unit != 0 || piece.bytes % file_.facts().unit != 0) {
+      const bool unaligned = piece.address % file_.facts().memory_align != 0 ||
+                             file_offset(chunk) % file_.facts().unit != 0 || piece.bytes % file_.facts().unit != 0;
+      if (piece.address != 0 && unaligned && !job_.may_change_path()) {
+        return Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_unaligned");
+      }
+      if (piece.address == 0 || unaligned) {
         *rest = true;
         return {};
       }
@@ -195,17 +199,29 @@ class Session {
       job_.count_moved(Path::kFastpath, moved.bytes);
       if (!moved.status.ok()) {
         if (!rerun_on_fallback(moved.status.error())) return moved.status;
-        job_.give_up_fastpath(Refusal::kFailedBefore);
+        job_.give_up_fastpath(moved.status);
+        if (!job_.may_change_path()) {
+          return Status(EOPNOTSUPP, "fastpath alone is allowed but failed: " + moved.status.message(),
+                        moved.status.device_code());
+        }
         *gave_up = moved.status;
         *rest = true;
         return {};
       }
       if (moved.bytes < piece.bytes) {
+        if (!job_.may_change_path()) return stopped_short(chunk);
         *rest = true;  // the end of the file, which fallback can tell from a short count
         return {};
       }
     }
     return {};
+  }
+
+  // Where fallback may not look: the end of a file that has become shorter, or a failure that said nothing.
+  Status stopped_short(const Chunk& chunk) {
+    std::uint64_t size = 0;
+    if (load_ && file_.operations().size(file_.buffered_fd(), &size) == 0 && size <= file_offset(chunk)) return {};
+    return Status(EIO, "fastpath stopped before the end, and it alone is allowed");
   }
 
   Moved call_vendor(const Chunk& chunk, const Buffer::Piece& piece) {

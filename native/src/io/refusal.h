@@ -26,8 +26,10 @@ enum class Refusal : std::uint32_t {
   kNoGpuDirect = 1U << 11,        // the library is there, its kernel module is not (it would copy through the host)
   kNotAccepted = 1U << 12,        // the vendor's library refused this very file
   kFailedBefore = 1U << 13,       // started and gave up: the rest went the other way
+  kMemoryKind = 1U << 14,         // the memory that a program gave is not known to be the device's own
+  kNoKernelSupport = 1U << 15,    // the kernel's GPU driver cannot be reached, or has no such interface
 };
-inline constexpr std::size_t kRefusalCount = 14;
+inline constexpr std::size_t kRefusalCount = 16;
 
 using RefusalMask = std::uint32_t;
 constexpr RefusalMask mask_of(Refusal reason) { return static_cast<RefusalMask>(reason); }
@@ -36,7 +38,7 @@ constexpr RefusalMask mask_of(Refusal reason) { return static_cast<RefusalMask>(
 inline constexpr std::array<std::string_view, kRefusalCount> kRefusalNames = {
     "disabled",     "nothing_to_move",      "too_small",   "offset_unaligned", "size_unaligned", "memory_unaligned",
     "offset_range", "no_direct_descriptor", "file_system", "mount_options",    "no_vendor_call", "no_gpudirect",
-    "not_accepted", "failed_before"};
+    "not_accepted", "failed_before",        "memory_kind", "no_kernel_support"};
 
 // "file_system, no_vendor_call"; "none" for 0.
 std::string describe_refusals(RefusalMask mask);

@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "device/device_context.h"
+
 namespace gpufs {
 namespace {
 
@@ -45,6 +47,10 @@ Target Target::of_range(std::shared_ptr<DeviceContext> device, DeviceAddress add
   target.bytes_ = bytes;
   target.keep_ = std::move(keep);
   return target;
+}
+
+bool Target::on_device(std::uint64_t offset) const {
+  return buffer_ != nullptr || device_->device().holds(address_ + offset);
 }
 
 Result<PinnedRange> Target::pin_for_read(std::uint64_t offset, std::uint64_t bytes) const {

@@ -268,10 +268,11 @@ Result<Plan> TransferJob::make_plan(std::uint64_t total) {
   scored.bytes = total;
   if (!begin_use()) return Status(ECANCELED, "cancelled");
   scored.memory_phase = target().phase(request_.target_offset, file().facts().memory_align);
-  end_use();
   scored.vendor_refusals = engine_->direct_path_->refusals();
-  scored.fastpath = request_.fastpath.value_or(options().fastpath);
-  scored.fallback = request_.fallback.value_or(options().fallback);
+  if (!target().on_device(request_.target_offset)) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
+  end_use();
+  scored.fastpath = fastpath_mode();
+  scored.fallback = fallback_allowed();
   RefusalMask refusals = 0;
   Result<Plan> plan = plan_request(scored, &refusals);
   if (plan.ok() && std::any_of(plan.value().begin(), plan.value().end(), by_fastpath)) {
@@ -450,12 +451,16 @@ void TransferJob::end_path(const Chunk& chunk, bool failed) const {
   counters_.end(backend_of(chunk.path), flow_, chunk.done - chunk.before, failed, observe::now_ns() - chunk.started);
 }
 
-void TransferJob::give_up_fastpath(Refusal reason) {
-  const std::lock_guard lock(mutex_);
-  if (fastpath_given_up_) return;
-  fastpath_given_up_ = true;
-  refusals_ |= mask_of(reason);
-  counters_.refuse(observe::Backend::kFastpath, flow_, mask_of(reason));
+void TransferJob::give_up_fastpath(const Status& why) {
+  constexpr RefusalMask kReason = mask_of(Refusal::kFailedBefore);
+  {
+    const std::lock_guard lock(mutex_);
+    if ((refusals_ & kReason) != 0) return;
+    refusals_ |= kReason;
+    fastpath_given_up_ = may_change_path();
+    counters_.refuse(observe::Backend::kFastpath, flow_, kReason);
+  }
+  log_info(std::string("fastpath gave up on a ") + direction_name(request_.direction) + ": " + why.message());
 }
 
 void TransferJob::count_moved(Path path, std::uint64_t bytes) {

@@ -71,8 +71,10 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void start_path(Chunk& chunk) const;
   void end_path(const Chunk& chunk, bool failed) const;
 
-  // Session: fastpath is of no use for the rest.
-  void give_up_fastpath(Refusal reason);
+  // Session: fastpath failed on a piece in a way that lets the rest go by fallback, if that may be.
+  void give_up_fastpath(const Status& why);
+  // Whether bytes that fastpath was chosen for may go by fallback after all.
+  [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }
 
   void count_moved(Path path, std::uint64_t bytes);
   void count_pagecache(std::uint64_t bytes);
@@ -107,6 +109,9 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   [[nodiscard]] std::chrono::milliseconds abandon_delay() const;
 
  private:
+  [[nodiscard]] FastpathMode fastpath_mode() const { return request_.fastpath.value_or(options().fastpath); }
+  [[nodiscard]] bool fallback_allowed() const { return request_.fallback.value_or(options().fallback); }
+
   enum class Phase { kQueued, kPreparing, kRunning, kFinishing, kDone };
 
   Status prepare();

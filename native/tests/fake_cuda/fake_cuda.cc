@@ -86,6 +86,7 @@ struct State {
   bool held = false;
   int leaked = 0;  // what was open at the last reset
 
+  // Where no test is in the same process the environment sets it up.
   State() {
     if (const char* devices = std::getenv("FAKE_CUDA_DEVICES")) setup.devices = std::atoi(devices);
     if (const char* memory = std::getenv("FAKE_CUDA_MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
@@ -415,6 +416,31 @@ CuResult cuMemFree_v2(CuAddress address) {
   ::munmap(pointer(address), allocation->second.second);
   s.used[allocation->second.first] -= allocation->second.second;
   s.allocations.erase(allocation);
+  return kCuSuccess;
+}
+
+// Of the device whose allocation or mapping it is; whatever is not, is the host's.
+CuResult cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
+  ENTER_WITH_CONTEXT("cuPointerGetAttribute");
+  int device = -1;
+  for (int candidate = 0; candidate < s.setup.devices && device < 0; ++candidate) {
+    const auto allocation = s.allocations.upper_bound(address);
+    if (allocation != s.allocations.begin()) {
+      const auto& [base, owned] = *std::prev(allocation);
+      if (address < base + owned.second && owned.first == candidate) device = candidate;
+    }
+    const auto mapping = s.mappings.upper_bound(address);
+    if (mapping != s.mappings.begin()) {
+      const auto& [base, shown] = *std::prev(mapping);
+      if (address < base + shown.bytes && s.physical.at(shown.handle).device == candidate) device = candidate;
+    }
+  }
+  if (device < 0) return kCuInvalidValue;
+  const auto kind = static_cast<unsigned>(kCuMemoryTypeDevice);
+  const unsigned char managed = s.setup.managed ? 1 : 0;
+  if (attribute == kCuPointerMemoryType) std::memcpy(answer, &kind, sizeof kind);
+  if (attribute == kCuPointerIsManaged) std::memcpy(answer, &managed, sizeof managed);
+  if (attribute == kCuPointerDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
   return kCuSuccess;
 }
 

@@ -14,6 +14,7 @@ struct FakeCudaSetup {
   bool virtual_memory = true;
   bool export_descriptors = true;
   bool peers = true;
+  bool managed = false;  // all memory claims to be managed memory
 };
 
 // What is open now; all zero once everything has been given back.

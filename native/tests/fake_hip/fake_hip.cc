@@ -381,7 +381,7 @@ HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_
   lock.lock();
   record(call);
   lock.unlock();
-  *size_copied = call.copied;
+  *size_copied = plan.claimed == UINT64_MAX ? call.copied : plan.claimed;
   *status = call.status;
   errno = plan.error_number;
   return call.result;
@@ -726,7 +726,7 @@ HipResult hipGetProcAddress(const char* symbol, void** address, int version, std
   if (!s.setup.file_calls) return kHipSuccess;
   const std::string wanted = symbol;
   if (wanted == "hipAmdFileRead") *address = reinterpret_cast<void*>(file_read);
-  if (wanted == "hipAmdFileWrite") *address = reinterpret_cast<void*>(file_write);
+  if (wanted == "hipAmdFileWrite" && s.setup.file_write) *address = reinterpret_cast<void*>(file_write);
   if (*address != nullptr) *status = kHipSymbolFound;
   return kHipSuccess;
 }
@@ -737,10 +737,17 @@ HipResult hipPointerGetAttributes(HipPointerAttributes* attributes, const void* 
     attributes->type = 1;
     return kHipSuccess;
   }
-  for (int device = 0; device < s.setup.devices; ++device) {
-    if (!reachable(number(address), 1, device)) continue;
-    attributes->type = kHipMemoryTypeDevice;
-    attributes->device = device;
+  const Address where = number(address);
+  const auto allocation = s.allocations.upper_bound(where);
+  const auto mapping = s.mappings.upper_bound(where);
+  attributes->type = kHipMemoryTypeDevice;
+  if (allocation != s.allocations.begin() &&
+      where < std::prev(allocation)->first + std::prev(allocation)->second.second) {
+    attributes->device = std::prev(allocation)->second.first;
+    return kHipSuccess;
+  }
+  if (mapping != s.mappings.begin() && where < std::prev(mapping)->first + std::prev(mapping)->second.bytes) {
+    attributes->device = std::prev(mapping)->second.handle->device;
     return kHipSuccess;
   }
   return kHipInvalidValue;

@@ -13,6 +13,7 @@ struct FakeHipSetup {
   bool virtual_memory = true;
   bool peers = true;
   bool file_calls = true;  // hipGetProcAddress knows hipAmdFileRead and hipAmdFileWrite
+  bool file_write = true;  // and the second of them
 };
 
 // What is open now; all zero once everything has been given back.
@@ -31,9 +32,10 @@ struct FakeHipState {
 struct FakeHipFilePlan {
   int result = 0;
   std::int32_t status = 0;
-  int error_number = 0;              // what errno is left as
-  std::uint64_t bytes = UINT64_MAX;  // moved at most, before it ends
-  bool outputs_untouched = false;    // an early failure: nothing is moved, and nothing is said
+  int error_number = 0;                // what errno is left as
+  std::uint64_t bytes = UINT64_MAX;    // moved at most, before it ends
+  bool outputs_untouched = false;      // an early failure: nothing is moved, and nothing is said
+  std::uint64_t claimed = UINT64_MAX;  // what it says that it has moved, where that is not the truth
 };
 
 struct FakeHipFileCall {

@@ -56,6 +56,10 @@ enum : int {
   kCuLocationDevice = 1,
   kCuHandleDescriptor = 1,
   kCuAccessReadWrite = 3,
+
+  kCuPointerMemoryType = 2,
+  kCuPointerIsManaged = 8,
+  kCuPointerDeviceOrdinal = 9,
 };
 
 enum : unsigned {
@@ -64,6 +68,8 @@ enum : unsigned {
   kCuEventDisableTiming = 2,
   kCuHostRegisterPortable = 1,
   kCuHostRegisterReadOnly = 8,
+
+  kCuMemoryTypeDevice = 2,
 };
 
 struct CuLocation {
@@ -144,12 +150,17 @@ static_assert(sizeof(CuAccess) == 12);
   X(memory_unmap, "cuMemUnmap", CuAddress, std::size_t)                                           \
   X(memory_set_access, "cuMemSetAccess", CuAddress, std::size_t, const CuAccess*, std::size_t)    \
   X(memory_export, "cuMemExportToShareableHandle", void*, CuMemoryHandle, int, unsigned long long)
+
+// Null where the driver has none.
+#define GPUFS_CUDA_OPTIONAL(X)                                                                    \
+  X(pointer_attribute, "cuPointerGetAttribute", void*, int, CuAddress)
 // clang-format on
 
 #define GPUFS_CUDA_MEMBER(member, symbol, ...) CuResult (*member)(__VA_ARGS__) = nullptr;
 struct Functions {
   GPUFS_CUDA_REQUIRED(GPUFS_CUDA_MEMBER)
   GPUFS_CUDA_VIRTUAL_MEMORY(GPUFS_CUDA_MEMBER)
+  GPUFS_CUDA_OPTIONAL(GPUFS_CUDA_MEMBER)
 };
 #undef GPUFS_CUDA_MEMBER
 

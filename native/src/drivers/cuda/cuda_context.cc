@@ -273,6 +273,18 @@ Status CudaContext::synchronize_event(EventHandle event) {
   return call<&Functions::event_synchronize>("cuEventSynchronize", Purpose::kMemory, event_of(event));
 }
 
+bool CudaContext::holds(DeviceAddress address) {
+  if (!library_->has_pointer_attribute()) return false;
+  unsigned kind = 0;
+  unsigned managed = 0;  // a byte of it is written
+  int ordinal = -1;
+  const auto ask = [&](void* answer, int attribute) {
+    return library_->call<&Functions::pointer_attribute>(answer, attribute, address) == kCuSuccess;
+  };
+  return ask(&kind, kCuPointerMemoryType) && kind == kCuMemoryTypeDevice && ask(&managed, kCuPointerIsManaged) &&
+         managed == 0 && ask(&ordinal, kCuPointerDeviceOrdinal) && ordinal == info_.index;
+}
+
 Status CudaContext::pin(void* address, std::size_t bytes) {
   return call<&Functions::host_register>("cuMemHostRegister", Purpose::kHost, address, bytes,
                                          unsigned{kCuHostRegisterPortable});

@@ -29,6 +29,9 @@ Result<std::shared_ptr<const Library>> Library::load(const std::string& path) {
   if (!gpu::resolve(handle, symbol, functions.member)) library->has_virtual_memory_ = false;
   GPUFS_CUDA_VIRTUAL_MEMORY(GPUFS_CUDA_RESOLVE)
 #undef GPUFS_CUDA_RESOLVE
+#define GPUFS_CUDA_RESOLVE(member, symbol, ...) gpu::resolve(handle, symbol, functions.member);
+  GPUFS_CUDA_OPTIONAL(GPUFS_CUDA_RESOLVE)
+#undef GPUFS_CUDA_RESOLVE
 
   const CuResult code = library->call<&Functions::init>(0U);
   if (code != kCuSuccess) return unavailable("cuInit: " + library->describe(code), code);

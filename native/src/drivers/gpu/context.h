@@ -94,6 +94,9 @@ class Context {
   virtual Result<bool> query_event(EventHandle event) = 0;
   virtual Status synchronize_event(EventHandle event) = 0;
 
+  // Whether the address lies in this device's own memory; false where the vendor cannot tell.
+  virtual bool holds(DeviceAddress address) = 0;
+
   // Pinned for every device of the process, since the bounce pool is shared by them.
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status pin_read_only(const void* address, std::size_t bytes) = 0;

@@ -33,6 +33,11 @@ Status GpuDevice::with_device(Call call) {
   return call();
 }
 
+bool GpuDevice::holds(DeviceAddress address) {
+  const Current current(*context_);
+  return current.status().ok() && context_->holds(address);
+}
+
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
   if (bytes == 0) return health();
   return run([&](StreamHandle stream) { return context_->copy_in(destination, source, bytes, stream); });

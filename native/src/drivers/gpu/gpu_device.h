@@ -34,6 +34,8 @@ class GpuDevice final : public Device {
   Status zero(DeviceAddress destination, std::size_t bytes) override;
   Status copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
 
+  bool holds(DeviceAddress address) override;
+
   Status pin(void* address, std::size_t bytes) override;
   Status unpin(void* address) override;
   Status pin_read_only(const void* address, std::size_t bytes) override;

@@ -256,6 +256,14 @@ Status HipContext::synchronize_event(EventHandle event) {
   return call<&Functions::event_synchronize>("hipEventSynchronize", Purpose::kMemory, event_of(event));
 }
 
+bool HipContext::holds(DeviceAddress address) {
+  // Before, the kinds of memory had other numbers.
+  if (!library_->has_pointer_attributes() || library_->version() < kHipVersion6) return false;
+  HipPointerAttributes found{};
+  if (library_->call<&Functions::pointer_attributes>(&found, pointer(address)) != kHipSuccess) return false;
+  return found.type == kHipMemoryTypeDevice && found.device == device_;
+}
+
 Status HipContext::pin(void* address, std::size_t bytes) {
   return call<&Functions::host_register>("hipHostRegister", Purpose::kHost, address, bytes,
                                          unsigned{kHipHostRegisterPortable});

@@ -65,6 +65,8 @@ class HipContext final : public gpu::Context {
   Result<bool> query_event(EventHandle event) override;
   Status synchronize_event(EventHandle event) override;
 
+  bool holds(DeviceAddress address) override;
+
   Status pin(void* address, std::size_t bytes) override;
   Status pin_read_only(const void* address, std::size_t bytes) override;
   Status unpin(void* address) override;

@@ -1,0 +1,156 @@
+#include "io/hip_file.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "drivers/gpu/vendor_library.h"
+#include "drivers/hip/hip_library.h"
+#include "io/backing_file.h"
+
+namespace gpufs {
+namespace {
+
+constexpr const char* kKernelDriver = "/dev/kfd";
+// The kernel moves no more than this by one call, and fails where it is asked for more.
+constexpr std::uint64_t kKernelLimit = 0x7ffff000;
+constexpr int kLargestErrno = 133;  // EHWPOISON; whatever lies beyond is no errno
+
+// What a path shares with its files, which may outlive it.
+struct HipFileCalls {
+  std::shared_ptr<const hip::Library> library;  // null: there is none
+  hip::HipFileCall read = nullptr;
+  hip::HipFileCall write = nullptr;
+  std::atomic<RefusalMask> refusals{0};
+};
+
+// How one call ended, told by all that it left behind.
+struct Outcome {
+  std::uint64_t bytes = 0;
+  Status status;
+};
+
+class HipFile final : public DirectFile {
+ public:
+  HipFile(std::shared_ptr<HipFileCalls> calls, BackingFile& file)
+      : calls_(std::move(calls)), fd_(file.direct_fd()), unit_(file.facts().unit) {}
+
+  Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
+    return move(calls_->read, "hipAmdFileRead", destination, bytes, file_offset);
+  }
+  Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
+    return move(calls_->write, "hipAmdFileWrite", source, bytes, file_offset);
+  }
+
+ private:
+  Moved move(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
+             std::uint64_t file_offset) {
+    Moved moved;
+    const hip::HipResult prepared = calls_->library->prepare_thread();
+    if (prepared != hip::kHipSuccess) {
+      moved.status = Status(EREMOTEIO, "hipInit: " + calls_->library->describe(prepared), prepared);
+      return moved;
+    }
+    while (moved.bytes < bytes) {
+      const std::uint64_t part = std::min(bytes - moved.bytes, round_down(kKernelLimit, unit_));
+      const Outcome outcome = call_once(call, name, address + moved.bytes, part, file_offset + moved.bytes);
+      moved.bytes += outcome.bytes;
+      const bool interrupted = outcome.status.error() == EINTR;
+      if (!outcome.status.ok() && !interrupted) {
+        moved.status = outcome.status;
+        return moved;
+      }
+      // Nothing that could be continued from here, or the end of the file.
+      if (outcome.bytes % unit_ != 0 || (outcome.bytes == 0 && !interrupted)) return moved;
+    }
+    return moved;
+  }
+
+  Outcome call_once(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
+                    std::uint64_t file_offset) {
+    if (gpu::process_is_ending()) return {0, Status(ECANCELED, "the process is ending")};
+    hip::HipFileHandle handle{};
+    handle.handle = nullptr;  // all of it, before the smaller member
+    handle.fd = fd_;
+    // Early failures leave these as they are.
+    std::uint64_t copied = 0;
+    std::int32_t status = 0;
+    errno = 0;
+    const hip::HipResult result =
+        call(handle, reinterpret_cast<void*>(address), bytes, static_cast<std::int64_t>(file_offset), &copied, &status);
+    const int error = errno;
+    // The status goes first: the result says of most failures only that they are unknown.
+    if (result == hip::kHipSuccess && status == 0 && copied <= bytes) return {copied, {}};
+    const auto failed = [&](int code, const std::string& why) {
+      return Status(code, std::string(name) + ": " + why, result);
+    };
+    if (result != hip::kHipSuccess && error == ENOTTY) {
+      no_kernel_interface();
+      return {0, failed(ENOTTY, "the kernel's GPU driver has no such interface")};  // and the outputs are garbage
+    }
+    if (copied > bytes || status > 0 || status < -kLargestErrno) {
+      return {0, failed(EREMOTEIO, "made no sense (status " + std::to_string(status) + ")")};
+    }
+    if (status != 0) return {copied, Status(-status, Status::from_errno(-status, name).message(), result)};
+    const std::string text = calls_->library->describe(result);
+    if (hip::is_fatal(result)) return {copied, failed(EIO, text)};
+    // The runtime gave up before it asked the kernel: it does not know the memory, say, which the fallback can reach.
+    if (copied == 0) return {0, failed(result == hip::kHipNotSupported ? EOPNOTSUPP : EREMOTEIO, text)};
+    return {copied, failed(EIO, text)};
+  }
+
+  // For good: later requests need not find out again.
+  void no_kernel_interface() {
+    const RefusalMask reason = mask_of(Refusal::kNoKernelSupport);
+    if ((calls_->refusals.fetch_or(reason) & reason) == 0) {
+      log_info("hipAmdFile is not used: the kernel's GPU driver has no interface for it");
+    }
+  }
+
+  const std::shared_ptr<HipFileCalls> calls_;
+  const int fd_;  // of the file that owns this
+  const std::uint64_t unit_;
+};
+
+class HipFilePath final : public DirectPath {
+ public:
+  explicit HipFilePath(std::shared_ptr<HipFileCalls> calls) : calls_(std::move(calls)) {}
+
+  [[nodiscard]] const char* name() const override { return "hipAmdFile"; }
+  [[nodiscard]] RefusalMask refusals() const override { return calls_->refusals; }
+
+  Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
+    const RefusalMask refused = calls_->refusals;
+    if (refused != 0) return Status(EOPNOTSUPP, "hipAmdFile: " + describe_refusals(refused));
+    return std::unique_ptr<DirectFile>(std::make_unique<HipFile>(calls_, file));
+  }
+
+ private:
+  const std::shared_ptr<HipFileCalls> calls_;
+};
+
+}  // namespace
+
+std::shared_ptr<DirectPath> open_hip_file_path_from(const std::vector<std::string>& candidates, bool kernel_driver) {
+  auto calls = std::make_shared<HipFileCalls>();
+  if (!kernel_driver) calls->refusals |= mask_of(Refusal::kNoKernelSupport);
+  Result<std::shared_ptr<const hip::Library>> library = hip::Library::load(candidates);
+  if (library.ok()) {
+    calls->library = library.take();
+    calls->read = reinterpret_cast<hip::HipFileCall>(calls->library->find_hidden("hipAmdFileRead"));
+    calls->write = reinterpret_cast<hip::HipFileCall>(calls->library->find_hidden("hipAmdFileWrite"));
+  }
+  if (calls->read == nullptr || calls->write == nullptr) calls->refusals |= mask_of(Refusal::kNoVendorCall);
+  return std::make_shared<HipFilePath>(std::move(calls));
+}
+
+std::shared_ptr<DirectPath> open_hip_file_path() {
+  return open_hip_file_path_from(hip::Library::names(), ::access(kKernelDriver, R_OK | W_OK) == 0);
+}
+
+}  // namespace gpufs

@@ -1,0 +1,55 @@
+// Preloaded into a program, shows it below FAKE_KERNEL_ROOT what a kernel with a vendor's modules has: absolute paths
+// that exist there are looked at there. For the calls by which the engine looks for such things, access() and
+// readlink().
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+using Access = int (*)(const char*, int);
+using ReadLink = ssize_t (*)(const char*, char*, std::size_t);
+
+template <typename Function>
+Function next(const char* name) {
+  return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
+}
+
+int real_access(const char* path, int mode) {
+  static const auto call = next<Access>("access");
+  return call(path, mode);
+}
+
+ssize_t real_readlink(const char* path, char* target, std::size_t bytes) {
+  static const auto call = next<ReadLink>("readlink");
+  return call(path, target, bytes);
+}
+
+// The path below the root if there is something there, links that lead nowhere included.
+std::string shown(const char* path) {
+  const char* const root = std::getenv("FAKE_KERNEL_ROOT");
+  if (root == nullptr || path == nullptr || path[0] != '/') return {};
+  std::string there = std::string(root) + path;
+  char target[2];
+  return real_access(there.c_str(), F_OK) == 0 || real_readlink(there.c_str(), target, 1) == 1 ? there : std::string();
+}
+
+}  // namespace
+
+extern "C" {
+
+int access(const char* path, int mode) noexcept {
+  const std::string there = shown(path);
+  return real_access(there.empty() ? path : there.c_str(), mode);
+}
+
+ssize_t readlink(const char* path, char* target, std::size_t bytes) noexcept {
+  const std::string there = shown(path);
+  return real_readlink(there.empty() ? path : there.c_str(), target, bytes);
+}
+
+}  // extern "C"
