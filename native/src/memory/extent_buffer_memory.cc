@@ -474,7 +474,7 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
     const std::uint64_t start = std::max(offset, size);
     if (start == end) return {};
     exclusion.begin_locked(size);
-    regions = {{start, end - start}};
+    regions.assign(1, {start, end - start});
     for (const WriteLease* writer = writers_; writer != nullptr; writer = writer->next_) {
       regions = without(regions, writer->offset_, writer->end_);
     }
