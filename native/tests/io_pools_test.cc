@@ -1,4 +1,4 @@
-// The pools under the transfers: bounce slots, worker threads, and cuFile's adapter.
+// The pools under the transfers: bounce slots and worker threads.
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,6 @@
 #include "device/stream_pool.h"
 #include "io/backing_file.h"
 #include "io/bounce_pool.h"
-#include "io/cufile.h"
 #include "io/worker_pool.h"
 #include "io_fakes.h"
 
@@ -183,96 +182,6 @@ TEST(WorkerPool, CountsTheProcessorsOfANode) {
   EXPECT_GE(usable_cpus(-1), 1);
   EXPECT_GE(usable_cpus(0), 1);
   EXPECT_EQ(usable_cpus(100000), usable_cpus(-1));
-}
-
-// ---- cuFile ----
-
-struct FakeCufile {
-  static inline int open_result = 0;
-  static inline unsigned supported = 0;
-  static inline unsigned major = 0;
-  static inline int register_result = 0;
-  static inline ssize_t move_result = 0;
-  static inline int registered = 0;
-  static inline std::vector<off_t> offsets;
-
-  static CufileCalls calls() {
-    CufileCalls calls;
-    calls.driver_open = [] { return CufileError{open_result, 0}; };
-    calls.driver_properties = [](CufileProperties* properties) {
-      properties->module.major_version = major;
-      properties->module.supported = supported;
-      return CufileError{0, 0};
-    };
-    calls.handle_register = [](void** handle, CufileDescriptor* descriptor) {
-      *handle = &registered;
-      EXPECT_EQ(descriptor->type, 1);
-      if (register_result == 0) ++registered;
-      return CufileError{register_result, 0};
-    };
-    calls.handle_deregister = [](void*) { --registered; };
-    calls.read = [](void*, void*, std::size_t bytes, off_t file_offset, off_t device_offset) -> ssize_t {
-      offsets.push_back(file_offset);
-      EXPECT_EQ(file_offset - 4096, device_offset);
-      if (move_result < 0) errno = EIO;
-      return move_result > 0 ? std::min<ssize_t>(move_result, static_cast<ssize_t>(bytes)) : move_result;
-    };
-    calls.write = [](void*, const void*, std::size_t, off_t, off_t) -> ssize_t { return move_result; };
-    return calls;
-  }
-  static void reset() {
-    open_result = register_result = 0;
-    supported = 1U << 4;
-    major = 2;
-    move_result = 0;
-    offsets.clear();
-  }
-};
-
-TEST(Cufile, OnlyWithTheKernelModuleAndItsWord) {
-  FakeCufile::reset();
-  EXPECT_EQ(make_cufile_path(FakeCufile::calls(), false)->refusals(), mask_of(Refusal::kNoGpuDirect));
-  EXPECT_EQ(make_cufile_path(FakeCufile::calls(), true)->refusals(), 0U);
-  FakeCufile::supported = 0;
-  EXPECT_EQ(make_cufile_path(FakeCufile::calls(), true)->refusals(), mask_of(Refusal::kNoGpuDirect));
-  FakeCufile::reset();
-  FakeCufile::major = 0;
-  EXPECT_EQ(make_cufile_path(FakeCufile::calls(), true)->refusals(), mask_of(Refusal::kNoGpuDirect));
-  FakeCufile::reset();
-  FakeCufile::open_result = 5007;
-  EXPECT_EQ(make_cufile_path(FakeCufile::calls(), true)->refusals(), mask_of(Refusal::kNoGpuDirect));
-  EXPECT_NE(open_cufile_path()->refusals(), 0U);  // no GPU where the unit tests run
-  EXPECT_EQ(make_direct_path("none of these")->refusals(), mask_of(Refusal::kNoVendorCall));
-}
-
-TEST(Cufile, MovesAndReportsErrors) {
-  FakeCufile::reset();
-  const std::shared_ptr<DirectPath> path = make_cufile_path(FakeCufile::calls(), true);
-  const auto backing = BackingFile::adopt(UniqueFd(), UniqueFd(), BackingFacts{}, FileOps::system());
-  {
-    Result<std::unique_ptr<DirectFile>> file = path->attach(*backing);
-    ASSERT_TRUE(file.ok());
-    EXPECT_EQ(FakeCufile::registered, 1);
-    FakeCufile::move_result = 4096;
-    Moved moved = file.value()->load(0x10000, 3 * 4096, 4096);
-    EXPECT_TRUE(moved.status.ok());
-    EXPECT_EQ(moved.bytes, 3U * 4096);
-    EXPECT_EQ(FakeCufile::offsets, (std::vector<off_t>{4096, 8192, 12288}));
-    FakeCufile::move_result = 0;
-    moved = file.value()->load(0x10000, 4096, 4096);
-    EXPECT_TRUE(moved.status.ok());
-    EXPECT_EQ(moved.bytes, 0U);
-    FakeCufile::move_result = -1;
-    EXPECT_EQ(file.value()->load(0x10000, 4096, 4096).status.error(), EIO);
-    FakeCufile::move_result = -5011;
-    moved = file.value()->load(0x10000, 4096, 4096);
-    EXPECT_EQ(moved.status.error(), EREMOTEIO);
-    EXPECT_EQ(moved.status.device_code(), 5011);
-    EXPECT_TRUE(rerun_on_fallback(moved.status.error()));
-  }
-  EXPECT_EQ(FakeCufile::registered, 0);
-  FakeCufile::register_result = 5030;
-  EXPECT_EQ(path->attach(*backing).error(), EREMOTEIO);
 }
 
 }  // namespace

@@ -1,12 +1,17 @@
 #include "io/cufile.h"
 
-#include <dlfcn.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <utility>
 
 #include "base/log.h"
+#include "base/math.h"
+#include "drivers/gpu/vendor_library.h"
 #include "io/backing_file.h"
 
 namespace gpufs {
@@ -16,124 +21,189 @@ constexpr int kDescriptorType = 1;
 // cuFile's own failures start here. It says of none of them whether the file or its setup is at fault, and the fallback
 // reports what is wrong with a file by errno: so all of them mean "not by this path".
 constexpr int kFirstLibraryError = 5000;
+constexpr const char* kLibrary = "libcufile.so.0";
 constexpr const char* kModuleVersion = "/proc/driver/nvidia-fs/version";
-constexpr unsigned kLocalStorage = 1U << 4 | 1U << 5 | 1U << 6;  // NVMe, NVMe over fabrics, SCSI
+constexpr const char* kModuleDevice = "/dev/nvidia-fs0";
+constexpr unsigned kLocalStorage = kCufileNvme | kCufileNvmeFabrics | kCufileScsi;
+// The kernel moves no more than this by one call.
+constexpr std::uint64_t kKernelLimit = 0x7ffff000;
+
+struct CufileCalls {
+  CufileError (*driver_open)() = nullptr;
+  CufileError (*driver_properties)(CufileProperties*) = nullptr;
+  CufileError (*handle_register)(void** handle, CufileDescriptor*) = nullptr;
+  void (*handle_deregister)(void* handle) = nullptr;
+  ssize_t (*read)(void* handle, void* device_base, std::size_t bytes, off_t file_offset, off_t device_offset) = nullptr;
+  ssize_t (*write)(void* handle, const void* device_base, std::size_t bytes, off_t file_offset,
+                   off_t device_offset) = nullptr;
+};
 
 Status failure(const char* what, const CufileError& error) {
-  return Status(EREMOTEIO, std::string(what) + " failed", error.driver != 0 ? error.driver : error.library);
+  return Status(EREMOTEIO, std::string(what) + " failed (" + std::to_string(error.library) + ")",
+                error.driver != 0 ? error.driver : error.library);
 }
 
 class CufileFile final : public DirectFile {
  public:
-  CufileFile(const CufileCalls& calls, void* handle) : calls_(calls), handle_(handle) {}
-  ~CufileFile() override { calls_.handle_deregister(handle_); }
+  CufileFile(const CufileCalls& calls, void* handle, std::uint64_t unit)
+      : calls_(calls), handle_(handle), unit_(unit) {}
+  ~CufileFile() override {
+    if (!gpu::process_is_ending()) calls_.handle_deregister(handle_);
+  }
   CufileFile(const CufileFile&) = delete;
   CufileFile& operator=(const CufileFile&) = delete;
 
+  // Offsets in memory are for memory that was registered with the library; ours is named by its address alone.
   Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(bytes, "cuFileRead", [&](std::uint64_t done) {
-      return calls_.read(handle_, reinterpret_cast<void*>(destination), bytes - done,
-                         static_cast<off_t>(file_offset + done), static_cast<off_t>(done));
+    return move(bytes, "cuFileRead", [&](std::uint64_t done, std::uint64_t part) {
+      return calls_.read(handle_, reinterpret_cast<void*>(destination + done), part,
+                         static_cast<off_t>(file_offset + done), 0);
     });
   }
   Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(bytes, "cuFileWrite", [&](std::uint64_t done) {
-      return calls_.write(handle_, reinterpret_cast<const void*>(source), bytes - done,
-                          static_cast<off_t>(file_offset + done), static_cast<off_t>(done));
+    return move(bytes, "cuFileWrite", [&](std::uint64_t done, std::uint64_t part) {
+      return calls_.write(handle_, reinterpret_cast<const void*>(source + done), part,
+                          static_cast<off_t>(file_offset + done), 0);
     });
   }
 
  private:
   template <typename Call>
-  static Moved move(std::uint64_t bytes, const char* what, Call call) {
+  Moved move(std::uint64_t bytes, const char* what, Call call) {
     Moved moved;
     while (moved.bytes < bytes) {
+      if (gpu::process_is_ending()) {
+        moved.status = Status(ECANCELED, "the process is ending");
+        return moved;
+      }
+      const std::uint64_t part = std::min(bytes - moved.bytes, round_down(kKernelLimit, unit_));
       errno = 0;
-      const ssize_t count = call(moved.bytes);
+      const ssize_t count = call(moved.bytes, part);
       if (count == -1 && errno == EINTR) continue;
       if (count < 0) {
         const int code = count == -1 ? 0 : static_cast<int>(-count);
         const int error = code >= kFirstLibraryError || errno == 0 ? EREMOTEIO : errno;
-        moved.status = Status(error, std::string(what) + " failed", code);
+        moved.status = Status(error, Status::from_errno(error, what).message(), code);
         return moved;
       }
-      if (count == 0) return moved;
-      moved.bytes += std::min(static_cast<std::uint64_t>(count), bytes - moved.bytes);
+      const auto done = static_cast<std::uint64_t>(count);
+      if (done > part) {
+        moved.status = Status(EREMOTEIO, std::string(what) + " says that it moved more than was asked for");
+        return moved;
+      }
+      moved.bytes += done;
+      // The end of the file, or nothing that could be continued from here.
+      if (done < part && (done == 0 || done % unit_ != 0)) return moved;
     }
     return moved;
   }
 
   const CufileCalls calls_;  // its own copy: a file may outlive the path
   void* const handle_;
+  const std::uint64_t unit_;
 };
+
+// Where the kernel has the block device that a file lies on, or is; empty if it does not say.
+std::string place_of(int fd) {
+  struct stat status = {};
+  if (::fstat(fd, &status) != 0) return {};
+  const dev_t device = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+  const std::string link = "/sys/dev/block/" + std::to_string(::major(device)) + ":" + std::to_string(::minor(device));
+  std::array<char, 4096> place{};
+  const ssize_t length = ::readlink(link.c_str(), place.data(), place.size());
+  return length < 0 ? std::string() : std::string(place.data(), static_cast<std::size_t>(length));
+}
 
 class CufilePath final : public DirectPath {
  public:
-  CufilePath(const CufileCalls& calls, RefusalMask refusals) : calls_(calls), refusals_(refusals) {}
+  CufilePath(const CufileCalls& calls, RefusalMask refusals, unsigned storage)
+      : calls_(calls), refusals_(refusals), storage_(storage) {}
 
   [[nodiscard]] const char* name() const override { return "cuFile"; }
   [[nodiscard]] RefusalMask refusals() const override { return refusals_; }
 
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
     if (refusals_ != 0) return Status(EOPNOTSUPP, "cuFile: " + describe_refusals(refusals_));
+    if (storage_ != 0 && (cufile_storage(place_of(file.direct_fd())) & storage_) == 0) {
+      return Status(EOPNOTSUPP,
+                    "cuFile: the file is not on storage that GPUDirect serves, and cuFile may copy it through the host "
+                    "(allow_compat_mode in cufile.json)");
+    }
     CufileDescriptor descriptor = {};
     descriptor.type = kDescriptorType;
     descriptor.handle.fd = file.direct_fd();
     void* handle = nullptr;
     const CufileError error = calls_.handle_register(&handle, &descriptor);
     if (error.library != 0) return failure("cuFileHandleRegister", error);
-    return std::unique_ptr<DirectFile>(std::make_unique<CufileFile>(calls_, handle));
+    return std::unique_ptr<DirectFile>(std::make_unique<CufileFile>(calls_, handle, file.facts().unit));
   }
 
  private:
   const CufileCalls calls_;
   const RefusalMask refusals_;
+  const unsigned storage_;  // what files must lie on; 0: the library refuses by itself what it would copy
 };
 
-template <typename Function>
-bool resolve(void* library, const char* name, Function** function) {
-  *function = reinterpret_cast<Function*>(::dlsym(library, name));
-  return *function != nullptr;
-}
-
 std::shared_ptr<DirectPath> refusing(Refusal reason) {
-  return std::make_shared<CufilePath>(CufileCalls{}, mask_of(reason));
+  return std::make_shared<CufilePath>(CufileCalls{}, mask_of(reason), 0);
 }
 
 }  // namespace
 
-std::shared_ptr<DirectPath> make_cufile_path(const CufileCalls& calls, bool module_present) {
+unsigned cufile_storage(const std::string& place) {
+  const auto within = [&](const char* part) { return place.find(part) != std::string::npos; };
+  if (within("/nvme-fabrics/")) return kCufileNvmeFabrics;
+  // Several ways to one device, by fabrics or not.
+  if (within("/nvme-subsystem/")) return kCufileNvme | kCufileNvmeFabrics;
+  if (within("/nvme/")) return kCufileNvme;
+  if (within("/host") && within("/target")) return kCufileScsi;
+  return 0;
+}
+
+std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present) {
   if (!module_present) return refusing(Refusal::kNoGpuDirect);
+  std::string why;
+  void* const handle = gpu::open_library(library, &why);
+  if (handle == nullptr) {
+    log_info("cuFile is not used: " + why);
+    return refusing(Refusal::kNoVendorCall);
+  }
+  CufileCalls calls;
+  const bool complete = gpu::resolve(handle, "cuFileDriverOpen", calls.driver_open) &&
+                        gpu::resolve(handle, "cuFileDriverGetProperties", calls.driver_properties) &&
+                        gpu::resolve(handle, "cuFileHandleRegister", calls.handle_register) &&
+                        gpu::resolve(handle, "cuFileHandleDeregister", calls.handle_deregister) &&
+                        gpu::resolve(handle, "cuFileRead", calls.read) &&
+                        gpu::resolve(handle, "cuFileWrite", calls.write);
+  if (!complete) {
+    log_info("cuFile is not used: " + library + " lacks a function");
+    return refusing(Refusal::kNoVendorCall);
+  }
   const CufileError opened = calls.driver_open();
-  if (opened.library != 0) {
+  // A program that uses cuFile itself has opened it for all of the process.
+  if (opened.library != 0 && opened.library != kCufileAlreadyOpen) {
     log_info("cuFile is not used: cuFileDriverOpen failed with " + std::to_string(opened.library));
     return refusing(Refusal::kNoGpuDirect);
   }
+  static const Status watching = gpu::watch_process_end();
+  if (!watching.ok()) {
+    log_info("cuFile is not used: " + watching.message());
+    return refusing(Refusal::kNoVendorCall);
+  }
   CufileProperties properties = {};
   const CufileError asked = calls.driver_properties(&properties);
-  const bool active =
-      asked.library == 0 && properties.module.major_version > 0 && (properties.module.supported & kLocalStorage) != 0;
-  if (!active) {
+  const unsigned storage = properties.module.supported & kLocalStorage;
+  if (asked.library != 0 || properties.module.major_version == 0 || storage == 0) {
     log_info("cuFile is not used: it reports no storage that its kernel module serves");
     return refusing(Refusal::kNoGpuDirect);
   }
-  return std::make_shared<CufilePath>(calls, 0);
+  const bool may_copy = (properties.module.control & kCufileMayCopyThroughHost) != 0;
+  return std::make_shared<CufilePath>(calls, 0, may_copy ? storage : 0);
 }
 
 std::shared_ptr<DirectPath> open_cufile_path() {
-  if (::access(kModuleVersion, F_OK) != 0 || ::access("/dev/nvidia-fs0", F_OK) != 0) {
-    return refusing(Refusal::kNoGpuDirect);
-  }
-  void* const library = ::dlopen("libcufile.so.0", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return refusing(Refusal::kNoVendorCall);
-  CufileCalls calls;
-  const bool complete = resolve(library, "cuFileDriverOpen", &calls.driver_open) &&
-                        resolve(library, "cuFileDriverGetProperties", &calls.driver_properties) &&
-                        resolve(library, "cuFileHandleRegister", &calls.handle_register) &&
-                        resolve(library, "cuFileHandleDeregister", &calls.handle_deregister) &&
-                        resolve(library, "cuFileRead", &calls.read) && resolve(library, "cuFileWrite", &calls.write);
-  if (!complete) return refusing(Refusal::kNoVendorCall);
-  return make_cufile_path(calls, /*module_present=*/true);
+  return open_cufile_path_from(kLibrary,
+                               ::access(kModuleVersion, F_OK) == 0 && ::access(kModuleDevice, R_OK | W_OK) == 0);
 }
 
 }  // namespace gpufs

@@ -20,6 +20,7 @@ struct CufileError {
   int library;  // 0: success; 5000 and more otherwise
   int driver;   // the CUDA driver's code when the failure is its
 };
+inline constexpr int kCufileAlreadyOpen = 5026;
 struct CufileDescriptor {
   int type;  // 1: a file descriptor
   union {
@@ -35,7 +36,7 @@ struct CufileProperties {
     std::size_t poll_threshold_bytes;
     std::size_t largest_direct_bytes;
     unsigned supported;  // bits: which storage the kernel module serves
-    unsigned control;
+    unsigned control;    // bits: how the library was set up
   } module;
   unsigned features;
   unsigned device_cache_bytes;
@@ -45,23 +46,22 @@ struct CufileProperties {
   unsigned batch_timeout_ms;
   std::byte later[256];  // newer libraries write more
 };
-
-// The library's functions; tests fill this in with their own.
-struct CufileCalls {
-  CufileError (*driver_open)() = nullptr;
-  CufileError (*driver_properties)(CufileProperties*) = nullptr;
-  CufileError (*handle_register)(void** handle, CufileDescriptor*) = nullptr;
-  void (*handle_deregister)(void* handle) = nullptr;
-  ssize_t (*read)(void* handle, void* device_base, std::size_t bytes, off_t file_offset, off_t device_offset) = nullptr;
-  ssize_t (*write)(void* handle, const void* device_base, std::size_t bytes, off_t file_offset,
-                   off_t device_offset) = nullptr;
-};
+// Of `supported`, and of `control`.
+inline constexpr unsigned kCufileNvme = 1U << 4;
+inline constexpr unsigned kCufileNvmeFabrics = 1U << 5;
+inline constexpr unsigned kCufileScsi = 1U << 6;
+inline constexpr unsigned kCufileMayCopyThroughHost = 1U << 1;
 
 // Looks for the kernel module first and opens the library only if it is there. Always a path; one that refuses
-// everything, with the reason, where it cannot work.
+// everything, with the reason, where it cannot work. Where the library may copy through the host on its own, the path
+// takes files on such storage alone as the kernel module serves.
 std::shared_ptr<DirectPath> open_cufile_path();
 
-// The same after the library has been found. module_present: the kernel module's device node is there.
-std::shared_ptr<DirectPath> make_cufile_path(const CufileCalls& calls, bool module_present);
+// The same with a library of the caller's choice. module_present: what the kernel module shows is there.
+std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present);
+
+// The bit of CufileProperties::module.supported that stands for how a block device is attached, by what the kernel says
+// of its place ("../../devices/pci0000:00/.../nvme/nvme0/nvme0n1/nvme0n1p1"); 0: none of them, or it cannot be told.
+unsigned cufile_storage(const std::string& place);
 
 }  // namespace gpufs
