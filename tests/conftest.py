@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "driver: depends on the driver; run it also with --driver cuda on a GPU host")
+    config.addinivalue_line("markers", "driver: depends on the driver; scripts/test-fakes runs it over others")
     config.addinivalue_line("markers", "complains: the daemon is expected to log warnings")
     config.stash[SESSION] = Session()
     common: dict[str, Any] = {

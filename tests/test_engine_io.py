@@ -23,8 +23,16 @@ from gpufs.engine._arrays import device_range
 
 @pytest.fixture
 def host() -> Iterator[engine.Engine]:
+    """An engine whose devices' memory programs can give: NumPy's arrays."""
     with engine.Engine("host", devices=1, memory_bytes=512 * MIB) as opened:
         yield opened
+
+
+@pytest.fixture
+def opened(driver: str) -> Iterator[engine.Engine]:
+    """An engine of the driver under test."""
+    with engine.Engine(driver, devices=1, memory_bytes=512 * MIB) as made:
+        yield made
 
 
 @pytest.fixture
@@ -34,14 +42,10 @@ def shm() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def on_disk(path: Path) -> bool:
-    """Whether the fastpath is to be expected there."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        with engine.Engine("host", devices=1, memory_bytes=2 * MIB) as host, engine.BackingFile(host, fd) as backing:
-            return not backing.info.fastpath_refusals
-    finally:
-        os.close(fd)
+def has_fastpath(opened: engine.Engine, path: Path) -> bool:
+    """Whether it is to be expected there."""
+    with engine.BackingFile.open(opened, path) as backing:
+        return not backing.info.fastpath_refusals and not engine.fastpath_probe(opened.driver)
 
 
 def counters(host: engine.Engine, direction: str) -> dict[str, Any]:
@@ -49,11 +53,12 @@ def counters(host: engine.Engine, direction: str) -> dict[str, Any]:
     return found
 
 
-def test_read_and_write_move_what_is_asked_for(host: engine.Engine, tmp_path: Path) -> None:
+@pytest.mark.driver
+def test_read_and_write_move_what_is_asked_for(opened: engine.Engine, tmp_path: Path) -> None:
     data = noise(9 * MIB + 77)
     path = tmp_path / "file"
     path.write_bytes(data)
-    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         assert file.read(buffer) == len(data)
         assert buffer.info.size == len(data)
         assert_same(buffer.read_bytes(0, len(data)), data)
@@ -65,28 +70,29 @@ def test_read_and_write_move_what_is_asked_for(host: engine.Engine, tmp_path: Pa
         assert file.read(buffer, file_offset=0) == len(data)
 
         copy = tmp_path / "copy"
-        with engine.BackingFile.open(host, copy, "w") as target:
+        with engine.BackingFile.open(opened, copy, "w") as target:
             assert target.write(buffer, sync="full") == len(data)
             assert_same(copy.read_bytes(), data)
             assert target.write(buffer, 10, file_offset=len(data) + 90, buffer_offset=20) == 10
         assert_same(copy.read_bytes(), data + bytes(90) + data[20:30])
 
 
-def test_the_path_is_chosen_and_counted(host: engine.Engine, tmp_path: Path, shm: Path) -> None:
+@pytest.mark.driver
+def test_the_path_is_chosen_and_counted(opened: engine.Engine, tmp_path: Path, shm: Path) -> None:
     path = tmp_path / "file"
     data = noise(8 * MIB)
     path.write_bytes(data)
-    if not on_disk(path):
+    if not has_fastpath(opened, path):
         pytest.skip("no file system for the fastpath here")
-    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path, "r+") as file:
+    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path, "r+") as file:
         assert file.read(buffer) == len(data)
-        load = counters(host, "load")
+        load = counters(opened, "load")
         assert load["fastpath"]["bytes"] == len(data)
         assert load["fallback"]["bytes"] == 0
 
         # Head and tail of an unaligned request take the other way.
         assert file.read(buffer, 4 * MIB, file_offset=100, buffer_offset=100) == 4 * MIB
-        load = counters(host, "load")
+        load = counters(opened, "load")
         body = 4 * MIB - 4096
         assert load["fastpath"]["bytes"] == len(data) + body
         assert load["fallback"]["bytes"] == 4096
@@ -94,31 +100,32 @@ def test_the_path_is_chosen_and_counted(host: engine.Engine, tmp_path: Path, shm
         assert_same(buffer.read_bytes(0, len(data)), data)
 
         assert file.write(buffer) == len(data)
-        assert counters(host, "store")["fastpath"]["bytes"] == len(data)
+        assert counters(opened, "store")["fastpath"]["bytes"] == len(data)
 
         shm.write_bytes(data[: 3 * MIB])
-        with engine.BackingFile.open(host, shm) as memory_file:
+        with engine.BackingFile.open(opened, shm) as memory_file:
             assert memory_file.read(buffer) == 3 * MIB
-            after = counters(host, "load")
+            after = counters(opened, "load")
             assert after["fallback"]["bytes"] == load["fallback"]["bytes"] + 3 * MIB
             assert after["fastpath"]["bytes"] == load["fastpath"]["bytes"]
             assert after["refusals"]["file_system"] == 1
 
 
-def test_require_says_why_not(host: engine.Engine, tmp_path: Path, shm: Path) -> None:
+@pytest.mark.driver
+def test_require_says_why_not(opened: engine.Engine, tmp_path: Path, shm: Path) -> None:
     shm.write_bytes(noise(MIB))
     path = tmp_path / "file"
     path.write_bytes(noise(MIB + 100))
-    with engine.Buffer(host) as buffer:
-        with engine.BackingFile.open(host, shm) as file, pytest.raises(engine.TransferError) as refused:
+    with engine.Buffer(opened) as buffer:
+        with engine.BackingFile.open(opened, shm) as file, pytest.raises(engine.TransferError) as refused:
             file.read(buffer, fastpath="require")
         assert refused.value.errno == errno.EOPNOTSUPP
         assert "file_system" in str(refused.value)
         assert refused.value.transferred == 0
         assert buffer.info.size == 0
-        if not on_disk(path):
+        if not has_fastpath(opened, path):
             return
-        with engine.BackingFile.open(host, path) as file:
+        with engine.BackingFile.open(opened, path) as file:
             assert file.read(buffer, fastpath="require") == MIB + 100  # the tail is below one unit
             with pytest.raises(engine.TransferError, match="too_small"):
                 file.read(buffer, 100, fastpath="require")
@@ -152,24 +159,25 @@ def test_numpy_arrays_are_device_memory_of_the_host(host: engine.Engine, tmp_pat
         assert beyond.value.errno == errno.EINVAL
 
 
-def test_wrong_modes(host: engine.Engine, tmp_path: Path) -> None:
+@pytest.mark.driver
+def test_wrong_modes(opened: engine.Engine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
-    with engine.Buffer(host) as buffer:
+    with engine.Buffer(opened) as buffer:
         buffer.write(0, b"y" * 100)
-        with engine.BackingFile.open(host, path) as file, pytest.raises(engine.EngineError) as refused:
+        with engine.BackingFile.open(opened, path) as file, pytest.raises(engine.EngineError) as refused:
             file.write(buffer)
         assert refused.value.errno == errno.EBADF
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
-        with engine.BackingFile(host, fd) as file:
+        with engine.BackingFile(opened, fd) as file:
             os.close(fd)
             with pytest.raises(engine.EngineError) as refused:
                 file.write(buffer)
         assert refused.value.errno == errno.EBADF
     with pytest.raises(FileNotFoundError):
-        engine.BackingFile.open(host, tmp_path / "missing")
+        engine.BackingFile.open(opened, tmp_path / "missing")
     with pytest.raises(engine.EngineError) as refused:
-        engine.BackingFile.open(host, tmp_path)
+        engine.BackingFile.open(opened, tmp_path)
     assert refused.value.errno == errno.EISDIR
 
 
@@ -180,19 +188,20 @@ def wait_for_the_futures_thread() -> None:
     )
 
 
-def test_futures(host: engine.Engine, tmp_path: Path) -> None:
+@pytest.mark.driver
+def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
     data = noise(8 * MIB)
     path = tmp_path / "file"
     path.write_bytes(data)
     wait_for_the_futures_thread()
     before = len(os.listdir("/proc/self/fd"))
-    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         parts = [file.read_future(buffer, MIB, at, at) for at in range(0, len(data), MIB)]
         assert [part.result(30) for part in parts] == [MIB] * 8
         assert_same(buffer.read_bytes(0, len(data)), data)
         assert not parts[0].cancel()
         assert parts[0].exception() is None
-        with engine.BackingFile.open(host, tmp_path / "copy", "w") as target:
+        with engine.BackingFile.open(opened, tmp_path / "copy", "w") as target:
             done, pending = concurrent.futures.wait([target.write_future(buffer)], 30)
             assert not pending
             assert [future.result() for future in done] == [len(data)]
@@ -203,11 +212,12 @@ def test_futures(host: engine.Engine, tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_cancelled_future(host: engine.Engine, tmp_path: Path) -> None:
+@pytest.mark.driver
+def test_cancelled_future(opened: engine.Engine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as sparse:
         sparse.truncate(256 * MIB)
-    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         future = file.read_future(buffer, fastpath="off", share=1)
         assert future.cancel()
         with pytest.raises(concurrent.futures.CancelledError):
@@ -236,7 +246,8 @@ def test_interrupt_cancels_a_read(host: engine.Engine, tmp_path: Path) -> None:
     assert host.io_statistics()["active"] == 0
 
 
-def test_own_mount_is_refused(host: engine.Engine, mount: Callable[..., GpufsMount]) -> None:
+@pytest.mark.driver
+def test_own_mount_is_refused(opened: engine.Engine, mount: Callable[..., GpufsMount]) -> None:
     with mount() as session:
         path = session.device / "file"
         path.write_bytes(b"x")
@@ -244,38 +255,41 @@ def test_own_mount_is_refused(host: engine.Engine, mount: Callable[..., GpufsMou
             fd = os.open(path, flags)
             try:
                 with pytest.raises(engine.EngineError) as refused:
-                    engine.BackingFile(host, fd)
+                    engine.BackingFile(opened, fd)
                 assert refused.value.errno == errno.EDEADLK
             finally:
                 os.close(fd)
 
 
-def test_options_are_set_once(host: engine.Engine, tmp_path: Path) -> None:
+@pytest.mark.driver
+def test_options_are_set_once(opened: engine.Engine, tmp_path: Path) -> None:
     with pytest.raises(engine.EngineError, match="chunk_bytes"):
-        engine.io_configure(host, chunk_bytes=3)
-    engine.io_configure(host, chunk_bytes=64 * KIB, workers=2, slots=2, pinned_bytes=MIB, fastpath="off")
+        engine.io_configure(opened, chunk_bytes=3)
+    engine.io_configure(opened, chunk_bytes=64 * KIB, workers=2, slots=2, pinned_bytes=MIB, fastpath="off")
     with pytest.raises(engine.EngineError) as late:
-        engine.io_configure(host)
+        engine.io_configure(opened)
     assert late.value.errno == errno.EBUSY
     path = tmp_path / "file"
     path.write_bytes(noise(MIB))
-    with engine.Buffer(host) as buffer, engine.BackingFile.open(host, path) as file:
+    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         assert file.read(buffer) == MIB
-    statistics = host.io_statistics()
+    statistics = opened.io_statistics()
     assert statistics["devices"][0]["load"]["fallback"]["operations"] == 16
     assert statistics["bounce_pool"]["capacity_bytes"] == MIB
-    assert statistics["bounce_pool"]["pinned_bytes"] == 0  # the host driver needs no slots
+    if opened.driver == "host":
+        assert statistics["bounce_pool"]["pinned_bytes"] == 0  # it needs no slots
 
 
-def test_closing_the_engine_ends_its_transfers(tmp_path: Path) -> None:
+@pytest.mark.driver
+def test_closing_the_engine_ends_its_transfers(tmp_path: Path, driver: str) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as sparse:
         sparse.truncate(256 * MIB)
-    host = engine.Engine("host", devices=1, memory_bytes=512 * MIB)
-    buffer = engine.Buffer(host)
-    file = engine.BackingFile.open(host, path)
+    opened = engine.Engine(driver, devices=1, memory_bytes=512 * MIB)
+    buffer = engine.Buffer(opened)
+    file = engine.BackingFile.open(opened, path)
     future = file.read_future(buffer, fastpath="off", share=1)
-    host.close()
+    opened.close()
     try:
         assert future.result(30) <= 256 * MIB
     except concurrent.futures.CancelledError:

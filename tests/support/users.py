@@ -61,4 +61,10 @@ def user_gpufs(environment: dict[str, str]) -> tuple[tuple[str, ...], dict[str, 
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     program, path = _python()
-    return (program, "-m", "gpufs"), {**environment, "PYTHONPATH": path}
+    # What scripts/test-fakes has set.
+    fakes = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("LD_LIBRARY_PATH", "LD_PRELOAD") or name.startswith("FAKE_")
+    }
+    return (program, "-m", "gpufs"), {**fakes, **environment, "PYTHONPATH": path}
