@@ -314,6 +314,104 @@ gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd);
 /* Cancels it if it still runs and waits for its end. */
 gpufs_status gpufs_transfer_close(gpufs_handle transfer);
 
+/* ---- operations: reads and writes on streams, and batches of them ---- */
+
+/* Promises about all operations of a stream. FIXED: the number is read when an operation is submitted, though it is
+ * given by a cell. ALIGNED: sizes and offsets are multiples of 4096, EINVAL otherwise. */
+enum {
+  GPUFS_STREAM_FIXED_BUFFER_OFFSET = 1,
+  GPUFS_STREAM_FIXED_FILE_OFFSET = 2,
+  GPUFS_STREAM_FIXED_SIZE = 4,
+  GPUFS_STREAM_ALIGNED = 8
+};
+
+typedef struct {
+  uint64_t operations;   /* under way at most; 0: 65536 */
+  uint64_t stream_depth; /* outstanding on one stream at most; 0: 256 */
+  int64_t patience_ms;   /* how long a submission waits for a stream that is full; < 0: 10 s, 0: not at all */
+  int32_t stream_waits;  /* streams wait for values where the device can: GPUFS_AUTO or GPUFS_OFF */
+} gpufs_async_options;
+
+/* Before the engine's first stream or queue: EBUSY afterwards. */
+gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_options* options);
+
+typedef struct {
+  uint64_t native; /* as the vendor's runtime calls it: CUstream, hipStream_t */
+  uint64_t outstanding;
+  int32_t device;
+  uint32_t flags;
+  int32_t waits_for_values; /* 0: calls of the host hold it */
+} gpufs_stream_info;
+
+/* A stream of the engine's own on a device. */
+gpufs_status gpufs_stream_create(gpufs_handle engine, int32_t device, uint32_t flags, gpufs_handle* stream);
+/* The program's own, which must live until its operations are over. device: -1 where the runtime is to tell; the
+ * runtime's default streams are then those of the device that is current on the calling thread. */
+gpufs_status gpufs_stream_register(gpufs_handle engine, int32_t device, uint64_t native, uint32_t flags,
+                                   gpufs_handle* stream);
+gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info);
+/* Calls function(argument) when the stream comes to it, on a thread of the driver's: no call of the driver is allowed
+ * there, none of this interface that waits for operations, and it should be short, since streams share such threads. */
+gpufs_status gpufs_stream_call(gpufs_handle stream, void (*function)(void*), void* argument);
+/* Waits until all that is queued on it now is done, the program's own work too. */
+gpufs_status gpufs_stream_synchronize(gpufs_handle stream);
+/* Operations that are queued go on. A stream of the engine's own goes once all that is queued on it is done. */
+gpufs_status gpufs_stream_close(gpufs_handle stream);
+
+/* Pinned host memory, zeroed: late numbers and counts that kernels write and read, too. *device_address: of *memory as
+ * the device sees it. It must outlive the operations that name it. */
+gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
+                                 void** memory, uint64_t* device_address);
+gpufs_status gpufs_pinned_close(gpufs_handle pinned);
+
+typedef struct {
+  gpufs_transfer_request transfer;
+  /* Not NULL: the number is read there when the stream comes to the operation, instead of transfer's. A size is then
+   * read at once as well, and must not have grown by then. Readable until the operation is over. */
+  const uint64_t* bytes_cell;
+  const uint64_t* file_offset_cell;
+  const uint64_t* buffer_offset_cell;
+  gpufs_handle stream;   /* 0: see implied */
+  int32_t implied;       /* on native_stream, which nobody registered; otherwise at once, in no order with others */
+  int32_t native_device; /* as gpufs_stream_register()'s */
+  uint64_t native_stream;
+  /* Written before the stream goes on (each may be NULL), writable until the operation is over. */
+  int64_t* count; /* bytes moved; a negative errno if it failed before any was */
+  int32_t* codes; /* two: errno and the device's code, 0 for success */
+  uint64_t cookie;
+} gpufs_operation;
+
+typedef struct {
+  uint64_t cookie;
+  uint64_t id;
+  uint64_t bytes; /* from the start without a gap, also after a failure */
+  uint64_t fastpath_bytes;
+  uint64_t fallback_bytes;
+  int32_t error; /* 0 or an errno; ECANCELED if it was cancelled before its end */
+  int32_t device_code;
+  uint32_t refusals;
+  char message[164]; /* the failure's text as far as it fits */
+} gpufs_completion;
+
+/* A queue of operations: a batch. capacity: under way or not collected, at most; 0: as many as the engine has. */
+gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue);
+/* All of them or none: *bad is the first that cannot be; EAGAIN when there is no room for all. An operation on a stream
+ * starts when the stream comes to it and holds the stream until it is over; one without starts at once. Should a stream
+ * fail when others have been queued, the operation ends with that failure. ids: room for count, or NULL. */
+gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* operations, uint64_t count, uint64_t* ids,
+                                uint64_t* bad);
+/* Collects up to capacity operations that are over, once there are `fewest` or all there can be; waits for that up to
+ * timeout_ms (< 0: for ever). */
+gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completions, uint64_t capacity, uint64_t fewest,
+                                 int64_t timeout_ms, uint64_t* collected);
+gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_t* uncollected);
+/* An eventfd of the queue's, readable while there is something to collect; valid until the queue is closed. */
+gpufs_status gpufs_queue_event_fd(gpufs_handle queue, int* fd);
+/* Asks an operation to stop, 0: all of them. ENOENT: it is over. */
+gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id);
+/* Cancels what is under way and waits until none of it uses its memory any more. */
+gpufs_status gpufs_queue_close(gpufs_handle queue);
+
 /* CFFI END */
 
 #ifdef __cplusplus

@@ -42,10 +42,11 @@ class Fault {
 
 struct FaultPlan {
   Fault create_memory, reserve, populate, release, export_memory, bind, copy_in, copy_out, copy_within, zero, peer,
-      create_event, create_stream, stream_copy, synchronize, pin;
+      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin;
   bool binds_threads = false;
   bool reserve_copies = false;
   bool cpu_addressable = true;
+  bool waits_for_values = true;
   std::uint64_t span = 0;  // release_span() widens to multiples of this
   std::atomic<int> memories{0};
   std::atomic<int> fixed{0};
@@ -89,6 +90,23 @@ class FaultyMemory : public DeviceMemory {
   std::shared_ptr<FaultPlan> plan_;
 };
 
+class FaultyEvent : public Event {
+ public:
+  FaultyEvent(std::unique_ptr<Event> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+  Result<bool> query() override {
+    Status status = plan_->query.next("query");
+    if (!status.ok()) return status;
+    return inner_->query();
+  }
+  Status synchronize() override { return inner_->synchronize(); }
+  [[nodiscard]] Event& inner() { return *inner_; }
+
+ private:
+  std::unique_ptr<Event> inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
 class FaultyStream : public Stream {
  public:
   FaultyStream(std::unique_ptr<Stream> inner, std::shared_ptr<FaultPlan> plan)
@@ -105,8 +123,21 @@ class FaultyStream : public Stream {
     return inner_->copy_on_device(to, from, n);
   }
   Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
-  Status record(Event& event) override { return inner_->record(event); }
-  Status wait(Event& event) override { return inner_->wait(event); }
+  Status record(Event& event) override {
+    Status status = plan_->record.next("record");
+    return status.ok() ? inner_->record(static_cast<FaultyEvent&>(event).inner()) : status;
+  }
+  Status wait(Event& event) override { return inner_->wait(static_cast<FaultyEvent&>(event).inner()); }
+  Status call(HostFunction function, void* argument) override {
+    Status status = plan_->call.next("call");
+    return status.ok() ? inner_->call(function, argument) : status;
+  }
+  Status wait_for_value(DeviceAddress cell, std::uint32_t value) override {
+    if (!plan_->waits_for_values) return Status(EOPNOTSUPP, "planned: streams do not wait for values");
+    Status status = plan_->wait_for_value.next("wait_for_value");
+    return status.ok() ? inner_->wait_for_value(cell, value) : status;
+  }
+  [[nodiscard]] NativeStream native() const override { return inner_->native(); }
   Status synchronize() override {
     Status status = plan_->synchronize.next("synchronize");
     return status.ok() ? inner_->synchronize() : status;
@@ -146,7 +177,14 @@ class FaultyDevice : public Device {
   Result<std::unique_ptr<Event>> create_event() override {
     Status status = plan_->create_event.next("create_event");
     if (!status.ok()) return status;
-    return inner_->create_event();
+    Result<std::unique_ptr<Event>> made = inner_->create_event();
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<Event>(std::make_unique<FaultyEvent>(made.take(), plan_));
+  }
+  Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override {
+    Result<std::unique_ptr<Stream>> made = inner_->adopt_stream(native, certain);
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<Stream>(std::make_unique<FaultyStream>(made.take(), plan_));
   }
   Status copy_in(DeviceAddress to, const void* from, std::size_t n) override {
     Status status = plan_->copy_in.next("copy_in");
@@ -176,6 +214,7 @@ class FaultyDevice : public Device {
     return status.ok() ? inner_->pin(address, n) : status;
   }
   Status unpin(void* address) override { return inner_->unpin(address); }
+  Result<DeviceAddress> address_of_pinned(void* address) override { return inner_->address_of_pinned(address); }
 
  private:
   Device* inner_;

@@ -61,6 +61,9 @@ class FakeStream final : public Stream {
   Status fill_zero(DeviceAddress, std::size_t) override { return Status(ENOSYS, "not here"); }
   Status record(Event& event) override;
   Status wait(Event&) override { return Status(ENOSYS, "not here"); }
+  Status call(HostFunction, void*) override { return Status(ENOSYS, "not here"); }
+  Status wait_for_value(DeviceAddress, std::uint32_t) override { return Status(ENOSYS, "not here"); }
+  [[nodiscard]] NativeStream native() const override { return 0; }
   Status synchronize() override { return run_until(~std::uint64_t{0}); }
 
   Status run_until(std::uint64_t number) {
@@ -145,6 +148,8 @@ class FakeDevice final : public Device {
     if (plan_->fail_event != 0 && plan_->events + 1 >= plan_->fail_event) return Status(ENOMEM, "no event");
     return std::unique_ptr<Event>(std::make_unique<FakeEvent>(plan_));
   }
+  Result<std::unique_ptr<Stream>> adopt_stream(NativeStream, bool) override { return Status(ENOSYS, "not here"); }
+  Result<DeviceAddress> address_of_pinned(void*) override { return Status(ENOSYS, "not here"); }
   Status copy_in(DeviceAddress, const void*, std::size_t) override { return Status(ENOSYS, "not here"); }
   Status copy_out(void*, DeviceAddress, std::size_t) override { return Status(ENOSYS, "not here"); }
   Status copy_within(DeviceAddress, DeviceAddress, std::size_t) override { return Status(ENOSYS, "not here"); }

@@ -9,6 +9,7 @@
 
 #include "abi/barrier.h"
 #include "abi/handles.h"
+#include "async/async_engine.h"
 #include "base/log.h"
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
@@ -75,6 +76,22 @@ Result<std::shared_ptr<TransferEngine>> Engine::transfers(
   return made;
 }
 
+Result<std::shared_ptr<AsyncEngine>> Engine::operations(
+    const std::function<Result<std::shared_ptr<AsyncEngine>>(const Engine&)>& make) {
+  const std::lock_guard making(operations_mutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return Status(ESHUTDOWN, "the engine is closed");
+    if (operations_) return operations_;
+  }
+  Result<std::shared_ptr<AsyncEngine>> made = make(*this);
+  if (!made.ok()) return made;
+  const std::lock_guard lock(mutex_);
+  if (closed_) return Status(ESHUTDOWN, "the engine is closed");
+  operations_ = made.value();
+  return made;
+}
+
 void Engine::publish_gauges() {
   std::shared_ptr<TransferEngine> transfers;
   {
@@ -121,11 +138,13 @@ void Engine::at_close(std::function<void()> work) {
 void Engine::close() {
   std::vector<std::function<void()>> work;
   std::shared_ptr<TransferEngine> transfers;
+  std::shared_ptr<AsyncEngine> operations;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
     work.swap(at_close_);
     transfers.swap(transfers_);
+    operations.swap(operations_);
   }
   for (auto item = work.rbegin(); item != work.rend(); ++item) (*item)();
 }

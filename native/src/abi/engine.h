@@ -17,6 +17,7 @@
 
 namespace gpufs {
 
+class AsyncEngine;     // async/async_engine.h
 class TransferEngine;  // io/transfer.h
 
 struct EngineOptions {
@@ -47,6 +48,10 @@ class Engine {
   Result<std::shared_ptr<TransferEngine>> transfers(
       const std::function<Result<std::shared_ptr<TransferEngine>>(const Engine&)>& make);
 
+  // The same for operations on streams.
+  Result<std::shared_ptr<AsyncEngine>> operations(
+      const std::function<Result<std::shared_ptr<AsyncEngine>>(const Engine&)>& make);
+
   // Work to do when the engine is closed, before its mounts and buffers go; the latest first. Run at once if it is
   // closed already.
   void at_close(std::function<void()> work);
@@ -60,9 +65,11 @@ class Engine {
   std::shared_ptr<observe::Region> counters_;
   std::vector<std::shared_ptr<DeviceContext>> devices_;
 
-  std::mutex transfers_mutex_;  // held while the transfers are made, so that they are made once; before mutex_
-  std::mutex mutex_;            // guards all below; nothing is called under it
+  std::mutex transfers_mutex_;   // held while the transfers are made, so that they are made once; before mutex_
+  std::mutex operations_mutex_;  // the same; before transfers_mutex_
+  std::mutex mutex_;             // guards all below; nothing is called under it
   std::shared_ptr<TransferEngine> transfers_;
+  std::shared_ptr<AsyncEngine> operations_;
   std::vector<std::function<void()>> at_close_;
   bool closed_ = false;
 };

@@ -90,7 +90,32 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   return options;
 }
 
-Result<TransferRequest> request_from(const Engine& engine, const gpufs_transfer_request& given) {
+void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
+  to = {};
+  to.state = static_cast<std::int32_t>(from.state);
+  to.error = from.status.error();
+  to.device_code = from.status.device_code();
+  to.sync_failed = from.sync_failed ? 1 : 0;
+  to.total = from.total;
+  to.moved = from.moved;
+  to.prefix = from.prefix;
+  to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
+  to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
+  to.pagecache_bytes = from.pagecache_bytes;
+  to.refusals = from.refusals;
+}
+
+Status copy_text(const std::string& from, char* text, std::uint64_t capacity, std::uint64_t* needed) {
+  const std::uint64_t size = from.size() + 1;
+  if (needed != nullptr) *needed = size;
+  if (text == nullptr || capacity < size) return Status(ERANGE, "the text needs more room");
+  std::memcpy(text, from.c_str(), size);
+  return {};
+}
+
+}  // namespace
+
+Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_transfer_request& given) {
   HandleTable& handles = HandleTable::instance();
   TransferRequest request;
   Result<std::shared_ptr<BackingFile>> file = handles.get<BackingFile>(given.backing);
@@ -137,31 +162,6 @@ Result<TransferRequest> request_from(const Engine& engine, const gpufs_transfer_
   request.client = given.client;
   return request;
 }
-
-void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
-  to = {};
-  to.state = static_cast<std::int32_t>(from.state);
-  to.error = from.status.error();
-  to.device_code = from.status.device_code();
-  to.sync_failed = from.sync_failed ? 1 : 0;
-  to.total = from.total;
-  to.moved = from.moved;
-  to.prefix = from.prefix;
-  to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
-  to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
-  to.pagecache_bytes = from.pagecache_bytes;
-  to.refusals = from.refusals;
-}
-
-Status copy_text(const std::string& from, char* text, std::uint64_t capacity, std::uint64_t* needed) {
-  const std::uint64_t size = from.size() + 1;
-  if (needed != nullptr) *needed = size;
-  if (text == nullptr || capacity < size) return Status(ERANGE, "the text needs more room");
-  std::memcpy(text, from.c_str(), size);
-  return {};
-}
-
-}  // namespace
 
 Result<std::shared_ptr<TransferEngine>> engine_transfers(Engine& engine) {
   bool made = false;
@@ -279,7 +279,7 @@ gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_requ
     if (!found.ok()) return found.status();
     Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(*found.value());
     if (!transfers.ok()) return transfers.status();
-    Result<gpufs::TransferRequest> wanted = gpufs::request_from(*found.value(), *request);
+    Result<gpufs::TransferRequest> wanted = gpufs::transfer_request_from(*found.value(), *request);
     if (!wanted.ok()) return wanted.status();
     Result<std::shared_ptr<Transfer>> started = transfers.value()->start(wanted.value());
     if (!started.ok()) return started.status();

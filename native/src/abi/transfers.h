@@ -6,11 +6,15 @@
 #include <memory>
 
 #include "abi/engine.h"
+#include "gpufs.h"
 #include "io/transfer.h"
 
 namespace gpufs {
 
 // From the first call on the transfer options are fixed. Starts no thread. ESHUTDOWN once the engine is closed.
 Result<std::shared_ptr<TransferEngine>> engine_transfers(Engine& engine);
+
+// What the other side asks for, with its handles resolved.
+Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_transfer_request& given);
 
 }  // namespace gpufs

@@ -102,6 +102,12 @@ class Event {
   virtual Status synchronize() = 0;
 };
 
+// What a stream calls when it comes to it.
+using HostFunction = void (*)(void*);
+
+// A stream as the vendor's runtime calls it: CUstream, hipStream_t; the host driver has names of its own.
+using NativeStream = std::uintptr_t;
+
 // An ordered queue of asynchronous work on one device. Calls return once queued; the memory they name must stay
 // valid until an event recorded afterwards is done. Host memory that is not pinned may make a copy synchronous.
 // One thread at a time, bound or not.
@@ -114,6 +120,15 @@ class Stream {
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
   virtual Status wait(Event& event) = 0;  // later work in this stream starts after the event
+  // Calls function(argument) when all work before is done; later work waits until it has returned. It runs on a thread
+  // of the driver's, which may serve other streams too: no call of the driver is allowed there, and it should be short.
+  // Not called at all once the device has failed. EBUSY: the stream is being captured into a graph. EOPNOTSUPP.
+  virtual Status call(HostFunction function, void* argument) = 0;
+  // Later work starts once the 32-bit word at `cell` has come to `value`, that is once their difference, taken as a
+  // signed number, is not negative. cell: of Device::address_of_pinned(), written by the CPU, which on the host driver
+  // must notify (std::atomic_ref::notify_all). EOPNOTSUPP where the device cannot.
+  virtual Status wait_for_value(DeviceAddress cell, std::uint32_t value) = 0;
+  [[nodiscard]] virtual NativeStream native() const = 0;
   virtual Status synchronize() = 0;
 };
 
@@ -133,6 +148,11 @@ class Device {
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
   virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
   virtual Result<std::unique_ptr<Event>> create_event() = 0;
+  // A stream that the program made with the vendor's runtime: queueing here is queueing there, and destroying the
+  // object neither waits nor touches the stream, which must live as long as something is still queued by it. certain:
+  // the caller knows that it is this device's, which for the runtime's default streams nothing else says but what is
+  // current on the calling thread. EXDEV: it is another device's. EINVAL: it is none. Any thread.
+  virtual Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) = 0;
 
   // Synchronous copies by the calling thread, which this binds itself: any thread. The thread waits for its own copy
   // only, not for work that others queued.
@@ -150,6 +170,8 @@ class Device {
   // Page-locks host memory for fast copies. Any thread. ENOMEM when the limit on locked memory is reached.
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;
+  // The address at which the device sees host memory that pin() has pinned. Any thread.
+  virtual Result<DeviceAddress> address_of_pinned(void* address) = 0;
   // The same for memory that is mapped for reading only, as a source of copies to the device (unpin() undoes it).
   // EOPNOTSUPP where the device cannot.
   virtual Status pin_read_only(const void* /*address*/, std::size_t /*bytes*/) {

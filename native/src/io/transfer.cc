@@ -115,6 +115,8 @@ std::shared_ptr<WorkerPool> TransferEngine::pool_for(int node) {
   return pool;
 }
 
+Status TransferEngine::check(const TransferRequest& request) { return check_request(request); }
+
 Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& request) {
   const Status checked = check_request(request);
   if (!checked.ok()) return checked;

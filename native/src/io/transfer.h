@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,8 @@ enum class SyncMode : int { kNone, kData, kFull };  // after a store: nothing, f
 // As a request's size: up to the end of the source.
 inline constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
 
+struct TransferProgress;
+
 struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
@@ -52,6 +55,9 @@ struct TransferRequest {
   // holds more than its share, even if its files hang.
   std::uint64_t client = 0;
   int share = 0;  // threads at most; 0: the client's share
+  // Told once how it ended, on whichever thread ends it (never inside start() but for a request of no bytes). It must not
+  // wait. Not called where start() fails.
+  std::function<void(const TransferProgress&)> done;
 };
 
 enum class TransferState : int { kQueued, kRunning, kDone };
@@ -106,6 +112,9 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   // Cancels all transfers and ends the threads; those that hang in a file are left behind. Blocks, for a little more
   // than IoOptions::shutdown_grace at most unless the device itself hangs. May be called twice.
   void shutdown();
+
+  // What start() refuses of a request.
+  static Status check(const TransferRequest& request);
 
   [[nodiscard]] const IoOptions& options() const { return options_; }
   [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }

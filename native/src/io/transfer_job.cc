@@ -603,6 +603,8 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
     }
     done_.notify_all();
   }
+  // Let go afterwards: it may hold who holds this.
+  if (const auto tell = std::exchange(request_.done, nullptr)) tell(progress());
 }
 
 std::chrono::milliseconds TransferJob::abandon_delay() const {

@@ -5,15 +5,21 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "drivers/cuda/cuda_api.h"
@@ -24,13 +30,74 @@ namespace gpufs::cuda {
 struct CuContextObject {
   int device = 0;
   int retained = 0;
-  CuResult poison = kCuSuccess;  // what every call in this context answers since a fatal failure
+  std::atomic<CuResult> poison = kCuSuccess;  // what every call in this context answers since a fatal failure
 };
+// Copies are done when they are queued. Functions of the host, waits and events are done in order by a thread of the
+// stream's, which starts with the first of them; in a context that has failed they are dropped.
 struct CuStreamObject {
-  CuContext context = nullptr;
+  explicit CuStreamObject(CuContext in) : context(in) {}
+  ~CuStreamObject() {
+    {
+      const std::scoped_lock lock(mutex);
+      ending = true;
+    }
+    changed.notify_all();
+    if (worker.joinable()) worker.join();
+  }
+  CuStreamObject(const CuStreamObject&) = delete;
+  CuStreamObject& operator=(const CuStreamObject&) = delete;
+
+  void queue(std::function<void()> task) {
+    {
+      const std::scoped_lock lock(mutex);
+      tasks.push_back(std::move(task));
+      if (!worker.joinable()) worker = std::thread([this] { run(); });
+    }
+    changed.notify_all();
+  }
+  [[nodiscard]] bool idle() {
+    const std::scoped_lock lock(mutex);
+    return tasks.empty() && !busy;
+  }
+  void synchronize() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return tasks.empty() && !busy; });
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return ending || !tasks.empty(); });
+      if (tasks.empty()) return;
+      const std::function<void()> task = std::move(tasks.front());
+      tasks.pop_front();
+      busy = true;
+      lock.unlock();
+      task();
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+
+  const CuContext context;
+  std::mutex mutex;  // guards all below
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  bool busy = false;
+  bool ending = false;
+  std::thread worker;
 };
+
+// `recorded` counts the recordings, `done` those that the streams have come to.
 struct CuEventObject {
   CuContext context = nullptr;
+  struct Core {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::uint64_t recorded = 0;
+    std::uint64_t done = 0;
+  };
+  std::shared_ptr<Core> core = std::make_shared<Core>();
 };
 }  // namespace gpufs::cuda
 
@@ -102,9 +169,22 @@ State& state() {
   return *instance;
 }
 
+// Default streams are no objects of their own: they are made with the context's first use of one and stay.
+struct Defaults {
+  std::unique_ptr<CuStreamObject> of[kMaximumDevices];
+};
+Defaults& defaults() {
+  static Defaults* const instance = new Defaults;  // never destroyed, as the state
+  return *instance;
+}
+
 thread_local std::vector<CuContext> stack;
 
 CuContext current() { return stack.empty() ? nullptr : stack.back(); }
+
+// The stream of a handle: the current context's default stream for the first three numbers, null for what is none. The
+// state's mutex is held.
+CuStream stream_at(CuStream handle);
 
 // Counts a call and answers its planned failure, if there is one. The state's mutex is held.
 CuResult enter(const char* symbol) {
@@ -133,6 +213,15 @@ CuResult enter(const char* symbol) {
   ENTER(symbol);                                      \
   if (current() == nullptr) return kCuInvalidContext; \
   if (current()->poison != kCuSuccess) return current()->poison
+
+CuStream stream_at(CuStream handle) {
+  if (reinterpret_cast<std::uintptr_t>(handle) > kCuLastDefaultStream) {
+    return state().streams.contains(handle) ? handle : nullptr;
+  }
+  std::unique_ptr<CuStreamObject>& stream = defaults().of[current()->device];
+  if (stream == nullptr) stream = std::make_unique<CuStreamObject>(current());
+  return stream.get();
+}
 
 void* pointer(CuAddress address) { return reinterpret_cast<void*>(address); }
 
@@ -507,21 +596,78 @@ CuResult cuMemsetD8Async(CuAddress destination, unsigned char value, std::size_t
 CuResult cuStreamCreate(CuStream* stream, unsigned flags) {
   ENTER_WITH_CONTEXT("cuStreamCreate");
   if (flags != kCuStreamNonBlocking) return kCuInvalidValue;
-  *stream = new CuStreamObject{current()};
+  *stream = new CuStreamObject(current());
   s.streams.insert(*stream);
   return kCuSuccess;
 }
 
 CuResult cuStreamDestroy_v2(CuStream stream) {
-  ENTER("cuStreamDestroy_v2");
-  if (s.streams.erase(stream) == 0) return kCuInvalidHandle;
-  delete stream;
+  {
+    ENTER("cuStreamDestroy_v2");
+    if (s.streams.erase(stream) == 0) return kCuInvalidHandle;
+  }
+  delete stream;  // does what is queued first
   return kCuSuccess;
 }
 
 CuResult cuStreamSynchronize(CuStream stream) {
   ENTER_WITH_CONTEXT("cuStreamSynchronize");
-  return s.streams.contains(stream) && stream->context == current() ? kCuSuccess : kCuInvalidHandle;
+  if (!s.streams.contains(stream) || stream->context != current()) return kCuInvalidHandle;
+  lock.unlock();
+  stream->synchronize();
+  return stream->context->poison;
+}
+
+// The functions of all streams are called one after the other, as by a driver that has one thread for them.
+CuResult cuLaunchHostFunc(CuStream handle, void (*function)(void*), void* argument) {
+  ENTER_WITH_CONTEXT("cuLaunchHostFunc");
+  const CuStream stream = stream_at(handle);
+  if (stream == nullptr) return kCuInvalidHandle;
+  stream->queue([function, argument, context = stream->context] {
+    static std::mutex one_at_a_time;
+    const std::scoped_lock calling(one_at_a_time);
+    if (context->poison == kCuSuccess) function(argument);
+  });
+  return kCuSuccess;
+}
+
+CuResult cuStreamWaitValue32_v2(CuStream handle, CuAddress cell, std::uint32_t value, unsigned flags) {
+  ENTER_WITH_CONTEXT("cuStreamWaitValue32_v2");
+  if (!s.setup.stream_waits) return kCuNotSupported;
+  const CuStream stream = stream_at(handle);
+  if (stream == nullptr) return kCuInvalidHandle;
+  auto range = s.pinned.upper_bound(pointer(cell));
+  if (flags != kCuWaitValueNotLess || range == s.pinned.begin()) return kCuInvalidValue;
+  --range;
+  if (reinterpret_cast<CuAddress>(range->first) + range->second < cell + sizeof value) return kCuInvalidValue;
+  stream->queue([cell, value, context = stream->context] {
+    const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(pointer(cell)));
+    while (context->poison == kCuSuccess && static_cast<std::int32_t>(word.load() - value) < 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  });
+  return kCuSuccess;
+}
+
+CuResult cuStreamGetCtx(CuStream handle, CuContext* context) {
+  ENTER_WITH_CONTEXT("cuStreamGetCtx");
+  const CuStream stream = stream_at(handle);
+  if (stream == nullptr) return kCuInvalidHandle;
+  *context = stream->context;
+  return kCuSuccess;
+}
+
+CuResult cuStreamIsCapturing(CuStream /*stream*/, int* capturing) {
+  ENTER_WITH_CONTEXT("cuStreamIsCapturing");
+  *capturing = s.setup.capturing ? 1 : 0;
+  return kCuSuccess;
+}
+
+CuResult cuMemHostGetDevicePointer_v2(CuAddress* seen, void* address, unsigned flags) {
+  ENTER_WITH_CONTEXT("cuMemHostGetDevicePointer_v2");
+  if (flags != 0 || !s.pinned.contains(address)) return kCuInvalidValue;
+  *seen = reinterpret_cast<CuAddress>(address);
+  return kCuSuccess;
 }
 
 CuResult cuStreamWaitEvent(CuStream stream, CuEvent event, unsigned /*flags*/) {
@@ -544,22 +690,47 @@ CuResult cuEventDestroy_v2(CuEvent event) {
   return kCuSuccess;
 }
 
-CuResult cuEventRecord(CuEvent event, CuStream stream) {
+CuResult cuEventRecord(CuEvent event, CuStream handle) {
   ENTER_WITH_CONTEXT("cuEventRecord");
-  if (!s.events.contains(event) || !s.streams.contains(stream)) return kCuInvalidHandle;
-  return event->context == stream->context ? kCuSuccess : kCuInvalidHandle;
+  const CuStream stream = stream_at(handle);
+  if (!s.events.contains(event) || stream == nullptr) return kCuInvalidHandle;
+  if (event->context != stream->context) return kCuInvalidHandle;
+  std::uint64_t number = 0;
+  {
+    const std::scoped_lock event_lock(event->core->mutex);
+    number = ++event->core->recorded;
+  }
+  const auto reached = [core = event->core, number] {
+    {
+      const std::scoped_lock event_lock(core->mutex);
+      core->done = std::max(core->done, number);
+    }
+    core->changed.notify_all();
+  };
+  if (stream->idle()) {
+    reached();
+  } else {
+    stream->queue(reached);
+  }
+  return kCuSuccess;
 }
 
 CuResult cuEventQuery(CuEvent event) {
   ENTER_WITH_CONTEXT("cuEventQuery");
   if (!s.events.contains(event)) return kCuInvalidHandle;
-  return s.held ? kCuNotReady : kCuSuccess;
+  const std::scoped_lock event_lock(event->core->mutex);
+  return s.held || event->core->done < event->core->recorded ? kCuNotReady : kCuSuccess;
 }
 
 CuResult cuEventSynchronize(CuEvent event) {
   ENTER_WITH_CONTEXT("cuEventSynchronize");
   if (!s.events.contains(event)) return kCuInvalidHandle;
+  const std::shared_ptr<CuEventObject::Core> core = event->core;
   s.changed.wait(lock, [&s] { return !s.held; });
+  lock.unlock();
+  std::unique_lock event_lock(core->mutex);
+  const std::uint64_t number = core->recorded;
+  core->changed.wait(event_lock, [&] { return core->done >= number; });
   return kCuSuccess;
 }
 

@@ -14,7 +14,9 @@ struct FakeCudaSetup {
   bool virtual_memory = true;
   bool export_descriptors = true;
   bool peers = true;
-  bool managed = false;  // all memory claims to be managed memory
+  bool stream_waits = true;  // cuStreamWaitValue32_v2 works
+  bool capturing = false;    // every stream is being captured into a graph
+  bool managed = false;      // all memory claims to be managed memory
 };
 
 // What is open now; all zero once everything has been given back.

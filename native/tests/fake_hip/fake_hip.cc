@@ -12,7 +12,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -653,6 +655,53 @@ HipResult hipStreamWaitEvent(HipStream stream, HipEvent event, unsigned /*flags*
   stream->queue([core = event->core, number = event->core->recorded] { core->wait(number); });
   return kHipSuccess;
 }
+
+#ifndef FAKE_HIP_BARE
+// The functions of all streams are called one after the other, as by a runtime that has one thread for them.
+HipResult hipLaunchHostFunc(HipStream stream, void (*function)(void*), void* argument) {
+  ENTER_ON_DEVICE("hipLaunchHostFunc");
+  if (!s.streams.contains(stream)) return kHipInvalidHandle;
+  stream->queue([function, argument] {
+    static std::mutex one_at_a_time;
+    const std::scoped_lock calling(one_at_a_time);
+    function(argument);
+  });
+  return kHipSuccess;
+}
+
+HipResult hipStreamWaitValue32(HipStream stream, void* cell, std::uint32_t value, unsigned flags, std::uint32_t mask) {
+  ENTER_ON_DEVICE("hipStreamWaitValue32");
+  if (!s.streams.contains(stream)) return kHipInvalidHandle;
+  if (!s.setup.stream_waits) return kHipInvalidValue;
+  if (flags != kHipWaitValueNotLess || mask != kHipWholeValue) return kHipInvalidValue;
+  stream->queue([cell, value] {
+    const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(cell));
+    while (static_cast<std::int32_t>(word.load() - value) < 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+  });
+  return kHipSuccess;
+}
+
+HipResult hipStreamGetDevice(HipStream stream, int* device) {
+  ENTER("hipStreamGetDevice");
+  if (!s.streams.contains(stream)) return kHipInvalidHandle;
+  *device = stream->device;
+  return kHipSuccess;
+}
+
+HipResult hipStreamIsCapturing(HipStream /*stream*/, int* capturing) {
+  ENTER("hipStreamIsCapturing");
+  *capturing = s.setup.capturing ? 1 : 0;
+  return kHipSuccess;
+}
+
+HipResult hipHostGetDevicePointer(void** seen, void* address, unsigned flags) {
+  ENTER_ON_DEVICE("hipHostGetDevicePointer");
+  if (flags != 0 || !s.pinned.contains(address)) return kHipInvalidValue;
+  *seen = address;
+  return kHipSuccess;
+}
+#endif
 
 HipResult hipEventCreateWithFlags(HipEvent* event, unsigned flags) {
   ENTER_ON_DEVICE("hipEventCreateWithFlags");

@@ -12,8 +12,10 @@ struct FakeHipSetup {
   int version = 70'100'000;
   bool virtual_memory = true;
   bool peers = true;
-  bool file_calls = true;  // hipGetProcAddress knows hipAmdFileRead and hipAmdFileWrite
-  bool file_write = true;  // and the second of them
+  bool stream_waits = true;  // hipStreamWaitValue32 works on memory that is merely pinned
+  bool capturing = false;    // every stream is being captured into a graph
+  bool file_calls = true;    // hipGetProcAddress knows hipAmdFileRead and hipAmdFileWrite
+  bool file_write = true;    // and the second of them
 };
 
 // What is open now; all zero once everything has been given back.

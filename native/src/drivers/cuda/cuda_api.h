@@ -43,8 +43,12 @@ enum : CuResult {
   kCuLaunchFailed = 719,
   kCuNotPermitted = 800,
   kCuNotSupported = 801,
+  kCuCaptureImplicit = 906,
   kCuUnknown = 999,
 };
+
+// Streams up to this number are the current context's default streams: none (0), legacy (1), the thread's own (2).
+inline constexpr std::uintptr_t kCuLastDefaultStream = 2;
 
 enum : int {
   kCuAttributeVirtualMemory = 102,
@@ -70,6 +74,7 @@ enum : unsigned {
   kCuHostRegisterReadOnly = 8,
 
   kCuMemoryTypeDevice = 2,
+  kCuWaitValueNotLess = 0,
 };
 
 struct CuLocation {
@@ -151,8 +156,13 @@ static_assert(sizeof(CuAccess) == 12);
   X(memory_set_access, "cuMemSetAccess", CuAddress, std::size_t, const CuAccess*, std::size_t)    \
   X(memory_export, "cuMemExportToShareableHandle", void*, CuMemoryHandle, int, unsigned long long)
 
-// Null where the driver has none.
+// Each for itself; null where the driver has none.
 #define GPUFS_CUDA_OPTIONAL(X)                                                                    \
+  X(launch_host, "cuLaunchHostFunc", CuStream, void (*)(void*), void*)                            \
+  X(stream_wait_value, "cuStreamWaitValue32_v2", CuStream, CuAddress, std::uint32_t, unsigned)    \
+  X(stream_context, "cuStreamGetCtx", CuStream, CuContext*)                                       \
+  X(stream_capturing, "cuStreamIsCapturing", CuStream, int*)                                      \
+  X(host_address, "cuMemHostGetDevicePointer_v2", CuAddress*, void*, unsigned)                    \
   X(pointer_attribute, "cuPointerGetAttribute", void*, int, CuAddress)
 // clang-format on
 

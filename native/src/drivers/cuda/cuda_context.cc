@@ -246,6 +246,49 @@ Status CudaContext::wait_for_event(StreamHandle stream, EventHandle event) {
                                              0U);
 }
 
+Status CudaContext::call_host(StreamHandle stream, HostFunction function, void* argument) {
+  if (!library_->has<&Functions::launch_host>()) {
+    return {EOPNOTSUPP, "this NVIDIA driver cannot call the host from a stream (cuLaunchHostFunc)"};
+  }
+  if (library_->has<&Functions::stream_capturing>()) {
+    int capturing = 0;
+    const CuResult code = library_->call<&Functions::stream_capturing>(stream_of(stream), &capturing);
+    if (code == kCuCaptureImplicit || (code == kCuSuccess && capturing != 0)) {
+      return {EBUSY, "the stream is being captured into a graph, which could not repeat the operation"};
+    }
+  }
+  return call<&Functions::launch_host>("cuLaunchHostFunc", Purpose::kMemory, stream_of(stream), function, argument);
+}
+
+Status CudaContext::wait_for_value(StreamHandle stream, DeviceAddress cell, std::uint32_t value) {
+  if (!library_->has<&Functions::stream_wait_value>()) {
+    return {EOPNOTSUPP, "this NVIDIA driver has no streams that wait for a value (cuStreamWaitValue32_v2)"};
+  }
+  return call<&Functions::stream_wait_value>("cuStreamWaitValue32", Purpose::kMemory, stream_of(stream), cell, value,
+                                             unsigned{kCuWaitValueNotLess});
+}
+
+Status CudaContext::check_stream(StreamHandle stream, bool certain) {
+  CuContext owner = nullptr;
+  if (reinterpret_cast<std::uintptr_t>(stream) <= kCuLastDefaultStream) {
+    if (certain) return {};
+    // Any other call would tell the device that it was made with.
+    Status status = call<&Functions::context_get>("cuCtxGetCurrent", Purpose::kHost, &owner);
+    if (!status.ok()) return status;
+    if (owner == nullptr) return {EINVAL, "a default stream, and no CUDA device is current: say which device it is"};
+  } else if (library_->has<&Functions::stream_context>()) {
+    const gpu::Current current(*this);
+    if (!current.status().ok()) return current.status();
+    const CuResult code = library_->call<&Functions::stream_context>(stream_of(stream), &owner);
+    if (code != kCuSuccess) return {EINVAL, "this is no CUDA stream: " + library_->describe(code), code};
+  } else if (certain) {
+    return {};
+  } else {
+    return {EINVAL, "this NVIDIA driver does not tell whose a stream is: say which device it is"};
+  }
+  return owner == context_ ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+}
+
 Status CudaContext::create_event(EventHandle* event) {
   CuEvent created = nullptr;
   // Without timing events are cheap. Waiting spins: where the device's interrupts pass through a virtual machine, a
@@ -274,7 +317,7 @@ Status CudaContext::synchronize_event(EventHandle event) {
 }
 
 bool CudaContext::holds(DeviceAddress address) {
-  if (!library_->has_pointer_attribute()) return false;
+  if (!library_->has<&Functions::pointer_attribute>()) return false;
   unsigned kind = 0;
   unsigned managed = 0;  // a byte of it is written
   int ordinal = -1;
@@ -298,6 +341,15 @@ Status CudaContext::pin_read_only(const void* address, std::size_t bytes) {
 
 Status CudaContext::unpin(void* address) {
   return call<&Functions::host_unregister>("cuMemHostUnregister", Purpose::kHost, address);
+}
+
+Status CudaContext::address_of_pinned(void* address, DeviceAddress* seen) {
+  *seen = reinterpret_cast<DeviceAddress>(address);  // what it is wherever host and device share their addresses
+  if (!library_->has<&Functions::host_address>()) return {};
+  CuAddress found = 0;
+  Status status = call<&Functions::host_address>("cuMemHostGetDevicePointer", Purpose::kHost, &found, address, 0U);
+  if (status.ok()) *seen = found;
+  return status;
 }
 
 bool CudaContext::same_vendor(const gpu::Context& other) const {

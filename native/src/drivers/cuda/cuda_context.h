@@ -60,6 +60,9 @@ class CudaContext final : public gpu::Context {
   void destroy_stream(StreamHandle stream) override;
   Status synchronize_stream(StreamHandle stream) override;
   Status wait_for_event(StreamHandle stream, EventHandle event) override;
+  Status call_host(StreamHandle stream, HostFunction function, void* argument) override;
+  Status wait_for_value(StreamHandle stream, DeviceAddress cell, std::uint32_t value) override;
+  Status check_stream(StreamHandle stream, bool certain) override;
 
   Status create_event(EventHandle* event) override;
   void destroy_event(EventHandle event) override;
@@ -72,6 +75,7 @@ class CudaContext final : public gpu::Context {
   Status pin(void* address, std::size_t bytes) override;
   Status pin_read_only(const void* address, std::size_t bytes) override;
   Status unpin(void* address) override;
+  Status address_of_pinned(void* address, DeviceAddress* seen) override;
 
   [[nodiscard]] bool same_vendor(const gpu::Context& other) const override;
   Result<bool> reaches(gpu::Context& peer) override;

@@ -32,7 +32,11 @@ class Library {
   }
 
   [[nodiscard]] bool has_virtual_memory() const { return has_virtual_memory_; }
-  [[nodiscard]] bool has_pointer_attribute() const { return functions_.pointer_attribute != nullptr; }
+  // Whether an optional function is there.
+  template <auto Function>
+  [[nodiscard]] bool has() const {
+    return functions_.*Function != nullptr;
+  }
   // "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory".
   [[nodiscard]] std::string describe(CuResult code) const;
 

@@ -87,6 +87,11 @@ class Context {
   virtual void destroy_stream(StreamHandle stream) = 0;
   virtual Status synchronize_stream(StreamHandle stream) = 0;
   virtual Status wait_for_event(StreamHandle stream, EventHandle event) = 0;
+  virtual Status call_host(StreamHandle stream, HostFunction function, void* argument) = 0;
+  virtual Status wait_for_value(StreamHandle stream, DeviceAddress cell, std::uint32_t value) = 0;
+  // Whether a stream of the program's is this device's, with what is current on the thread left as it is: the runtime's
+  // default streams are those of the current device. certain: the caller says that it is, where it cannot be told.
+  virtual Status check_stream(StreamHandle stream, bool certain) = 0;
 
   virtual Status create_event(EventHandle* event) = 0;
   virtual void destroy_event(EventHandle event) = 0;
@@ -101,6 +106,7 @@ class Context {
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status pin_read_only(const void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;
+  virtual Status address_of_pinned(void* address, DeviceAddress* seen) = 0;
 
   // peer: of the same vendor. These two need no current device.
   [[nodiscard]] virtual bool same_vendor(const Context& other) const = 0;

@@ -18,6 +18,10 @@ Result<std::unique_ptr<Stream>> GpuDevice::create_stream() { return GpuStream::c
 
 Result<std::unique_ptr<Event>> GpuDevice::create_event() { return GpuEvent::create(context_); }
 
+Result<std::unique_ptr<Stream>> GpuDevice::adopt_stream(NativeStream native, bool certain) {
+  return GpuStream::adopt(context_, native, certain);
+}
+
 template <typename Queue>
 Status GpuDevice::run(Queue queue) {
   SynchronousWork work(*context_);
@@ -102,6 +106,13 @@ Status GpuDevice::pin_read_only(const void* address, std::size_t bytes) {
 
 Status GpuDevice::unpin(void* address) {
   return with_device([&] { return context_->unpin(address); });
+}
+
+Result<DeviceAddress> GpuDevice::address_of_pinned(void* address) {
+  DeviceAddress seen = 0;
+  Status status = with_device([&] { return context_->address_of_pinned(address, &seen); });
+  if (!status.ok()) return status;
+  return seen;
 }
 
 GpuDriver::GpuDriver(std::string name, std::vector<std::shared_ptr<Context>> contexts) : name_(std::move(name)) {

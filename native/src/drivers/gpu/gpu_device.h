@@ -27,6 +27,7 @@ class GpuDevice final : public Device {
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
+  Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
@@ -38,6 +39,7 @@ class GpuDevice final : public Device {
 
   Status pin(void* address, std::size_t bytes) override;
   Status unpin(void* address) override;
+  Result<DeviceAddress> address_of_pinned(void* address) override;
   Status pin_read_only(const void* address, std::size_t bytes) override;
 
  private:

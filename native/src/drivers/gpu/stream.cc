@@ -41,10 +41,18 @@ Result<std::unique_ptr<Stream>> GpuStream::create(std::shared_ptr<Context> conte
   StreamHandle stream = nullptr;
   Status status = with_device(*context, [&] { return context->create_stream(&stream); });
   if (!status.ok()) return status;
-  return std::unique_ptr<Stream>(new GpuStream(std::move(context), stream));
+  return std::unique_ptr<Stream>(new GpuStream(std::move(context), stream, /*owned=*/true));
+}
+
+Result<std::unique_ptr<Stream>> GpuStream::adopt(std::shared_ptr<Context> context, NativeStream native, bool certain) {
+  const auto stream = reinterpret_cast<StreamHandle>(native);
+  if (Status status = context->health(); !status.ok()) return status;
+  if (Status status = context->check_stream(stream, certain); !status.ok()) return status;
+  return std::unique_ptr<Stream>(new GpuStream(std::move(context), stream, /*owned=*/false));
 }
 
 GpuStream::~GpuStream() {
+  if (!owned_) return;
   const Current current(*context_);
   // A failure of the work was reported by its event; here only its end matters.
   static_cast<void>(context_->synchronize_stream(stream_));
@@ -79,6 +87,14 @@ Status GpuStream::record(Event& event) {
 Status GpuStream::wait(Event& event) {
   return with_device(*context_,
                      [&] { return context_->wait_for_event(stream_, static_cast<GpuEvent&>(event).handle()); });
+}
+
+Status GpuStream::call(HostFunction function, void* argument) {
+  return with_device(*context_, [&] { return context_->call_host(stream_, function, argument); });
+}
+
+Status GpuStream::wait_for_value(DeviceAddress cell, std::uint32_t value) {
+  return with_device(*context_, [&] { return context_->wait_for_value(stream_, cell, value); });
 }
 
 // On a device out of service as well: what was queued before may still be under way, and whoever waits for its end is

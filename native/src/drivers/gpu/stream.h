@@ -29,6 +29,8 @@ class GpuEvent final : public Event {
 class GpuStream final : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(std::shared_ptr<Context> context);
+  // Another name for a stream of the program's.
+  static Result<std::unique_ptr<Stream>> adopt(std::shared_ptr<Context> context, NativeStream native, bool certain);
   ~GpuStream() override;
   GpuStream(const GpuStream&) = delete;
   GpuStream& operator=(const GpuStream&) = delete;
@@ -39,13 +41,18 @@ class GpuStream final : public Stream {
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
   Status wait(Event& event) override;
+  Status call(HostFunction function, void* argument) override;
+  Status wait_for_value(DeviceAddress cell, std::uint32_t value) override;
+  [[nodiscard]] NativeStream native() const override { return reinterpret_cast<NativeStream>(stream_); }
   Status synchronize() override;
 
  private:
-  GpuStream(std::shared_ptr<Context> context, StreamHandle stream) : context_(std::move(context)), stream_(stream) {}
+  GpuStream(std::shared_ptr<Context> context, StreamHandle stream, bool owned)
+      : context_(std::move(context)), stream_(stream), owned_(owned) {}
 
   const std::shared_ptr<Context> context_;
   StreamHandle stream_;  // constant
+  const bool owned_;  // destroyed with this
 };
 
 }  // namespace gpufs::gpu

@@ -38,11 +38,16 @@ enum : HipResult {
   kHipHostMemoryNotRegistered = 713,
   kHipLaunchFailure = 719,
   kHipNotSupported = 801,
+  kHipCaptureImplicit = 906,
   kHipUnknown = 999,
 };
 
 // hipRuntimeGetVersion() answers major * 10,000,000 + minor * 100,000 + patch.
 inline constexpr int kHipVersion6 = 60'000'000;
+
+// Streams up to this number are the current device's default streams: none (0), legacy (1), the thread's own (2).
+inline constexpr std::uintptr_t kHipLastDefaultStream = 2;
+inline constexpr std::uint32_t kHipWholeValue = 0xffffffff;
 
 enum : int {
   kHipAttributeVirtualMemory = 89,
@@ -63,6 +68,7 @@ enum : unsigned {
   kHipEventDisableTiming = 2,
   // There is no flag for memory that may only be read: what is that in CUDA asks for coarse-grained memory here.
   kHipHostRegisterPortable = 1,
+  kHipWaitValueNotLess = 0,
 };
 
 struct HipLocation {
@@ -163,6 +169,11 @@ using HipFileCall = HipResult (*)(HipFileHandle handle, void* device, std::uint6
   X(runtime_version, "hipRuntimeGetVersion", int*)                                                \
   X(memory_export, "hipMemExportToShareableHandle", void*, HipMemoryHandle, int, unsigned long long) \
   X(pointer_attributes, "hipPointerGetAttributes", HipPointerAttributes*, const void*)            \
+  X(launch_host, "hipLaunchHostFunc", HipStream, void (*)(void*), void*)                          \
+  X(stream_wait_value, "hipStreamWaitValue32", HipStream, void*, std::uint32_t, unsigned, std::uint32_t) \
+  X(stream_device, "hipStreamGetDevice", HipStream, int*)                                         \
+  X(stream_capturing, "hipStreamIsCapturing", HipStream, int*)                                    \
+  X(host_address, "hipHostGetDevicePointer", void**, void*, unsigned)                             \
   X(symbol_address, "hipGetProcAddress", const char*, void**, int, std::uint64_t, int*)
 // clang-format on
 

@@ -231,6 +231,48 @@ Status HipContext::wait_for_event(StreamHandle stream, EventHandle event) {
                                              0U);
 }
 
+Status HipContext::call_host(StreamHandle stream, HostFunction function, void* argument) {
+  if (!library_->has<&Functions::launch_host>()) {
+    return {EOPNOTSUPP, "this version of ROCm cannot call the host from a stream (hipLaunchHostFunc)"};
+  }
+  if (library_->has<&Functions::stream_capturing>()) {
+    int capturing = 0;
+    const HipResult code = library_->call<&Functions::stream_capturing>(stream_of(stream), &capturing);
+    if (code == kHipCaptureImplicit || (code == kHipSuccess && capturing != 0)) {
+      return {EBUSY, "the stream is being captured into a graph, which could not repeat the operation"};
+    }
+  }
+  return call<&Functions::launch_host>("hipLaunchHostFunc", Purpose::kMemory, stream_of(stream), function, argument);
+}
+
+Status HipContext::wait_for_value(StreamHandle stream, DeviceAddress cell, std::uint32_t value) {
+  if (!library_->has<&Functions::stream_wait_value>()) {
+    return {EOPNOTSUPP, "this version of ROCm has no streams that wait for a value (hipStreamWaitValue32)"};
+  }
+  return call<&Functions::stream_wait_value>("hipStreamWaitValue32", Purpose::kMemory, stream_of(stream), pointer(cell),
+                                             value, unsigned{kHipWaitValueNotLess}, std::uint32_t{kHipWholeValue});
+}
+
+Status HipContext::check_stream(StreamHandle stream, bool certain) {
+  int owner = -1;
+  if (reinterpret_cast<std::uintptr_t>(stream) <= kHipLastDefaultStream) {
+    if (certain) return {};
+    Status status = check(library_->prepare_thread(), "hipInit", Purpose::kHost);
+    if (status.ok()) status = call<&Functions::device_current>("hipGetDevice", Purpose::kHost, &owner);
+    if (!status.ok()) return status;
+  } else if (library_->has<&Functions::stream_device>()) {
+    const gpu::Current current(*this);
+    if (!current.status().ok()) return current.status();
+    const HipResult code = library_->call<&Functions::stream_device>(stream_of(stream), &owner);
+    if (code != kHipSuccess) return {EINVAL, "this is no HIP stream: " + library_->describe(code), code};
+  } else if (certain) {
+    return {};
+  } else {
+    return {EINVAL, "this version of ROCm does not tell whose a stream is: say which device it is"};
+  }
+  return owner == device_ ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+}
+
 Status HipContext::create_event(EventHandle* event) {
   HipEvent created = nullptr;
   Status status = call<&Functions::event_create>("hipEventCreateWithFlags", Purpose::kHost, &created,
@@ -258,7 +300,7 @@ Status HipContext::synchronize_event(EventHandle event) {
 
 bool HipContext::holds(DeviceAddress address) {
   // Before, the kinds of memory had other numbers.
-  if (!library_->has_pointer_attributes() || library_->version() < kHipVersion6) return false;
+  if (!library_->has<&Functions::pointer_attributes>() || library_->version() < kHipVersion6) return false;
   HipPointerAttributes found{};
   if (library_->call<&Functions::pointer_attributes>(&found, pointer(address)) != kHipSuccess) return false;
   return found.type == kHipMemoryTypeDevice && found.device == device_;
@@ -275,6 +317,15 @@ Status HipContext::pin_read_only(const void* /*address*/, std::size_t /*bytes*/)
 
 Status HipContext::unpin(void* address) {
   return call<&Functions::host_unregister>("hipHostUnregister", Purpose::kHost, address);
+}
+
+Status HipContext::address_of_pinned(void* address, DeviceAddress* seen) {
+  *seen = reinterpret_cast<DeviceAddress>(address);  // what it is wherever host and device share their addresses
+  if (!library_->has<&Functions::host_address>()) return {};
+  void* found = nullptr;
+  Status status = call<&Functions::host_address>("hipHostGetDevicePointer", Purpose::kHost, &found, address, 0U);
+  if (status.ok()) *seen = reinterpret_cast<DeviceAddress>(found);
+  return status;
 }
 
 bool HipContext::same_vendor(const gpu::Context& other) const {

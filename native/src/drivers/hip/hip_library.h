@@ -41,6 +41,11 @@ class Library {
   [[nodiscard]] int version() const { return version_; }           // 0: it does not say
   [[nodiscard]] bool has_virtual_memory() const { return has_virtual_memory_; }
   [[nodiscard]] bool has_peers() const { return has_peers_; }
+  // Whether an optional function is there.
+  template <auto Function>
+  [[nodiscard]] bool has() const {
+    return functions_.*Function != nullptr;
+  }
   [[nodiscard]] bool has_export() const { return functions_.memory_export != nullptr; }
   [[nodiscard]] bool has_pointer_attributes() const { return functions_.pointer_attributes != nullptr; }
   // A function that the runtime gives out only on demand; null where it has none, or cannot say.

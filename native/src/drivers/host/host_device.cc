@@ -57,6 +57,10 @@ Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostM
 
 Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }
 
+Result<std::unique_ptr<Stream>> HostDevice::adopt_stream(NativeStream native, bool /*certain*/) {
+  return HostStream::adopt(native, info_.index);
+}
+
 Result<std::unique_ptr<Event>> HostDevice::create_event() {
   return std::unique_ptr<Event>(std::make_unique<HostEvent>());
 }

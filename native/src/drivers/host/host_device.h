@@ -56,6 +56,7 @@ class HostDevice : public Device {
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
+  Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
@@ -63,6 +64,7 @@ class HostDevice : public Device {
   Status copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
   Status pin(void* address, std::size_t bytes) override { return pins_->pin(address, bytes); }
   Status unpin(void* address) override { return pins_->unpin(address); }
+  Result<DeviceAddress> address_of_pinned(void* address) override { return reinterpret_cast<DeviceAddress>(address); }
 
  private:
   DeviceInfo info_;

@@ -1,6 +1,9 @@
 #include "drivers/host/host_stream.h"
 
+#include <atomic>
+#include <cerrno>
 #include <cstring>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -52,44 +55,77 @@ void HostEvent::set_recording(std::shared_ptr<HostRecording> recording) {
   recording_.swap(recording);
 }
 
+struct HostStream::Streams {
+  std::mutex mutex;  // guards the map; innermost
+  std::map<NativeStream, std::weak_ptr<Queue>> alive;
+
+  // Never destroyed: streams may outlive main().
+  static Streams& instance() {
+    static auto* const streams = new Streams;
+    return *streams;
+  }
+};
+
 Result<std::unique_ptr<Stream>> HostStream::create(int device) {
-  std::unique_ptr<HostStream> stream(new HostStream);
-  Result<std::thread> thread =
-      start_thread("gpufs-str" + std::to_string(device), [raw = stream.get()] { raw->work_loop(); });
+  auto queue = std::make_shared<Queue>(device);
+  std::unique_ptr<HostStream> stream(new HostStream(queue));
+  Result<std::thread> thread = start_thread("gpufs-str" + std::to_string(device), [queue] { queue->run(); });
   if (!thread.ok()) return thread.status();
   stream->thread_ = thread.take();
+  Streams& streams = Streams::instance();
+  const std::lock_guard lock(streams.mutex);
+  streams.alive.emplace(stream->native(), queue);
   return std::unique_ptr<Stream>(std::move(stream));
 }
 
-HostStream::~HostStream() {
+Result<std::unique_ptr<Stream>> HostStream::adopt(NativeStream native, int device) {
+  std::shared_ptr<Queue> queue;
   {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
+    Streams& streams = Streams::instance();
+    const std::lock_guard lock(streams.mutex);
+    const auto found = streams.alive.find(native);
+    if (found != streams.alive.end()) queue = found->second.lock();
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  if (queue == nullptr) return Status(EINVAL, "no stream of the host driver has this handle");
+  if (queue->device != device) return Status(EXDEV, "the stream belongs to gpu " + std::to_string(queue->device));
+  return std::unique_ptr<Stream>(new HostStream(std::move(queue)));
 }
 
-void HostStream::work_loop() {
-  std::unique_lock lock(mutex_);
+HostStream::~HostStream() {
+  if (!thread_.joinable()) return;
+  {
+    Streams& streams = Streams::instance();
+    const std::lock_guard lock(streams.mutex);
+    streams.alive.erase(native());
+  }
+  {
+    const std::lock_guard lock(queue_->mutex);
+    queue_->ending = true;
+  }
+  queue_->changed.notify_all();
+  thread_.join();
+}
+
+void HostStream::Queue::run() {
+  std::unique_lock lock(mutex);
   for (;;) {
-    changed_.wait(lock, [this] { return ending_ || !work_.empty(); });
-    if (work_.empty()) return;
-    std::function<void()> work = std::move(work_.front());
-    work_.pop_front();
+    changed.wait(lock, [this] { return ending || !work.empty(); });
+    if (work.empty()) return;
+    std::function<void()> next = std::move(work.front());
+    work.pop_front();
     lock.unlock();
-    work();
-    work = nullptr;  // what it holds goes before the lock is taken
+    next();
+    next = nullptr;  // what it holds goes before the lock is taken
     lock.lock();
   }
 }
 
 void HostStream::queue(std::function<void()> work) {
   {
-    const std::lock_guard lock(mutex_);
-    work_.push_back(std::move(work));
+    const std::lock_guard lock(queue_->mutex);
+    queue_->work.push_back(std::move(work));
   }
-  changed_.notify_all();
+  queue_->changed.notify_all();
 }
 
 Status HostStream::copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) {
@@ -122,6 +158,23 @@ Status HostStream::record(Event& event) {
 Status HostStream::wait(Event& event) {
   std::shared_ptr<HostRecording> recording = static_cast<HostEvent&>(event).recording();
   if (recording != nullptr) queue([recording] { (void)recording->wait(); });
+  return {};
+}
+
+Status HostStream::call(HostFunction function, void* argument) {
+  queue([=] { function(argument); });
+  return {};
+}
+
+Status HostStream::wait_for_value(DeviceAddress cell, std::uint32_t value) {
+  queue([=] {
+    const std::atomic_ref<std::uint32_t> word(*reinterpret_cast<std::uint32_t*>(cell));
+    for (;;) {
+      const std::uint32_t now = word.load(std::memory_order_acquire);
+      if (static_cast<std::int32_t>(now - value) >= 0) return;
+      word.wait(now, std::memory_order_acquire);
+    }
+  });
   return {};
 }
 

@@ -1,5 +1,6 @@
 // Streams and events of the host driver: really asynchronous, so that a missing wait shows here as on a GPU.
-// A stream owns its thread, which ends with it; a recording is shared by its event and by the streams that wait for it.
+// A stream owns its thread, which ends with it, and those adopted from it are other names of its queue; a recording is
+// shared by its event and by the streams that wait for it.
 // Any thread may call any function.
 #pragma once
 
@@ -9,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "drivers/driver.h"
 
@@ -45,6 +47,8 @@ class HostEvent : public Event {
 class HostStream : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(int device);
+  // By native() of one that lives.
+  static Result<std::unique_ptr<Stream>> adopt(NativeStream native, int device);
   ~HostStream() override;
   HostStream(const HostStream&) = delete;
   HostStream& operator=(const HostStream&) = delete;
@@ -55,19 +59,29 @@ class HostStream : public Stream {
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
   Status wait(Event& event) override;
+  Status call(HostFunction function, void* argument) override;
+  Status wait_for_value(DeviceAddress cell, std::uint32_t value) override;
+  [[nodiscard]] NativeStream native() const override { return reinterpret_cast<NativeStream>(queue_.get()); }
   Status synchronize() override;
 
  private:
-  HostStream() = default;
+  struct Queue {
+    const int device;
+    std::mutex mutex;  // guards all below; nothing queued runs under it
+    std::condition_variable changed;
+    std::deque<std::function<void()>> work;
+    bool ending = false;
+
+    explicit Queue(int on) : device(on) {}
+    void run();
+  };
+  struct Streams;  // those that live, by their native names
+
+  explicit HostStream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
   void queue(std::function<void()> work);
-  void work_loop();
 
-  std::mutex mutex_;  // guards all below; nothing queued runs under it
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> work_;
-  bool ending_ = false;
-
-  std::thread thread_;
+  const std::shared_ptr<Queue> queue_;
+  std::thread thread_;  // not in one that was adopted
 };
 
 }  // namespace gpufs

@@ -1,0 +1,573 @@
+#include "async/async_engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <limits>
+#include <string>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "base/thread.h"
+
+namespace gpufs {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kLargestNumber = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+// Operations that the transfers have at a time, of each kind: enough to keep all threads busy.
+constexpr std::size_t kRunning = 64;
+// How often streams are looked at: whether their device has failed, and whether they can go.
+constexpr std::chrono::milliseconds kLook{50};
+// How long a stream that nobody registered is remembered after its last operation.
+constexpr std::chrono::milliseconds kMemory{1000};
+// How long shutdown() waits for streams that do not come to their operations.
+constexpr std::chrono::milliseconds kStreamGrace{1000};
+
+std::string name_of(const DeviceContext& device) {
+  return "gpu " + std::to_string(device.info().index) + " (" + device.info().name + ")";
+}
+
+// Streams which still refer to their operations when the engine ends: kept for ever, with all that they refer to.
+void leave_behind(std::shared_ptr<OperationStream> stream) {
+  static auto* const mutex = new std::mutex;
+  static auto* const streams = new std::vector<std::shared_ptr<OperationStream>>;
+  const std::lock_guard lock(*mutex);
+  streams->push_back(std::move(stream));
+}
+
+Status check_number(std::uint64_t value, const char* what, bool aligned) {
+  if (value > kLargestNumber) return Status(EINVAL, std::string("the ") + what + " is negative or too large");
+  if (aligned && value % OperationStream::kAlignment != 0) {
+    return Status(EINVAL, std::string("the ") + what + " is no multiple of 4096, as was promised for the stream");
+  }
+  return {};
+}
+
+// What of an operation's numbers is known, put into the request that will be moved. late: those too that are bound when
+// the stream comes to it; until then they are 0.
+Status apply_numbers(OperationRequest& request, bool aligned, bool late) {
+  struct Number {
+    const Parameter& from;
+    std::uint64_t& to;
+    const char* what;
+  };
+  TransferRequest& transfer = request.transfer;
+  for (const Number& number : {Number{request.file_offset, transfer.file_offset, "file offset"},
+                               Number{request.target_offset, transfer.target_offset, "buffer offset"}}) {
+    number.to = number.from.late() && !late ? 0 : number.from.read();
+    Status status = check_number(number.to, number.what, aligned);
+    if (!status.ok()) return status;
+  }
+  transfer.bytes = request.bytes.late() && !late ? request.bytes.value : request.bytes.read();
+  if (!request.bytes.late() && transfer.bytes == kToTheEnd) return {};
+  if (request.bytes.late() && transfer.bytes > request.bytes.value) {
+    return Status(EINVAL, "the size has grown from " + std::to_string(request.bytes.value) + " to " +
+                              std::to_string(transfer.bytes) + " since the operation was submitted");
+  }
+  return check_number(transfer.bytes, "size", aligned);
+}
+
+}  // namespace
+
+AsyncEngine::AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
+                         std::vector<std::shared_ptr<DeviceContext>> devices)
+    : options_(options), transfers_(std::move(transfers)) {
+  for (std::shared_ptr<DeviceContext>& device : devices) {
+    auto state = std::make_unique<DeviceState>();
+    state->counters = std::make_shared<StreamCounters>(device);
+    state->context = std::move(device);
+    devices_.push_back(std::move(state));
+  }
+}
+
+std::shared_ptr<AsyncEngine> AsyncEngine::create(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
+                                                 std::vector<std::shared_ptr<DeviceContext>> devices) {
+  return std::shared_ptr<AsyncEngine>(new AsyncEngine(options, std::move(transfers), std::move(devices)));
+}
+
+std::shared_ptr<CompletionQueue> AsyncEngine::open_queue(std::size_t capacity) {
+  auto queue = std::make_shared<CompletionQueue>(shared_from_this(), capacity == 0 ? options_.operations : capacity);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(queues_, [](const std::weak_ptr<CompletionQueue>& each) { return each.expired(); });
+  queues_.push_back(queue);
+  return queue;
+}
+
+// ---- streams ----
+
+// Tried out, since what a runtime says of itself is not what it does with memory that is merely pinned.
+bool AsyncEngine::probe(DeviceState& device) {
+  const std::lock_guard lock(device.mutex);
+  if (device.probed) return device.waits_for_values;
+  device.probed = true;
+  Result<StreamCounter> counter = device.counters->take();
+  Status status = counter.status();
+  if (status.ok()) {
+    status = device.context->run([&](Device& target) -> Status {
+      Result<std::unique_ptr<Stream>> stream = target.create_stream();
+      if (!stream.ok()) return stream.status();
+      // Satisfied already; the stream's end waits for it.
+      return stream.value()->wait_for_value(counter.value().address, *counter.value().word);
+    });
+    device.counters->give_back(counter.value());
+  }
+  device.waits_for_values = status.ok();
+  if (!status.ok()) log_info(name_of(*device.context) + ": calls of the host hold streams: " + status.message());
+  return device.waits_for_values;
+}
+
+Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t device, std::unique_ptr<Stream> stream,
+                                                                 const StreamPromises& promises,
+                                                                 OperationStream::Origin origin) {
+  Status started = start_keeper();
+  if (!started.ok()) return started;
+  DeviceState& state = *devices_[device];
+  std::shared_ptr<Event> passed;
+  const Status made = state.context->run([&](Device& target) -> Status {
+    Result<std::unique_ptr<Event>> event = target.create_event();
+    if (event.ok()) passed = event.take();
+    return event.status();
+  });
+  if (!made.ok()) return made.with_context("an event for a stream");
+  StreamCounter counter;
+  if (options_.stream_waits != Switch::kOff && probe(state)) {
+    Result<StreamCounter> taken = state.counters->take();
+    // Without one the stream is held by calls of the host.
+    if (taken.ok()) counter = taken.value();
+  }
+  auto added = std::make_shared<OperationStream>(shared_from_this(), state.context, std::move(stream),
+                                                 std::move(passed), state.counters, counter, promises, origin);
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
+    streams_.push_back(added);
+  }
+  changed_.notify_all();
+  return added;
+}
+
+Result<std::shared_ptr<OperationStream>> AsyncEngine::create_stream(std::size_t device,
+                                                                    const StreamPromises& promises) {
+  if (device >= devices_.size()) return Status(EINVAL, "no such device");
+  std::unique_ptr<Stream> stream;
+  const Status made = devices_[device]->context->run([&](Device& target) -> Status {
+    Result<std::unique_ptr<Stream>> created = target.create_stream();
+    if (created.ok()) stream = created.take();
+    return created.status();
+  });
+  if (!made.ok()) return made;
+  return add_stream(device, std::move(stream), promises, OperationStream::Origin::kOwn);
+}
+
+Result<std::pair<std::size_t, std::unique_ptr<Stream>>> AsyncEngine::adopt(NativeStream native, int device) const {
+  Status first;
+  for (std::size_t index = 0; index < devices_.size(); ++index) {
+    if (device >= 0 && index != static_cast<std::size_t>(device)) continue;
+    Result<std::unique_ptr<Stream>> stream = devices_[index]->context->device().adopt_stream(native, device >= 0);
+    if (stream.ok()) return std::pair(index, stream.take());
+    if (first.ok()) first = stream.status();
+  }
+  if (device >= static_cast<int>(devices_.size())) return Status(EINVAL, "no such device");
+  if (first.error() != EXDEV) return first;
+  return Status(EINVAL, device < 0 ? "the stream belongs to none of the engine's devices"
+                                   : "the stream is not one of " + name_of(*devices_[device]->context));
+}
+
+Result<std::shared_ptr<OperationStream>> AsyncEngine::register_stream(NativeStream native, int device,
+                                                                      const StreamPromises& promises) {
+  Result<std::pair<std::size_t, std::unique_ptr<Stream>>> adopted = adopt(native, device);
+  if (!adopted.ok()) return adopted.status();
+  return add_stream(adopted.value().first, std::move(adopted.value().second), promises,
+                    OperationStream::Origin::kRegistered);
+}
+
+Result<std::shared_ptr<OperationStream>> AsyncEngine::imply_stream(NativeStream native, int device) {
+  // Asked anew each time: the program may have destroyed the stream, and made another that has its name.
+  Result<std::pair<std::size_t, std::unique_ptr<Stream>>> adopted = adopt(native, device);
+  if (!adopted.ok()) return adopted.status();
+  const std::size_t index = adopted.value().first;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const std::shared_ptr<OperationStream>& stream : streams_) {
+      if (stream->origin_ == OperationStream::Origin::kImplied && stream->native() == native &&
+          stream->device() == devices_[index]->context) {
+        return stream;
+      }
+    }
+  }
+  return add_stream(index, std::move(adopted.value().second), {}, OperationStream::Origin::kImplied);
+}
+
+// ---- submitting ----
+
+Status AsyncEngine::check(OperationRequest& request, const OperationStream* stream) const {
+  TransferRequest& transfer = request.transfer;
+  if (!transfer.target.valid()) return Status(EINVAL, "an operation needs a file and memory");
+  const DeviceContext& device = *transfer.target.device();
+  const StreamPromises promises = stream == nullptr ? StreamPromises{} : stream->promises();
+  if (stream != nullptr && stream->device().get() != &device) {
+    return Status(EINVAL, "the memory is on " + name_of(device) + ", the stream on " + name_of(*stream->device()));
+  }
+  const auto fix = [](Parameter& number) { number = Parameter{number.read(), nullptr}; };
+  if (promises.fixed_target_offset) fix(request.target_offset);
+  if (promises.fixed_file_offset) fix(request.file_offset);
+  if (promises.fixed_bytes) fix(request.bytes);
+  if (request.bytes.late()) request.bytes.value = request.bytes.read();
+  Status status = apply_numbers(request, promises.aligned, /*late=*/false);
+  if (status.ok()) status = TransferEngine::check(transfer);
+  return status.ok() ? device.device().health() : status;
+}
+
+Status AsyncEngine::reserve(std::size_t count) {
+  Status started = start_keeper();
+  if (!started.ok()) return started;
+  std::size_t now = outstanding_.load();
+  do {
+    if (options_.operations - std::min(options_.operations, now) < count) {
+      return Status(EAGAIN, std::to_string(now) + " operations are under way, which is as many as may be");
+    }
+  } while (!outstanding_.compare_exchange_weak(now, now + count));
+  return {};
+}
+
+Status AsyncEngine::submit(const std::shared_ptr<Operation>& operation) {
+  if (operation->stream_ != nullptr) {
+    return operation->stream_->submit(operation, options_.stream_depth, options_.patience);
+  }
+  bind(operation);
+  return {};
+}
+
+// ---- moving ----
+
+void AsyncEngine::bind(const std::shared_ptr<Operation>& operation) {
+  Status status;
+  bool empty = false;
+  {
+    const std::lock_guard lock(operation->mutex_);
+    if (operation->phase_ != Operation::Phase::kQueued) return;
+    operation->phase_ = Operation::Phase::kReady;
+    const bool aligned = operation->stream_ != nullptr && operation->stream_->promises().aligned;
+    status = apply_numbers(operation->request_, aligned, /*late=*/true);
+    const TransferRequest& transfer = operation->request_.transfer;
+    if (status.ok()) status = TransferEngine::check(transfer);
+    empty = transfer.bytes == 0 && transfer.sync == SyncMode::kNone;
+  }
+  if (!status.ok() || empty) {
+    end_later(operation, std::move(status));
+    return;
+  }
+  Lane& lane = lane_of(*operation);
+  {
+    const std::lock_guard lock(lane.mutex);
+    lane.ready.push_back(operation);
+  }
+  pump(lane);
+}
+
+void AsyncEngine::pump(Lane& lane) {
+  for (;;) {
+    std::shared_ptr<Operation> operation;
+    {
+      const std::lock_guard lock(lane.mutex);
+      if (lane.ready.empty() || lane.running >= kRunning) return;
+      operation = std::move(lane.ready.front());
+      lane.ready.pop_front();
+      ++lane.running;
+    }
+    launch(operation);
+  }
+}
+
+void AsyncEngine::launch(const std::shared_ptr<Operation>& operation) {
+  Lane& lane = lane_of(*operation);
+  const auto leave = [&lane] {
+    const std::lock_guard lock(lane.mutex);
+    --lane.running;
+  };
+  std::shared_ptr<TransferEngine> transfers;
+  {
+    const std::lock_guard lock(mutex_);
+    transfers = transfers_;
+  }
+  TransferRequest request;
+  {
+    const std::lock_guard lock(operation->mutex_);
+    if (operation->phase_ == Operation::Phase::kReady) {
+      operation->phase_ = Operation::Phase::kRunning;
+      request = std::move(operation->request_.transfer);
+    }
+  }
+  if (request.file == nullptr) {  // cancelled meanwhile
+    leave();
+    return;
+  }
+  request.done = [self = shared_from_this(), operation](const TransferProgress& progress) {
+    self->moved(operation, progress);
+  };
+  Result<std::shared_ptr<Transfer>> started = Status(ESHUTDOWN, "the engine is being closed");
+  if (transfers != nullptr) started = transfers->start(request);
+  if (!started.ok()) {
+    {
+      // The memory is let go where the operation is ended.
+      const std::lock_guard lock(operation->mutex_);
+      request.done = nullptr;
+      operation->request_.transfer = std::move(request);
+    }
+    leave();
+    end_later(operation, started.status());
+    return;
+  }
+  // File and memory are not let go here, where this may be a driver's thread.
+  std::shared_ptr<Transfer> transfer = started.take();
+  bool cancelled = false;
+  {
+    const std::lock_guard lock(operation->mutex_);
+    cancelled = operation->cancelled_;
+    if (operation->phase_ == Operation::Phase::kRunning) {
+      operation->request_.transfer.file = std::move(request.file);
+      operation->request_.transfer.target = std::exchange(request.target, Target{});
+      operation->transfer_ = cancelled ? transfer : std::move(transfer);
+    }
+  }
+  if (transfer == nullptr) return;
+  if (cancelled) transfer->cancel();
+  {
+    const std::lock_guard lock(mutex_);
+    leftovers_.emplace_back(std::move(request), std::move(transfer));
+  }
+  changed_.notify_all();
+}
+
+void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress) {
+  Completion completion;
+  completion.bytes = progress.prefix;
+  completion.status = progress.status;
+  completion.fastpath_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
+  completion.fallback_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFallback)];
+  completion.refusals = progress.refusals;
+  (void)end(operation, std::move(completion));
+  Lane& lane = lane_of(*operation);
+  {
+    const std::lock_guard lock(lane.mutex);
+    --lane.running;
+  }
+  pump(lane);
+}
+
+void AsyncEngine::end_later(const std::shared_ptr<Operation>& operation, Status status) {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_.emplace_back(operation, std::move(status));
+  }
+  changed_.notify_all();
+}
+
+bool AsyncEngine::end(const std::shared_ptr<Operation>& operation, Completion completion, bool waiting_only) {
+  std::shared_ptr<CompletionQueue> queue;
+  OperationRequest request;
+  std::shared_ptr<Transfer> transfer;
+  {
+    const std::lock_guard lock(operation->mutex_);
+    const Operation::Phase phase = operation->phase_;
+    if (phase == Operation::Phase::kEnding || phase == Operation::Phase::kDone) return false;
+    if (waiting_only && phase == Operation::Phase::kRunning) return false;
+    operation->phase_ = Operation::Phase::kEnding;
+    queue = std::move(operation->queue_);
+    request = std::exchange(operation->request_, OperationRequest{});
+    transfer = std::move(operation->transfer_);
+    if (completion.status.error() == ECANCELED && !operation->unheld_.ok()) completion.status = operation->unheld_;
+  }
+  const int error = completion.status.error();
+  if (request.codes != nullptr) {
+    request.codes[0] = error;
+    request.codes[1] = completion.status.device_code();
+  }
+  if (request.count != nullptr) {
+    const bool nothing = error != 0 && completion.bytes == 0;
+    std::atomic_ref<std::int64_t>(*request.count)
+        .store(nothing ? -error : static_cast<std::int64_t>(completion.bytes), std::memory_order_release);
+  }
+  completion.cookie = request.cookie;
+  completion.id = operation->id();
+  // Before the stream goes on, so that what ends on a stream is found in its order.
+  queue->deliver(completion);
+  bool reached = false;
+  {
+    const std::lock_guard lock(operation->mutex_);
+    operation->phase_ = Operation::Phase::kDone;
+    reached = operation->reached_;
+  }
+  operation->changed_.notify_all();
+  if (reached) operation->stream_->release(*operation);
+  // Not before: giving memory back may wait for all that the device has, and so for this stream.
+  request = OperationRequest{};
+  transfer.reset();
+  --outstanding_;
+  return true;
+}
+
+bool AsyncEngine::cancel(const std::shared_ptr<Operation>& operation) {
+  for (;;) {
+    std::shared_ptr<Transfer> transfer;
+    bool running = false;
+    {
+      const std::lock_guard lock(operation->mutex_);
+      if (operation->phase_ == Operation::Phase::kEnding || operation->phase_ == Operation::Phase::kDone) return false;
+      operation->cancelled_ = true;
+      running = operation->phase_ == Operation::Phase::kRunning;
+      transfer = operation->transfer_;
+    }
+    if (running) {
+      // Without a transfer it is being started: who starts it sees that it was cancelled.
+      if (transfer != nullptr) transfer->cancel();
+      return true;
+    }
+    Completion completion;
+    completion.status = Status(ECANCELED, "cancelled");
+    if (end(operation, std::move(completion), /*waiting_only=*/true)) return true;
+  }
+}
+
+void AsyncEngine::wait(Operation& operation) {
+  std::unique_lock lock(operation.mutex_);
+  operation.changed_.wait(lock, [&] { return operation.phase_ == Operation::Phase::kDone; });
+}
+
+// ---- the keeper ----
+
+Status AsyncEngine::start_keeper() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
+  if (keeper_.joinable()) return {};
+  Result<std::thread> started = start_thread("gpufs-async", [self = shared_from_this()] { self->keeper_main(); });
+  if (!started.ok()) return started.status().with_context("a thread for operations");
+  keeper_ = started.take();
+  return {};
+}
+
+void AsyncEngine::keeper_main() {
+  Clock::time_point look = Clock::now();
+  std::unique_lock lock(mutex_);
+  while (!keeper_ending_ || !ending_.empty() || !leftovers_.empty()) {
+    if (!ending_.empty() || !leftovers_.empty()) {
+      decltype(ending_) batch;
+      decltype(leftovers_) leftovers;
+      batch.swap(ending_);
+      leftovers.swap(leftovers_);
+      lock.unlock();
+      leftovers.clear();
+      for (auto& [operation, status] : batch) {
+        Completion completion;
+        completion.status = std::move(status);
+        (void)end(operation, std::move(completion));
+      }
+      batch.clear();
+      lock.lock();
+      continue;
+    }
+    if (!streams_.empty() && Clock::now() >= look) {
+      lock.unlock();
+      keep_streams();
+      lock.lock();
+      look = Clock::now() + kLook;
+      continue;
+    }
+    if (streams_.empty()) {
+      changed_.wait(lock);
+    } else {
+      changed_.wait_until(lock, look);
+    }
+  }
+}
+
+void AsyncEngine::keep_streams() {
+  std::vector<std::shared_ptr<OperationStream>> streams;
+  {
+    const std::lock_guard lock(mutex_);
+    streams = streams_;
+  }
+  for (const std::shared_ptr<OperationStream>& stream : streams) {
+    const Status failure = stream->failure();
+    if (failure.ok()) continue;
+    // The device will not come to these. The driver may still hold them, so the stream keeps them.
+    for (const std::shared_ptr<Operation>& operation : stream->queued()) {
+      Completion completion;
+      completion.status = failure;
+      (void)end(operation, std::move(completion), /*waiting_only=*/true);
+    }
+  }
+  streams.clear();
+  // Those that go are taken out of the list first: nobody can find them any more, and who has one has closed it.
+  std::vector<std::shared_ptr<OperationStream>> going;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto stays = [](const std::shared_ptr<OperationStream>& stream) {
+      if (stream->origin_ == OperationStream::Origin::kImplied) {
+        return stream.use_count() > 1 || !stream->unused(kMemory);
+      }
+      const std::lock_guard stream_lock(stream->mutex_);
+      return !stream->closed_;
+    };
+    const auto first = std::stable_partition(streams_.begin(), streams_.end(), stays);
+    std::move(first, streams_.end(), std::back_inserter(going));
+    streams_.erase(first, streams_.end());
+  }
+  std::erase_if(going, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
+  if (going.empty()) return;
+  const std::lock_guard lock(mutex_);
+  std::move(going.begin(), going.end(), std::back_inserter(streams_));
+}
+
+void AsyncEngine::shutdown() {
+  std::vector<std::shared_ptr<CompletionQueue>> queues;
+  std::shared_ptr<TransferEngine> transfers;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    transfers = transfers_;
+    for (const std::weak_ptr<CompletionQueue>& weak : queues_) {
+      if (std::shared_ptr<CompletionQueue> queue = weak.lock()) queues.push_back(std::move(queue));
+    }
+  }
+  const Clock::time_point end = Clock::now() + transfers->options().shutdown_grace;
+  constexpr std::chrono::milliseconds kStep{2};
+  // Again and again: one may have been on its way into its queue.
+  while (outstanding_ > 0 && Clock::now() < end) {
+    for (const std::shared_ptr<CompletionQueue>& queue : queues) (void)queue->cancel(0);
+    std::this_thread::sleep_for(kStep);
+  }
+  // What is left hangs in its file: the transfers leave it behind, and end it.
+  if (outstanding_ > 0) transfers->shutdown();
+  queues.clear();
+
+  std::thread keeper;
+  {
+    const std::lock_guard lock(mutex_);
+    keeper_ending_ = true;
+    keeper.swap(keeper_);
+  }
+  changed_.notify_all();
+  if (keeper.joinable()) keeper.join();
+  std::vector<std::shared_ptr<OperationStream>> streams;
+  {
+    const std::lock_guard lock(mutex_);
+    streams.swap(streams_);
+    transfers_.reset();
+  }
+  const Clock::time_point enough = Clock::now() + kStreamGrace;
+  for (const std::shared_ptr<OperationStream>& stream : streams) stream->close();
+  for (;;) {
+    std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
+    if (streams.empty() || Clock::now() >= enough) break;
+    std::this_thread::sleep_for(kStep);
+  }
+  if (streams.empty()) return;
+  log_warning(std::to_string(streams.size()) + " streams have not come to their operations and are left behind");
+  for (std::shared_ptr<OperationStream>& stream : streams) leave_behind(std::move(stream));
+}
+
+}  // namespace gpufs

@@ -1,0 +1,157 @@
+#include "async/completion_queue.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "async/async_engine.h"
+
+namespace gpufs {
+
+CompletionQueue::CompletionQueue(std::shared_ptr<AsyncEngine> engine, std::size_t capacity)
+    : engine_(std::move(engine)), capacity_(capacity) {}
+
+Status CompletionQueue::submit(std::vector<Entry> entries, std::vector<std::uint64_t>* ids, std::size_t* bad) {
+  for (std::size_t number = 0; number < entries.size(); ++number) {
+    *bad = number;
+    const Status checked = engine_->check(entries[number].request, entries[number].stream.get());
+    if (!checked.ok()) return checked;
+  }
+  *bad = 0;
+  Status reserved = engine_->reserve(entries.size());
+  if (!reserved.ok()) return reserved;
+  std::vector<std::shared_ptr<Operation>> operations;
+  operations.reserve(entries.size());
+  for (Entry& entry : entries) {
+    auto operation = std::make_shared<Operation>(std::move(entry.request), ++engine_->last_id_);
+    operation->queue_ = shared_from_this();
+    operation->stream_ = std::move(entry.stream);
+    operation->may_hang_ = operation->request_.transfer.file->facts().may_hang;
+    operations.push_back(std::move(operation));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+      reserved = Status(ESHUTDOWN, "the batch is being closed");
+    } else if (capacity_ - std::min(capacity_, under_way_.size() + done_.size()) < operations.size()) {
+      reserved = Status(EAGAIN, "the batch has room for " + std::to_string(capacity_) + " operations");
+    } else {
+      for (const std::shared_ptr<Operation>& operation : operations) {
+        under_way_.emplace(operation->id(), UnderWay{operation, waiting_.emplace(waiting_.end())});
+      }
+    }
+  }
+  if (!reserved.ok()) {
+    engine_->unreserve(operations.size());
+    return reserved;
+  }
+  // Some may be over and collected before this returns.
+  if (ids != nullptr) {
+    for (const std::shared_ptr<Operation>& operation : operations) ids->push_back(operation->id());
+  }
+  for (std::size_t number = 0; number < operations.size(); ++number) {
+    Status status = engine_->submit(operations[number]);
+    if (status.ok()) continue;
+    if (number == 0) {
+      for (const std::shared_ptr<Operation>& operation : operations) {
+        if (forget(operation->id())) engine_->unreserve(1);
+      }
+      if (ids != nullptr) ids->resize(ids->size() - operations.size());
+      return status;
+    }
+    Completion completion;
+    completion.status = std::move(status);
+    (void)engine_->end(operations[number], std::move(completion));
+  }
+  return {};
+}
+
+std::vector<Completion> CompletionQueue::collect(std::size_t fewest, std::size_t most,
+                                                 std::chrono::milliseconds patience) {
+  std::vector<Completion> collected;
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, patience, [&] { return done_.size() >= fewest || under_way_.empty(); });
+  while (!done_.empty() && collected.size() < most) {
+    collected.push_back(std::move(done_.front()));
+    done_.pop_front();
+  }
+  if (done_.empty() && event_.valid()) {
+    std::uint64_t counted = 0;
+    (void)!::read(event_.get(), &counted, sizeof counted);
+  }
+  return collected;
+}
+
+Result<int> CompletionQueue::event_fd() {
+  const std::lock_guard lock(mutex_);
+  if (!event_.valid()) {
+    event_ = UniqueFd(::eventfd(done_.empty() ? 0 : 1, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!event_.valid()) return Status::from_errno(errno, "an eventfd for operations");
+  }
+  return event_.get();
+}
+
+Status CompletionQueue::cancel(std::uint64_t id) {
+  std::vector<std::shared_ptr<Operation>> wanted;
+  {
+    const std::lock_guard lock(mutex_);
+    if (id == 0) {
+      wanted.reserve(under_way_.size());
+      for (const auto& [key, under_way] : under_way_) wanted.push_back(under_way.operation);
+    } else if (const auto found = under_way_.find(id); found != under_way_.end()) {
+      wanted.push_back(found->second.operation);
+    }
+  }
+  bool any = id == 0;
+  for (const std::shared_ptr<Operation>& operation : wanted) any = engine_->cancel(operation) || any;
+  return any ? Status{} : Status(ENOENT, "no such operation is under way");
+}
+
+void CompletionQueue::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  (void)cancel(0);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return under_way_.empty(); });
+}
+
+CompletionQueue::Counts CompletionQueue::counts() const {
+  const std::lock_guard lock(mutex_);
+  return {under_way_.size(), done_.size()};
+}
+
+void CompletionQueue::deliver(const Completion& completion) {
+  std::shared_ptr<Operation> operation;  // let go without the lock
+  const std::lock_guard lock(mutex_);
+  const auto found = under_way_.find(completion.id);
+  if (found == under_way_.end()) return;
+  operation = std::move(found->second.operation);
+  *found->second.node = completion;
+  done_.splice(done_.end(), waiting_, found->second.node);
+  under_way_.erase(found);
+  if (done_.size() == 1 && event_.valid()) {
+    const std::uint64_t one = 1;
+    (void)!::write(event_.get(), &one, sizeof one);
+  }
+  changed_.notify_all();
+}
+
+bool CompletionQueue::forget(std::uint64_t id) {
+  std::shared_ptr<Operation> operation;
+  const std::lock_guard lock(mutex_);
+  const auto found = under_way_.find(id);
+  if (found == under_way_.end()) return false;
+  operation = std::move(found->second.operation);
+  waiting_.erase(found->second.node);
+  under_way_.erase(found);
+  changed_.notify_all();
+  return true;
+}
+
+}  // namespace gpufs

@@ -1,0 +1,189 @@
+// An engine for operations over each kind of driver, a file and streams of the "program's", for the tests of src/async.
+// Owned by the tests that include it.
+// One thread, except where a test starts more.
+#pragma once
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "async/async_engine.h"
+#include "async/pinned_block.h"
+#include "cuda_test_support.h"
+#include "faulty_driver.h"
+#include "hip_test_support.h"
+#include "io_fakes.h"
+#include "memory/buffer.h"
+
+namespace gpufs::async_test {
+
+using namespace gpufs::gpu_test;
+using namespace std::chrono_literals;
+
+// The drivers; where a device's streams are held by calls of the host, the name says so.
+enum class Kind { kHost, kHostCalls, kCuda, kCudaCalls, kHip, kHipCalls };
+
+inline std::string name_of(const ::testing::TestParamInfo<Kind>& info) {
+  static constexpr const char* kNames[] = {"Host", "HostCalls", "Cuda", "CudaCalls", "Hip", "HipCalls"};
+  return kNames[static_cast<int>(info.param)];
+}
+
+// A word that the program's streams wait for.
+class Gate {
+ public:
+  explicit Gate(const std::shared_ptr<DeviceContext>& device) : block_(must(PinnedBlock::create(device, 64))) {}
+  void hold(Stream& stream) { EXPECT_OK(stream.wait_for_value(block_->device_address(), ++value_)); }
+  void open() {
+    const std::atomic_ref<std::uint32_t> word(*reinterpret_cast<std::uint32_t*>(block_->data()));
+    word.store(value_);
+    word.notify_all();
+  }
+
+ private:
+  std::unique_ptr<PinnedBlock> block_;
+  std::uint32_t value_ = 0;
+};
+
+// A stream that the program made, known to the engine by its native name.
+struct ProgramStream {
+  std::unique_ptr<Stream> program;
+  std::shared_ptr<OperationStream> stream;
+};
+
+class Rig {
+  // Goes last: the fakes count anew what is open, without what tests leave behind on purpose.
+  struct Recount {
+    ~Recount() {
+      const FakeCudaSetup cuda;
+      cuda_test::fake().reset(&cuda);
+      const FakeHipSetup hip;
+      hip_test::fake().reset(&hip);
+    }
+  };
+  const Recount recount_;
+
+ public:
+  explicit Rig(Kind kind, AsyncOptions options = {}, int devices = 1, IoOptions io = {})
+      : recount_(), plan(std::make_shared<testing::FaultPlan>()) {
+    if (kind == Kind::kHostCalls || kind == Kind::kCudaCalls || kind == Kind::kHipCalls) {
+      options.stream_waits = Switch::kOff;
+    }
+    std::shared_ptr<Driver> driver;
+    if (kind == Kind::kHost || kind == Kind::kHostCalls) {
+      driver = testing::make_faulty_driver(plan, 512 * kMiB, devices);
+    } else if (kind == Kind::kCuda || kind == Kind::kCudaCalls) {
+      FakeCudaSetup setup;
+      setup.devices = devices;
+      cuda_test::fake().reset(&setup);
+      driver = must(open_cuda_driver_from(GPUFS_FAKE_CUDA, {}));
+    } else {
+      FakeHipSetup setup;
+      setup.devices = devices;
+      hip_test::fake().reset(&setup);
+      driver = must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}));
+    }
+    for (int index = 0; index < devices; ++index) {
+      contexts.push_back(must(DeviceContext::create(driver, static_cast<std::size_t>(index))));
+    }
+    io.chunk_bytes = std::size_t{256} << 10;
+    io.pinned_bytes = 4 * kMiB;
+    transfers = must(TransferEngine::create(io, contexts, make_direct_path("none")));
+    engine = AsyncEngine::create(options, transfers, contexts);
+    queue = engine->open_queue(0);
+    path_ = "/tmp/gpufs-async-test-XXXXXX";
+    fd_ = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
+    EXPECT_TRUE(fd_.valid());
+    file = must(BackingFile::open(fd_.get(), operations));
+  }
+  ~Rig() {
+    engine->shutdown();
+    EXPECT_EQ(engine->outstanding(), 0U);
+    transfers->shutdown();
+    ::unlink(path_.c_str());
+  }
+  Rig(const Rig&) = delete;
+  Rig& operator=(const Rig&) = delete;
+
+  [[nodiscard]] int fd() const { return fd_.get(); }
+  const std::shared_ptr<DeviceContext>& device(std::size_t index = 0) { return contexts[index]; }
+  void fill_file(const std::vector<std::byte>& bytes) {
+    ASSERT_EQ(::pwrite(fd(), bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+  }
+  std::shared_ptr<Buffer> buffer(const std::vector<std::byte>& bytes = {}, std::size_t index = 0) {
+    std::shared_ptr<Buffer> made = must(Buffer::create(contexts[index]));
+    if (!bytes.empty()) {
+      EXPECT_EQ(must(made->write(0, bytes)), bytes.size());
+    }
+    return made;
+  }
+  ProgramStream program_stream(const StreamPromises& promises = {}, std::size_t index = 0) {
+    ProgramStream made;
+    made.program = must(contexts[index]->device().create_stream());
+    made.stream = must(engine->register_stream(made.program->native(), static_cast<int>(index), promises));
+    return made;
+  }
+  CompletionQueue::Entry entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
+                               std::shared_ptr<OperationStream> stream = nullptr) {
+    CompletionQueue::Entry made;
+    made.request.transfer.direction = direction;
+    made.request.transfer.file = file;
+    made.request.transfer.target = Target::of_buffer(memory);
+    made.request.bytes.value = bytes;
+    made.stream = std::move(stream);
+    return made;
+  }
+  Status submit(CompletionQueue::Entry given, std::uint64_t* id = nullptr) {
+    std::vector<CompletionQueue::Entry> entries;
+    entries.push_back(std::move(given));
+    std::vector<std::uint64_t> ids;
+    std::size_t bad = 0;
+    Status status = queue->submit(std::move(entries), &ids, &bad);
+    if (status.ok() && id != nullptr) *id = ids.at(0);
+    return status;
+  }
+  // The next that is over.
+  Completion next() {
+    std::vector<Completion> over = queue->collect(1, 1, 20s);
+    EXPECT_EQ(over.size(), 1U) << "nothing ended";
+    return over.empty() ? Completion{} : over[0];
+  }
+
+  std::shared_ptr<testing::FaultPlan> plan;
+  std::vector<std::shared_ptr<DeviceContext>> contexts;
+  std::shared_ptr<TransferEngine> transfers;
+  std::shared_ptr<AsyncEngine> engine;
+  std::shared_ptr<CompletionQueue> queue;
+  testing::PlannedFileOps operations;
+  std::shared_ptr<BackingFile> file;
+
+ private:
+  std::string path_;
+  UniqueFd fd_;
+};
+
+inline std::vector<std::byte> contents(Buffer& buffer) {
+  std::vector<std::byte> bytes(buffer.size());
+  EXPECT_EQ(must(buffer.read(0, bytes)), bytes.size());
+  return bytes;
+}
+
+// True once `condition` is, within a time that only a hang exceeds.
+inline bool soon(const std::function<bool()>& condition) {
+  for (int turn = 0; turn < 20000; ++turn) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(1ms);
+  }
+  return false;
+}
+
+}  // namespace gpufs::async_test

@@ -1,0 +1,714 @@
+// Operations on streams: their order, their late numbers, how they end, and what becomes of those that are outstanding.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <mutex>
+#include <random>
+
+#include "async_fixture.h"
+
+namespace gpufs::async_test {
+namespace {
+
+class AsyncOperations : public ::testing::TestWithParam<Kind> {};
+INSTANTIATE_TEST_SUITE_P(Drivers, AsyncOperations,
+                         ::testing::Values(Kind::kHost, Kind::kHostCalls, Kind::kCuda, Kind::kCudaCalls, Kind::kHip,
+                                           Kind::kHipCalls),
+                         name_of);
+
+TEST_P(AsyncOperations, StandBetweenWhatTheProgramQueuesBeforeAndAfter) {
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(100'000, 1);
+  rig.fill_file(bytes);
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  struct Seen {
+    std::int64_t count = 77;
+    std::array<std::int32_t, 2> codes{77, 77};
+    std::int64_t count_before = 0;
+    std::int64_t count_after = 0;
+    std::atomic<bool> ran{false};
+  } seen;
+  gate.hold(*own.program);
+  ASSERT_OK(own.program->call(
+      [](void* argument) { static_cast<Seen*>(argument)->count_before = static_cast<Seen*>(argument)->count; }, &seen));
+  CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream);
+  entry.request.count = &seen.count;
+  entry.request.codes = seen.codes.data();
+  entry.request.cookie = 42;
+  ASSERT_OK(rig.submit(std::move(entry)));
+  ASSERT_OK(own.program->call(
+      [](void* argument) {
+        auto* const what = static_cast<Seen*>(argument);
+        what->count_after = what->count;
+        what->ran = true;
+      },
+      &seen));
+  EXPECT_TRUE(rig.queue->collect(1, 1, 30ms).empty());
+  EXPECT_EQ(buffer->size(), 0U);
+  EXPECT_EQ(own.stream->outstanding(), 1U);
+  gate.open();
+  const Completion over = rig.next();
+  EXPECT_OK(over.status);
+  EXPECT_EQ(over.cookie, 42U);
+  EXPECT_EQ(over.bytes, bytes.size());
+  EXPECT_EQ(over.fallback_bytes, bytes.size());
+  EXPECT_OK(own.program->synchronize());
+  EXPECT_TRUE(seen.ran);
+  EXPECT_EQ(seen.count_before, 77);
+  EXPECT_EQ(seen.count_after, static_cast<std::int64_t>(bytes.size()));
+  EXPECT_EQ(seen.codes, (std::array<std::int32_t, 2>{0, 0}));
+  EXPECT_EQ(contents(*buffer), bytes);
+}
+
+TEST_P(AsyncOperations, BindWhatIsLateWhenTheStreamComesToThem) {
+  const std::vector<std::byte> bytes = pattern(64 << 10, 2);
+  Rig rig(GetParam());
+  rig.fill_file(bytes);
+  Gate gate(rig.device());
+  // late: which numbers are given by cells; fixed: which of them the stream has promised.
+  for (unsigned late = 0; late < 8; ++late) {
+    for (unsigned fixed = 0; fixed < 8; ++fixed) {
+      ProgramStream own = rig.program_stream({(fixed & 1) != 0, (fixed & 2) != 0, (fixed & 4) != 0, false});
+      const std::shared_ptr<Buffer> buffer = rig.buffer();
+      std::array<std::uint64_t, 3> cells{100, 200, 3000};  // buffer offset, file offset, size
+      gate.hold(*own.program);
+      CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, cells[2], own.stream);
+      std::array<Parameter*, 3> numbers{&entry.request.target_offset, &entry.request.file_offset, &entry.request.bytes};
+      for (std::size_t number = 0; number < 3; ++number) {
+        *numbers[number] = (late >> number & 1) != 0 ? Parameter{0, &cells[number]} : Parameter{cells[number], nullptr};
+      }
+      ASSERT_OK(rig.submit(std::move(entry)));
+      const std::array<std::uint64_t, 3> before = cells;
+      cells = {5000, 7000, 1234};
+      const std::array<std::uint64_t, 3> after = cells;
+      gate.open();
+      const Completion over = rig.next();
+      ASSERT_OK(over.status);
+      std::array<std::uint64_t, 3> bound{};
+      for (std::size_t number = 0; number < 3; ++number) {
+        const bool moves = (late >> number & 1) != 0 && (fixed >> number & 1) == 0;
+        bound[number] = moves ? after[number] : before[number];
+      }
+      ASSERT_EQ(over.bytes, bound[2]) << late << " " << fixed;
+      const std::vector<std::byte> found = contents(*buffer);
+      ASSERT_EQ(found.size(), bound[0] + bound[2]) << late << " " << fixed;
+      ASSERT_EQ(std::memcmp(found.data() + bound[0], bytes.data() + bound[1], bound[2]), 0) << late << " " << fixed;
+      own.stream->close();
+    }
+  }
+}
+
+TEST_P(AsyncOperations, OfOneStreamKeepTheirOrder) {
+  Rig rig(GetParam());
+  const std::shared_ptr<OperationStream> stream = must(rig.engine->create_stream(0, {}));
+  // Each store is seen by the load behind it, though the stores are slow.
+  rig.operations.on_write = [](int, const void*, std::size_t, std::uint64_t, ssize_t*) {
+    std::this_thread::sleep_for(1ms);
+    return false;
+  };
+  std::vector<std::shared_ptr<Buffer>> loaded;
+  for (unsigned round = 0; round < 20; ++round) {
+    ASSERT_OK(rig.submit(rig.entry(Direction::kStore, rig.buffer(pattern(10'000, round)), 10'000, stream)));
+    loaded.push_back(rig.buffer());
+    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded.back(), 10'000, stream)));
+  }
+  for (int count = 0; count < 40; ++count) EXPECT_OK(rig.next().status);
+  for (unsigned round = 0; round < 20; ++round) EXPECT_EQ(contents(*loaded[round]), pattern(10'000, round));
+}
+
+TEST_P(AsyncOperations, OfSeveralStreamsDoNotWaitForEachOther) {
+  Rig rig(GetParam());
+  rig.fill_file(pattern(20'000, 3));
+  std::atomic<bool> release{false};
+  std::atomic<int> waiting{0};
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t*) {
+    if (offset >= 10'000) return false;
+    ++waiting;
+    while (!release) std::this_thread::sleep_for(1ms);
+    return false;
+  };
+  ProgramStream slow = rig.program_stream();
+  ProgramStream quick = rig.program_stream();
+  CompletionQueue::Entry first = rig.entry(Direction::kLoad, rig.buffer(), 5'000, slow.stream);
+  first.request.cookie = 1;
+  ASSERT_OK(rig.submit(std::move(first)));
+  ASSERT_TRUE(soon([&] { return waiting > 0; }));
+  CompletionQueue::Entry second = rig.entry(Direction::kLoad, rig.buffer(), 5'000, quick.stream);
+  second.request.file_offset.value = 10'000;
+  second.request.cookie = 2;
+  ASSERT_OK(rig.submit(std::move(second)));
+  if (slow.stream->waits_for_values() || GetParam() == Kind::kHostCalls) {
+    EXPECT_EQ(rig.next().cookie, 2U);
+    release = true;
+    EXPECT_EQ(rig.next().cookie, 1U);
+  } else {
+    // Drivers call the host for one stream after the other: late, but not locked up.
+    release = true;
+    EXPECT_EQ(rig.next().cookie + rig.next().cookie, 3U);
+  }
+}
+
+TEST_P(AsyncOperations, EndWithWhatIsWrongAndTheStreamGoesOn) {
+  Rig rig(GetParam());
+  rig.fill_file(pattern(20'000, 4));
+  ProgramStream own = rig.program_stream();
+  ProgramStream aligned = rig.program_stream({false, false, false, true});
+  Gate gate(rig.device());
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  std::uint64_t size = 4096;
+  std::uint64_t offset = 0;
+  std::int64_t count = 0;
+  const auto end_with = [&](const ProgramStream& stream, std::uint64_t late_size, std::uint64_t late_offset) {
+    size = 4096;
+    offset = 0;
+    gate.hold(*stream.program);
+    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, 0, stream.stream);
+    entry.request.bytes.cell = &size;
+    entry.request.file_offset.cell = &offset;
+    entry.request.count = &count;
+    EXPECT_OK(rig.submit(std::move(entry)));
+    size = late_size;
+    offset = late_offset;
+    gate.open();
+    const Completion over = rig.next();
+    EXPECT_OK(stream.program->synchronize());
+    if (!over.status.ok()) {
+      EXPECT_EQ(count, -over.status.error());
+    }
+    return over.status.error();
+  };
+  EXPECT_EQ(end_with(own, 4097, 0), EINVAL);  // a size that has grown
+  EXPECT_EQ(end_with(own, 4096, static_cast<std::uint64_t>(-1)), EINVAL);
+  EXPECT_EQ(end_with(own, 100, 0), 0);
+  EXPECT_EQ(count, 100);
+  EXPECT_EQ(end_with(aligned, 100, 0), EINVAL);
+  EXPECT_EQ(end_with(aligned, 4096, 512), EINVAL);
+  EXPECT_EQ(end_with(aligned, 4096, 4096), 0);
+
+  // What is known is refused when it is submitted.
+  CompletionQueue::Entry unaligned = rig.entry(Direction::kLoad, buffer, 100, aligned.stream);
+  EXPECT_EQ(rig.submit(std::move(unaligned)).error(), EINVAL);
+  CompletionQueue::Entry negative = rig.entry(Direction::kLoad, buffer, 100, own.stream);
+  negative.request.file_offset.value = static_cast<std::uint64_t>(-5);
+  EXPECT_EQ(rig.submit(std::move(negative)).error(), EINVAL);
+  const UniqueFd reading(::open(("/proc/self/fd/" + std::to_string(rig.fd())).c_str(), O_RDONLY | O_CLOEXEC));
+  CompletionQueue::Entry unwritable = rig.entry(Direction::kStore, buffer, 100, own.stream);
+  unwritable.request.transfer.file = must(BackingFile::open(reading.get()));
+  EXPECT_EQ(rig.submit(std::move(unwritable)).error(), EBADF);
+  EXPECT_EQ(own.stream->outstanding(), 0U);
+
+  // A read that fails does so after what it had moved.
+  rig.operations.on_read = [](int, void*, std::size_t, std::uint64_t at, ssize_t* result) {
+    if (at < 8192) return false;
+    errno = EIO;
+    *result = -1;
+    return true;
+  };
+  CompletionQueue::Entry failing = rig.entry(Direction::kLoad, buffer, 4096, own.stream);
+  failing.request.file_offset.value = 8192;
+  failing.request.count = &count;
+  ASSERT_OK(rig.submit(std::move(failing)));
+  EXPECT_EQ(rig.next().status.error(), EIO);
+  EXPECT_EQ(count, -EIO);
+}
+
+TEST_P(AsyncOperations, OnAnotherDeviceThanTheirMemoryAreRefusedByName) {
+  Rig rig(GetParam(), {}, 2);
+  ProgramStream own = rig.program_stream({}, 1);
+  const Status status = rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream));
+  EXPECT_EQ(status.error(), EINVAL);
+  EXPECT_NE(status.message().find("the memory is on gpu 0 ("), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("the stream on gpu 1 ("), std::string::npos) << status.message();
+  EXPECT_EQ(rig.engine->register_stream(own.program->native(), 0, {}).error(), EINVAL);
+  // The runtime tells whose it is.
+  EXPECT_EQ(must(rig.engine->register_stream(own.program->native(), -1, {}))->device(), rig.device(1));
+  EXPECT_EQ(rig.engine->register_stream(own.program->native(), 2, {}).error(), EINVAL);
+}
+
+TEST_P(AsyncOperations, MeetFilesAndBuffersAsTheyAreByThen) {
+  Rig rig(GetParam());
+  rig.fill_file(pattern(1'000, 5));
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  const std::shared_ptr<Buffer> loaded = rig.buffer();
+  const std::shared_ptr<Buffer> stored = rig.buffer(pattern(100, 6));
+  gate.hold(*own.program);
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 4'000'000, own.stream)));
+  CompletionQueue::Entry store = rig.entry(Direction::kStore, stored, 3'000, own.stream);
+  store.request.file_offset.value = 5'000'000;
+  ASSERT_OK(rig.submit(std::move(store)));
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 0, own.stream)));
+  const std::vector<std::byte> grown = pattern(3'000'000, 7);
+  rig.fill_file(grown);
+  const std::vector<std::byte> more = pattern(2'000, 8);
+  ASSERT_EQ(must(stored->write(0, more)), more.size());
+  gate.open();
+  Completion over = rig.next();
+  EXPECT_OK(over.status);
+  EXPECT_EQ(over.bytes, grown.size());  // to the end that the file has by then
+  over = rig.next();
+  EXPECT_OK(over.status);
+  EXPECT_EQ(over.bytes, more.size());
+  over = rig.next();
+  EXPECT_OK(over.status);
+  EXPECT_EQ(over.bytes, 0U);
+  EXPECT_EQ(contents(*loaded), grown);
+}
+
+TEST_P(AsyncOperations, ManyAreInFlightOnStreamsThatStand) {
+  constexpr std::size_t kStreams = 20;
+  constexpr std::size_t kEach = 100;
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(kEach * 512, 9);
+  rig.fill_file(bytes);
+  Gate gate(rig.device());
+  std::vector<ProgramStream> streams;
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  for (std::size_t number = 0; number < kStreams; ++number) {
+    streams.push_back(rig.program_stream());
+    buffers.push_back(rig.buffer());
+  }
+  for (ProgramStream& own : streams) gate.hold(*own.program);
+  for (std::size_t piece = 0; piece < kEach; ++piece) {
+    for (std::size_t number = 0; number < kStreams; ++number) {
+      CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffers[number], 512, streams[number].stream);
+      entry.request.file_offset.value = entry.request.target_offset.value = piece * 512;
+      ASSERT_OK(rig.submit(std::move(entry)));
+    }
+  }
+  EXPECT_EQ(rig.engine->outstanding(), kStreams * kEach);
+  gate.open();
+  for (std::size_t count = 0; count < kStreams * kEach; ++count) ASSERT_OK(rig.next().status);
+  for (const std::shared_ptr<Buffer>& buffer : buffers) EXPECT_EQ(contents(*buffer), bytes);
+}
+
+TEST_P(AsyncOperations, AreBoundedAndSubmissionNeverWaitsForEver) {
+  AsyncOptions options;
+  options.operations = 6;
+  options.stream_depth = 4;
+  options.patience = 10ms;
+  Rig rig(GetParam(), options);
+  rig.fill_file(pattern(10'000, 10));
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  gate.hold(*own.program);
+  for (int count = 0; count < 4; ++count) {
+    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
+  }
+  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)).error(), EAGAIN);
+  ProgramStream other = rig.program_stream();
+  gate.hold(*other.program);
+  for (int count = 0; count < 2; ++count) {
+    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, other.stream)));
+  }
+  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100)).error(), EAGAIN);
+  gate.open();
+  for (int count = 0; count < 6; ++count) EXPECT_OK(rig.next().status);
+  ASSERT_TRUE(soon([&] { return rig.engine->outstanding() == 0; }));
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
+  EXPECT_OK(rig.next().status);
+}
+
+TEST_P(AsyncOperations, ThatAreCancelledEndAtOnceOrAtTheirNextPiece) {
+  Rig rig(GetParam());
+  rig.fill_file(pattern(2 * kMiB, 11));
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  std::uint64_t cell = 100;
+  std::int64_t count = 0;
+  gate.hold(*own.program);
+  CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, 100, own.stream);
+  entry.request.file_offset.cell = &cell;
+  entry.request.count = &count;
+  std::uint64_t id = 0;
+  ASSERT_OK(rig.submit(std::move(entry), &id));
+  ASSERT_OK(rig.queue->cancel(id));
+  Completion over = rig.next();
+  EXPECT_EQ(over.status.error(), ECANCELED);
+  EXPECT_EQ(over.id, id);
+  EXPECT_EQ(count, -ECANCELED);
+  EXPECT_EQ(rig.queue->cancel(id).error(), ENOENT);
+  count = 5;
+  gate.open();
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
+  EXPECT_OK(rig.next().status);  // the stream has passed what was cancelled
+  EXPECT_EQ(count, 5);           // and nobody writes there any more
+
+  std::atomic<bool> reading{false};
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+    reading = true;
+    std::this_thread::sleep_for(5ms);
+    return false;
+  };
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 2 * kMiB, own.stream), &id));
+  ASSERT_TRUE(soon([&] { return reading.load(); }));
+  (void)rig.queue->cancel(0);
+  over = rig.next();
+  EXPECT_TRUE(over.status.error() == ECANCELED || over.bytes == 2 * kMiB);
+  EXPECT_OK(own.program->synchronize());
+}
+
+TEST_P(AsyncOperations, KeepWhatTheyNeedWhenItsHandlesGo) {
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(30'000, 12);
+  rig.fill_file(bytes);
+  std::shared_ptr<Buffer> buffer = rig.buffer();
+  const std::weak_ptr<Buffer> watched = buffer;
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  gate.hold(*own.program);
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream)));
+  own.stream->close();
+  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 1, own.stream)).error(), EBADF);
+  own.stream.reset();
+  buffer.reset();
+  rig.file.reset();
+  EXPECT_FALSE(watched.expired());
+  gate.open();
+  const Completion over = rig.next();
+  EXPECT_OK(over.status);
+  EXPECT_EQ(over.bytes, bytes.size());
+  EXPECT_TRUE(soon([&] { return watched.expired(); }));
+}
+
+TEST_P(AsyncOperations, OnStreamsThatNobodyRegistered) {
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(5'000, 13);
+  rig.fill_file(bytes);
+  for (int round = 0; round < 3; ++round) {
+    const std::unique_ptr<Stream> program = must(rig.device()->device().create_stream());
+    const std::shared_ptr<Buffer> buffer = rig.buffer();
+    for (int count = 0; count < 3; ++count) {
+      ASSERT_OK(rig.submit(
+          rig.entry(Direction::kLoad, buffer, bytes.size(), must(rig.engine->imply_stream(program->native(), -1)))));
+    }
+    EXPECT_OK(program->synchronize());
+    for (int count = 0; count < 3; ++count) EXPECT_OK(rig.next().status);
+    EXPECT_EQ(contents(*buffer), bytes);
+  }
+  EXPECT_EQ(rig.engine->imply_stream(0x5'5550'0000, -1).error(), EINVAL);
+}
+
+TEST_P(AsyncOperations, AreCancelledWhenTheEngineEnds) {
+  std::unique_ptr<Stream> program;
+  std::int64_t count = 0;
+  {
+    Rig rig(GetParam());
+    rig.fill_file(pattern(5'000, 14));
+    ProgramStream own = rig.program_stream();
+    Gate gate(rig.device());
+    gate.hold(*own.program);
+    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 5'000, own.stream);
+    entry.request.count = &count;
+    ASSERT_OK(rig.submit(std::move(entry)));
+    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000)));
+    std::thread opener([&] {
+      // shutdown() does not wait for the stream before it has ended the operations.
+      EXPECT_TRUE(soon([&] { return rig.engine->outstanding() == 0; }));
+      gate.open();
+    });
+    rig.engine->shutdown();
+    opener.join();
+    EXPECT_EQ(count, -ECANCELED);
+    EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1)).error(), ESHUTDOWN);
+    EXPECT_EQ(rig.engine->create_stream(0, {}).error(), ESHUTDOWN);
+    EXPECT_OK(own.program->synchronize());
+  }
+}
+
+// ---- batches ----
+
+TEST_P(AsyncOperations, InNoOrderRunSideBySide) {
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(40'000, 15);
+  rig.fill_file(bytes);
+  // Each read waits for another one.
+  std::atomic<int> reading{0};
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+    ++reading;
+    EXPECT_TRUE(soon([&] { return reading >= 2; }));
+    return false;
+  };
+  const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(4);
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  std::vector<CompletionQueue::Entry> entries;
+  for (std::uint64_t number = 0; number < 4; ++number) {
+    buffers.push_back(rig.buffer());
+    entries.push_back(rig.entry(Direction::kLoad, buffers.back(), 10'000));
+    entries.back().request.file_offset.value = number * 10'000;
+    entries.back().request.cookie = number;
+  }
+  std::size_t bad = 99;
+  ASSERT_OK(batch->submit(entries, nullptr, &bad));
+  EXPECT_EQ(batch->submit({entries[0]}, nullptr, &bad).error(), EAGAIN);
+  std::vector<Completion> over;
+  while (over.size() < 4) {
+    std::vector<Completion> some = batch->collect(1, 2, 20s);
+    ASSERT_FALSE(some.empty());
+    ASSERT_LE(some.size(), 2U);
+    over.insert(over.end(), some.begin(), some.end());
+  }
+  std::uint64_t cookies = 0;
+  for (const Completion& each : over) {
+    EXPECT_OK(each.status);
+    cookies |= std::uint64_t{1} << each.cookie;
+  }
+  EXPECT_EQ(cookies, 15U);
+  for (std::size_t number = 0; number < 4; ++number) {
+    EXPECT_EQ(contents(*buffers[number]),
+              std::vector<std::byte>(bytes.begin() + static_cast<std::ptrdiff_t>(number * 10'000),
+                                     bytes.begin() + static_cast<std::ptrdiff_t>((number + 1) * 10'000)));
+  }
+  // Nothing is under way: asking for more does not wait.
+  EXPECT_TRUE(batch->collect(1, 1, 20s).empty());
+}
+
+TEST_P(AsyncOperations, OfABatchAreSubmittedAllOrNone) {
+  Rig rig(GetParam());
+  rig.fill_file(pattern(1'000, 16));
+  const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(8);
+  std::vector<CompletionQueue::Entry> entries(5, rig.entry(Direction::kLoad, rig.buffer(), 1'000));
+  entries[3].request.file_offset.value = static_cast<std::uint64_t>(-1);
+  std::size_t bad = 0;
+  EXPECT_EQ(batch->submit(entries, nullptr, &bad).error(), EINVAL);
+  EXPECT_EQ(bad, 3U);
+  EXPECT_EQ(batch->counts().under_way, 0U);
+  EXPECT_EQ(rig.engine->outstanding(), 0U);
+  entries[3].request.file_offset.value = 0;
+  ASSERT_OK(batch->submit(entries, nullptr, &bad));
+  EXPECT_EQ(batch->collect(5, 8, 20s).size(), 5U);
+  // Closing waits for what runs, and tells nobody.
+  rig.operations.on_read = [](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+    std::this_thread::sleep_for(20ms);
+    return false;
+  };
+  ASSERT_OK(batch->submit(entries, nullptr, &bad));
+  batch->close();
+  EXPECT_EQ(batch->counts().under_way, 0U);
+  EXPECT_EQ(batch->submit(entries, nullptr, &bad).error(), ESHUTDOWN);
+}
+
+// ---- many threads ----
+
+TEST_P(AsyncOperations, StandUpToThreadsThatSubmitCancelAndCollect) {
+  AsyncOptions options;
+  options.stream_depth = 16;
+  Rig rig(GetParam(), options);
+  const std::vector<std::byte> bytes = pattern(64 << 10, 17);
+  rig.fill_file(bytes);
+  std::vector<ProgramStream> streams;
+  for (int number = 0; number < 4; ++number) streams.push_back(rig.program_stream());
+  constexpr int kEach = 150;
+  std::atomic<int> submitted{0};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    threads.emplace_back([&, seed] {
+      std::mt19937 random(seed);
+      const std::shared_ptr<Buffer> buffer = rig.buffer();
+      for (int count = 0; count < kEach; ++count) {
+        const std::size_t which = random() % 5;
+        CompletionQueue::Entry entry =
+            rig.entry(Direction::kLoad, buffer, random() % 4096, which < 4 ? streams[which].stream : nullptr);
+        entry.request.file_offset.value = random() % 60'000;
+        std::uint64_t id = 0;
+        if (!rig.submit(std::move(entry), &id).ok()) ++wrong;
+        ++submitted;
+        if (random() % 4 == 0) (void)rig.queue->cancel(id);
+      }
+    });
+  }
+  int collected = 0;
+  while (collected < 4 * kEach) {
+    const std::vector<Completion> over = rig.queue->collect(1, 16, 20s);
+    if (over.empty() && submitted == 4 * kEach && rig.queue->counts().uncollected == 0) break;
+    for (const Completion& each : over) {
+      if (!each.status.ok() && each.status.error() != ECANCELED) ++wrong;
+    }
+    collected += static_cast<int>(over.size());
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(collected, 4 * kEach);
+  EXPECT_EQ(wrong, 0);
+  for (ProgramStream& own : streams) EXPECT_OK(own.program->synchronize());
+}
+
+// ---- what fails ----
+
+TEST(AsyncFaults, AStreamThatRefusesAnOperationHasNotGotIt) {
+  Rig rig(Kind::kHost);
+  rig.fill_file(pattern(1'000, 18));
+  ProgramStream own = rig.program_stream();
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  rig.plan->call.at(1);
+  const Status refused = rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
+  EXPECT_EQ(refused.error(), EIO);
+  EXPECT_EQ(refused.device_code(), 700);
+  EXPECT_EQ(own.stream->outstanding(), 0U);
+  EXPECT_EQ(rig.engine->outstanding(), 0U);
+  EXPECT_EQ(rig.queue->counts().under_way, 0U);
+  EXPECT_EQ(buffer->size(), 0U);
+
+  // In a batch the others are queued: this one ends with the failure.
+  rig.plan->call.at(2);
+  std::vector<CompletionQueue::Entry> entries(3, rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
+  for (std::uint64_t number = 0; number < 3; ++number) entries[number].request.cookie = number;
+  std::size_t bad = 0;
+  ASSERT_OK(rig.queue->submit(entries, nullptr, &bad));
+  for (int count = 0; count < 3; ++count) {
+    const Completion over = rig.next();
+    EXPECT_EQ(over.status.error(), over.cookie == 1 ? EIO : 0);
+  }
+}
+
+TEST(AsyncFaults, AnOperationThatCannotHoldItsStreamIsStopped) {
+  Rig rig(Kind::kHost);
+  rig.fill_file(pattern(1'000, 19));
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  gate.hold(*own.program);
+  rig.plan->wait_for_value.at(1);
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  const Completion over = rig.next();
+  EXPECT_EQ(over.status.error(), EIO);
+  EXPECT_EQ(over.bytes, 0U);
+  gate.open();
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  EXPECT_OK(rig.next().status);
+  // Without an event behind it an operation runs all the same.
+  rig.plan->record.at(1);
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  EXPECT_OK(rig.next().status);
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  EXPECT_OK(rig.next().status);
+}
+
+TEST(AsyncFaults, AStreamThatCannotBeMadeIsReported) {
+  Rig rig(Kind::kHost);
+  rig.plan->create_stream.at(1);
+  EXPECT_EQ(rig.engine->create_stream(0, {}).error(), EIO);
+  rig.plan->create_stream.clear();
+  rig.plan->create_event.at(1);
+  EXPECT_EQ(rig.engine->create_stream(0, {}).error(), EIO);
+  rig.plan->create_event.clear();
+  EXPECT_TRUE(rig.engine->create_stream(0, {}).ok());
+  EXPECT_EQ(rig.engine->create_stream(1, {}).error(), EINVAL);
+}
+
+TEST(AsyncFaults, CallsHoldStreamsWhereNothingCanBePinned) {
+  Rig rig(Kind::kHost);
+  const std::vector<std::byte> bytes = pattern(1'000, 20);
+  rig.fill_file(bytes);
+  rig.plan->pin.at(1, 1000, ENOMEM);
+  const std::shared_ptr<OperationStream> stream = must(rig.engine->create_stream(0, {}));
+  EXPECT_FALSE(stream->waits_for_values());
+  rig.plan->pin.clear();
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, stream)));
+  EXPECT_OK(stream->synchronize());
+  EXPECT_EQ(contents(*buffer), bytes);
+}
+
+TEST(AsyncFaults, DevicesThatDoNotWaitForValuesAreFoundOut) {
+  for (const Kind kind : {Kind::kHost, Kind::kCuda, Kind::kHip}) {
+    Rig rig(kind);
+    rig.plan->waits_for_values = false;
+    if (kind == Kind::kCuda) {
+      const FakeCudaSetup setup{.stream_waits = false};
+      cuda_test::fake().reset(&setup);
+    }
+    if (kind == Kind::kHip) {
+      const FakeHipSetup setup{.stream_waits = false};
+      hip_test::fake().reset(&setup);
+    }
+    rig.fill_file(pattern(1'000, 21));
+    const std::shared_ptr<OperationStream> one = must(rig.engine->create_stream(0, {}));
+    const std::shared_ptr<OperationStream> other = must(rig.engine->create_stream(0, {}));
+    EXPECT_FALSE(one->waits_for_values());
+    // Two streams over a driver that may have one thread for the calls of both.
+    for (int count = 0; count < 20; ++count) {
+      ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000, count % 2 == 0 ? one : other)));
+    }
+    for (int count = 0; count < 20; ++count) EXPECT_OK(rig.next().status);
+  }
+}
+
+TEST(AsyncFaults, StreamsThatAreCapturedIntoAGraphAreRefused) {
+  {
+    Rig rig(Kind::kCuda);
+    const FakeCudaSetup setup{.capturing = true};
+    ProgramStream own = rig.program_stream();
+    cuda_test::fake().reset(&setup);
+    EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);
+  }
+  Rig rig(Kind::kHip);
+  const FakeHipSetup setup{.capturing = true};
+  ProgramStream own = rig.program_stream();
+  hip_test::fake().reset(&setup);
+  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);
+}
+
+TEST(AsyncFaults, TheDefaultStreamIsThatOfTheCurrentDevice) {
+  Rig rig(Kind::kCuda, {}, 2);
+  const std::vector<std::byte> bytes = pattern(3'000, 22);
+  rig.fill_file(bytes);
+  ASSERT_OK(rig.device(1)->device().bind_thread());
+  const std::shared_ptr<Buffer> buffer = rig.buffer({}, 1);
+  const std::shared_ptr<OperationStream> implied = must(rig.engine->imply_stream(0, -1));
+  EXPECT_EQ(implied->device(), rig.device(1));
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 3'000, implied)));
+  EXPECT_OK(rig.next().status);
+  EXPECT_EQ(contents(*buffer), bytes);
+  EXPECT_EQ(must(rig.engine->imply_stream(0, 0))->device(), rig.device(0));
+}
+
+TEST(AsyncFaults, OperationsOfADeviceThatFailsEnd) {
+  Rig rig(Kind::kCuda);
+  rig.fill_file(pattern(1'000, 23));
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  gate.hold(*own.program);
+  std::int64_t count = 0;
+  CompletionQueue::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
+  entry.request.count = &count;
+  ASSERT_OK(rig.submit(std::move(entry)));
+  cuda_test::fake().fail("cuEventQuery", 1, 719, 1);  // a kernel of the program's has crashed
+  const Completion over = rig.next();
+  EXPECT_EQ(over.status.error(), EIO);
+  EXPECT_EQ(over.status.device_code(), 719);
+  EXPECT_EQ(count, -EIO);
+  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000)).error(), EIO);
+}
+
+TEST(AsyncFaults, AStreamThatNeverComesToItsOperationsIsLeftBehind) {
+  // Both outlive the engine, as the program's do.
+  std::unique_ptr<Gate> gate;
+  std::unique_ptr<Stream> program;
+  std::int64_t count = 0;
+  {
+    Rig rig(Kind::kHost);
+    rig.fill_file(pattern(1'000, 24));
+    gate = std::make_unique<Gate>(rig.device());
+    ProgramStream own = rig.program_stream();
+    gate->hold(*own.program);
+    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
+    entry.request.count = &count;
+    ASSERT_OK(rig.submit(std::move(entry)));
+    program = std::move(own.program);
+  }
+  EXPECT_EQ(count, -ECANCELED);
+  count = 3;
+  gate->open();
+  EXPECT_OK(program->synchronize());
+  EXPECT_EQ(count, 3);
+}
+
+}  // namespace
+}  // namespace gpufs::async_test
