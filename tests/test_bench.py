@@ -32,3 +32,21 @@ def test_a_short_run_of_everything(tmp_path: Path) -> None:
     assert document["machine"]["cpus"] == len(os.sched_getaffinity(0))
     assert "gpufs/pyfuse3" in done.stdout
     assert Path("/proc/self/mountinfo").read_text().count("gpufs-bench-") <= mounts
+
+
+def test_a_short_run_of_submissions(tmp_path: Path) -> None:
+    words = "--rounds 1 --operations 128 --threads 1,4 --json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.submissions", *words.split(), str(tmp_path / "out.json")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {(result["system"], result["threads"]) for result in results} == {
+        (system, threads) for system in ("none", "stream", "batch") for threads in (1, 4)
+    }
+    assert all(result["operations_per_second"][0] > 0 for result in results)

@@ -17,6 +17,8 @@ from gpufs.engine._native import ffi, lib
 if TYPE_CHECKING:
     from typing_extensions import Buffer as HostMemory
 
+    from gpufs.engine._operations import Number, OperationFuture, Stream, StreamLike
+
     # What a transfer can move to and from: see device_range() for arrays.
     Memory = Buffer | DeviceRange | SupportsCudaArrayInterface | SupportsDLPack | HostMemory
 
@@ -210,6 +212,47 @@ class BackingFile(Handle):
         ) as transfer:
             return transfer.finish()
 
+    def read_async(
+        self,
+        memory: "Memory",
+        size: "Number | None" = None,
+        file_offset: "Number" = 0,
+        buffer_offset: "Number" = 0,
+        *,
+        stream: "Stream | StreamLike | None" = None,
+        **options: Any,
+    ) -> "OperationFuture":
+        """Queues a read into device memory on a stream: it starts when the stream comes to it, and holds the stream.
+
+        Numbers may be late, ``options`` are those of :class:`Operation`; without a stream it starts at once.
+
+        EngineError EAGAIN when too many are under way, EINVAL when memory and stream are on different devices,
+        EBUSY for a stream that is being captured into a graph; TypeError or ValueError for what cannot take part.
+        """
+        # Here, since operations are made of what this module has.
+        from gpufs.engine._operations import Operation, submit_operation
+
+        return submit_operation(
+            Operation("load", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
+        )
+
+    def write_async(
+        self,
+        memory: "Memory",
+        size: "Number | None" = None,
+        file_offset: "Number" = 0,
+        buffer_offset: "Number" = 0,
+        *,
+        stream: "Stream | StreamLike | None" = None,
+        **options: Any,
+    ) -> "OperationFuture":
+        """Queues a write of device memory to the file on a stream. Otherwise as :meth:`read_async`."""
+        from gpufs.engine._operations import Operation, submit_operation
+
+        return submit_operation(
+            Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
+        )
+
     def read_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> "TransferFuture":
@@ -225,6 +268,46 @@ class BackingFile(Handle):
         return TransferFuture(
             Transfer("store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
         )
+
+
+def fill_request(
+    request: Any,
+    direction: Direction,
+    backing: BackingFile,
+    memory: "Memory",
+    *,
+    file_offset: int,
+    buffer_offset: int,
+    size: int | None,
+    fastpath: Switch,
+    fallback: Switch,
+    sync: Sync,
+    sparse: bool,
+    share: int,
+    client: int,
+) -> object:
+    """Writes the C interface's form of a transfer; gives what must be kept alive while it runs."""
+    instance("backing", BackingFile, backing)
+    request.backing = backing._handle
+    keep: object = None
+    if isinstance(memory, Buffer):
+        request.buffer = memory._handle
+    else:
+        found, keep = device_range(backing.engine, memory, writable=direction == "load")
+        request.device = signed("device", found.device)
+        request.address = unsigned("address", found.address)
+        request.address_bytes = unsigned("bytes", found.bytes)
+    request.file_offset = unsigned("file_offset", file_offset)
+    request.buffer_offset = unsigned("buffer_offset", buffer_offset)
+    request.bytes = _TO_THE_END if size is None else unsigned("size", size)
+    request.direction = choice("direction", _DIRECTIONS, direction)
+    request.sync = choice("sync", _SYNCS, sync)
+    request.sparse = sparse
+    request.fastpath = choice("fastpath", _SWITCHES, fastpath)
+    request.fallback = choice("fallback", _SWITCHES, fallback)
+    request.share = signed("share", share)
+    request.client = unsigned("client", client)
+    return keep
 
 
 class Transfer(Handle):
@@ -259,26 +342,21 @@ class Transfer(Handle):
         client: int = 0,
     ) -> None:
         request = ffi.new("gpufs_transfer_request *")
-        instance("backing", BackingFile, backing)
-        request.backing = backing._handle
-        if isinstance(memory, Buffer):
-            request.buffer = memory._handle
-            self._keep: object = None
-        else:
-            found, self._keep = device_range(backing.engine, memory, writable=direction == "load")
-            request.device = signed("device", found.device)
-            request.address = unsigned("address", found.address)
-            request.address_bytes = unsigned("bytes", found.bytes)
-        request.file_offset = unsigned("file_offset", file_offset)
-        request.buffer_offset = unsigned("buffer_offset", buffer_offset)
-        request.bytes = _TO_THE_END if size is None else unsigned("size", size)
-        request.direction = choice("direction", _DIRECTIONS, direction)
-        request.sync = choice("sync", _SYNCS, sync)
-        request.sparse = sparse
-        request.fastpath = choice("fastpath", _SWITCHES, fastpath)
-        request.fallback = choice("fallback", _SWITCHES, fallback)
-        request.share = signed("share", share)
-        request.client = unsigned("client", client)
+        self._keep = fill_request(
+            request,
+            direction,
+            backing,
+            memory,
+            file_offset=file_offset,
+            buffer_offset=buffer_offset,
+            size=size,
+            fastpath=fastpath,
+            fallback=fallback,
+            sync=sync,
+            sparse=sparse,
+            share=share,
+            client=client,
+        )
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_transfer_start(backing.engine._handle, request, handle))
         self.backing = backing

@@ -47,7 +47,6 @@ class Library {
     return functions_.*Function != nullptr;
   }
   [[nodiscard]] bool has_export() const { return functions_.memory_export != nullptr; }
-  [[nodiscard]] bool has_pointer_attributes() const { return functions_.pointer_attributes != nullptr; }
   // A function that the runtime gives out only on demand; null where it has none, or cannot say.
   [[nodiscard]] void* find_hidden(const char* symbol) const;
 

@@ -1,0 +1,577 @@
+"""Asynchronous operations: reads and writes on streams and in batches, with numbers that may be bound late."""
+
+import ctypes
+import errno
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+from gpufs.engine._binding import Handle, check, failure
+from gpufs.engine._completions import completions
+from gpufs.engine._engine import Engine
+from gpufs.engine._native import ffi, lib
+from gpufs.engine._transfer import BackingFile, Direction, Switch, Sync, TransferError, fill_request, refusal_names
+
+if TYPE_CHECKING:
+    from gpufs.engine._buffer import MemoryBuffer
+    from gpufs.engine._transfer import Memory
+
+    # A number, or the place from which it is read when the stream comes to the operation: see Late.
+    Number: TypeAlias = "int | Late | ctypes.c_int64 | ctypes.c_uint64 | MemoryBuffer"
+
+Fixed = Literal["buffer_offset", "file_offset", "size"]
+
+_FIXED: Final[dict[str, int]] = {
+    "buffer_offset": lib.GPUFS_STREAM_FIXED_BUFFER_OFFSET,
+    "file_offset": lib.GPUFS_STREAM_FIXED_FILE_OFFSET,
+    "size": lib.GPUFS_STREAM_FIXED_SIZE,
+}
+_NUMBER_BYTES: Final = 8
+_COLLECTED_AT_A_TIME: Final = 256
+
+
+@runtime_checkable
+class SupportsCudaStream(Protocol):
+    """A stream of another library: ``__cuda_stream__()`` gives the protocol's version and the runtime's handle."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+StreamLike = SupportsCudaStream | int
+
+
+def configure_operations(
+    engine: Engine,
+    *,
+    operations: int = 0,
+    stream_depth: int = 0,
+    patience: float | None = None,
+    stream_waits: Literal["auto", "off"] = "auto",
+) -> None:
+    """Sets how an engine's operations run; 0 is the engine's choice. Before its first stream, batch or operation.
+
+    ``operations``: under way at most (65536). ``stream_depth``: outstanding on one stream at most (256).
+    ``patience``: seconds that a submission waits for a stream that is full before it is EAGAIN (10). ``stream_waits``
+    "off": calls of the host hold streams, as where a device cannot wait for a value. EngineError EBUSY afterwards,
+    EINVAL for what is out of range.
+    """
+    options = {
+        "operations": operations,
+        "stream_depth": stream_depth,
+        "patience_ms": -1 if patience is None else max(int(patience * 1000), 0),
+        "stream_waits": {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}[stream_waits],
+    }
+    check(lib.gpufs_async_configure(engine._handle, ffi.new("gpufs_async_options *", options)))
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A 64-bit number in memory that an operation reads when its stream comes to it.
+
+    ``address`` is where it is for the CPU; ``keep`` is kept alive until the operation is over.
+    """
+
+    address: int
+    keep: object = None
+
+
+class Cells(Handle):
+    """64-bit signed integers in pinned memory, zero at first, which kernels can read and write, too.
+
+    ``cells[n]`` reads and sets one, :meth:`late` names it to an operation. EngineError ENOMEM when no more memory can
+    be pinned. They must not be closed before the operations and kernels that use them are over.
+    """
+
+    __slots__ = ("_count", "_memory", "device_address", "engine")
+
+    def __init__(self, engine: Engine, count: int = 1, device: int = 0) -> None:
+        handle = ffi.new("gpufs_handle *")
+        memory = ffi.new("void **")
+        address = ffi.new("uint64_t *")
+        check(lib.gpufs_pinned_create(engine._handle, device, count * _NUMBER_BYTES, handle, memory, address))
+        self.engine = engine
+        self.device_address = int(address[0])
+        self._count = count
+        self._memory = ffi.cast("int64_t *", memory[0])
+        self._own(handle[0], lib.gpufs_pinned_close)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _at(self, index: int) -> int:
+        if self.closed:
+            raise ValueError("the cells are closed")
+        if not -self._count <= index < self._count:
+            raise IndexError("no such cell")
+        return index % self._count
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._memory[self._at(index)])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._memory[self._at(index)] = value
+
+    def late(self, index: int = 0) -> Late:
+        """Names a cell to an operation, as a number or as the place of its count."""
+        address = int(ffi.cast("uintptr_t", self._memory)) + self._at(index) * _NUMBER_BYTES
+        return Late(address, self)
+
+
+class Stream(Handle):
+    """A stream on which operations are queued: the engine's own, or one that the program has.
+
+    ``stream``: None makes one, on ``device`` (0 if not given); otherwise an object with ``__cuda_stream__`` or the
+    runtime's handle (CUstream, hipStream_t), which must live until its operations are over. Whose it is the runtime
+    tells, unless ``device`` does; a default stream is that of the device current on this thread.
+
+    ``fixed``: numbers that are read when an operation is submitted, though they are given late. ``aligned``: all sizes
+    and offsets are multiples of 4096, EINVAL otherwise.
+
+    Closing lets queued operations go on; an engine's own stream ends once all that is queued on it is done.
+    """
+
+    __slots__ = ("engine",)
+
+    def __init__(
+        self,
+        engine: Engine,
+        stream: StreamLike | None = None,
+        *,
+        device: int | None = None,
+        fixed: Iterable[Fixed] = (),
+        aligned: bool = False,
+    ) -> None:
+        flags = lib.GPUFS_STREAM_ALIGNED if aligned else 0
+        for name in fixed:
+            flags |= _FIXED[name]
+        handle = ffi.new("gpufs_handle *")
+        if stream is None:
+            check(lib.gpufs_stream_create(engine._handle, device or 0, flags, handle))
+        else:
+            where = -1 if device is None else device
+            check(lib.gpufs_stream_register(engine._handle, where, native_handle(stream), flags, handle))
+        self.engine = engine
+        self._own(handle[0], lib.gpufs_stream_close)
+
+    def _info(self) -> Any:
+        info = ffi.new("gpufs_stream_info *")
+        check(lib.gpufs_stream_info_get(self._handle, info))
+        return info
+
+    @property
+    def handle(self) -> int:
+        """What the vendor's runtime calls the stream."""
+        return int(self._info().native)
+
+    @property
+    def device(self) -> int:
+        """The index of its device."""
+        return int(self._info().device)
+
+    @property
+    def outstanding(self) -> int:
+        """Operations that the stream has not left behind it."""
+        return int(self._info().outstanding)
+
+    @property
+    def waits_for_values(self) -> bool:
+        """Whether the device itself waits for an operation's end; otherwise a call of the host does."""
+        return bool(self._info().waits_for_values)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version and the handle, for other libraries."""
+        return 0, self.handle
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls ``function()`` when the stream comes to it; what is queued behind waits until it has returned.
+
+        It runs on a thread of the driver's, which streams may share: it should be short, and must neither call the
+        vendor's runtime nor wait for operations. What it raises goes to :func:`sys.unraisablehook`.
+        """
+        number = next(_numbers)
+        _functions[number] = function
+        status = lib.gpufs_stream_call(self._handle, _native_call, ffi.cast("void *", number))
+        if status.error:
+            del _functions[number]
+            raise failure(status)
+
+    def synchronize(self) -> None:
+        """Waits until all that is queued now is done, the program's own work too."""
+        check(lib.gpufs_stream_synchronize(self._handle))
+
+
+# Python functions that streams are to call, by the number that stands for each.
+_functions: Final[dict[int, Callable[[], object]]] = {}
+_numbers: Final = itertools.count(1)
+
+
+def _call_from_stream(number: int) -> None:
+    _functions.pop(number)()  # what it raises ctypes gives to the hook
+
+
+_called: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_call_from_stream)
+_native_call: Final = ffi.cast("void (*)(void *)", ctypes.cast(_called, ctypes.c_void_p).value or 0)
+
+
+def native_handle(stream: StreamLike) -> int:
+    """What the vendor's runtime calls a stream. TypeError for what is none."""
+    if isinstance(stream, SupportsCudaStream):
+        return int(stream.__cuda_stream__()[1])
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    raise TypeError(f"{type(stream).__name__} is neither a stream nor a stream's handle")
+
+
+def _place(number: Any, *, writable: bool) -> tuple[int, object]:
+    """The address of a 64-bit number, and what keeps it there."""
+    if isinstance(number, Late):
+        return number.address, number.keep
+    if isinstance(number, ctypes._SimpleCData):
+        if ctypes.sizeof(number) != _NUMBER_BYTES:
+            raise ValueError("a late number has 64 bits")
+        return ctypes.addressof(number), number
+    view = ffi.from_buffer(number, require_writable=writable)
+    if len(view) != _NUMBER_BYTES:
+        raise ValueError("a late number has 64 bits")
+    return int(ffi.cast("uintptr_t", view)), view
+
+
+@dataclass(slots=True)
+class Operation:
+    """A read or write to be submitted; ``cookie`` is the program's own and comes back with the result.
+
+    ``size``, ``file_offset`` and ``buffer_offset`` are integers (bytes; a size of None is as much as there is and
+    fits), or late: a :class:`Late`, a 64-bit ctypes integer or 8 bytes of memory, read when the stream comes to the
+    operation. A late size counts as it is now, too: by then it may have shrunk, not grown. ``count``: 8 bytes
+    (as those, writable) into which the count goes before the stream goes on, or a negative errno.
+
+    ``stream``: a :class:`Stream`, an object with ``__cuda_stream__`` or a handle; None: at once, in no order.
+    """
+
+    direction: Direction
+    file: BackingFile
+    memory: "Memory"
+    size: "Number | None" = None
+    file_offset: "Number" = 0
+    buffer_offset: "Number" = 0
+    stream: "Stream | StreamLike | None" = None
+    count: "Late | ctypes.c_int64 | MemoryBuffer | None" = None
+    cookie: object = None
+    fastpath: Switch = "auto"
+    fallback: Switch = "auto"
+    sync: Sync = "none"
+    sparse: bool = False
+    share: int = 0
+    client: int = 0
+
+    def _fill(self, target: Any, cookie: int) -> object:
+        """Writes the C interface's form, and gives what must live until the operation is over."""
+        keep: list[object] = [self.file, self.memory, self.stream]
+
+        def number(name: str, value: Any) -> int:
+            if value is None or isinstance(value, int):
+                return -1 if value is None else value
+            address, kept = _place(value, writable=False)
+            keep.append(kept)
+            setattr(target, name, ffi.cast("uint64_t *", address))
+            return 0
+
+        size = number("bytes_cell", self.size)
+        file_offset = number("file_offset_cell", self.file_offset)
+        buffer_offset = number("buffer_offset_cell", self.buffer_offset)
+        if min(file_offset, buffer_offset) < 0 or (size < 0 and self.size is not None):
+            raise ValueError("sizes and offsets cannot be negative")
+        keep.append(
+            fill_request(
+                target.transfer,
+                self.direction,
+                self.file,
+                self.memory,
+                file_offset=file_offset,
+                buffer_offset=buffer_offset,
+                size=None if size < 0 else size,
+                fastpath=self.fastpath,
+                fallback=self.fallback,
+                sync=self.sync,
+                sparse=self.sparse,
+                share=self.share,
+                client=self.client,
+            )
+        )
+        if isinstance(self.stream, Stream):
+            target.stream = self.stream._handle
+        elif self.stream is not None:
+            target.implied = 1
+            target.native_device = -1
+            target.native_stream = native_handle(self.stream)
+        if self.count is not None:
+            address, kept = _place(self.count, writable=True)
+            keep.append(kept)
+            target.count = ffi.cast("int64_t *", address)
+        target.cookie = cookie
+        return keep
+
+
+@dataclass(frozen=True, slots=True)
+class OperationResult:
+    """How an operation ended. ``error``: what went wrong, also after progress; errno ECANCELED if it was cancelled."""
+
+    operation: Operation
+    bytes: int  # from the start without a gap, also after a failure
+    error: TransferError | None
+    fastpath_bytes: int
+    fallback_bytes: int
+    refusals: tuple[str, ...]  # why the fastpath did not take all of it
+
+    @property
+    def cookie(self) -> object:
+        """The operation's."""
+        return self.operation.cookie
+
+
+def _result(operation: Operation, ended: Any) -> OperationResult:
+    error = None
+    if ended.error:
+        text = ffi.string(ended.message).decode(errors="replace")
+        error = TransferError(ended.error, text, ended.device_code, ended.bytes)
+    return OperationResult(
+        operation, ended.bytes, error, ended.fastpath_bytes, ended.fallback_bytes, tuple(refusal_names(ended.refusals))
+    )
+
+
+class Batch(Handle):
+    """Operations that are submitted together and collected as they end; all that have no stream run side by side.
+
+    ``capacity``: under way or not collected, at most. Closing cancels what is under way, and waits for it.
+    """
+
+    __slots__ = ("_cookies", "_lock", "_under_way", "engine")
+
+    def __init__(self, engine: Engine, capacity: int = 0) -> None:
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_queue_open(engine._handle, capacity, handle))
+        self.engine = engine
+        self._cookies = itertools.count(1)
+        self._lock = threading.Lock()  # guards _under_way
+        self._under_way: dict[int, tuple[Operation, object]] = {}
+        self._own(handle[0], lib.gpufs_queue_close)
+
+    def submit(self, operations: Iterable[Operation]) -> None:
+        """Submits all of them, or none.
+
+        EngineError names what cannot be, EAGAIN when there is no room for all; TypeError or ValueError for memory and
+        numbers that cannot take part.
+        """
+        wanted = list(operations)
+        if not wanted:
+            return
+        array = ffi.new("gpufs_operation[]", len(wanted))
+        cookies = [next(self._cookies) for _ in wanted]
+        kept = {
+            cookie: (operation, operation._fill(array[index], cookie))
+            for index, (cookie, operation) in enumerate(zip(cookies, wanted, strict=True))
+        }
+        with self._lock:
+            self._under_way |= kept
+        bad = ffi.new("uint64_t *")
+        status = lib.gpufs_queue_submit(self._handle, array, len(wanted), ffi.NULL, bad)
+        if status.error:
+            error = failure(status)
+            with self._lock:
+                for cookie in cookies:
+                    del self._under_way[cookie]
+            if len(wanted) > 1 and error.errno != errno.EAGAIN:
+                error.add_note(f"operation {bad[0]} of {len(wanted)}")
+            raise error
+
+    def wait(self, fewest: int = 1, most: int | None = None, timeout: float | None = None) -> list[OperationResult]:
+        """The results of operations that are over, in the order in which they ended, each once.
+
+        Waits until there are ``fewest``, or as many as are under way, up to ``timeout`` seconds (None: for ever, 0: not
+        at all); gives at most ``most`` (None: all there are).
+        """
+        with self._lock:
+            room = len(self._under_way) if most is None else min(most, len(self._under_way))
+        if room == 0:
+            return []
+        found = ffi.new("gpufs_completion[]", room)
+        count = ffi.new("uint64_t *")
+        # In parts, so that the interpreter can look at signals.
+        left = float("inf") if timeout is None else max(timeout, 0.0)
+        while True:
+            part = min(left, 0.2)
+            check(lib.gpufs_queue_collect(self._handle, found, room, fewest, int(part * 1000), count))
+            left -= part
+            if count[0] or left <= 0 or fewest == 0 or not self.under_way:
+                break
+        results = []
+        with self._lock:
+            for index in range(count[0]):
+                operation, _ = self._under_way.pop(found[index].cookie)
+                results.append(_result(operation, found[index]))
+        return results
+
+    @property
+    def under_way(self) -> int:
+        """Operations that are not over."""
+        count = ffi.new("uint64_t[2]")
+        check(lib.gpufs_queue_counts(self._handle, count, count + 1))
+        return int(count[0])
+
+    def cancel(self) -> None:
+        """Asks all operations to stop; their results come as those of others do."""
+        check(lib.gpufs_queue_cancel(self._handle, 0))
+
+
+class OperationFuture(Future[int]):
+    """The outcome of an operation: the bytes moved, or the TransferError that it raises.
+
+    ``await`` it in trio or asyncio, or wait with :mod:`concurrent.futures`. cancel() asks the operation to stop: one
+    that its stream has not come to is over at once and moves nothing. When a task that awaits it in trio is cancelled
+    the operation is, and the task goes on once the memory is not used any more; asyncio does not wait for that.
+    """
+
+    def __init__(self, queue: "_Queue", keep: object) -> None:
+        super().__init__()
+        self._queue = queue
+        self._keep: object = keep
+        self._id = 0
+
+    def cancel(self) -> bool:
+        """Asks the operation to stop. False if it is over already."""
+        if self.done():
+            return self.cancelled()
+        status = lib.gpufs_queue_cancel(self._queue.handle, self._id) if self._id else None
+        return status is None or status.error == 0 or self.cancelled()
+
+    def __await__(self) -> Generator[Any, Any, int]:
+        # Who awaits in trio has imported it.
+        trio = sys.modules.get("trio")
+        if trio is not None and trio.lowlevel.in_trio_task():
+            return self._in_trio().__await__()
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()
+
+    async def _in_trio(self) -> int:
+        import trio
+
+        token = trio.lowlevel.current_trio_token()
+        task = trio.lowlevel.current_task()
+        raise_cancel: Any = None
+
+        def wake(_: object) -> None:
+            try:
+                token.run_sync_soon(trio.lowlevel.reschedule, task)
+            except trio.RunFinishedError:
+                pass
+
+        def abort(raiser: Any) -> Any:
+            nonlocal raise_cancel
+            raise_cancel = raiser
+            self.cancel()
+            return trio.lowlevel.Abort.FAILED  # not before the memory is free
+
+        self.add_done_callback(wake)
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        if raise_cancel is not None and self.cancelled():
+            raise_cancel()
+        return self.result()
+
+    def _over(self, ended: Any) -> None:
+        self._keep = None
+        if ended is None or ended.error == errno.ECANCELED:
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif ended.error:
+            text = ffi.string(ended.message).decode(errors="replace")
+            self.set_exception(TransferError(ended.error, text, ended.device_code, ended.bytes))
+        else:
+            self.set_result(int(ended.bytes))
+
+
+class _Queue:
+    """All operations of an engine that have futures."""
+
+    def __init__(self, engine: Engine) -> None:
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_queue_open(engine._handle, 0, handle))
+        self.handle = int(handle[0])  # closed with the engine
+        fd = ffi.new("int *")
+        check(lib.gpufs_queue_event_fd(self.handle, fd))
+        self._fd = int(fd[0])
+        self._cookies = itertools.count(1)
+        self._lock = threading.Lock()  # guards the two below
+        self._futures: dict[int, OperationFuture] = {}
+        self._watched = False
+
+    def submit(self, operation: Operation) -> OperationFuture:
+        cookie = next(self._cookies)
+        given = ffi.new("gpufs_operation *")
+        future = OperationFuture(self, operation._fill(given, cookie))
+        with self._lock:
+            self._futures[cookie] = future
+        number = ffi.new("uint64_t *")
+        status = lib.gpufs_queue_submit(self.handle, given, 1, number, ffi.NULL)
+        if status.error:
+            error = failure(status)
+            with self._lock:
+                self._futures.pop(cookie, None)
+            raise error
+        future._id = int(number[0])
+        with self._lock:
+            if self._watched or not self._futures:
+                return future
+            self._watched = True
+        completions.watch(self._fd, self._collect)
+        return future
+
+    def _collect(self) -> None:
+        """Tells all futures that are over; one wake-up serves many."""
+        found = ffi.new("gpufs_completion[]", _COLLECTED_AT_A_TIME)
+        count = ffi.new("uint64_t *")
+        while True:
+            status = lib.gpufs_queue_collect(self.handle, found, _COLLECTED_AT_A_TIME, 0, 0, count)
+            if status.error:  # the engine was closed over them
+                with self._lock:
+                    lost, self._futures = list(self._futures.values()), {}
+                    self._watched = False
+                for future in lost:
+                    future._over(None)
+                return
+            with self._lock:
+                over = [self._futures.pop(found[index].cookie) for index in range(count[0])]
+            for index, future in enumerate(over):
+                future._over(found[index])
+            if count[0] < _COLLECTED_AT_A_TIME:
+                break
+        with self._lock:
+            self._watched = bool(self._futures)
+            if not self._watched:
+                return
+        try:
+            completions.watch(self._fd, self._collect)
+        except OSError:  # closed at this moment, and with it all that is left
+            with self._lock:
+                lost, self._futures = list(self._futures.values()), {}
+            for future in lost:
+                future._over(None)
+
+
+_queues: Final[weakref.WeakKeyDictionary[Engine, _Queue]] = weakref.WeakKeyDictionary()
+_queues_lock: Final = threading.Lock()
+
+
+def submit_operation(operation: Operation) -> OperationFuture:
+    """Submits one operation. EngineError, TypeError or ValueError when it cannot be queued."""
+    engine = operation.file.engine
+    with _queues_lock:
+        queue = _queues.get(engine)
+        if queue is None:
+            queue = _queues[engine] = _Queue(engine)
+    return queue.submit(operation)

@@ -1,0 +1,326 @@
+"""Operations on the program's own CUDA streams: between its kernels, with numbers that they write, and many at once."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import KIB, MIB, assert_same, noise
+
+from gpufs import engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+# pause(cell): stays until the number there is not 0. store(cell, value): writes it. sum(cell, data, words): adds the
+# words of data up into the number there.
+KERNELS = rb"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry pause(.param .u64 cell)
+{
+  .reg .u64 %a; .reg .u64 %v; .reg .pred %p;
+  ld.param.u64 %a, [cell];
+again:
+  ld.volatile.global.u64 %v, [%a];
+  setp.eq.u64 %p, %v, 0;
+  @%p bra again;
+  ret;
+}
+.visible .entry store(.param .u64 cell, .param .u64 value)
+{
+  .reg .u64 %a; .reg .u64 %v;
+  ld.param.u64 %a, [cell];
+  ld.param.u64 %v, [value];
+  st.volatile.global.u64 [%a], %v;
+  membar.sys;
+  ret;
+}
+.visible .entry sum(.param .u64 cell, .param .u64 data, .param .u64 words)
+{
+  .reg .u64 %a; .reg .u64 %d; .reg .u64 %n; .reg .u64 %s; .reg .u64 %v; .reg .pred %p;
+  ld.param.u64 %a, [cell];
+  ld.param.u64 %d, [data];
+  ld.param.u64 %n, [words];
+  mov.u64 %s, 0;
+next:
+  setp.eq.u64 %p, %n, 0;
+  @%p bra done;
+  ld.volatile.global.u64 %v, [%d];
+  add.u64 %s, %s, %v;
+  add.u64 %d, %d, 8;
+  sub.u64 %n, %n, 1;
+  bra next;
+done:
+  st.volatile.global.u64 [%a], %s;
+  membar.sys;
+  ret;
+}
+"""
+DATA = noise(16 * MIB)
+
+
+class Cuda:
+    """libcuda as the program itself uses it, beside gpufs, in the same primary context."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self("cuInit", 0)
+        device, self.context, module = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        self("cuDeviceGet", ctypes.byref(device), 0)
+        self.device = device
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self("cuCtxSetCurrent", self.context)
+        self("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(KERNELS))
+        self.module = module
+        self.functions: dict[str, ctypes.c_void_p] = {}
+        for name in ("pause", "store", "sum"):
+            function = ctypes.c_void_p()
+            self("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+            self.functions[name] = function
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.library, name)(*arguments)
+        assert code == 0, f"{name}: {code}"
+
+    def stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self("cuStreamCreate", ctypes.byref(stream), 1)
+        return stream.value or 0
+
+    def launch(self, name: str, stream: int, *values: int) -> None:
+        numbers = [ctypes.c_uint64(value) for value in values]
+        pointers = (ctypes.c_void_p * len(numbers))(*(ctypes.addressof(number) for number in numbers))
+        handle = ctypes.c_void_p(stream)
+        self("cuLaunchKernel", self.functions[name], 1, 1, 1, 1, 1, 1, 0, handle, pointers, None)
+
+    def copy_in(self, stream: int, address: int, host: ctypes.Array[ctypes.c_char]) -> None:
+        """The same in the direction of the engine's own copies for a read."""
+        size = ctypes.c_size_t(len(host))
+        self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), host, size, ctypes.c_void_p(stream))
+
+    def copy_back(self, stream: int, host: ctypes.Array[ctypes.c_char], address: int) -> None:
+        """A copy of the program's own behind whatever the stream holds."""
+        size = ctypes.c_size_t(len(host))
+        self("cuMemcpyDtoHAsync_v2", host, ctypes.c_uint64(address), size, ctypes.c_void_p(stream))
+
+    def synchronize(self, stream: int) -> None:
+        self("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def destroy(self, stream: int) -> None:
+        self("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
+    def close(self) -> None:
+        self("cuModuleUnload", self.module)
+        self("cuDevicePrimaryCtxRelease_v2", self.device)
+
+
+@pytest.fixture
+def cuda(driver: str) -> Iterator[Cuda]:
+    if driver != "cuda":
+        pytest.skip("needs --driver cuda")
+    opened = Cuda()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["waits", "calls"])
+def gpu(request: pytest.FixtureRequest, cuda: Cuda) -> Iterator[engine.Engine]:
+    """An engine whose streams wait for values, and one whose streams are held by calls of the host."""
+    with engine.Engine("cuda", devices=1) as opened:
+        engine.configure_operations(opened, stream_waits="auto" if request.param == "waits" else "off")
+        yield opened
+
+
+@pytest.fixture
+def file(gpu: engine.Engine, tmp_path: Path) -> engine.BackingFile:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    return engine.BackingFile.open(gpu, path, "r+")
+
+
+def device_memory(cuda: Cuda, gpu: engine.Engine, size: int) -> engine.DeviceRange:
+    address = ctypes.c_uint64()
+    cuda("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+    return engine.DeviceRange(0, address.value, size)
+
+
+def test_the_device_waits_for_values(gpu: engine.Engine, request: pytest.FixtureRequest) -> None:
+    with engine.Stream(gpu) as stream:
+        assert stream.waits_for_values == ("waits" in request.node.name)
+
+
+def test_a_read_between_two_kernels(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+    """A kernel pauses the stream, numbers change meanwhile; a kernel behind finds what was read with those."""
+    stream = cuda.stream()
+    with engine.Cells(gpu, 5) as cells:
+        pause, total, offset, size, count = range(5)
+        memory = device_memory(cuda, gpu, MIB)
+        cell = [cells.device_address + 8 * index for index in range(5)]
+        cells[offset], cells[size] = 0, MIB
+        cuda.launch("pause", stream, cell[pause])
+        cuda.launch("store", stream, cell[offset], 64 * KIB)  # the kernel before says where to read
+        future = file.read_async(memory, cells.late(size), cells.late(offset), stream=stream, count=cells.late(count))
+        cuda.launch("sum", stream, cell[total], memory.address, 512 * KIB // 8)
+        time.sleep(0.05)
+        assert not future.done()
+        assert cells[total] == 0
+        cells[size] = 512 * KIB
+        cells[pause] = 1
+        assert future.result(60) == 512 * KIB
+        cuda.synchronize(stream)
+        assert cells[count] == 512 * KIB
+        part = DATA[64 * KIB : 64 * KIB + 512 * KIB]
+        words = memoryview(part).cast("Q")
+        assert cells[total] & (1 << 64) - 1 == sum(words) & (1 << 64) - 1
+        cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
+    cuda.destroy(stream)
+
+
+def test_a_write_behind_a_kernel(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, tmp_path: Path) -> None:
+    stream = cuda.stream()
+    memory = device_memory(cuda, gpu, 4096)
+    with engine.Cells(gpu) as cells:
+        cuda.launch("pause", stream, cells.device_address)
+        cuda.launch("store", stream, memory.address + 8, 0x1122334455667788)
+        future = file.write_async(memory, 8, 1000, 8, stream=stream)
+        cells[0] = 1
+        assert future.result(60) == 8
+        assert (tmp_path / "file").read_bytes()[1000:1008] == (0x1122334455667788).to_bytes(8, "little")
+    cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
+    cuda.destroy(stream)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_fixed_and_late_numbers(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, registered: bool) -> None:
+    names: tuple[Any, ...] = ("buffer_offset", "file_offset", "size")
+    before, after = (100, 200, 3000), (5000, 7000, 1234)
+    native = cuda.stream()
+    for late, fixed in itertools.product(range(8), range(8) if registered else [0]):
+        chosen = [name for bit, name in enumerate(names) if fixed >> bit & 1]
+        stream: Any = engine.Stream(gpu, native, fixed=chosen) if registered else native
+        with engine.Buffer(gpu) as buffer, engine.Cells(gpu, 4) as cells:
+            given: dict[str, Any] = {}
+            for bit, name in enumerate(names):
+                cells[bit] = before[bit]
+                given[name] = cells.late(bit) if late >> bit & 1 else before[bit]
+            cuda.launch("pause", native, cells.device_address + 24)
+            future = file.read_async(buffer, stream=stream, **given)
+            for bit in range(3):
+                cells[bit] = after[bit]
+            cells[3] = 1
+            start, offset, size = (
+                after[bit] if late >> bit & 1 and not fixed >> bit & 1 else before[bit] for bit in range(3)
+            )
+            assert future.result(60) == size
+            assert buffer.info.size == start + size
+            assert_same(buffer.read_bytes(start, size), DATA[offset : offset + size])
+        if registered:
+            stream.close()
+    cuda.destroy(native)
+
+
+def test_ten_thousand_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+    """On streams that a kernel pauses each, so that all are outstanding at a time."""
+    count, size = 10_000, 64 * KIB
+    streams = [cuda.stream() for _ in range(50)]
+    with engine.Buffer(gpu) as buffer, engine.Cells(gpu) as cells:
+        buffer.resize(len(DATA))
+        for stream in streams:
+            cuda.launch("pause", stream, cells.device_address)
+        # Not by this thread: a driver whose queue is full makes it wait until the streams go on.
+        opener = threading.Timer(3, lambda: cells.__setitem__(0, 1))
+        opener.start()
+        start = time.perf_counter()
+        futures = [
+            file.read_async(buffer, size, index % 256 * size, index % 256 * size, stream=streams[index % len(streams)])
+            for index in range(count)
+        ]
+        submitted = time.perf_counter()
+        outstanding = sum(not future.done() for future in futures)
+        opener.join()
+        opened = time.perf_counter()
+        assert {future.result(100) for future in futures} == {size}
+        done = time.perf_counter()
+        print(
+            f"{outstanding} outstanding, {count / (submitted - start):,.0f} submissions/s; "
+            f"{count * size / (done - opened) / 1e9:.2f} GB/s, {count / (done - opened):,.0f} reads/s"
+        )
+        assert_same(buffer.read_bytes(0, len(DATA)), DATA)
+    for stream in streams:
+        cuda.destroy(stream)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["out", "in"])
+def test_copies_of_the_program_behind_many_held_streams(
+    cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, into: bool
+) -> None:
+    """More streams than the device has queues, each held by a read with a copy of the program's own behind it.
+
+    The engine's own copies must find a way past all that stands.
+    """
+    size = 64 * KIB
+    streams = [cuda.stream() for _ in range(128)]
+    memory = device_memory(cuda, gpu, size * len(streams))
+    spare = device_memory(cuda, gpu, size * len(streams))
+    backs = [(ctypes.c_char * size)() for _ in streams]
+    # Copies from and to memory that is not pinned would wait right where they are queued.
+    for back in backs:
+        cuda("cuMemHostRegister_v2", back, ctypes.c_size_t(size), 1)
+    with engine.Cells(gpu) as cells:
+        futures = []
+        for index, stream in enumerate(streams):
+            cuda.launch("pause", stream, cells.device_address)
+            futures.append(file.read_async(memory, size, index * size, index * size, stream=stream))
+        for index, stream in enumerate(streams):
+            if into:
+                cuda.copy_in(stream, spare.address + index * size, backs[index])
+            cuda.copy_back(stream, backs[index], memory.address + index * size)
+        cells[0] = 1
+        assert {future.result(60) for future in futures} == {size}
+        for index, stream in enumerate(streams):
+            cuda.synchronize(stream)
+            assert bytes(backs[index]) == DATA[index * size : (index + 1) * size]
+            cuda("cuMemHostUnregister", backs[index])
+            cuda.destroy(stream)
+    cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
+    cuda("cuMemFree_v2", ctypes.c_uint64(spare.address))
+
+
+def test_closing_with_a_paused_stream(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+    """The engine ends while the program's stream stands, and the stream goes on afterwards."""
+    stream = cuda.stream()
+    flag = ctypes.c_uint64()
+    host = ctypes.c_void_p()
+    cuda("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(8), 2)
+    word = ctypes.c_uint64.from_address(host.value or 0)
+    word.value = 0
+    cuda("cuMemHostGetDevicePointer_v2", ctypes.byref(flag), host, 0)
+    cuda.launch("pause", stream, flag.value)
+    future = file.read_async(engine.Buffer(gpu), 1000, stream=stream)
+    gpu.close()
+    assert future.cancelled() or future.exception(60) is not None
+    word.value = 1
+    cuda.synchronize(stream)
+    cuda.destroy(stream)
+    cuda("cuMemFreeHost", host)
+
+
+def test_default_streams_and_capture(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Buffer(gpu) as buffer:
+        for handle in (0, 1, 2):
+            assert file.read_async(buffer, 1000, stream=handle).result(60) == 1000
+        stream = cuda.stream()
+        cuda("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 2)
+        with pytest.raises(engine.EngineError, match="captured into a graph"):
+            file.read_async(buffer, 1000, stream=stream)
+        graph = ctypes.c_void_p()
+        cuda("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        assert file.read_async(buffer, 1000, stream=stream).result(60) == 1000
+        cuda.destroy(stream)

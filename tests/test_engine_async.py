@@ -1,0 +1,397 @@
+"""Operations on streams and in batches: their order, late numbers, futures in threads, trio and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import ctypes
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import trio
+from support.data import KIB, MIB, assert_same, noise
+
+from gpufs import engine
+
+DATA = noise(MIB)
+
+
+@pytest.fixture(params=["waits", "calls"])
+def host(request: pytest.FixtureRequest) -> Iterator[engine.Engine]:
+    """An engine whose streams wait for values, and one whose streams are held by calls of the host."""
+    with engine.Engine("host", devices=2, memory_bytes=256 * MIB) as opened:
+        engine.configure_operations(opened, stream_waits="auto" if request.param == "waits" else "off")
+        yield opened
+
+
+@pytest.fixture
+def file(host: engine.Engine, tmp_path: Path) -> engine.BackingFile:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    return engine.BackingFile.open(host, path, "r+")
+
+
+class Gate:
+    """Holds a stream until it is opened."""
+
+    def __init__(self, stream: engine.Stream) -> None:
+        self._open = threading.Event()
+        stream.call(self._wait)
+
+    def _wait(self) -> None:
+        assert self._open.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def test_reads_stand_between_what_is_queued_before_and_after(host: engine.Engine, file: engine.BackingFile) -> None:
+    seen: list[tuple[int, int]] = []
+    with engine.Stream(host) as stream, engine.Buffer(host) as buffer, engine.Cells(host, 2) as cells:
+        gate = Gate(stream)
+        stream.call(lambda: cells.__setitem__(0, 4321))  # what comes before may say how much is to be read
+        cells[0] = len(DATA)
+        future = file.read_async(buffer, cells.late(0), 5, 7, stream=stream, count=cells.late(1))
+        stream.call(lambda: seen.append((cells[1], buffer.info.size)))
+        assert stream.outstanding == 1
+        assert not future.done()
+        assert buffer.info.size == 0
+        gate.open()
+        assert future.result(60) == 4321
+        stream.synchronize()
+        assert seen == [(4321, 4321 + 7)]
+        assert_same(buffer.read_bytes(7, 4321), DATA[5 : 5 + 4321])
+        assert stream.outstanding == 0
+
+
+@pytest.mark.parametrize("late", range(8))
+def test_fixed_and_late_numbers(host: engine.Engine, file: engine.BackingFile, late: int) -> None:
+    """All combinations of what is given late and what the stream has promised to be fixed, by each kind of cell."""
+    names: tuple[Any, ...] = ("buffer_offset", "file_offset", "size")
+    before, after = (100, 200, 3000), (5000, 7000, 1234)
+    kinds = itertools.cycle(["numpy", "ctypes", "cells"])
+    for fixed in range(8):
+        with (
+            engine.Stream(host, fixed=[name for bit, name in enumerate(names) if fixed >> bit & 1]) as stream,
+            engine.Buffer(host) as buffer,
+            engine.Cells(host, 3) as cells,
+        ):
+            given: dict[str, Any] = dict(zip(names, before, strict=True))
+            change: list[tuple[Any, int, int]] = []
+            for bit, name in enumerate(names):
+                if not late >> bit & 1:
+                    continue
+                match next(kinds):
+                    case "numpy":
+                        array = numpy.array([before[bit]], dtype=numpy.int64)
+                        given[name] = array
+                        change.append((array, 0, after[bit]))
+                    case "ctypes":
+                        number = ctypes.c_uint64(before[bit])
+                        given[name] = number
+                        change.append(((ctypes.c_uint64 * 1).from_address(ctypes.addressof(number)), 0, after[bit]))
+                    case _:
+                        cells[bit] = before[bit]
+                        given[name] = cells.late(bit)
+                        change.append((cells, bit, after[bit]))
+            gate = Gate(stream)
+            future = file.read_async(buffer, stream=stream, **given)
+            for where, index, value in change:
+                where[index] = value
+            gate.open()
+            start, offset, size = (
+                after[bit] if late >> bit & 1 and not fixed >> bit & 1 else before[bit] for bit in range(3)
+            )
+            assert future.result(60) == size
+            assert buffer.info.size == start + size
+            assert_same(buffer.read_bytes(start, size), DATA[offset : offset + size])
+
+
+def test_writes_and_reads_of_a_stream_keep_their_order(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Stream(host) as stream, engine.Buffer(host) as source:
+        source.write(0, b"a" * 1000)
+        targets = [engine.Buffer(host) for _ in range(20)]
+        futures = []
+        for number, target in enumerate(targets):
+            futures.append(file.write_async(source, 1000, number * 1000, stream=stream))
+            futures.append(file.read_async(target, 1000, number * 1000, stream=stream))
+        assert [future.result(60) for future in futures] == [1000] * 40
+        for target in targets:
+            assert target.read_bytes(0, 1000) == b"a" * 1000
+            target.close()
+
+
+def test_streams_by_handle_and_protocol_need_no_registration(host: engine.Engine, file: engine.BackingFile) -> None:
+    class Foreign:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.handle
+
+    with engine.Stream(host, device=1) as stream:
+        assert isinstance(stream, engine.SupportsCudaStream)
+        for named in (stream.handle, Foreign(stream.handle)):
+            with engine.Buffer(host, 1) as buffer:
+                gate = Gate(stream)
+                future = file.read_async(buffer, 1000, stream=named)
+                assert not future.done()
+                gate.open()
+                assert future.result(60) == 1000
+        with engine.Stream(host, Foreign(stream.handle)) as other:
+            assert (other.handle, other.device) == (stream.handle, 1)
+        with engine.Buffer(host, 0) as buffer:
+            with pytest.raises(
+                engine.EngineError, match=r"the memory is on gpu 0 \(.*\), the stream on gpu 1"
+            ) as raised:
+                file.read_async(buffer, 1, stream=stream.handle)
+            assert raised.value.errno == errno.EINVAL
+            with pytest.raises(TypeError):
+                file.read_async(buffer, 1, stream=object())  # type: ignore[arg-type]
+    with engine.Buffer(host) as buffer, pytest.raises(engine.EngineError) as raised:
+        file.read_async(buffer, 1, stream=12345678)
+    assert raised.value.errno == errno.EINVAL
+
+
+def test_failures_come_with_the_future_and_the_count(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Stream(host, aligned=True) as stream, engine.Buffer(host) as buffer:
+        with pytest.raises(engine.EngineError, match="no multiple of 4096"):
+            file.read_async(buffer, 100, stream=stream)
+        size, count = ctypes.c_int64(4096), ctypes.c_int64(0)
+        gate = Gate(stream)
+        future = file.read_async(buffer, size, stream=stream, count=count)
+        size.value = 8192
+        gate.open()
+        with pytest.raises(engine.TransferError, match="the size has grown from 4096 to 8192") as raised:
+            future.result(60)
+        assert raised.value.errno == errno.EINVAL
+        assert count.value == -errno.EINVAL
+        assert file.read_async(buffer, 0, stream=stream).result(60) == 0
+        with pytest.raises(ValueError, match="64 bits"):
+            file.read_async(buffer, numpy.zeros(2, dtype=numpy.int64), stream=stream)
+        with pytest.raises(ValueError, match="negative"):
+            file.read_async(buffer, -5, stream=stream)
+
+
+def test_the_fastpath_and_what_it_falls_back_to(host: engine.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    with engine.BackingFile.open(host, path) as file, engine.Buffer(host) as buffer, engine.Batch(host) as batch:
+        fast = not file.info.fastpath_refusals
+        batch.submit([engine.Operation("load", file, buffer), engine.Operation("load", file, buffer, fastpath="off")])
+        results = {result.operation.fastpath: result for result in batch.wait(2, timeout=60)}
+        assert all(result.bytes == len(DATA) and result.error is None for result in results.values())
+        assert (results["auto"].fastpath_bytes == len(DATA)) == fast
+        assert results["off"].fallback_bytes == len(DATA)
+        assert results["off"].refusals == ("disabled",)
+        # The end of a file that is no multiple of anything goes by fallback.
+        os.truncate(path, 3 * KIB + 5)
+        assert file.read_async(buffer, None, 0).result(60) == 3 * KIB + 5
+
+
+def test_ten_thousand_in_flight(host: engine.Engine, file: engine.BackingFile) -> None:
+    """All at once without a stream; and on streams that stand still."""
+    with engine.Buffer(host) as buffer:
+        futures = [
+            file.read_async(buffer, 4 * KIB, number % 256 * 4 * KIB, number % 256 * 4 * KIB) for number in range(10_000)
+        ]
+        assert {future.result(100) for future in futures} == {4 * KIB}
+        assert_same(buffer.read_bytes(0, len(DATA)), DATA)
+    with engine.Buffer(host) as buffer:
+        streams = [engine.Stream(host) for _ in range(50)]
+        gates = [Gate(stream) for stream in streams]
+        futures = [
+            file.read_async(
+                buffer, 4 * KIB, number % 256 * 4 * KIB, number % 256 * 4 * KIB, stream=streams[number % 50]
+            )
+            for number in range(10_000)
+        ]
+        assert sum(stream.outstanding for stream in streams) == 10_000
+        for gate in gates:
+            gate.open()
+        assert {future.result(100) for future in futures} == {4 * KIB}
+        assert_same(buffer.read_bytes(0, len(DATA)), DATA)
+        for stream in streams:
+            stream.close()
+
+
+def test_a_full_stream_is_again_and_never_a_hang(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as host:
+        engine.configure_operations(host, operations=6, stream_depth=4, patience=0.01)
+        with pytest.raises(engine.EngineError) as raised:
+            engine.configure_operations(host)
+        assert raised.value.errno == errno.EBUSY
+        file, buffer, stream = engine.BackingFile.open(host, path), engine.Buffer(host), engine.Stream(host)
+        gate = Gate(stream)
+        futures = [file.read_async(buffer, 100, stream=stream) for _ in range(4)]
+        with pytest.raises(engine.EngineError, match="4 operations are outstanding on the stream") as raised:
+            file.read_async(buffer, 100, stream=stream)
+        assert raised.value.errno == errno.EAGAIN
+        gate.open()
+        assert [future.result(60) for future in futures] == [100] * 4
+    with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as host, pytest.raises(engine.EngineError) as raised:
+        engine.configure_operations(host, operations=1 << 40)
+    assert raised.value.errno == errno.EINVAL
+
+
+def test_cancelling_and_closing_with_work_outstanding(host: engine.Engine, file: engine.BackingFile) -> None:
+    stream, buffer = engine.Stream(host), engine.Buffer(host)
+    gate = Gate(stream)
+    count = ctypes.c_int64(7)
+    cancelled = file.read_async(buffer, 100, stream=stream, count=count)
+    kept = file.read_async(buffer, 200, stream=stream)
+    assert cancelled.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        cancelled.result(60)
+    assert count.value == -errno.ECANCELED
+    # What goes away is kept by the operation that needs it.
+    stream.close()
+    buffer.close()
+    file.close()
+    with pytest.raises(engine.EngineError) as raised:
+        stream.call(print)
+    assert raised.value.errno == errno.EBADF
+    gate.open()
+    assert kept.result(60) == 200
+    assert not kept.cancel()
+
+
+def test_closing_the_engine_cancels_what_is_outstanding(host: engine.Engine, file: engine.BackingFile) -> None:
+    stream, buffer = engine.Stream(host), engine.Buffer(host)
+    gate = Gate(stream)
+    futures = [file.read_async(buffer, 100, stream=stream) for _ in range(50)]
+    closing = threading.Thread(target=host.close)
+    closing.start()
+    for future in futures:
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(60)
+    gate.open()
+    closing.join(60)
+    assert not closing.is_alive()
+    with pytest.raises(engine.EngineError):
+        file.read_async(buffer, 100)
+
+
+async def test_futures_are_awaited_in_trio(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Stream(host) as stream, engine.Buffer(host) as buffer:
+        assert await file.read_async(buffer, 1000, stream=stream) == 1000
+        ended = file.read_async(buffer, 10, stream=stream)
+        ended.result(60)
+        assert await ended == 10
+        gate = Gate(stream)
+        waiting = file.read_async(buffer, 1000, stream=stream)
+        with trio.move_on_after(0.05) as scope:
+            await waiting
+        assert scope.cancelled_caught
+        assert waiting.cancelled()
+        gate.open()
+        size = ctypes.c_int64(10)
+        gate = Gate(stream)
+        failing = file.read_async(buffer, size, stream=stream)
+        size.value = 20
+        gate.open()
+        with pytest.raises(engine.TransferError):
+            await failing
+
+
+def test_futures_are_awaited_in_asyncio(host: engine.Engine, file: engine.BackingFile) -> None:
+    async def work() -> list[int]:
+        with engine.Stream(host) as stream, engine.Buffer(host) as buffer:
+
+            async def one(number: int) -> int:
+                return await file.read_async(buffer, number, stream=stream)
+
+            return await asyncio.gather(*map(one, range(1, 50)))
+
+    assert asyncio.run(work()) == list(range(1, 50))
+
+
+def test_arrays_are_memory_too(host: engine.Engine, file: engine.BackingFile) -> None:
+    array = numpy.zeros(1000, dtype=numpy.uint8)
+    with engine.Stream(host) as stream:
+        assert file.read_async(array, stream=stream).result(60) == 1000
+        assert array.tobytes() == DATA[:1000]
+        array[:] = 9
+        assert file.write_async(array, 500, 100, 200, stream=stream, sync="data").result(60) == 500
+        assert file.read_async(array, 500, 100, stream=stream).result(60) == 500
+        assert array.tobytes() == b"\x09" * 1000
+
+
+def test_batches(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Batch(host, 64) as batch:
+        buffers = [engine.Buffer(host) for _ in range(50)]
+        operations = [
+            engine.Operation("load", file, buffer, 10 * KIB, number * 10 * KIB, cookie=("read", number))
+            for number, buffer in enumerate(buffers)
+        ]
+        batch.submit(operations)
+        with pytest.raises(engine.EngineError) as raised:
+            batch.submit(operations)
+        assert raised.value.errno == errno.EAGAIN
+        found: list[engine.OperationResult] = []
+        while len(found) < 50:
+            some = batch.wait(3, most=7, timeout=60)
+            assert 1 <= len(some) <= 7
+            found += some
+        assert {result.cookie for result in found} == {("read", number) for number in range(50)}
+        assert all(result.error is None and result.bytes == 10 * KIB for result in found)
+        for number, buffer in enumerate(buffers):
+            assert_same(buffer.read_bytes(0, 10 * KIB), DATA[number * 10 * KIB : (number + 1) * 10 * KIB])
+            buffer.close()
+        assert batch.wait(1, timeout=0) == []
+        assert batch.under_way == 0
+
+
+def test_a_batch_is_submitted_whole_or_not_at_all(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Buffer(host) as buffer, engine.Buffer(host, 1) as other, engine.Batch(host) as batch:
+        with engine.Stream(host) as stream:
+            good = engine.Operation("load", file, buffer, 100, stream=stream)
+            bad = engine.Operation("load", file, other, 100, stream=stream)
+            with pytest.raises(engine.EngineError) as raised:
+                batch.submit([good, good, bad])
+            assert raised.value.__notes__ == ["operation 2 of 3"]
+            assert batch.under_way == 0
+            # One that waits for its stream is over as soon as the batch is cancelled.
+            gate = Gate(stream)
+            batch.submit([good])
+            assert batch.wait(1, timeout=0.01) == []
+            batch.cancel()
+            (result,) = batch.wait(timeout=60)
+            assert result.error is not None
+            assert result.error.errno == errno.ECANCELED
+            gate.open()
+            batch.submit([])
+            batch.submit([good])  # is cancelled by the end of the block
+
+
+def test_cells(host: engine.Engine) -> None:
+    with engine.Cells(host, 3) as cells:
+        assert [cells[index] for index in range(3)] == [0, 0, 0]
+        cells[-1] = -5
+        assert (len(cells), cells[2]) == (3, -5)
+        assert cells.late(2).address == cells.late(0).address + 16
+        assert cells.device_address == cells.late(0).address  # on the host driver
+        with pytest.raises(IndexError):
+            cells[3] = 1
+    with pytest.raises(ValueError, match="closed"):
+        cells[0] = 1
+    with pytest.raises(engine.EngineError):
+        engine.Cells(host, 0)
+
+
+def test_what_a_call_raises_goes_to_the_hook(host: engine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda what: seen.append(str(what.exc_value)))
+    with engine.Stream(host) as stream:
+        stream.call(lambda: [][0])
+        stream.synchronize()
+    assert seen == ["list index out of range"]
