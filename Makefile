@@ -27,6 +27,7 @@ check: setup
 
 bench: build
 	@.venv/bin/python -m bench
+	@.venv/bin/python -m bench.submissions
 
 lint: setup
 	@scripts/lint

@@ -64,10 +64,10 @@ def table(cases: Sequence[tuple[str, int, int]], systems: Sequence[str], rates: 
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def write_json(document: dict[str, Any], path: Path | None) -> Path:
+def write_json(document: dict[str, Any], path: Path | None, name: str = "mount") -> Path:
     """Writes the results; without a path to bench/results/, named by the time."""
     if path is None:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / time.strftime("mount-%Y%m%d-%H%M%S.json")
+        path = RESULTS / (name + time.strftime("-%Y%m%d-%H%M%S.json"))
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
