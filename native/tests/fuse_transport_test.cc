@@ -347,10 +347,11 @@ TEST_F(DeviceTransportTest, ABusyReaderLeavesNobodyWaiting) {
 TEST_F(DeviceTransportTest, AfterAnIdleTimeABusyReaderIsStillNoticed) {
   start(4);
   ASSERT_EQ(kernel->call(FUSE_LOOKUP, 1, Bytes(10)).error(), 0);
-  std::this_thread::sleep_for(600ms);  // the watcher sleeps
-  const std::uint64_t ticks = handler.statistics.watcher_ticks.get();
-  std::this_thread::sleep_for(100ms);
-  EXPECT_EQ(handler.statistics.watcher_ticks.get(), ticks);  // nothing runs without traffic
+  EXPECT_TRUE(eventually([&] {  // the watcher sleeps: nothing runs without traffic
+    const std::uint64_t ticks = handler.statistics.watcher_ticks.get();
+    std::this_thread::sleep_for(200ms);
+    return handler.statistics.watcher_ticks.get() == ticks;
+  }));
   handler.gate.close();
   const std::uint64_t first = kernel->send(FUSE_LOOKUP, 1, Bytes(10));
   const std::uint64_t second = kernel->send(FUSE_LOOKUP, 1, Bytes(10));
