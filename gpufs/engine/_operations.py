@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import itertools
+import numbers
 import sys
 import threading
 import weakref
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
+from gpufs.engine._arguments import choice, instance, signed, unsigned, view_of
 from gpufs.engine._binding import Handle, check, failure
 from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
@@ -61,10 +63,10 @@ def configure_operations(
     EINVAL for what is out of range.
     """
     options = {
-        "operations": operations,
-        "stream_depth": stream_depth,
+        "operations": unsigned("operations", operations),
+        "stream_depth": unsigned("stream_depth", stream_depth),
         "patience_ms": -1 if patience is None else max(int(patience * 1000), 0),
-        "stream_waits": {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}[stream_waits],
+        "stream_waits": choice("stream_waits", {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}, stream_waits),
     }
     check(lib.gpufs_async_configure(engine._handle, ffi.new("gpufs_async_options *", options)))
 
@@ -90,10 +92,12 @@ class Cells(Handle):
     __slots__ = ("_count", "_memory", "device_address", "engine")
 
     def __init__(self, engine: Engine, count: int = 1, device: int = 0) -> None:
+        instance("engine", Engine, engine)
         handle = ffi.new("gpufs_handle *")
         memory = ffi.new("void **")
         address = ffi.new("uint64_t *")
-        check(lib.gpufs_pinned_create(engine._handle, device, count * _NUMBER_BYTES, handle, memory, address))
+        size = unsigned("count", count) * _NUMBER_BYTES
+        check(lib.gpufs_pinned_create(engine._handle, signed("device", device), size, handle, memory, address))
         self.engine = engine
         self.device_address = int(address[0])
         self._count = count
@@ -146,14 +150,15 @@ class Stream(Handle):
         fixed: Iterable[Fixed] = (),
         aligned: bool = False,
     ) -> None:
+        instance("engine", Engine, engine)
         flags = lib.GPUFS_STREAM_ALIGNED if aligned else 0
         for name in fixed:
-            flags |= _FIXED[name]
+            flags |= choice("fixed", _FIXED, name)
         handle = ffi.new("gpufs_handle *")
         if stream is None:
-            check(lib.gpufs_stream_create(engine._handle, device or 0, flags, handle))
+            check(lib.gpufs_stream_create(engine._handle, signed("device", device or 0), flags, handle))
         else:
-            where = -1 if device is None else device
+            where = -1 if device is None else signed("device", device)
             check(lib.gpufs_stream_register(engine._handle, where, native_handle(stream), flags, handle))
         self.engine = engine
         self._own(handle[0], lib.gpufs_stream_close)
@@ -193,6 +198,8 @@ class Stream(Handle):
         It runs on a thread of the driver's, which streams may share: it should be short, and must neither call the
         vendor's runtime nor wait for operations. What it raises goes to :func:`sys.unraisablehook`.
         """
+        if not callable(function):
+            raise TypeError(f"{function!r} cannot be called")
         number = next(_numbers)
         _functions[number] = function
         status = lib.gpufs_stream_call(self._handle, _native_call, ffi.cast("void *", number))
@@ -221,9 +228,9 @@ _native_call: Final = ffi.cast("void (*)(void *)", ctypes.cast(_called, ctypes.c
 def native_handle(stream: StreamLike) -> int:
     """What the vendor's runtime calls a stream. TypeError for what is none."""
     if isinstance(stream, SupportsCudaStream):
-        return int(stream.__cuda_stream__()[1])
+        return unsigned("stream", stream.__cuda_stream__()[1])
     if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
+        return unsigned("stream", stream)
     raise TypeError(f"{type(stream).__name__} is neither a stream nor a stream's handle")
 
 
@@ -235,7 +242,7 @@ def _place(number: Any, *, writable: bool) -> tuple[int, object]:
         if ctypes.sizeof(number) != _NUMBER_BYTES:
             raise ValueError("a late number has 64 bits")
         return ctypes.addressof(number), number
-    view = ffi.from_buffer(number, require_writable=writable)
+    view = view_of(number, writable=writable)
     if len(view) != _NUMBER_BYTES:
         raise ValueError("a late number has 64 bits")
     return int(ffi.cast("uintptr_t", view)), view
@@ -273,9 +280,10 @@ class Operation:
         """Writes the C interface's form, and gives what must live until the operation is over."""
         keep: list[object] = [self.file, self.memory, self.stream]
 
-        def number(name: str, value: Any) -> int:
-            if value is None or isinstance(value, int):
-                return -1 if value is None else value
+        def number(name: str, value: Any) -> Any:
+            """The number, or 0 where it is late."""
+            if value is None or isinstance(value, numbers.Integral):
+                return value
             address, kept = _place(value, writable=False)
             keep.append(kept)
             setattr(target, name, ffi.cast("uint64_t *", address))
@@ -284,8 +292,6 @@ class Operation:
         size = number("bytes_cell", self.size)
         file_offset = number("file_offset_cell", self.file_offset)
         buffer_offset = number("buffer_offset_cell", self.buffer_offset)
-        if min(file_offset, buffer_offset) < 0 or (size < 0 and self.size is not None):
-            raise ValueError("sizes and offsets cannot be negative")
         keep.append(
             fill_request(
                 target.transfer,
@@ -294,7 +300,7 @@ class Operation:
                 self.memory,
                 file_offset=file_offset,
                 buffer_offset=buffer_offset,
-                size=None if size < 0 else size,
+                size=size,
                 fastpath=self.fastpath,
                 fallback=self.fallback,
                 sync=self.sync,
@@ -353,8 +359,9 @@ class Batch(Handle):
     __slots__ = ("_cookies", "_lock", "_under_way", "engine")
 
     def __init__(self, engine: Engine, capacity: int = 0) -> None:
+        instance("engine", Engine, engine)
         handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_queue_open(engine._handle, capacity, handle))
+        check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
         self.engine = engine
         self._cookies = itertools.count(1)
         self._lock = threading.Lock()  # guards _under_way

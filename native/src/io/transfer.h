@@ -55,8 +55,8 @@ struct TransferRequest {
   // holds more than its share, even if its files hang.
   std::uint64_t client = 0;
   int share = 0;  // threads at most; 0: the client's share
-  // Told once how it ended, on whichever thread ends it (never inside start() but for a request of no bytes). It must not
-  // wait. Not called where start() fails.
+  // Told once how it ended, on whichever thread ends it (never inside start() but for a request of no bytes). It must
+  // not wait. Not called where start() fails.
   std::function<void(const TransferProgress&)> done;
 };
 
