@@ -228,6 +228,56 @@ TEST_F(BufferGpuTest, MemoryIsTakenAwayBesideACopy) {
   EXPECT_TRUE(contents(*to) == data);
 }
 
+// Growth that fails gives back what it had made. That may lie in one piece of memory with what others read, which the
+// driver then moves.
+TEST_F(BufferGpuTest, AFailedGrowthMovesNothingUnderAReader) {
+  for (int round = 0; round < 20; ++round) {
+    FakeCudaSetup setup;
+    setup.memory_bytes = 16 * kMiB;
+    start(setup);
+    {
+      const auto data = pattern(8 * kMiB, 1);
+      const auto buffer = filled(data);
+      const auto filler = make();
+      ASSERT_OK(filler->allocate(0, 8 * kMiB, true));
+      ASSERT_OK(buffer->punch(kGranule, kGranule));  // with no room for moving the rest, it stays where it is
+      ASSERT_OK(filler->resize(0));
+      std::atomic<bool> end{false};
+      std::thread reading([&] {
+        while (!end) EXPECT_TRUE(contents(*buffer, 2 * kGranule, kGranule / 8)[0] == data[2 * kGranule]);
+      });
+      EXPECT_EQ(buffer->allocate(0, 18 * kMiB, true).error(), ENOSPC);
+      end = true;
+      reading.join();
+      EXPECT_EQ(buffer->bytes_held(), 6 * kMiB);
+      EXPECT_EQ(buffer->seek_hole(0).value(), kGranule);
+      ASSERT_OK(buffer->allocate(0, 16 * kMiB, true));
+      EXPECT_TRUE(contents(*buffer, 2 * kGranule, 4 * kMiB) ==
+                  std::vector<std::byte>(data.begin() + 2 * kGranule, data.end()));
+    }
+    stop();
+  }
+}
+
+// What is ahead shares a piece of memory with the file's end, and goes back all the same: also when the device is full.
+TEST_F(BufferGpuTest, MemoryAheadGoesBackFromAFullDevice) {
+  FakeCudaSetup setup;
+  setup.memory_bytes = 1024 * kMiB;
+  start(setup);
+  const auto data = pattern(kMiB, 1);
+  const auto buffer = make();
+  buffer->take_ahead();
+  for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB) ASSERT_EQ(must(buffer->write(at, data)), data.size());
+  ASSERT_GT(buffer->bytes_ahead(), 0U);
+  EXPECT_EQ(fake_state().bytes_used, buffer->bytes_held() + buffer->bytes_ahead());
+  EXPECT_LT(fake().calls("cuMemCreate"), 12);
+  const auto other = make();
+  ASSERT_OK(other->allocate(0, 1024 * kMiB - buffer->bytes_held(), true));
+  EXPECT_EQ(buffer->bytes_ahead(), 0U);
+  EXPECT_EQ(fake_state().bytes_used, 1024 * kMiB);
+  for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB) ASSERT_TRUE(contents(*buffer, at, kMiB) == data) << at;
+}
+
 TEST_F(BufferGpuTest, CopiesBetweenDevicesDirectlyAndStaged) {
   for (const bool peers : {true, false}) {
     FakeCudaSetup setup;

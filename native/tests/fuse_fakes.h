@@ -161,6 +161,13 @@ class FakeBuffer : public Buffer {
   }
 
   [[nodiscard]] std::uint64_t limit() const override { return kMaximum; }
+  [[nodiscard]] std::uint64_t bytes_ahead() const override { return ahead; }
+  void trim() override {
+    ahead = 0;
+    ++trims;
+  }
+  std::atomic<std::uint64_t> ahead{0};
+  std::atomic<int> trims{0};
 
   class FakePinned : public Pinned {
    public:
@@ -171,6 +178,8 @@ class FakeBuffer : public Buffer {
   };
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
+  Status populate(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
+  void release_unused(const Made&) override {}
   void publish(std::uint64_t) override {}
   bool publish_since(std::uint64_t, std::uint64_t) override { return true; }
   [[nodiscard]] std::uint64_t shrinks() const override { return 0; }

@@ -194,6 +194,21 @@ TEST_F(OperationsTest, FlushAndFsync) {
   EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
+TEST_F(OperationsTest, AWriterThatClosesGivesBackWhatIsAhead) {
+  fuse_flush_in flush{};
+  flush.fh = add_file(2);
+  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), 0);
+  EXPECT_EQ(buffer(2).trims, 0);
+  buffer(2).ahead = 4096;
+  fuse_flush_in reader{};
+  reader.fh = open_file(2, O_RDONLY);
+  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(reader)).error(), 0);
+  EXPECT_EQ(buffer(2).trims, 0);
+  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), 0);
+  EXPECT_EQ(buffer(2).trims, 1);
+  EXPECT_EQ(buffer(2).ahead, 0U);
+}
+
 TEST_F(OperationsTest, Fallocate) {
   const std::uint64_t fh = add_file(2);
   EXPECT_EQ(fallocate(fh, 0, 0, 100'000).error(), 0);

@@ -39,11 +39,13 @@ class EngineBuffers : public fuse::BufferSource {
   [[nodiscard]] std::int32_t device_count() const override { return static_cast<std::int32_t>(devices_.size()); }
   Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
     if (!known(device)) return unknown(device);
-    return Buffer::create(devices_[static_cast<std::size_t>(device)]);
+    Result<std::shared_ptr<Buffer>> buffer = Buffer::create(devices_[static_cast<std::size_t>(device)]);
+    if (buffer.ok()) buffer.value()->take_ahead();  // FLUSH tells when a writer is done
+    return buffer;
   }
   Result<MemoryInfo> memory(std::int32_t device) override {
     if (!known(device)) return unknown(device);
-    return devices_[static_cast<std::size_t>(device)]->device().memory();
+    return devices_[static_cast<std::size_t>(device)]->memory();
   }
   std::uint64_t granule(std::int32_t device) override {
     return known(device) ? devices_[static_cast<std::size_t>(device)]->info().granule : 0;

@@ -1,5 +1,6 @@
 #include "device/device_context.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
@@ -238,6 +239,36 @@ void DeviceContext::shutdown() {
 }
 
 void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
+
+void DeviceContext::hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key) {
+  const std::lock_guard lock(ahead_mutex_);
+  ahead_holders_[key] = std::move(holder);
+}
+
+void DeviceContext::drop_ahead(const AheadHolder* key) {
+  const std::lock_guard lock(ahead_mutex_);
+  ahead_holders_.erase(key);
+}
+
+bool DeviceContext::reclaim_ahead() {
+  std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> holders;
+  {
+    const std::lock_guard lock(ahead_mutex_);
+    holders = ahead_holders_;
+  }
+  for (const auto& [key, weak] : holders) {
+    if (const std::shared_ptr<AheadHolder> holder = weak.lock()) holder->give_back_ahead();
+  }
+  return !holders.empty();
+}
+
+Result<MemoryInfo> DeviceContext::memory() const {
+  Result<MemoryInfo> memory = device_->memory();
+  if (!memory.ok()) return memory;
+  MemoryInfo info = memory.value();
+  info.free_bytes = std::min(info.free_bytes + ahead_bytes(), info.total_bytes);
+  return info;
+}
 
 void DeviceContext::set_slabs(std::shared_ptr<SlabPool> slabs) { slabs_ = std::move(slabs); }
 

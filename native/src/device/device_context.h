@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "base/status.h"
@@ -28,6 +30,14 @@ struct DeviceContextOptions {
   // Of a copy within a GPU, between two looks at a cancellation. Starting and awaiting smaller ones shows: 64 MiB at a
   // time took 1.7 times as long as in one go.
   std::uint64_t copy_chunk_bytes = std::uint64_t{1} << 30;
+};
+
+// Who holds memory of a device that nobody uses yet.
+class AheadHolder {
+ public:
+  virtual ~AheadHolder() = default;
+  // Gives it back to the device. Any thread; may wait for users of the holder's other memory.
+  virtual void give_back_ahead() = 0;
 };
 
 class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
@@ -71,6 +81,19 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
 
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
+  // Memory that is taken ahead of use. hold_ahead() and drop_ahead() list and unlist a holder, account_ahead() counts
+  // what they hold. reclaim_ahead() has all of them give it back, false if there was none: its caller holds no lock,
+  // pin or other thing that one of them could wait for.
+  void hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key);
+  void drop_ahead(const AheadHolder* key);
+  void account_ahead(std::int64_t bytes) {
+    ahead_bytes_.fetch_add(static_cast<std::uint64_t>(bytes), std::memory_order_relaxed);
+  }
+  [[nodiscard]] std::uint64_t ahead_bytes() const { return ahead_bytes_.load(std::memory_order_relaxed); }
+  bool reclaim_ahead();
+  // The device's memory, where what is held ahead of use counts as free.
+  [[nodiscard]] Result<MemoryInfo> memory() const;
+
   // What is counted about this device, in memory of its own until it is told otherwise. Set once, before the context is
   // shared.
   void set_counters(observe::DeviceCounters counters);
@@ -94,6 +117,10 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   std::shared_ptr<SlabPool> slabs_;
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
+  std::atomic<std::uint64_t> ahead_bytes_{0};
+
+  std::mutex ahead_mutex_;  // guards ahead_holders_; a leaf
+  std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> ahead_holders_;
 };
 
 }  // namespace gpufs

@@ -60,7 +60,7 @@ bool Operations::serve(Request& request, Responder& responder) {
       return copy_file_range(request, responder);
     case FUSE_FLUSH:
     case FUSE_FSYNC:
-      return nothing_to_do(request, responder);
+      return flush_or_fsync(request, responder);
     case FUSE_RELEASE:
       return release(request, responder);
     case FUSE_READDIR:
@@ -445,8 +445,8 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
   return true;
 }
 
-bool Operations::nothing_to_do(Request& request, Responder& responder) {
-  // FLUSH and FSYNC both begin with the handle. Memory has nothing to write back.
+bool Operations::flush_or_fsync(Request& request, Responder& responder) {
+  // Both begin with the handle. Memory has nothing to write back.
   std::uint64_t fh = 0;
   if (!read_struct(request.message, sizeof(fuse_in_header), &fh)) {
     responder.error(EINVAL);
@@ -461,6 +461,17 @@ bool Operations::nothing_to_do(Request& request, Responder& responder) {
       return true;
     case Source::kNative:
       break;
+  }
+  const bool writer = (file->flags & O_ACCMODE) != O_RDONLY;
+  if (request.header.opcode == FUSE_FLUSH && writer && file->inode->buffer()->bytes_ahead() > 0) {
+    // A descriptor is closed: what was taken for more to be written goes back before close(2) returns.
+    // Never EINTR: the descriptor is closed all the same.
+    const std::uint64_t unique = responder.unique();
+    workers_.submit(unique, [file, reply = std::move(responder)](bool discarded) mutable {
+      if (!discarded) file->inode->buffer()->trim();
+      reply.ok();
+    });
+    return true;
   }
   responder.ok();
   return true;

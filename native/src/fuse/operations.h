@@ -41,7 +41,7 @@ class Operations {
   bool lseek(Request& request, Responder& responder);
   bool fallocate(Request& request, Responder& responder);
   bool copy_file_range(Request& request, Responder& responder);
-  bool nothing_to_do(Request& request, Responder& responder);  // FLUSH, FSYNC
+  bool flush_or_fsync(Request& request, Responder& responder);
   bool release(Request& request, Responder& responder);
 
   // A write that crosses the buffer's largest size is cut short there.

@@ -121,6 +121,7 @@ class Session {
     observe::Span span(observe::TraceKind::kPiece, device_->info().index, file_offset(chunk), chunk.bytes,
                        job_.trace_id(), job_.trace_name());
     job_.start_path(chunk);
+    if (load_ && !straight_) job_.take_ahead([this] { settle(); });
     if (chunk.path == Path::kFastpath && !move_fast(chunk)) return;
     if (straight_) {
       move_straight(chunk);

@@ -17,8 +17,12 @@ namespace gpufs {
 namespace {
 
 constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
-// Device memory is taken and pinned in parts of this size: one call for many pieces.
+// Device memory is pinned in parts of this size: one call for many pieces.
 constexpr std::uint64_t kWindowBytes = std::uint64_t{256} << 20;
+// It is taken ahead of the pieces in steps, each as large as what is there already, from the first to the largest: the
+// first bytes wait for little, and the calls, which others' copies may have to wait for, become few.
+constexpr std::uint64_t kFirstStep = std::uint64_t{64} << 20;
+constexpr std::uint64_t kLargestStep = std::uint64_t{1} << 30;
 // From here on writing a file's pages side by side is faster than writing it: measured 0.6 of it with 2 CPUs, 1.4
 // with 16.
 constexpr int kCpusForPages = 4;
@@ -179,6 +183,7 @@ Status TransferJob::prepare() {
   }
   const std::lock_guard lock(mutex_);
   total_ = stop_ = total.value();
+  largest_step_ = kLargestStep;
   plan_ = plan.take();
   return {};
 }
@@ -210,6 +215,7 @@ Result<std::uint64_t> TransferJob::extent() {
       available = std::min(available, target().limit() - request_.target_offset);
     } else {
       noted_shrinks_ = target().buffer()->shrinks();
+      target().buffer()->expect(request_.target_offset + std::min(request_.bytes, available));
     }
   } else {
     const std::uint64_t size = target().size();
@@ -375,11 +381,56 @@ void TransferJob::end_use() {
   --uses_;
 }
 
-// Half a part ahead of the pieces, so that the others do not wait while one of them takes memory.
+std::uint64_t TransferJob::next_step_locked() const {
+  return std::min(std::clamp(populated_end_, kFirstStep, kLargestStep), largest_step_);
+}
+
+// Half a step ahead, so that the others need not wait while one of them takes memory.
+bool TransferJob::short_of_memory_locked(std::uint64_t needed) const {
+  return populated_end_ < total_ && needed + next_step_locked() / 2 > populated_end_;
+}
+
+// Takes memory from populated_end_ on: a step where there is room for it, and up to `needed` at least. The lock is
+// given up meanwhile; the session holds no pins.
+Status TransferJob::populate_step(std::unique_lock<std::mutex>& lock, std::uint64_t needed) {
+  populating_ = true;
+  const std::uint64_t start = populated_end_;
+  Status status;
+  for (;;) {
+    const std::uint64_t end = std::min(total_, std::max(start + next_step_locked(), needed));
+    lock.unlock();
+    status = target().buffer()->populate(request_.target_offset + start, end - start, &made_);
+    lock.lock();
+    if (status.ok()) populated_end_ = end;
+    if (status.error() != ENOSPC && status.error() != EFBIG) break;
+    // Smaller steps, up to the last piece that there is room for.
+    largest_step_ = (end - start) / 2 < options().chunk_bytes ? 0 : (end - start) / 2;
+    if (needed <= start || end == needed) break;
+  }
+  populating_ = false;
+  memory_changed_.notify_all();
+  return status;
+}
+
+void TransferJob::take_ahead(const std::function<void()>& settle) {
+  if (request_.direction != Direction::kLoad || !begin_use()) return;
+  if (target().buffer() != nullptr) {
+    std::unique_lock lock(mutex_);
+    if (phase_ == Phase::kRunning && !populating_ && largest_step_ > 0 && short_of_memory_locked(cursor_)) {
+      populating_ = true;  // ours, while the lock is given up
+      lock.unlock();
+      settle();
+      lock.lock();
+      // Whoever needs memory that is not to be had says so.
+      (void)populate_step(lock, 0);
+    }
+  }
+  end_use();
+}
+
 Status TransferJob::populate(std::uint64_t needed, const std::function<void()>& settle) {
   std::unique_lock lock(mutex_);
-  while (populated_end_ < total_ && needed + kWindowBytes / 2 > populated_end_) {
-    if (populating_ && needed <= populated_end_) break;
+  while (needed > populated_end_) {
     lock.unlock();
     settle();
     lock.lock();
@@ -387,17 +438,9 @@ Status TransferJob::populate(std::uint64_t needed, const std::function<void()>& 
       memory_changed_.wait(lock, [&] { return !populating_; });
       continue;
     }
-    populating_ = true;
-    const std::uint64_t start = populated_end_;
-    const std::uint64_t end = std::min(total_, std::max(start + kWindowBytes, needed));
-    lock.unlock();
-    // Taken and let go at once: the memory stays.
-    const Status status = target().pin_for_write(request_.target_offset + start, end - start).status();
-    lock.lock();
-    populating_ = false;
-    memory_changed_.notify_all();
-    if (!status.ok()) return needed <= populated_end_ ? Status{} : status;
-    populated_end_ = end;
+    if (needed <= populated_end_) break;
+    const Status status = populate_step(lock, needed);
+    if (!status.ok()) return status;
   }
   return {};
 }
@@ -423,12 +466,22 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
     memory_changed_.wait(lock, [&] { return !pinning_; });
   }
   pinning_ = true;
-  const std::uint64_t from = round_down(start, kWindowBytes);
-  const std::uint64_t to = std::min(total_, std::max(from + kWindowBytes, end));
+  // What there is no memory for yet is no part of it.
+  const std::uint64_t limit = load && target().buffer() != nullptr ? std::max(populated_end_, end) : total_;
+  std::uint64_t from = round_down(start, kWindowBytes);
+  std::uint64_t to = std::min(limit, std::max(from + kWindowBytes, end));
   lock.unlock();
-  const std::uint64_t offset = request_.target_offset + from;
-  Result<PinnedRange> pinned =
-      load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+  const auto pin = [&] {
+    const std::uint64_t offset = request_.target_offset + from;
+    return load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+  };
+  Result<PinnedRange> pinned = pin();
+  if (pinned.error() == ENOSPC) {
+    // Somebody took memory away around it, for which there is no room any more.
+    from = start;
+    to = end;
+    pinned = pin();
+  }
   std::shared_ptr<const PinnedRange> window;
   if (pinned.ok()) window = std::make_shared<const PinnedRange>(pinned.take());
   lock.lock();
@@ -512,7 +565,9 @@ Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std
   const std::uint64_t start = request_.target_offset;
   const bool published = reached == 0 || target.buffer()->publish_since(start + reached, noted_shrinks_);
   const std::uint64_t kept = published ? reached : 0;
-  return touched <= kept ? Status{} : target.buffer()->discard_above_size(start + kept, touched - kept);
+  if (touched <= kept) return {};
+  target.buffer()->release_unused(made_);
+  return target.buffer()->discard_above_size(start + kept, touched - kept);
 }
 
 // The file ends where the store ended: neither short of a hole that was left at its end, nor long by what was made

@@ -61,6 +61,9 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void end_use();
   [[nodiscard]] const Target& target() const { return request_.target; }
 
+  // Session: a good moment for this session to take memory ahead of the pieces. `settle` as in pin_window().
+  void take_ahead(const std::function<void()>& settle);
+
   // Session, in use: the target's memory around `bytes` at a piece's chunk.done, pinned together with that of many
   // pieces and shared with other sessions. May wait for others who wait for pins to go: `settle` is called before that
   // and must let go of all that the calling session holds.
@@ -117,6 +120,9 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   Status prepare();
   Result<std::uint64_t> extent();
   Status populate(std::uint64_t needed, const std::function<void()>& settle);
+  [[nodiscard]] bool short_of_memory_locked(std::uint64_t needed) const;
+  [[nodiscard]] std::uint64_t next_step_locked() const;
+  Status populate_step(std::unique_lock<std::mutex>& lock, std::uint64_t needed);
   Status preallocate(std::uint64_t total, const Plan& plan);
   Result<Plan> make_plan(std::uint64_t total);
   void leave();
@@ -175,7 +181,9 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   Status stop_status_;
   std::set<std::uint64_t> in_flight_;  // starts of claimed pieces that are not complete
   std::uint64_t populated_end_ = 0;
+  std::uint64_t largest_step_ = 0;  // that the device has had room for
   bool populating_ = false;
+  Buffer::Made made_;                        // by populate_step(); whoever set populating_ has it to himself
   std::weak_ptr<const PinnedRange> window_;  // [window_start_, window_end_), as long as some session uses it
   std::uint64_t window_start_ = 0;
   std::uint64_t window_end_ = 0;

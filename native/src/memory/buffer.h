@@ -37,9 +37,18 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
   [[nodiscard]] virtual std::uint64_t size() const = 0;
-  [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;  // device memory really taken
+  [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;  // device memory really taken, without bytes_ahead()
   // The largest size that it may have now: kMaximumBytes, or what pin_address() promised.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
+
+  // Memory that was taken ahead of a file that grows by write(): part of nothing that anybody sees, and given back by
+  // trim(), by what makes the file smaller, and when the device runs out. Only for buffers of whose writers somebody
+  // knows when they are done: take_ahead() says so, and calls trim() then.
+  virtual void take_ahead() {}
+  virtual void trim() {}
+  [[nodiscard]] virtual std::uint64_t bytes_ahead() const { return 0; }
+  // The file will reach `end`: when it next needs addresses it gets enough of them, and never moves on the way. A hint.
+  virtual void expect(std::uint64_t /*end*/) {}
 
   // A part of the buffer that stays mapped at its addresses for as long as this object lives. Address pieces are in
   // order and without overlap, cut at holes; a hole is a piece with address 0.
@@ -67,6 +76,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
   // writers.
   virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // The same in advance, without a pin. What was not there before is added to `made`, for release_unused().
+  struct Made {
+    std::vector<Extent> extents;
+    std::uint64_t shrinks = 0;  // when the last of them was made
+  };
+  virtual Status populate(std::uint64_t offset, std::uint64_t bytes, Made* made) = 0;
+  // Gives back what of it lies above the size and in no pin for writing, as long as nothing was truncated since.
+  virtual void release_unused(const Made& made) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
   // For those who cannot hold the pins until then: nothing but false if the buffer has been made smaller since
   // shrinks() was `noted`, which is as if that had come after them.

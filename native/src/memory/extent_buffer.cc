@@ -147,18 +147,20 @@ bool ExtentBuffer::try_list_locked(std::uint64_t offset, std::uint64_t end, Writ
   return true;
 }
 
-Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
+Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease, const Growth& growth) {
   {
     const std::lock_guard lock(state_mutex_);
     if (try_list_locked(offset, end, lease)) return {};
   }
-  const std::lock_guard mutation(mutation_mutex_);
-  Status status = ensure(offset, end);
-  if (!status.ok()) return status;
-  const std::lock_guard lock(state_mutex_);
-  // Nobody else can have taken it away again or closed the way: that needs the mutation's mutex.
-  if (!try_list_locked(offset, end, lease)) return Status(EIO, "memory that was made is not there");
-  return {};
+  return with_reclaiming([&]() -> Status {
+    const std::lock_guard mutation(mutation_mutex_);
+    Status status = ensure(offset, end, growth);
+    if (!status.ok()) return status;
+    const std::lock_guard lock(state_mutex_);
+    // Nobody else can have taken it away again or closed the way: that needs the mutation's mutex.
+    if (!try_list_locked(offset, end, lease)) return Status(EIO, "memory that was made is not there");
+    return {};
+  });
 }
 
 Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const {
@@ -248,7 +250,7 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   if (source.empty()) return std::size_t{0};
   {
     WriteLease lease;
-    status = acquire_write(offset, end, &lease);
+    status = acquire_write(offset, end, &lease, {.ahead = true, .made = nullptr});
     if (!status.ok()) return status;
     status = context_->device().copy_in(lease.address(), source.data(), source.size());
     if (status.ok()) {

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -29,7 +30,7 @@
 
 namespace gpufs {
 
-class ExtentBuffer : public Buffer {
+class ExtentBuffer : public Buffer, private AheadHolder {
  public:
   explicit ExtentBuffer(std::shared_ptr<DeviceContext> device);
   ~ExtentBuffer() override;
@@ -40,10 +41,16 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t limit() const override;
+  [[nodiscard]] std::uint64_t bytes_ahead() const override { return ahead_bytes_.load(std::memory_order_acquire); }
+  void take_ahead() override;
+  void trim() override;
+  void expect(std::uint64_t end) override;
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  Status populate(std::uint64_t offset, std::uint64_t bytes, Made* made) override;
+  void release_unused(const Made& made) override;
   void publish(std::uint64_t end) override;
   bool publish_since(std::uint64_t end, std::uint64_t noted) override;
   [[nodiscard]] std::uint64_t shrinks() const override;
@@ -64,6 +71,12 @@ class ExtentBuffer : public Buffer {
 
  private:
   static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
+
+  // What growth is for.
+  struct Growth {
+    bool ahead = false;    // more of it is likely to follow: memory may be taken ahead
+    Made* made = nullptr;  // told what was not there before
+  };
 
   // How many snapshots of a buffer there are; shared by them, because a pin may be the buffer's last owner.
   struct Census {
@@ -122,7 +135,17 @@ class ExtentBuffer : public Buffer {
   static void cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces);
   ReadLease acquire_read(std::uint64_t offset, std::uint64_t bytes);
   [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const;
-  Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
+  Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
+    return acquire_write(offset, end, lease, {});
+  }
+  Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease, const Growth& growth);
+  // Does it, and again where there was no room before others gave back what they hold ahead. Without the lock.
+  template <typename Attempt>
+  Status with_reclaiming(Attempt attempt) {
+    Status status = attempt();
+    if (status.error() == ENOSPC && context_->reclaim_ahead()) status = attempt();
+    return status;
+  }
   [[nodiscard]] bool try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
   void publish_locked(std::uint64_t end);
   Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const;
@@ -131,18 +154,29 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_memory.cc: what changes the memory; all with mutation_mutex_ held ----
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents) const;
   void replace(SnapshotPointer next);
-  // Waits until every snapshot but the current one is gone. The caller holds none.
-  void wait_for_old_snapshots();
-  Status ensure(std::uint64_t offset, std::uint64_t end);
+  // Waits until every snapshot but the current one is gone. The caller holds none but so many that were never
+  // published.
+  void wait_for_old_snapshots(std::uint64_t unpublished = 0);
+  Status ensure(std::uint64_t offset, std::uint64_t end, const Growth& growth);
   Status ensure_slot(SlabPool& slabs, std::uint64_t end);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
-  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool promise);
+  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool promise,
+                    const Growth& growth);
   Status reserve_own(std::uint64_t end, bool promise);
-  Status populate_own(const Extents& missing, Extents* stuck);
+  Status grow_own(const Extents& existing, const Extents& missing, const Growth& growth);
+  Status populate_own(const Extents& missing, std::uint64_t unpublished, Extents* stuck);
+  // How much to take beyond `end`, which nothing reaches yet.
+  [[nodiscard]] std::uint64_t wanted_ahead(std::uint64_t end, std::uint64_t existing);
+  void set_ahead(Extents ahead);
+  // Gives back what was taken ahead; what the device does not take back becomes the file's, as zeros.
+  void release_ahead();
+  void give_back_ahead() override { trim(); }
   Status leave_slot(const Extents& populated);
   void drop_unused_memory();
   Status shrink(std::uint64_t size, std::uint64_t highest);
+  // Publishes a snapshot of `kept`, waits for the users of `removed` and gives it back.
+  Status take_away(const Extents& kept, const Extents& removed);
   // Releases `removed`, which a published snapshot no longer has; what the device does not take back stays, as zeros.
   Status release_own(const Extents& kept, const Extents& removed);
   // Sets the gate around what the driver moves when it releases `removed`.
@@ -165,12 +199,14 @@ class ExtentBuffer : public Buffer {
   const std::shared_ptr<Census> census_;
 
   // One mutation at a time; before state_mutex_. Held over driver calls by intent: only those wait for it who need
-  // memory to exist or to go. Guards the five below.
+  // memory to exist or to go. Guards all up to promised_.
   mutable std::mutex mutation_mutex_;
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
   std::uint64_t own_held_ = 0;            // bytes of memory_
   bool exported_ = false;                 // others use the memory: it is emptied, but never replaced
+  Extents ahead_;                         // exists in range_, as zeros, and is in no snapshot
+  bool takes_ahead_ = false;
   // The most that the buffer may grow to: pin_address(). Written under both mutexes, read under either.
   std::uint64_t promised_ = kNoLimit;
 
@@ -187,6 +223,8 @@ class ExtentBuffer : public Buffer {
   std::uint64_t gate_end_ = 0;
   std::atomic<std::uint64_t> size_{0};
   std::atomic<std::uint64_t> held_{0};
+  std::atomic<std::uint64_t> ahead_bytes_{0};   // of ahead_; written under mutation_mutex_
+  std::atomic<std::uint64_t> expected_end_{0};  // expect(), whose callers need not wait for a mutation
 };
 
 }  // namespace gpufs

@@ -155,6 +155,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
                                  const std::atomic<bool>* cancelled, std::uint64_t* done) {
   const bool on_one_gpu = &source.device()->device() == &context_->device() && !context_->info().cpu_addressable;
   const std::uint64_t large = on_one_gpu ? context_->copy_chunk_bytes() : kCopyChunk;
+  expect(offset + bytes);
   std::uint64_t chunk = large;
   std::uint64_t begun = 0;  // done, or under way
   Status status;

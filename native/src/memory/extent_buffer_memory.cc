@@ -15,6 +15,11 @@ namespace {
 
 // No reservation is smaller: a file that grows to this size moves its range once at most.
 constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
+// Memory is taken ahead of a growing file by as much as the file has, up to the most: a call of a GPU's driver costs
+// 0.1 to 0.3 ms whatever it takes, and this is 16 ms of writing at 4 GB/s. Of the device's free memory never more than
+// one part of so many, since what shares a piece with the file's end needs room to be given back.
+constexpr std::uint64_t kMostAhead = std::uint64_t{64} << 20;
+constexpr std::uint64_t kFreeParts = 16;
 
 }  // namespace
 
@@ -36,6 +41,9 @@ class ExtentBuffer::Exclusion {
   }
   Exclusion(const Exclusion&) = delete;
   Exclusion& operator=(const Exclusion&) = delete;
+
+  // Keeps out who would use what close_gate_locked() says. An exclusion around this one ends with it.
+  void begin_gate_locked() { begun_ = true; }
 
   void begin_locked(std::uint64_t limit) {
     begun_ = true;
@@ -61,6 +69,7 @@ ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device)
       snapshot_(std::make_shared<Snapshot>(census_, nullptr, Extents{})) {}
 
 ExtentBuffer::~ExtentBuffer() {
+  set_ahead({});
   snapshot_.reset();
   range_.reset();
   memory_.reset();
@@ -77,9 +86,9 @@ void ExtentBuffer::replace(SnapshotPointer next) {
   snapshot_.swap(next);
 }
 
-void ExtentBuffer::wait_for_old_snapshots() {
+void ExtentBuffer::wait_for_old_snapshots(std::uint64_t unpublished) {
   std::unique_lock lock(census_->mutex);
-  census_->changed.wait(lock, [this] { return census_->snapshots == 1; });
+  census_->changed.wait(lock, [&] { return census_->snapshots == 1 + unpublished; });
 }
 
 void ExtentBuffer::account_own(std::uint64_t bytes) {
@@ -99,7 +108,7 @@ std::uint64_t ExtentBuffer::highest_locked() const {
 
 // ---- growth ----
 
-Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end) {
+Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, const Growth& growth) {
   if (end > promised_) {
     return Status(EFBIG, "the buffer's address is promised for " + std::to_string(promised_) + " bytes at most");
   }
@@ -111,7 +120,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end) {
     if (status.ok() || status.error() == ENOSPC) return status;
     log_debug(status.with_context("a small file gets memory of its own").message());
   }
-  return ensure_own(offset, end, end, /*promise=*/false);
+  return ensure_own(offset, end, end, /*promise=*/false, growth);
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
@@ -131,7 +140,8 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
   return {};
 }
 
-Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool promise) {
+Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool promise,
+                                const Growth& growth) {
   const bool in_slot = current()->slot != nullptr;
   const std::uint64_t slot_end = in_slot ? round_up(current()->slot->bytes(), granule_) : 0;
   if (memory_ == nullptr) {
@@ -152,40 +162,123 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
       const Extents wanted = holes(joined(existing, missing), round_down(offset, granule_), round_up(end, granule_));
       missing = joined(missing, wanted);
     }
-    Extents stuck;
     if (in_slot) {
-      status = populate_own(missing, &stuck);
+      Extents stuck;
+      status = populate_own(missing, 0, &stuck);
       if (status.ok()) status = leave_slot(missing);
     } else if (!missing.empty()) {
-      // Made before the memory: once that is populated, nothing may fail any more.
-      SnapshotPointer grown = make_snapshot(joined(existing, missing));
-      const std::uint64_t held = total_bytes(grown->extents);
-      status = populate_own(missing, &stuck);
-      if (status.ok()) {
-        replace(std::move(grown));
-        account_own(held);
-      } else if (!stuck.empty()) {
-        // Memory that could neither be used nor given back stays with the file, as zeros.
-        replace(make_snapshot(joined(existing, stuck)));
-        account_own(total_bytes(existing) + total_bytes(stuck));
-      }
+      status = grow_own(existing, missing, growth);
     }
   }
   if (!status.ok()) drop_unused_memory();
   return status;
 }
 
+// Makes all of `missing` exist, from what was taken ahead and from the device.
+Status ExtentBuffer::grow_own(const Extents& existing, const Extents& missing, const Growth& growth) {
+  // Made before the memory: once that is populated, nothing may fail any more.
+  SnapshotPointer grown = make_snapshot(joined(existing, missing));
+  const std::uint64_t held = total_bytes(grown->extents);
+  Extents ahead = without(ahead_, missing);
+  Extents fresh = without(missing, ahead_);
+  Extents made;
+  if (growth.made != nullptr) made = joined(growth.made->extents, without(missing, growth.made->extents));
+  if (!fresh.empty()) {
+    const std::uint64_t end = end_of(fresh);
+    const bool highest = growth.ahead && end > end_of(existing) && end > end_of(ahead_);
+    const std::uint64_t more = highest ? wanted_ahead(end, total_bytes(existing)) : 0;
+    if (more > 0) ahead = joined(ahead, {{end, more}});
+    fresh.back().bytes += more;
+    Extents stuck;
+    Status status = populate_own(fresh, 1, &stuck);  // `grown` is the one
+    if (status.error() == ENOSPC && more > 0 && stuck.empty()) {
+      ahead = without(ahead, end, end + more);
+      fresh.back().bytes -= more;
+      status = populate_own(fresh, 1, &stuck);
+    }
+    if (!status.ok()) {
+      if (stuck.empty()) return status;
+      // Memory that could neither be used nor given back stays with the file, as zeros.
+      replace(make_snapshot(joined(existing, stuck)));
+      account_own(total_bytes(existing) + total_bytes(stuck));
+      return status;
+    }
+  }
+  replace(std::move(grown));
+  account_own(held);
+  set_ahead(std::move(ahead));
+  if (growth.made != nullptr) growth.made->extents = std::move(made);
+  return {};
+}
+
+std::uint64_t ExtentBuffer::wanted_ahead(std::uint64_t end, std::uint64_t existing) {
+  // Where memory is fixed in its place, or addresses are memory, it could not go back.
+  if (!takes_ahead_ || existing == 0 || exported_ || promised_ != kNoLimit) return 0;
+  const Result<MemoryInfo> memory = context_->device().memory();
+  if (!memory.ok()) return 0;
+  const std::uint64_t most = std::min(kMostAhead, memory.value().free_bytes / kFreeParts);
+  return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
+}
+
+void ExtentBuffer::take_ahead() {
+  // Where the CPU can address the memory, what costs is the memory and not the call.
+  if (context_->info().cpu_addressable || context_->info().reserve_copies) return;
+  const std::lock_guard mutation(mutation_mutex_);
+  takes_ahead_ = true;
+}
+
+void ExtentBuffer::set_ahead(Extents ahead) {
+  const std::uint64_t before = total_bytes(ahead_);
+  const std::uint64_t now = total_bytes(ahead);
+  ahead_ = std::move(ahead);
+  if (now == before) return;
+  context_->account_ahead(static_cast<std::int64_t>(now) - static_cast<std::int64_t>(before));
+  ahead_bytes_.store(now, std::memory_order_release);
+  if (now == 0) {
+    context_->drop_ahead(this);
+  } else if (before == 0) {
+    context_->hold_ahead(std::shared_ptr<AheadHolder>(shared_from_this(), this), this);
+  }
+}
+
+void ExtentBuffer::trim() {
+  const std::lock_guard mutation(mutation_mutex_);
+  release_ahead();
+}
+
+void ExtentBuffer::release_ahead() {
+  if (ahead_.empty()) return;
+  const Extents ahead = ahead_;
+  set_ahead({});
+  const Extents kept = current()->extents;  // a copy, since a snapshot in hand would be one to wait for
+  const Status status = take_away(kept, ahead);
+  if (!status.ok()) log_warning(status.with_context("clearing memory that was not taken back").message());
+}
+
+void ExtentBuffer::expect(std::uint64_t end) {
+  std::uint64_t before = expected_end_.load(std::memory_order_relaxed);
+  while (before < end && !expected_end_.compare_exchange_weak(before, end, std::memory_order_relaxed)) {
+  }
+}
+
 Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
   const SnapshotPointer before = current();
   const bool in_slot = before->slot != nullptr;
   if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
-  const std::uint64_t needed = round_up(std::max(end, in_slot ? 0 : end_of(before->extents)), granule_);
+  const std::uint64_t existing_end = in_slot ? 0 : std::max(end_of(before->extents), end_of(ahead_));
+  const std::uint64_t needed = round_up(std::max(end, existing_end), granule_);
   const std::uint64_t largest = round_up(kMaximumBytes, granule_);
   const bool copies = context_->info().reserve_copies;
   std::uint64_t wanted = needed;
   if (!promise) {
+    // More than the device has cannot come, whatever is expected.
+    const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
+    const std::uint64_t expected =
+        round_up(std::min(expected_end_.load(std::memory_order_relaxed), possible), granule_);
     // Addresses cost nothing, so a growing file seldom needs new ones; where they are memory, doubling has to do.
-    wanted = copies ? std::bit_ceil(needed) : std::bit_ceil(std::max(needed, kSmallestReservation / 4)) * 4;
+    wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation / 4})) * 4
+             : expected > needed ? expected
+                                 : std::bit_ceil(needed);
     wanted = std::max(needed, std::min(wanted, largest));
   }
   Exclusion exclusion(*this);
@@ -208,22 +301,41 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
 }
 
 // Makes all of it exist, or nothing but what ends in `stuck`.
-Status ExtentBuffer::populate_own(const Extents& missing, Extents* stuck) {
+Status ExtentBuffer::populate_own(const Extents& missing, std::uint64_t unpublished, Extents* stuck) {
   stuck->reserve(missing.size());
-  return context_->run([&](Device&) -> Status {
-    for (std::size_t made = 0; made < missing.size(); ++made) {
-      Status status = memory_->populate(missing[made].offset, missing[made].bytes);
-      if (status.ok()) continue;
-      for (std::size_t undone = 0; undone < made; ++undone) {
-        const Status released = memory_->release(missing[undone].offset, missing[undone].bytes);
-        if (released.ok()) continue;
-        log_warning(released.with_context("giving back memory after a failure").message());
-        stuck->push_back(missing[undone]);
-      }
-      return status;
+  std::size_t made = 0;
+  const Status status = context_->run([&](Device&) -> Status {
+    for (; made < missing.size(); ++made) {
+      Status populated = memory_->populate(missing[made].offset, missing[made].bytes);
+      if (!populated.ok()) return populated;
     }
     return {};
   });
+  if (status.ok() || made == 0) return status;
+  // The driver may move what shares a piece of memory with this, as whenever memory is given back.
+  const Extents undone(missing.begin(), missing.begin() + static_cast<std::ptrdiff_t>(made));
+  Exclusion gate(*this);
+  bool moves = false;
+  SnapshotPointer same = make_snapshot(current()->extents);
+  {
+    const std::lock_guard lock(state_mutex_);
+    gate.begin_gate_locked();
+    close_gate_locked(undone);
+    moves = gate_end_ > gate_offset_;
+    if (moves && snapshot_->slot == nullptr) snapshot_.swap(same);
+  }
+  same.reset();
+  if (moves) wait_for_old_snapshots(unpublished);
+  const Status ran = context_->run([&](Device&) -> Status {
+    for (const Extent& extent : undone) {
+      const Status released = memory_->release(extent.offset, extent.bytes);
+      if (released.ok()) continue;
+      log_warning(released.with_context("giving back memory after a failure").message());
+      stuck->push_back(extent);
+    }
+    return {};
+  });
+  return ran.ok() ? status : ran;
 }
 
 // Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
@@ -248,8 +360,48 @@ void ExtentBuffer::drop_unused_memory() {
     if (!now->extents.empty()) return;
     if (now->range != nullptr) replace(std::make_shared<Snapshot>(census_, nullptr, Extents{}));
   }
+  set_ahead({});
   range_.reset();
   memory_.reset();
+}
+
+Status ExtentBuffer::populate(std::uint64_t offset, std::uint64_t bytes, Made* made) {
+  std::uint64_t end = 0;
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok() || bytes == 0) return status;
+  return with_reclaiming([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    {
+      // Shrinks take the mutation's mutex: there is none before this is done.
+      const std::lock_guard lock(state_mutex_);
+      if (made->shrinks != shrinks_) *made = {{}, shrinks_};
+    }
+    return ensure(offset, end, {.ahead = false, .made = made});
+  });
+}
+
+void ExtentBuffer::release_unused(const Made& made) {
+  if (made.extents.empty()) return;
+  const std::lock_guard mutation(mutation_mutex_);
+  release_ahead();
+  Exclusion exclusion(*this);
+  Extents unused;
+  Extents kept;
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (made.shrinks != shrinks_ || snapshot_->slot != nullptr) return;
+    const std::uint64_t above = round_up(size_.load(std::memory_order_relaxed), granule_);
+    unused = common(snapshot_->extents, inside(made.extents, above, kNoLimit));
+    for (const WriteLease* writer = writers_; writer != nullptr; writer = writer->next_) {
+      unused = without(unused, round_down(writer->offset_, granule_), round_up(writer->end_, granule_));
+    }
+    if (unused.empty()) return;
+    kept = without(snapshot_->extents, unused);
+    exclusion.begin_locked(above);
+  }
+  const Status released = take_away(kept, unused);
+  if (!released.ok()) log_warning(released.with_context("giving back memory that was not used").message());
+  drop_unused_memory();
 }
 
 Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
@@ -257,10 +409,12 @@ Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool ke
   if (bytes == 0) return Status(EINVAL, "allocating nothing");
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
-  const std::lock_guard mutation(mutation_mutex_);
-  status = ensure(offset, end);
-  if (status.ok() && !keep_size) publish(end);
-  return status;
+  return with_reclaiming([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    Status allocated = ensure(offset, end, {});
+    if (allocated.ok() && !keep_size) publish(end);
+    return allocated;
+  });
 }
 
 Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
@@ -268,14 +422,16 @@ Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool 
   if (bytes == 0) return Status(EINVAL, "zeroing nothing");
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
-  const std::lock_guard mutation(mutation_mutex_);
-  const Extents existing = inside(current()->extents, offset, end);
-  status = ensure(offset, end);
-  for (const Extent& extent : existing) {
-    if (status.ok()) status = zero_existing(extent.offset, extent.offset + extent.bytes);
-  }
-  if (status.ok() && !keep_size) publish(end);
-  return status;
+  return with_reclaiming([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    const Extents existing = inside(current()->extents, offset, end);
+    Status zeroed = ensure(offset, end, {});
+    for (const Extent& extent : existing) {
+      if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
+    }
+    if (zeroed.ok() && !keep_size) publish(end);
+    return zeroed;
+  });
 }
 
 Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
@@ -300,6 +456,10 @@ Status ExtentBuffer::resize(std::uint64_t size) {
   const std::lock_guard mutation(mutation_mutex_);
   if (size > promised_) {
     return Status(EFBIG, "the buffer's address is promised for " + std::to_string(promised_) + " bytes at most");
+  }
+  if (size <= this->size()) {
+    release_ahead();
+    expected_end_.store(0, std::memory_order_relaxed);
   }
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
@@ -343,6 +503,7 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest) {
     // All of it: the memory goes as a whole, which cannot fail, and the file may live in a slot again.
     replace(std::make_shared<Snapshot>(census_, nullptr, Extents{}));
     wait_for_old_snapshots();
+    set_ahead({});
     range_.reset();
     memory_.reset();
     account_own(0);
@@ -375,6 +536,7 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
   const std::lock_guard mutation(mutation_mutex_);
+  release_ahead();
   Exclusion exclusion(*this);
   bool to_the_end = false;
   {
@@ -405,14 +567,23 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
     if (removed.empty()) return {};
     kept = without(now->extents, first, last);
   }
+  return take_away(kept, removed);
+}
+
+Status ExtentBuffer::take_away(const Extents& kept, const Extents& removed) {
   SnapshotPointer next = make_snapshot(kept);
+  Exclusion gate(*this);
+  bool used = false;
   {
     const std::lock_guard lock(state_mutex_);
+    gate.begin_gate_locked();
     close_gate_locked(removed);
+    // What is in no snapshot has no users, unless the driver moves more than that.
+    used = gate_end_ > gate_offset_ || total_bytes(kept) != total_bytes(snapshot_->extents);
     snapshot_.swap(next);
   }
   next.reset();
-  wait_for_old_snapshots();
+  if (used) wait_for_old_snapshots();
   return release_own(kept, removed);
 }
 
@@ -491,6 +662,7 @@ Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
   if (maximum_bytes == 0) return Status(EINVAL, "an address for nothing");
   if (maximum_bytes > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
   const std::lock_guard mutation(mutation_mutex_);
+  release_ahead();
   if (promised_ == kNoLimit) {
     {
       const std::lock_guard lock(state_mutex_);
@@ -500,7 +672,7 @@ Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
                       "the buffer has " + std::to_string(highest) + " bytes, more than an address is wanted for");
       }
     }
-    Status status = ensure_own(0, 0, maximum_bytes, /*promise=*/true);
+    Status status = ensure_own(0, 0, maximum_bytes, /*promise=*/true, {});
     if (!status.ok()) return status;
     // Writes that began meanwhile, in memory that was allocated ahead, count too; later ones see the promise.
     const std::lock_guard lock(state_mutex_);
@@ -520,7 +692,8 @@ Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
 
 Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
   const std::lock_guard mutation(mutation_mutex_);
-  Status status = ensure_own(0, 0, 0, /*promise=*/false);
+  release_ahead();
+  Status status = ensure_own(0, 0, 0, /*promise=*/false, {});
   if (!status.ok()) return status;
   Result<std::vector<ExportedMemory>> exported = Status(EIO, "");
   status = context_->run([&](Device&) {

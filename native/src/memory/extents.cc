@@ -51,6 +51,21 @@ Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end)
   return left;
 }
 
+Extents without(const Extents& extents, const Extents& removed) {
+  Extents left = extents;
+  for (const Extent& extent : removed) left = without(left, extent.offset, extent.offset + extent.bytes);
+  return left;
+}
+
+Extents common(const Extents& extents, const Extents& others) {
+  Extents found;
+  for (const Extent& other : others) {
+    const Extents part = inside(extents, other.offset, other.offset + other.bytes);
+    found.insert(found.end(), part.begin(), part.end());
+  }
+  return found;
+}
+
 Extents joined(const Extents& extents, const Extents& added) {
   Extents all(extents.size() + added.size());
   std::merge(extents.begin(), extents.end(), added.begin(), added.end(), all.begin(),

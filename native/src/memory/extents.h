@@ -25,6 +25,10 @@ using Extents = std::vector<Extent>;
 // Without what of it lies in [offset, end).
 [[nodiscard]] Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 
+// Without what of it lies in the other list; and only that.
+[[nodiscard]] Extents without(const Extents& extents, const Extents& removed);
+[[nodiscard]] Extents common(const Extents& extents, const Extents& others);
+
 // Both lists in one, neighbours joined. They do not overlap.
 [[nodiscard]] Extents joined(const Extents& extents, const Extents& added);
 

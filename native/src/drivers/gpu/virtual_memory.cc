@@ -266,11 +266,15 @@ Status VirtualMemory::release(std::uint64_t offset, std::uint64_t bytes) {
         if (first_failure.ok()) first_failure = status;
       }
       pieces_.erase(piece);
-    } else if (!fixed_) {
-      Status status = split(piece);
-      // With no room for the copy, the released part stays with its piece until all of it has been released.
-      if (first_failure.ok() && status.error() != ENOSPC) first_failure = status;
     }
+    piece = next;
+  }
+  if (fixed_) return first_failure;
+  for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end;) {
+    const auto next = std::next(piece);
+    Status status = split(piece);
+    // With no room for the copy, the released part stays with its piece until all of it has been released.
+    if (first_failure.ok() && status.error() != ENOSPC) first_failure = status;
     piece = next;
   }
   return first_failure;

@@ -4,9 +4,9 @@
 // give back, almost whatever its size: 16 GiB in pieces of the 2 MiB granule take 280 ms and 200 ms, nearly as long as
 // filling them over the bus, in pieces of 256 MiB 3 ms and 5 ms (one H200). The driver maps and unmaps whole pieces
 // only. So release() pays when a part of a piece goes: what stays is copied to fresh pieces (at some 2 TB/s), which
-// take over the old one's addresses. Where that is out of the question (fix_in_place(), or no memory for the copy) the
-// released granules stay with their piece, and are used again when populated again, until all of the piece has been
-// released.
+// take over the old one's addresses; whole pieces go first, and make room for that. Where it is out of the question
+// (fix_in_place(), or no memory for the copy) the released granules stay with their piece, and are used again when
+// populated again, until all of the piece has been released.
 //
 // Owned by the Buffer whose memory it is.
 // One thread at a time, bound or not; the ranges may be given back by any thread at any time.

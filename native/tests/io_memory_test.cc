@@ -1,0 +1,236 @@
+// Loads into real buffers: memory that is taken ahead of the pieces, and what is left of it when a load ends early.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "buffer_fixture.h"
+#include "io/direct_path.h"
+#include "io/transfer.h"
+#include "io_fakes.h"
+
+namespace gpufs::testing {
+namespace {
+
+constexpr std::uint64_t kFileBytes = 140 * kMiB + 12345;
+constexpr std::uint64_t kChunkBytes = std::uint64_t{1} << 20;
+
+class LoadMemoryTest : public BufferFixture {
+ protected:
+  void begin(std::uint64_t memory_bytes) {
+    plan->cpu_addressable = false;  // so that loads go through slots and streams
+    start(memory_bytes);
+    IoOptions options;
+    options.chunk_bytes = kChunkBytes;
+    options.workers = 3;
+    options.slots = 2;
+    options.fastpath = FastpathMode::kOff;
+    Result<std::shared_ptr<TransferEngine>> made = TransferEngine::create(options, contexts, make_direct_path("none"));
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    engine = made.take();
+    // Sparse: a mark in each granule is enough to tell them apart.
+    std::string path = "/tmp/gpufs-load-memory-XXXXXX";
+    fd = UniqueFd(::mkostemp(path.data(), O_CLOEXEC));
+    ASSERT_TRUE(fd.valid());
+    ::unlink(path.c_str());
+    ASSERT_EQ(::ftruncate(fd.get(), kFileBytes), 0);
+    for (std::uint64_t at = 0; at < kFileBytes; at += kGranule) {
+      ASSERT_EQ(::pwrite(fd.get(), &at, sizeof at, static_cast<off_t>(at)), static_cast<ssize_t>(sizeof at));
+    }
+    Result<std::shared_ptr<BackingFile>> opened = BackingFile::open(fd.get(), operations);
+    ASSERT_TRUE(opened.ok()) << opened.status().message();
+    file = opened.take();
+    buffer = make();
+  }
+  void TearDown() override {
+    if (engine) engine->shutdown();
+    engine.reset();
+    file.reset();
+    buffer.reset();
+    expect_nothing_left();
+  }
+
+  TransferProgress load(const std::function<void(Transfer&)>& meanwhile = {}) {
+    TransferRequest wanted;
+    wanted.direction = Direction::kLoad;
+    wanted.file = file;
+    wanted.target = Target::of_buffer(buffer);
+    Result<std::shared_ptr<Transfer>> started = engine->start(wanted);
+    EXPECT_TRUE(started.ok()) << started.status().message();
+    if (!started.ok()) return {};
+    if (meanwhile) meanwhile(*started.value());
+    started.value()->wait();
+    return started.value()->progress();
+  }
+  // The file's first bytes, and nothing of memory beyond them.
+  void expect_front(std::uint64_t bytes) {
+    EXPECT_EQ(buffer->size(), bytes);
+    EXPECT_EQ(buffer->bytes_held(), (bytes + kGranule - 1) / kGranule * kGranule);
+    EXPECT_EQ(used(), buffer->bytes_held());
+    for (std::uint64_t at = 0; at + sizeof at <= bytes; at += kGranule) {
+      std::uint64_t mark = ~std::uint64_t{0};
+      ASSERT_EQ(buffer->read(at, std::as_writable_bytes(std::span(&mark, 1))).value(), sizeof mark);
+      ASSERT_EQ(mark, at);
+    }
+    // What is above the end is zeros, also in the last granule.
+    if (bytes == kFileBytes) return;
+    const std::uint64_t end = (bytes / kGranule + 2) * kGranule;
+    ASSERT_TRUE(buffer->resize(end).ok());
+    EXPECT_TRUE(all_zero(contents(*buffer, bytes, end - bytes)));
+    ASSERT_TRUE(buffer->resize(bytes).ok());
+  }
+
+  PlannedFileOps operations;
+  UniqueFd fd;
+  std::shared_ptr<TransferEngine> engine;
+  std::shared_ptr<BackingFile> file;
+  std::shared_ptr<Buffer> buffer;
+};
+
+TEST_F(LoadMemoryTest, TakesItInAFewStepsInOneRange) {
+  begin(512 * kMiB);
+  const TransferProgress done = load();
+  EXPECT_TRUE(done.status.ok()) << done.status.message();
+  expect_front(kFileBytes);
+  EXPECT_EQ(plan->reserve.calls(), 1);
+  EXPECT_LE(plan->populate.calls(), 3);  // 64, 64, and the rest of 140 MiB
+}
+
+TEST_F(LoadMemoryTest, CancelledInTheMiddleItLeavesNothingBehind) {
+  begin(512 * kMiB);
+  for (const std::uint64_t until : {std::uint64_t{0}, 10 * kMiB, 130 * kMiB}) {
+    std::atomic<Transfer*> transfer{nullptr};
+    operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t*) {
+      if (offset >= until) {
+        while (transfer == nullptr) std::this_thread::yield();
+        transfer.load()->cancel();
+      }
+      return false;
+    };
+    const TransferProgress done = load([&](Transfer& started) { transfer = &started; });
+    operations.on_read = nullptr;
+    EXPECT_EQ(done.status.error(), ECANCELED);
+    EXPECT_LT(done.prefix, kFileBytes);
+    expect_front(done.prefix);
+    ASSERT_TRUE(buffer->resize(0).ok());
+  }
+}
+
+TEST_F(LoadMemoryTest, WhatWasAllocatedBeforeStays) {
+  begin(512 * kMiB);
+  ASSERT_TRUE(buffer->allocate(0, 20 * kMiB, true).ok());
+  ASSERT_TRUE(buffer->allocate(110 * kMiB, 20 * kMiB, true).ok());
+  operations.on_read = [](int, void*, std::size_t, std::uint64_t offset, ssize_t* result) {
+    if (offset < 60 * kMiB) return false;
+    errno = EIO;
+    *result = -1;
+    return true;
+  };
+  const TransferProgress done = load();
+  operations.on_read = nullptr;
+  EXPECT_EQ(done.status.error(), EIO);
+  EXPECT_EQ(done.prefix, 60 * kMiB);
+  EXPECT_EQ(buffer->size(), 60 * kMiB);
+  EXPECT_EQ(buffer->bytes_held(), 80 * kMiB);
+}
+
+TEST_F(LoadMemoryTest, AFullDeviceGetsAllThatFits) {
+  for (const std::uint64_t room : {2 * kMiB, 30 * kMiB, 138 * kMiB}) {
+    contexts.clear();
+    begin(room);
+    const TransferProgress done = load();
+    EXPECT_EQ(done.status.error(), ENOSPC);
+    EXPECT_EQ(done.prefix, room);
+    EXPECT_EQ(buffer->size(), room);
+    EXPECT_EQ(used(), room);
+    TearDown();
+  }
+}
+
+TEST_F(LoadMemoryTest, NoRoomAtEachStep) {
+  begin(512 * kMiB);
+  for (int step = 1; step <= 4; ++step) {
+    plan->populate.at(step, 1, ENOSPC);
+    TransferProgress done = load();
+    plan->populate.clear();
+    EXPECT_TRUE(done.status.ok()) << done.status.message();
+    expect_front(kFileBytes);
+    ASSERT_TRUE(buffer->resize(0).ok());
+
+    plan->populate.at(step, 1000, ENOSPC);
+    done = load();
+    plan->populate.clear();
+    if (step < 4) {
+      EXPECT_EQ(done.status.error(), ENOSPC);
+    }
+    expect_front(done.prefix);
+    ASSERT_TRUE(buffer->resize(0).ok());
+
+    plan->populate.at(step, 1000, EIO);
+    done = load();
+    plan->populate.clear();
+    if (step < 4) {
+      EXPECT_EQ(done.status.error(), EIO);
+    }
+    expect_front(done.prefix);
+    ASSERT_TRUE(buffer->resize(0).ok());
+  }
+}
+
+TEST_F(LoadMemoryTest, ATruncationBesideItCountsAsLater) {
+  begin(512 * kMiB);
+  for (int round = 0; round < 4; ++round) {
+    std::atomic<bool> end{false};
+    std::atomic<int> reads{0};
+    operations.on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+      ++reads;
+      return false;
+    };
+    std::thread truncating([&] {
+      while (reads < 10 * round && !end) std::this_thread::yield();
+      EXPECT_TRUE(buffer->resize(0).ok());
+      EXPECT_TRUE(buffer->punch(50 * kMiB, 60 * kMiB).ok());
+    });
+    const TransferProgress done = load();
+    end = true;
+    truncating.join();
+    operations.on_read = nullptr;
+    EXPECT_TRUE(done.status.ok()) << done.status.message();
+    // Before it, all of it is there but for the hole; after it, or beside it, nothing but zeros.
+    const std::uint64_t size = buffer->size();
+    EXPECT_TRUE(size == 0 || size == kFileBytes) << size;
+    ASSERT_TRUE(buffer->resize(kFileBytes).ok());
+    if (size == 0) {
+      for (std::uint64_t at = 0; at < kFileBytes; at += kGranule) {
+        ASSERT_TRUE(all_zero(contents(*buffer, at, 64))) << at;
+      }
+    }
+    ASSERT_TRUE(buffer->resize(0).ok());
+    EXPECT_EQ(used(), 0U);
+  }
+}
+
+TEST_F(LoadMemoryTest, AnotherFilesMemoryAheadMakesRoom) {
+  begin(320 * kMiB);
+  const auto growing = make();
+  growing->take_ahead();
+  for (std::uint64_t at = 0; at < 34 * kMiB; at += kMiB) write(*growing, at, pattern(kMiB, 1));
+  ASSERT_GT(growing->bytes_ahead(), 0U);
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 320 * kMiB - used() - 140 * kMiB, true).ok());
+  const TransferProgress done = load();  // needs 142 MiB
+  EXPECT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(growing->bytes_ahead(), 0U);
+  EXPECT_EQ(buffer->size(), kFileBytes);
+}
+
+}  // namespace
+}  // namespace gpufs::testing
