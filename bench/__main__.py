@@ -40,6 +40,20 @@ def measure(client: Path, operation: str, block: int, size: int, seconds: float,
     return sum(rates)
 
 
+def trace_cost(client: Path, system: systems.System, size: int, seconds: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a read of 4 KiB by one stream while it is recorded and while it is not, in turn, of one file.
+
+    A recording begins and ends for each measurement, so that whatever else changes with time hits both alike.
+    """
+    files = system.files(1, size)
+    found: dict[str, list[float]] = {"off": [], "on": []}
+    for round_ in range(rounds):
+        for state in ("off", "on") if round_ % 2 == 0 else ("on", "off"):
+            with systems.recording(system) if state == "on" else contextlib.nullcontext():
+                found[state].append(4096 / measure(client, "read", 4096, size, seconds, files))
+    return found
+
+
 def numbers(text: str) -> list[int]:
     units = {"K": 1 << 10, "M": 1 << 20}
     return [int(x[:-1]) * units[x[-1].upper()] if x[-1].upper() in units else int(x) for x in text.split(",")]
@@ -62,12 +76,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--threads", action="store_true", help="gpufs also with twice and four times its reader threads"
     )
+    parser.add_argument(
+        "--trace-rounds", type=int, help="reads of 4K with and without a recording, default 15; 0: none"
+    )
     parser.add_argument("--driver", default="host", help="of the gpufs mount")
     parser.add_argument("--json", type=Path, help="where the results go; default: bench/results/")
     chosen = parser.parse_args()
     chosen.blocks = chosen.blocks or ([4096, MIB] if chosen.quick else [4096, 128 << 10, MIB, 16 * MIB])
     chosen.rounds = chosen.rounds or (3 if chosen.quick else 5)
     chosen.seconds = chosen.seconds or (0.2 if chosen.quick else 0.4)
+    if chosen.trace_rounds is None:
+        chosen.trace_rounds = 5 if chosen.quick else 15
     unknown = set(chosen.systems) - {"gpufs", "tmpfs", "pyfuse3"} | set(chosen.operations) - set(OPERATIONS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
@@ -116,17 +135,23 @@ def main() -> None:
                         end="",
                         file=sys.stderr,
                     )
+        traced: dict[str, list[float]] = {}
+        if "gpufs" in chosen.systems and chosen.trace_rounds:
+            traced = trace_cost(client, ready[0], size, chosen.seconds, chosen.trace_rounds)
     if sys.stderr.isatty():
         print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     names = [system.name for system in ready]
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(report.table(cases, names, rates))
+    if traced:
+        print(report.trace_line(traced))
     results = [
         {"system": s, "operation": o, "block": b, "streams": n, "bytes_per_second": values}
         for (s, o, b, n), values in rates.items()
     ]
     options = {"file_bytes": size, "seconds": chosen.seconds, "rounds": chosen.rounds, "driver": chosen.driver}
-    path = report.write_json({"machine": machine, "options": options, "results": results}, chosen.json)
+    document = {"machine": machine, "options": options, "results": results, "trace_seconds_per_read": traced}
+    path = report.write_json(document, chosen.json)
     print(f"written to {path}")
 
 

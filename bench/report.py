@@ -64,6 +64,18 @@ def table(cases: Sequence[tuple[str, int, int]], systems: Sequence[str], rates: 
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
+def trace_line(found: Mapping[str, Sequence[float]]) -> str:
+    """What a recording adds to a read of 4 KiB: medians, and the median of the rounds' own ratios."""
+    ratios = sorted(on / off for on, off in zip(found["on"], found["off"], strict=True))
+    quarter = len(ratios) // 4
+    off, on = (median(found[state]) * 1e6 for state in ("off", "on"))
+    low, middle, high = ratios[quarter] - 1, median(ratios) - 1, ratios[-1 - quarter] - 1
+    return (
+        f"a read of 4K takes {off:.2f} us, {on:.2f} us while it is recorded (gpufs trace): {middle:+.1%}, "
+        f"half of the {len(ratios)} rounds from {low:+.1%} to {high:+.1%}"
+    )
+
+
 def write_json(document: dict[str, Any], path: Path | None, name: str = "mount") -> Path:
     """Writes the results; without a path to bench/results/, named by the time."""
     if path is None:

@@ -78,6 +78,32 @@ def gpufs(name: str, memory: int, *options: str, driver: str = "host") -> Iterat
         _clean_up(path)
 
 
+@contextlib.contextmanager
+def recording(mounted: System) -> Iterator[None]:
+    """`gpufs trace` records what the mount does meanwhile."""
+    mountpoint = mounted.directory.parent
+    with tempfile.TemporaryDirectory(prefix="gpufs-bench-") as folder:
+        words = [*GPUFS, "trace", str(mountpoint), "-o", f"{folder}/trace.json"]
+        recorder = subprocess.Popen(words, stderr=subprocess.PIPE)
+        try:
+            deadline = time.monotonic() + 30
+            while not _has_open(recorder.pid, str(mountpoint / ".gpufs/trace")):
+                if recorder.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("the recording did not begin")
+                time.sleep(0.01)
+            yield
+        finally:
+            recorder.send_signal(signal.SIGINT)
+            recorder.communicate(timeout=60)
+
+
+def _has_open(process: int, path: str) -> bool:
+    """Whether a process has a file open, found without opening it: that would begin a recording of one's own."""
+    with contextlib.suppress(OSError):
+        return any(os.readlink(link) == path for link in Path(f"/proc/{process}/fd").iterdir())
+    return False
+
+
 def reader_threads(driver: str = "host") -> int:
     """How many reader threads a mount has by default here."""
     with gpufs("probe", 64 * MIB, driver=driver) as system:

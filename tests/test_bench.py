@@ -12,7 +12,7 @@ from support.mounting import REPOSITORY
 
 
 def test_a_short_run_of_everything(tmp_path: Path) -> None:
-    words = "--rounds 1 --seconds 0.02 --blocks 4K,1M --streams 1,2 --file-bytes 4M --threads --json"
+    words = "--trace-rounds 2 --rounds 1 --seconds 0.02 --blocks 4K,1M --streams 1,2 --file-bytes 4M --threads --json"
     mounts = Path("/proc/self/mountinfo").read_text().count("gpufs-bench-")
     done = subprocess.run(
         [sys.executable, "-m", "bench", *words.split(), str(tmp_path / "out.json")],
@@ -31,6 +31,8 @@ def test_a_short_run_of_everything(tmp_path: Path) -> None:
     assert all(min(result["bytes_per_second"]) > 0 for result in document["results"])
     assert document["machine"]["cpus"] == len(os.sched_getaffinity(0))
     assert "gpufs/pyfuse3" in done.stdout
+    assert {state: len(values) for state, values in document["trace_seconds_per_read"].items()} == {"off": 2, "on": 2}
+    assert "while it is recorded" in done.stdout
     assert Path("/proc/self/mountinfo").read_text().count("gpufs-bench-") <= mounts
 
 

@@ -30,7 +30,7 @@ def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT
     """A recorder that is known to record; interrupted at the end, unless it has ended by itself."""
     recorder = subprocess.Popen([*GPUFS, "trace", str(mount.path), "-o", str(path)], stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: busy(mount) or recorder.poll() is not None, 30, "the recording to begin")
+        wait_until(lambda: records(recorder.pid) or recorder.poll() is not None, 30, "the recording to begin")
         yield recorder
         if recorder.poll() is None:
             recorder.send_signal(how)
@@ -38,6 +38,13 @@ def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT
     finally:
         recorder.kill()
         recorder.communicate()
+
+
+def records(process: int) -> bool:
+    """Whether a process records, found without opening the file: that would begin a recording of one's own."""
+    with contextlib.suppress(OSError):
+        return any(os.readlink(link).endswith(".gpufs/trace") for link in Path(f"/proc/{process}/fd").iterdir())
+    return False
 
 
 def busy(mount: GpufsMount) -> bool:
@@ -103,6 +110,52 @@ def check_nesting(spans: Iterable[Event]) -> None:
             ends.append(end)
 
 
+def checked_perfetto(path: Path) -> list[Event]:
+    """The same of a trace in Perfetto's own format, as its own classes for that format read it."""
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    unknown = pytest.importorskip("google.protobuf.unknown_fields").UnknownFieldSet
+    trace = protos.Trace.FromString(path.read_bytes())
+    assert trace.ByteSize() == path.stat().st_size, "everything in it is understood"
+    first = trace.packet[0]
+    assert first.clock_snapshot.primary_trace_clock == protos.BUILTIN_CLOCK_MONOTONIC
+    tracks: dict[int, Any] = {}
+    events: dict[int, list[Any]] = defaultdict(list)
+    for packet in trace.packet:
+        assert packet.trusted_packet_sequence_id == 1
+        for message in (packet, packet.track_descriptor, packet.track_event, *packet.track_event.debug_annotations):
+            assert not len(unknown(message))
+        if packet.HasField("track_descriptor"):
+            described = packet.track_descriptor
+            assert described.uuid not in tracks
+            assert not described.parent_uuid or described.parent_uuid in tracks
+            assert described.name or described.process.process_name or described.thread.thread_name
+            tracks[described.uuid] = described
+        elif packet.HasField("track_event"):
+            assert packet.timestamp_clock_id == protos.BUILTIN_CLOCK_MONOTONIC
+            assert packet.track_event.track_uuid in tracks
+            events[packet.track_event.track_uuid].append(packet)
+    spans: list[Event] = []
+    for uuid, packets in events.items():
+        track = tracks[uuid]
+        place = {"pid": track.parent_uuid or track.thread.pid, "tid": track.thread.tid or uuid & (1 << 48) - 1}
+        open_spans: list[Event] = []
+        for packet in sorted(packets, key=lambda packet: packet.timestamp):  # stable, as its own parser sorts
+            event, time_us = packet.track_event, packet.timestamp / 1000
+            if event.type == protos.TrackEvent.TYPE_SLICE_BEGIN:
+                arguments = {
+                    note.name: note.string_value if note.HasField("string_value") else note.uint_value
+                    for note in event.debug_annotations
+                }
+                (category,) = event.categories
+                open_spans.append({**place, "name": event.name, "cat": category, "ts": time_us, "args": arguments})
+            else:
+                assert event.type == protos.TrackEvent.TYPE_SLICE_END
+                begun = open_spans.pop()
+                spans.append({**begun, "ph": "X", "dur": time_us - begun["ts"]})
+        assert not open_spans
+    return spans
+
+
 def called(spans: Iterable[Event], name: str) -> list[Event]:
     return [span for span in spans if span["name"] == name]
 
@@ -157,8 +210,9 @@ def test_the_life_of_a_copy(mount: Mounter, tmp_path: Path) -> None:
             assert span["ts"] + span["dur"] <= transfer["ts"] + transfer["dur"] + 0.002
 
 
+@pytest.mark.parametrize("style", ["json", "pftrace"])
 @pytest.mark.parametrize("how", ["gpufs cp", "cp from backing"])
-def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, how: str) -> None:
+def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, how: str, style: str) -> None:
     """On a device that the processor does not address: a vendor's runtime that was built for the tests."""
     source = tmp_path / "w"
     source.write_bytes(os.urandom(4 * MIB) * 32)
@@ -168,13 +222,13 @@ def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, ho
         "--backing", f"b={tmp_path}", "--io-fastpath", "off", "--io-pagecache", "off", driver="hip",
         environment=environment, memory=512 * MIB,
     )  # fmt: skip
-    path = tmp_path / "trace.json"
+    path = tmp_path / f"trace.{style}"
     with recording(own, path):
         if how == "gpufs cp":
             run(*GPUFS, "cp", source, own.device / "w")
         else:
             run("cp", own.path / "backing/b/w", own.device / "w")
-    spans = checked(path)
+    spans = checked(path) if style == "json" else checked_perfetto(path)
     reads, copies = called(spans, "file read"), [s for s in called(spans, "copy to device") if s["pid"] != 1]
     assert sum(span["args"]["size"] for span in reads) == 128 * MIB
     assert sum(span["args"]["size"] for span in copies) == 128 * MIB

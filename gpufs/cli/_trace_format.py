@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import IO, Any, Final
 
 _RECORD: Final = struct.Struct("=QQQQQIIBBBBiiI")
@@ -28,30 +30,41 @@ _SPANS: Final = {
 _PHASES: Final = frozenset({40, 41, 42})
 _BY_INODE: Final = frozenset({10, 11})
 _FLOWS: Final = ("in", "out")
-_PROCESS: Final = 1  # the number of the process in the file; those of devices follow
+PROCESS: Final = 1  # the number of the process in the file; those of devices follow
 _LANES: Final = 256
 
 
-class Converter:
-    """Takes records in the order in which they were read and writes events, one a line."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One span: times in nanoseconds of the monotonic clock, the track by the numbers of its process and thread."""
 
-    def __init__(self, sink: IO[str], facts: dict[str, Any]) -> None:
-        self._sink = sink
-        self._facts = facts
+    title: str
+    category: str
+    process: int
+    thread: int
+    start: int
+    end: int
+    arguments: dict[str, Any]
+
+
+class Records(ABC):
+    """Takes records in the order in which they were read, and hands out what they say.
+
+    A track is described before its first span, but for the thread of a phase, which counts for nothing.
+    """
+
+    def __init__(self) -> None:
         self._rest = b""
-        self._first = True
         self._names: dict[int, str] = {}
         self._threads: dict[int, str] = {}
         self._lanes: set[tuple[int, int, int]] = set()
         self._devices: set[int] = set()
-        self._epoch: int | None = None
         self.spans = 0
         self.lost = 0
 
     def begin(self) -> None:
         """The head of the file."""
-        self._sink.write('{"displayTimeUnit": "ns",\n"traceEvents": [')
-        self._meta("process_name", _PROCESS, None, "gpufs")
+        self._describe_process(PROCESS, "gpufs")
 
     def feed(self, data: bytes) -> None:
         """Some more bytes, cut anywhere."""
@@ -70,16 +83,29 @@ class Converter:
             place = start + follows
         self._rest = data[place:]
 
+    @abstractmethod
     def end(self) -> None:
         """The tail of the file."""
-        facts = {**self._facts, "lost_records": self.lost}
-        self._sink.write(f'\n],\n"otherData": {json.dumps(facts)}}}\n')
+
+    @abstractmethod
+    def _describe_process(self, process: int, name: str) -> None: ...
+
+    @abstractmethod
+    def _describe_thread(self, process: int, thread: int, name: str) -> None: ...
+
+    @abstractmethod
+    def _slice(self, span: Span) -> None:
+        """A span of its track: those of one track nest."""
+
+    @abstractmethod
+    def _phase(self, span: Span, transfer: int) -> None:
+        """A phase of a transfer, which is a track of its own; the whole transfer comes first, then its parts."""
 
     def _record(self, fields: tuple[Any, ...], text: bytes) -> None:
         start, end, number, offset, size, thread, name, kind, _, flow, lane, device, error, _ = fields
         if kind == _THREAD:
             self._threads[thread] = os.fsdecode(text)
-            self._meta("thread_name", _PROCESS, thread, f"{self._threads[thread]} ({thread})")
+            self._describe_thread(PROCESS, thread, f"{self._threads[thread]} ({thread})")
             return
         if kind == _NAME:
             self._names[name] = os.fsdecode(text)
@@ -101,33 +127,62 @@ class Converter:
             arguments["inode"] = number
         elif number:
             arguments["transfer"] = number
-        event: dict[str, Any] = {"name": title, "cat": category, "pid": _PROCESS, "tid": thread}
         if kind in _PHASES:
             arguments["direction"] = _FLOWS[flow]
-            self._phase(event, number, start, end, arguments)
+            self._phase(Span(title, category, PROCESS, thread, start, end, arguments), number)
         else:
-            if lane:
-                event["pid"], event["tid"] = self._lane(device, thread, lane)
-            self._event({**event, "ph": "X", "ts": self._time(start), "dur": (end - start) / 1000, "args": arguments})
+            process, track = self._lane(device, thread, lane) if lane else (PROCESS, thread)
+            self._slice(Span(title, category, process, track, start, end, arguments))
         self.spans += 1
-
-    def _phase(self, event: dict[str, Any], number: int, start: int, end: int, arguments: dict[str, Any]) -> None:
-        # Transfers overlap each other in whatever way they like: each is a track of its own.
-        event |= {"id": f"0x{number:x}"}
-        self._event({**event, "ph": "b", "ts": self._time(start), "args": arguments})
-        self._event({**event, "ph": "e", "ts": self._time(end)})
 
     def _lane(self, device: int, thread: int, lane: int) -> tuple[int, int]:
         """A track for what a device does for one slot of a thread."""
-        process = _PROCESS + 1 + device
+        process = PROCESS + 1 + device
         track = thread * _LANES + lane
         if device not in self._devices:
             self._devices.add(device)
-            self._meta("process_name", process, None, f"gpu{device}")
+            self._describe_process(process, f"gpu{device}")
         if (device, thread, lane) not in self._lanes:
             self._lanes.add((device, thread, lane))
-            self._meta("thread_name", process, track, f"{self._threads.get(thread, thread)} slot {lane}")
+            self._describe_thread(process, track, f"{self._threads.get(thread, thread)} slot {lane}")
         return process, track
+
+
+class Converter(Records):
+    """Writes JSON: events, one a line."""
+
+    def __init__(self, sink: IO[str], facts: dict[str, Any]) -> None:
+        super().__init__()
+        self._sink = sink
+        self._facts = facts
+        self._first = True
+        self._epoch: int | None = None
+
+    def begin(self) -> None:
+        """The head of the file."""
+        self._sink.write('{"displayTimeUnit": "ns",\n"traceEvents": [')
+        super().begin()
+
+    def end(self) -> None:
+        """The tail of the file."""
+        facts = {**self._facts, "lost_records": self.lost}
+        self._sink.write(f'\n],\n"otherData": {json.dumps(facts)}}}\n')
+
+    def _describe_process(self, process: int, name: str) -> None:
+        self._event({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
+
+    def _describe_thread(self, process: int, thread: int, name: str) -> None:
+        self._event({"name": "thread_name", "ph": "M", "pid": process, "args": {"name": name}, "tid": thread})
+
+    def _slice(self, span: Span) -> None:
+        duration = (span.end - span.start) / 1000
+        self._event({**_head(span), "ph": "X", "ts": self._time(span.start), "dur": duration, "args": span.arguments})
+
+    def _phase(self, span: Span, transfer: int) -> None:
+        # Transfers overlap each other in whatever way they like: each is a track of its own.
+        event = {**_head(span), "id": f"0x{transfer:x}"}
+        self._event({**event, "ph": "b", "ts": self._time(span.start), "args": span.arguments})
+        self._event({**event, "ph": "e", "ts": self._time(span.end)})
 
     def _time(self, nanoseconds: int) -> float:
         """Microseconds since the first record; what began before it has a negative time."""
@@ -135,13 +190,11 @@ class Converter:
             self._epoch = nanoseconds
         return (nanoseconds - self._epoch) / 1000
 
-    def _meta(self, kind: str, process: int, thread: int | None, name: str) -> None:
-        event: dict[str, Any] = {"name": kind, "ph": "M", "pid": process, "args": {"name": name}}
-        if thread is not None:
-            event["tid"] = thread
-        self._event(event)
-
     def _event(self, event: dict[str, Any]) -> None:
         self._sink.write("\n" if self._first else ",\n")
         self._first = False
         self._sink.write(json.dumps(event))
+
+
+def _head(span: Span) -> dict[str, Any]:
+    return {"name": span.title, "cat": span.category, "pid": span.process, "tid": span.thread}

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from errno import EACCES, EBUSY, ECONNABORTED, ENOENT, ENOTCONN, EPERM
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TextIO
 
 import click
 
@@ -15,9 +15,11 @@ from gpufs._version import __version__
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
 from gpufs.cli._main import complete_mounts
+from gpufs.cli._perfetto_format import PerfettoConverter
 from gpufs.cli._trace_format import Converter
 
 _FILE: Final = ".gpufs/trace"
+_PERFETTO_SUFFIX: Final = ".pftrace"
 _READ_BYTES: Final = 1 << 20
 _PAUSE: Final = 0.02  # seconds between two looks: rings are large enough for what happens meanwhile
 _LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
@@ -27,16 +29,22 @@ _LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
 @click.argument("mountpoint", shell_complete=complete_mounts)
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where the trace goes; - is standard output.")
 @click.option(
+    "--format",
+    "style",
+    type=click.Choice(("json", "perfetto")),
+    help="JSON, or Perfetto's own format.  [default: perfetto where FILE ends in .pftrace, else json]",
+)
+@click.option(
     "--duration",
     type=click.FloatRange(0.0, 86400.0, min_open=True),
     metavar="S",
     help="End after S seconds.  [default: when interrupted]",
 )
-def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> None:
+def command(mountpoint: str, output: str, style: str | None, duration: float | None, **_: Any) -> None:
     """Record what the threads of the mount at MOUNTPOINT do, and when.
 
     The reads and writes that it answers, and the life of each copy: queued, bound, file reads and writes, device
-    copies, its end. FILE opens in https://ui.perfetto.dev and chrome://tracing. Ctrl-C (or SIGTERM) ends the
+    copies, its end. FILE opens in https://ui.perfetto.dev, JSON in chrome://tracing too. Ctrl-C (or SIGTERM) ends the
     recording; the file is written all the same. For the mount's owner, one recording at a time.
     """
     entry = _mounts.find(mountpoint)
@@ -53,7 +61,9 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
         # Records are only put aside while they come: making JSON of them takes longer than making them.
         with _Output(target) as sink, tempfile.TemporaryFile() as records:
             broken = _record(source, records, duration, interrupted)
-            converter = Converter(sink, {"mountpoint": entry.mountpoint, "version": __version__})
+            facts = {"mountpoint": entry.mountpoint, "version": __version__}
+            native = style == "perfetto" or (style is None and output.endswith(_PERFETTO_SUFFIX))
+            converter = PerfettoConverter(sink.buffer, facts) if native else Converter(sink, facts)
             converter.begin()
             records.seek(0)
             while data := records.read(_READ_BYTES):
@@ -115,9 +125,9 @@ class _Output:
     def __init__(self, path: str) -> None:
         self._path = path
         self._temporary: str | None = None
-        self._file: IO[str] | None = None
+        self._file: TextIO | None = None
 
-    def __enter__(self) -> IO[str]:
+    def __enter__(self) -> TextIO:
         if self._path == "-":
             return sys.stdout
         if os.path.exists(self._path) and not os.path.isfile(self._path):

@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "base/thread.h"
+#include "observe/tick_clock.h"
+#include "observe/timeline.h"
 #include "observe/trace.h"
 
 namespace gpufs::observe {
@@ -52,6 +54,54 @@ class TraceTest : public ::testing::Test {
   void SetUp() override { ASSERT_TRUE(trace::start().ok()); }
   void TearDown() override { trace::stop(); }
 };
+
+TEST(Timeline, PutsTicksBetweenKnownMoments) {
+  Timeline timeline;
+  EXPECT_EQ(timeline.known_until(), 0U);
+  timeline.add({1000, 500});
+  EXPECT_EQ(timeline.to_ns(3000), 500U);
+  timeline.add({3000, 1500});
+  timeline.add({2000, 1600});  // not after the last
+  timeline.add({4000, 1500});
+  EXPECT_EQ(timeline.known_until(), 3000U);
+  timeline.add({5000, 5500});  // the pace has changed
+  EXPECT_EQ(timeline.to_ns(1000), 500U);
+  EXPECT_EQ(timeline.to_ns(2000), 1000U);
+  EXPECT_EQ(timeline.to_ns(3000), 1500U);
+  EXPECT_EQ(timeline.to_ns(4000), 3500U);
+  EXPECT_EQ(timeline.to_ns(5000), 5500U);
+  EXPECT_EQ(timeline.to_ns(6000), 7500U);
+  EXPECT_EQ(timeline.to_ns(800), 400U);
+  EXPECT_EQ(Timeline().to_ns(5), 0U);
+}
+
+TEST(Timeline, FollowsTheMonotonicClock) {
+  const std::uint64_t before = now_ns();
+  Timeline timeline;
+  timeline.add(Timeline::now());
+  std::uint64_t last = 0;
+  for (int number = 0; number < 100; ++number) {
+    const std::uint64_t ticks = read_ticks();
+    timeline.add(Timeline::now());
+    const std::uint64_t ns = timeline.to_ns(ticks);
+    EXPECT_GE(ns, last);
+    EXPECT_GE(ns, before);
+    EXPECT_LE(ns, now_ns());
+    last = ns;
+  }
+}
+
+TEST_F(TraceTest, TimesAreThoseOfTheMonotonicClock) {
+  const std::uint64_t before = now_ns();
+  { const Span span(TraceKind::kPiece, 0, 0, 0); }
+  const std::uint64_t after = now_ns();
+  Drained found;
+  drain(found);
+  ASSERT_EQ(found.spans.size(), 1U);
+  EXPECT_GE(found.spans[0].start + 1000, before);  // each clock's reading takes a moment
+  EXPECT_LE(found.spans[0].end, after + 1000);
+  EXPECT_EQ(found.spans[0].in_ticks, 0U);
+}
 
 TEST(TraceOff, RecordsNothing) {
   ASSERT_FALSE(trace::on());

@@ -42,7 +42,8 @@ enum class TraceKind : std::uint8_t {
   kBind = 42,
 };
 
-// One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock.
+// One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock; while it is recorded they
+// may be ticks (see Span), which read() translates.
 struct TraceRecord {
   std::uint64_t start = 0;
   std::uint64_t end = 0;
@@ -57,27 +58,32 @@ struct TraceRecord {
   std::uint8_t lane = 0;
   std::int32_t device = -1;
   std::int32_t error = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t in_ticks = 0;  // 0 in what read() gives
 };
 static_assert(sizeof(TraceRecord) == 64);
 
 namespace trace {
 
-extern std::atomic<bool> g_on;
+// The number of the trace that is recorded; 0: none is.
+extern std::atomic<std::uint32_t> g_running;
 
 // The one look that tracing costs while it is off.
-[[nodiscard]] inline bool on() { return g_on.load(std::memory_order_relaxed); }
+[[nodiscard]] inline bool on() { return g_running.load(std::memory_order_relaxed) != 0; }
+
+// The cheapest clock that there is: ticks where they are even, else nanoseconds. Never less than in an earlier call of
+// the same thread.
+[[nodiscard]] std::uint64_t clock();
 
 // EBUSY if it is on.
 Status start();
 void stop();
 
 // Moves records out, oldest first within each thread; whole ones, with the texts that belong to them before their first
-// use. Returns the bytes written, 0 when there are none now.
+// use. Returns the bytes written, 0 when there are none now: what has ended after the call began waits for the next.
 std::size_t read(std::span<std::byte> destination);
 
 // Fills in the calling thread. Dropped, and counted, when its ring is full.
-void record(TraceRecord record);
+void record(const TraceRecord& record);
 
 // A number for a text, the same for the same text; 0 when there are too many, and while tracing is off.
 std::uint32_t name(std::string_view text);
@@ -93,29 +99,35 @@ std::uint64_t next_id();
 class Span {
  public:
   Span(TraceKind kind, std::int32_t device, std::uint64_t offset, std::uint64_t bytes, std::uint64_t id = 0,
-       std::uint32_t name = 0) {
-    if (!trace::on()) return;
-    record_.kind = kind;
-    record_.device = device;
-    record_.offset = offset;
-    record_.bytes = bytes;
-    record_.id = id;
-    record_.name = name;
-    record_.start = now_ns();
-  }
+       std::uint32_t name = 0)
+      : start_(trace::on() ? trace::clock() : 0),
+        id_(id),
+        offset_(offset),
+        bytes_(bytes),
+        name_(name),
+        device_(device),
+        kind_(kind) {}
   ~Span() {
-    if (record_.start == 0) return;
-    record_.end = now_ns();
-    trace::record(record_);
+    if (start_ != 0) finish();
   }
   Span(const Span&) = delete;
   Span& operator=(const Span&) = delete;
 
-  void set_bytes(std::uint64_t bytes) { record_.bytes = bytes; }
-  void set_error(int error) { record_.error = error; }
+  void set_bytes(std::uint64_t bytes) { bytes_ = bytes; }
+  void set_error(int error) { error_ = error; }
 
  private:
-  TraceRecord record_;  // start 0: off when it began
+  // Out of line, so that what is off costs no more than the look.
+  void finish();
+
+  const std::uint64_t start_;  // 0: off when it began
+  const std::uint64_t id_;
+  const std::uint64_t offset_;
+  std::uint64_t bytes_;
+  const std::uint32_t name_;
+  const std::int32_t device_;
+  const TraceKind kind_;
+  std::int32_t error_ = 0;
 };
 
 }  // namespace gpufs::observe
