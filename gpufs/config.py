@@ -107,6 +107,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Files up to this size share slabs of device memory instead of taking a granule each; 0: none do.",
     ),
     Knob(
+        "lock_policy",
+        kinds.choice("auto", "off", "mandatory"),
+        "auto",
+        "",
+        "Memory for requests is locked for the devices (GPUs): where possible, never, or the mount fails.",
+    ),
+    Knob(
         "allow_other",
         kinds.BOOLEAN,
         False,

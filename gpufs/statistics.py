@@ -21,7 +21,7 @@ from typing import Any, Final
 
 MAGIC: Final = b"GPUFSTAT"
 VERSION: Final = 1
-BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer")
+BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable")
 FLOWS: Final = ("in", "out")
 _DETAILS: Final = (
     "failed",

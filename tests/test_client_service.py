@@ -554,6 +554,7 @@ def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMou
         for number in range(1, 9):
             _protocol.send(sock, Copy(number, "load"), (host, mount))
         wait_until(lambda: fake.service.statistics()["running"] == 8)
+        wait_until(lambda: fake.backend.hanging == 2)
         threads = threading.active_count()
         fake.backend.hang = None  # for the others
         still = fake.connect()

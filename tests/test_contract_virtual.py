@@ -1,4 +1,5 @@
-"""Read-only attributes that describe a file: user.gpufs.device, .driver, .bytes_held, .address and .last_path."""
+"""Read-only attributes that describe a file: user.gpufs.device, .driver, .bytes_held, .address, .last_path, and what
+has been moved of it."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.data import MIB, noise
-from support.mounting import GpufsMount, Mounter
+from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import as_nobody, errno_of, run
 
 pytestmark = pytest.mark.timeout(120)
-NAMES = ("device", "driver", "bytes_held", "address", "last_path")
+COUNTS = ("bytes_read", "bytes_written", "reads", "writes")
+NAMES = ("device", "driver", "bytes_held", "address", "last_path", *COUNTS, "last_backend")
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_what_they_say(folder: Path, driver: str, shared_mount: GpufsMount) -> N
 def test_what_has_no_buffer(folder: Path, shared_mount: GpufsMount) -> None:
     assert virtual(folder, "device") == "gpu0"
     assert virtual(folder, "last_path") == "/gpu0/virtual"
-    for name in ("address", "bytes_held", "nonsense", ""):
+    for name in ("address", "bytes_held", *COUNTS, "last_backend", "nonsense", ""):
         assert errno_of(virtual, folder, name) == ENODATA
     assert errno_of(virtual, shared_mount.path / ".gpufs/version", "device") == ENODATA
     (folder / "link").symlink_to("file")
@@ -66,6 +68,42 @@ def test_they_are_read_only_and_not_listed(folder: Path) -> None:
     file.chmod(0o640)
     assert as_nobody(lambda: errno_of(os.getxattr, file, "user.gpufs.address")) == EACCES
     assert as_nobody(lambda: errno_of(os.setxattr, file, "user.gpufs.address", b"1")) in (EACCES, EPERM)
+
+
+def counts(path: Path) -> tuple[int, ...]:
+    return tuple(int(virtual(path, name)) for name in COUNTS)
+
+
+@pytest.mark.driver
+def test_what_has_been_moved(folder: Path, tmp_path: Path) -> None:
+    file = folder / "file"
+    file.touch()
+    assert counts(file) == (0, 0, 0, 0)
+    assert virtual(file, "last_backend") == ""
+    fd = os.open(file, os.O_RDWR)
+    try:
+        for place in range(3):
+            os.pwrite(fd, b"x" * 1000, place * 1000)
+        assert counts(file) == (0, 3000, 0, 3)
+        assert len(os.pread(fd, 4096, 1000)) == 2000
+        assert os.pread(fd, 4096, 3000) == b""  # nothing is moved at the end
+        assert counts(file) == (2000, 3000, 1, 3)
+        assert virtual(file, "last_backend") == "mount"
+    finally:
+        os.close(fd)
+    # Copies by other paths than the kernel's READ and WRITE count as well.
+    other = folder / "other"
+    with open(file, "rb") as source, open(other, "wb") as target:
+        assert os.copy_file_range(source.fileno(), target.fileno(), 3000) == 3000
+    assert counts(file) == (5000, 3000, 2, 3)
+    assert counts(other) == (0, 3000, 0, 1)
+    assert virtual(file, "last_backend") == virtual(other, "last_backend") == "device_copy"
+    (tmp_path / "big").write_bytes(noise(9 * MIB))
+    run(*GPUFS, "cp", "--fastpath", "off", tmp_path / "big", folder / "big")
+    bytes_read, bytes_written, reads, writes = counts(folder / "big")
+    assert (bytes_read, bytes_written, reads) == (0, 9 * MIB, 0)
+    assert writes >= 2
+    assert virtual(folder / "big", "last_backend") == "fallback"
 
 
 def test_copies_do_not_carry_them(folder: Path) -> None:

@@ -370,6 +370,44 @@ def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                     bench.skip("gpufs.engine: THE STORED FILE DIFFERS FROM THE LOADED ONE")
         target.unlink(missing_ok=True)
         (hot or Row("", "", 0, 0, [1])).notes["statistics"] = engine.io_statistics()
+    measure_arrays(bench, args)
+
+
+def measure_arrays(bench: Bench, args: argparse.Namespace) -> None:
+    """A program's own memory: a numpy array of 1 GiB to a buffer and back, locked and not."""
+    rows = [f"array {way}: numpy, {kind}" for way in ("in", "out") for kind in ("locked", "not locked")]
+    if not bench.wants(*rows):
+        return
+    if (numpy := module(bench, "numpy")) is None:
+        return
+    from gpufs import engine as gpufs
+    from gpufs import statistics as counters
+
+    size = min(GIB, args.size)
+    array = numpy.empty(size, dtype=numpy.uint8)
+    array[:] = 1
+    with gpufs.Engine("cuda", lock_policy="off") as engine, gpufs.Buffer(engine) as buffer:
+
+        def bytes_by(backend: str) -> int:
+            found = counters.parse(engine.statistics_read()).devices[0].counts[backend]
+            return found["in"].bytes + found["out"].bytes
+
+        for kind in ("locked", "not locked"):
+            with contextlib.ExitStack() as stack:
+                if kind == "locked":
+                    began = time.perf_counter()
+                    stack.enter_context(gpufs.HostLock(engine, array))
+                    locking = time.perf_counter() - began
+                for way, move in (("in", buffer.write), ("out", buffer.read)):
+                    row = bench.measure(
+                        f"array {way}", f"numpy, {kind}", size, functools.partial(move, 0, array),
+                        yardstick=f"pinned copies, {way}",
+                    )  # fmt: skip
+                    if row is not None and kind == "locked":
+                        detour = bytes_by("pageable") + engine.io_statistics()["bounce_pool"]["pinned_bytes"]
+                        row.notes |= {"detour_bytes": detour, "lock_seconds": locking}
+                        if detour:
+                            bench.skip(f"array {way}: {detour} BYTES OF LOCKED MEMORY TOOK A DETOUR")
 
 
 def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: Path, tmpfs: Path) -> None:

@@ -12,6 +12,7 @@ from gpufs.engine._arrays import DeviceRange
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
 from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
+from gpufs.engine._locks import HostLock
 from gpufs.engine._mount import (
     NOATIME,
     RELATIME,
@@ -27,6 +28,7 @@ from gpufs.engine._mount import (
     SET_SIZE,
     SET_UID,
     STRICTATIME,
+    Activity,
     Attributes,
     Mount,
     relay_pair,
@@ -75,6 +77,7 @@ __all__ = [
     "SET_UID",
     "STRICTATIME",
     "ZERO_RANGE",
+    "Activity",
     "Attributes",
     "BackingFile",
     "BackingInfo",
@@ -88,6 +91,7 @@ __all__ = [
     "DeviceRange",
     "Engine",
     "EngineError",
+    "HostLock",
     "Late",
     "Mount",
     "Operation",

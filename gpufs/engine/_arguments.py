@@ -63,12 +63,13 @@ def view_of(memory: Any, *, writable: bool) -> Any:
     BufferError for memory that is not contiguous, or read-only where it is to be written.
     """
     view = ffi.from_buffer(memory, require_writable=writable)
-    if _has_references(memory):
+    if has_references(memory):
         raise TypeError("an array of Python objects has references in it, and no data")
     return view
 
 
-def _has_references(memory: Any) -> bool:
+def has_references(memory: Any) -> bool:
+    """Whether it is an array of Python objects, whose bytes are no data."""
     kind = getattr(memory, "dtype", None)
     if kind is not None:
         return bool(getattr(kind, "hasobject", False))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
-from gpufs.engine._arguments import view_of
+from gpufs.engine._arguments import has_references, view_of
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi
 
@@ -16,6 +16,7 @@ _CUDA_HOST: Final = 3
 _ROCM: Final = 10
 _ROCM_HOST: Final = 11
 _CUDA_MANAGED: Final = 13
+_HOST_KINDS: Final = frozenset({_CPU, _CUDA_HOST, _ROCM_HOST})
 _DRIVER_OF: Final = {
     _CPU: "host",
     _CUDA: "cuda",
@@ -113,7 +114,56 @@ def _from_cuda_array(engine: Engine, memory: SupportsCudaArrayInterface, writabl
     return DeviceRange(int(index), int(address or 0), size)
 
 
+@dataclass(frozen=True, slots=True)
+class HostRange:
+    """Host memory of an object: its address and bytes, whether it must not be written, and what keeps it alive."""
+
+    address: int
+    bytes: int
+    read_only: bool
+    keep: object
+
+    def release(self) -> None:
+        """Ends the use of an object that has the buffer protocol."""
+        if isinstance(self.keep, ffi.CData):
+            ffi.release(self.keep)
+
+
+def host_range(memory: Any, *, writable: bool) -> HostRange:
+    """The host memory of a contiguous object that has the buffer protocol, or of a DLPack array in host memory.
+
+    TypeError for what is neither, ValueError or BufferError for an array that is not contiguous, that is read-only
+    where it is to be written, or that lies on a device.
+    """
+    try:
+        view = view_of(memory, writable=writable)
+    except TypeError:
+        if not isinstance(memory, SupportsDLPack) or has_references(memory):
+            raise
+        if int(memory.__dlpack_device__()[0]) not in _HOST_KINDS:
+            raise ValueError("the array is not in host memory") from None
+        found, capsule = _look_at_dlpack(memory)
+        return HostRange(found.address, found.bytes, False, capsule)
+    return HostRange(int(ffi.cast("uintptr_t", view)), len(view), not writable and not _is_writable(memory), view)
+
+
+def _is_writable(memory: Any) -> bool:
+    # memoryview() would tell, but does not know all kinds of data (numpy's dates).
+    try:
+        ffi.release(ffi.from_buffer(memory, require_writable=True))
+    except (BufferError, TypeError, ValueError):
+        return False
+    return True
+
+
 def _from_dlpack(engine: Engine, memory: SupportsDLPack) -> tuple[DeviceRange, object]:
+    kind = int(memory.__dlpack_device__()[0])
+    if _DRIVER_OF.get(kind) != engine.driver:
+        raise ValueError(f"the array is not on a device of the {engine.driver} driver")
+    return _look_at_dlpack(memory)
+
+
+def _look_at_dlpack(memory: SupportsDLPack) -> tuple[DeviceRange, object]:
     import ctypes
 
     class Tensor(ctypes.Structure):
@@ -130,9 +180,6 @@ def _from_dlpack(engine: Engine, memory: SupportsDLPack) -> tuple[DeviceRange, o
             ("byte_offset", ctypes.c_uint64),
         )
 
-    kind = int(memory.__dlpack_device__()[0])
-    if _DRIVER_OF.get(kind) != engine.driver:
-        raise ValueError(f"the array is not on a device of the {engine.driver} driver")
     # Only looked at, never taken over: the capsule frees what it holds when it goes, which is after the transfer.
     capsule = memory.__dlpack__()
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from gpufs.engine._arguments import instance, signed, unsigned, view_of
+from gpufs.engine._arguments import instance, signed, unsigned
+from gpufs.engine._arrays import host_range
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
@@ -69,13 +70,12 @@ class Buffer(Handle):
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Fills a writable contiguous buffer (bytearray, numpy array, ...) from ``offset``; returns the bytes read.
 
-        Fewer than asked for only at the end of the file; holes read as zeros. TypeError, ValueError or BufferError
-        when the destination is not such a buffer.
+        Also a contiguous array in host memory that has DLPack. Fewer bytes than asked for only at the end of the file;
+        holes read as zeros. Memory that is locked (:class:`HostLock`) the device writes to itself. TypeError,
+        ValueError or BufferError when the destination is no such buffer; EngineError as :class:`HostLock` where
+        locking is mandatory.
         """
-        with view_of(destination, writable=True) as view:
-            done = ffi.new("uint64_t *")
-            check(lib.gpufs_buffer_read(self._handle, unsigned("offset", offset), view, len(view), done))
-        return int(done[0])
+        return self._move(lib.gpufs_buffer_read, offset, destination, writable=True)
 
     def read_bytes(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes from ``offset``, fewer at the end of the file."""
@@ -83,10 +83,22 @@ class Buffer(Handle):
         return bytes(memoryview(data)[: self.read(offset, data)])
 
     def write(self, offset: int, source: "MemoryBuffer") -> int:
-        """Writes a contiguous buffer (bytes, numpy array, ...) at ``offset``, all of it; returns the bytes written."""
-        with view_of(source, writable=False) as view:
+        """Writes a contiguous buffer (bytes, numpy array, ...) at ``offset``, all of it; returns the bytes written.
+
+        Also a contiguous array in host memory that has DLPack. Memory that is locked the device reads itself.
+        """
+        return self._move(lib.gpufs_buffer_write, offset, source, writable=False)
+
+    def _move(self, call: Any, offset: int, memory: Any, *, writable: bool) -> int:
+        host = host_range(memory, writable=writable)
+        try:
+            automatic = self.engine._automatic_locks
+            if automatic is not None:
+                automatic.seen(memory, host)
             done = ffi.new("uint64_t *")
-            check(lib.gpufs_buffer_write(self._handle, unsigned("offset", offset), view, len(view), done))
+            check(call(self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes, done))
+        finally:
+            host.release()
         return int(done[0])
 
     def resize(self, size: int) -> None:

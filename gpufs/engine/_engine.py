@@ -3,11 +3,19 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
-from gpufs.engine._arguments import signed, text, unsigned
+from gpufs.engine._arguments import choice, signed, text, unsigned
+from gpufs.engine._automatic_locks import AutomaticLocks
 from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._native import ffi, lib
+
+LockPolicy = Literal["auto", "off", "mandatory"]
+_LOCK_POLICIES: Final[dict[str, int]] = {
+    "auto": lib.GPUFS_LOCK_AUTO,
+    "off": lib.GPUFS_LOCK_OFF,
+    "mandatory": lib.GPUFS_LOCK_MANDATORY,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +82,14 @@ class Engine(Handle):
     ``memory_bytes`` caps each device, 0 for the driver's default (host requires a number).
     ``slab_file_bytes``: files up to this size share slabs of device memory, 0: none do; at most 1 MiB.
     ``statistics_path``: a file that the counters live in (docs/statistics.md), made anew and left at the end.
+    ``lock_policy`` says when host memory is locked without a :class:`HostLock`: "auto" locks numpy arrays of 1 MiB and
+    more that own their memory, once they are copied from or to for the third time and until they go, a quarter of the
+    machine's memory at most (GPUs only); "off" never does; "mandatory" locks whatever is copied from or to for as long
+    as that takes, and the copy fails where it cannot.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
     """
 
-    __slots__ = ("_devices", "driver")
+    __slots__ = ("_automatic_locks", "_devices", "driver")
 
     def __init__(
         self,
@@ -87,6 +99,7 @@ class Engine(Handle):
         memory_bytes: int = 0,
         slab_file_bytes: int = 0,
         statistics_path: str = "",
+        lock_policy: LockPolicy = "auto",
     ) -> None:
         name = ffi.new("char[]", text("driver", driver))
         path = ffi.new("char[]", os.fsencode(statistics_path))
@@ -98,6 +111,7 @@ class Engine(Handle):
                 "memory_bytes": unsigned("memory_bytes", memory_bytes),
                 "slab_file_bytes": unsigned("slab_file_bytes", slab_file_bytes),
                 "statistics_path": path,
+                "lock_policy": choice("lock_policy", _LOCK_POLICIES, lock_policy),
             },
         )
         handle = ffi.new("gpufs_handle *")
@@ -107,6 +121,9 @@ class Engine(Handle):
         count = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, count))
         self._devices = int(count[0])
+        self._automatic_locks: AutomaticLocks | None = None
+        if lock_policy == "auto" and not all(device.info.cpu_addressable for device in self.devices):
+            self._automatic_locks = AutomaticLocks(self._handle)
 
     @property
     def devices(self) -> tuple[Device, ...]:

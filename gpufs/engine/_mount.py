@@ -55,6 +55,21 @@ class Attributes:
     device: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What has been moved out of a file's buffer and into it since it was made, by whatever path.
+
+    Bytes, and operations as docs/statistics.md counts them; ``last_backend``: the one that moved bytes of it last, ""
+    if none did.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    last_backend: str = ""
+
+
 def _pack(a: Attributes) -> Any:
     return ffi.new(
         _ATTRIBUTES,
@@ -200,6 +215,12 @@ class Mount(Handle):
         if status.error:
             raise failure(status)
         return _unpack(attributes)
+
+    def inode_activity(self, ino: int) -> Activity:
+        """What has been moved in and out of a file. EngineError ENOENT if unknown, EINVAL for what has no buffer."""
+        a = ffi.new("gpufs_inode_activity *")
+        check(lib.gpufs_inode_activity_get(self._handle, ino, a))
+        return Activity(a.bytes_read, a.bytes_written, a.reads, a.writes, ffi.string(a.last_backend).decode())
 
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits in ``set`` name, all or nothing; returns the attributes as they are afterwards."""

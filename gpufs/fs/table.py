@@ -5,7 +5,7 @@
 
 from typing import Protocol
 
-from gpufs.engine import Attributes
+from gpufs.engine import Activity, Attributes
 
 
 class InodeTable(Protocol):
@@ -23,6 +23,9 @@ class InodeTable(Protocol):
 
     def inode_get(self, ino: int) -> Attributes:
         """The attributes as they are now. ENOENT if unknown."""
+
+    def inode_activity(self, ino: int) -> Activity:
+        """What has been moved in and out of a buffer. ENOENT if unknown, EINVAL for what has no buffer."""
 
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits name, all or nothing, and returns the result. ENOENT if unknown."""

@@ -26,6 +26,11 @@ class VirtualAttributes:
             b"address": self._address,
             b"bytes_held": self._bytes_held,
             b"last_path": tree.path,
+            b"bytes_read": self._activity("bytes_read"),
+            b"bytes_written": self._activity("bytes_written"),
+            b"reads": self._activity("reads"),
+            b"writes": self._activity("writes"),
+            b"last_backend": self._activity("last_backend"),
         }
 
     def get(self, node: Node, name: bytes) -> bytes:
@@ -49,3 +54,11 @@ class VirtualAttributes:
         if not isinstance(node, BufferFile):
             return None
         return b"%d" % (self._table.inode_get(node.ino).blocks * 512)
+
+    def _activity(self, name: str) -> Callable[[Node], bytes | None]:
+        def value(node: Node) -> bytes | None:
+            if not isinstance(node, BufferFile):
+                return None
+            return str(getattr(self._table.inode_activity(node.ino), name)).encode()
+
+        return value

@@ -41,6 +41,11 @@ gpufs_status gpufs_log_configure(int fd, int level);
 
 /* ---- engine and devices ---- */
 
+/* Host memory that is not locked, when it is copied from or to (gpufs_buffer_read, gpufs_buffer_write), and the memory
+ * of a mount's requests. AUTO: requests' where possible, others never. OFF: none. MANDATORY: for the time of the copy,
+ * and what cannot be locked fails. */
+enum { GPUFS_LOCK_AUTO = 0, GPUFS_LOCK_OFF = 1, GPUFS_LOCK_MANDATORY = 2 };
+
 typedef struct {
   const char* driver;    /* "host", "cuda", "hip" */
   int32_t devices;       /* host: how many to simulate; others: how many to use, 0 for all */
@@ -51,6 +56,7 @@ typedef struct {
    * locked for as long as the engine lives; where it cannot be made the log says so and memory serves. Its format:
    * docs/statistics.md. */
   const char* statistics_path;
+  int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without being asked for */
 } gpufs_engine_options;
 
 typedef struct {
@@ -110,12 +116,43 @@ gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info)
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size);
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes);
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* found);
-/* *done is the count moved, short only at the end of the file (read). */
+/* *done is the count moved, short only at the end of the file (read). Where the host memory is locked the device copies
+ * straight from and to it; EACCES for a read to memory that is locked as read_only. */
 gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes, uint64_t* done);
 gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
                                 uint64_t* done);
 /* The device address of offset 0; from now on the buffer never moves and cannot grow past maximum_bytes. */
 gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address);
+
+/* ---- host memory that is locked ---- */
+
+/* Locks (pins) memory of the program's own: devices then copy from and to it without a detour. Ranges are bytes; the
+ * driver pins the pages that they touch, and two ranges may share one. What is inside a locked range adds a reference
+ * to it, and every gpufs_host_lock() needs its gpufs_host_unlock() of the same range: the last one really unlocks.
+ * Memory that somebody else has locked is recorded whole and never unlocked by the engine. read_only: the memory is
+ * only copied to devices (it may be mapped for reading only).
+ *
+ * The memory must stay mapped until it is unlocked: nobody notices when it goes, and what comes to its addresses then
+ * is not what devices see. Locks are the process's; a forked child has none. With the engine they all go.
+ *
+ * EINVAL: empty, or beyond the address space. EFAULT: not mapped. EEXIST: it overlaps a locked range and is not inside
+ * it; the text names both. EACCES: it is locked as read_only. ENOMEM: no more can be locked; the text says what to do.
+ * Nothing has changed then. */
+gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t bytes, int32_t read_only);
+/* ENOENT: that range is not locked. Another failure is the driver's: it is locked as before. */
+gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes);
+
+typedef struct {
+  uint64_t address; /* of what is locked around the range */
+  uint64_t bytes;
+  uint64_t references;
+  int32_t foreign;   /* somebody else locked it */
+  int32_t read_only; /* devices may not write to it */
+} gpufs_host_lock_info;
+
+/* ENOENT when not all of the range is locked, as one. */
+gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
+                                      gpufs_host_lock_info* info);
 
 /* ---- mount: the data plane of one FUSE connection ---- */
 
@@ -196,6 +233,17 @@ gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpu
 
 /* It was read by other means than the mount's native operations: its access time follows gpufs_mount_access_times(). */
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
+
+typedef struct {
+  uint64_t bytes_read, bytes_written;
+  uint64_t reads, writes;   /* operations, as the backends count them: docs/statistics.md */
+  const char* last_backend; /* that moved bytes of it: "mount", "fastpath", ...; "" for none. Never freed. */
+} gpufs_inode_activity;
+
+/* What has been moved in and out of a regular file's buffer, by whatever path. ENOENT if unknown, EINVAL for what has
+ * no buffer. */
+gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_inode_activity* activity);
+
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
  * become now, set-id bits go, and the kernel is told as by gpufs_mount_invalidate_inode(). ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);

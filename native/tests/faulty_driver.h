@@ -42,7 +42,7 @@ class Fault {
 
 struct FaultPlan {
   Fault create_memory, reserve, populate, release, export_memory, bind, copy_in, copy_out, copy_within, zero, peer,
-      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin;
+      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool binds_threads = false;
   bool reserve_copies = false;
   bool cpu_addressable = true;
@@ -213,7 +213,15 @@ class FaultyDevice : public Device {
     Status status = plan_->pin.next("pin");
     return status.ok() ? inner_->pin(address, n) : status;
   }
-  Status unpin(void* address) override { return inner_->unpin(address); }
+  Status pin_read_only(const void* address, std::size_t n) override {
+    Status status = plan_->pin.next("pin_read_only");
+    return status.ok() ? inner_->pin(const_cast<void*>(address), n) : status;
+  }
+  Status unpin(void* address) override {
+    Status status = plan_->unpin.next("unpin");
+    return status.ok() ? inner_->unpin(address) : status;
+  }
+  Result<PinnedHostRange> pinned_range(const void* address) override { return inner_->pinned_range(address); }
   Result<DeviceAddress> address_of_pinned(void* address) override { return inner_->address_of_pinned(address); }
 
  private:

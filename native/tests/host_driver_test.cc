@@ -295,7 +295,8 @@ TEST_F(HostDriverTest, PinsFollowTheRules) {
   EXPECT_EQ(device(0).pin(host.data(), ~std::size_t{0}).error(), EINVAL);
   EXPECT_TRUE(device(0).unpin(host.data()).ok());
   EXPECT_TRUE(device(0).unpin(host.data() + 4096).ok());
-  EXPECT_EQ(device(0).unpin(host.data()).error(), EINVAL);
+  EXPECT_EQ(device(0).unpin(host.data()).error(), ENOENT);
+  EXPECT_EQ(device(0).pinned_range(host.data()).error(), ENOENT);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -20,7 +21,8 @@ import pytest
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import unhurried, wait_until
 
-from gpufs.engine import Buffer, Engine
+from gpufs import statistics
+from gpufs.engine import Buffer, Engine, EngineError, HostLock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(120)]
 
@@ -312,3 +314,78 @@ def test_a_hundred_gibibytes(gpu: GpufsMount) -> None:
         ]
         assert [process.wait(240) for process in workers] == [0] * 8, mode
     assert file.stat().st_size == size
+
+
+def moved(engine: Engine, backend: str) -> tuple[int, int]:
+    found = statistics.parse(engine.statistics_read()).devices[0].counts[backend]
+    return found["in"].bytes, found["out"].bytes
+
+
+def test_locked_memory_goes_straight() -> None:
+    """A gibibyte of numpy, whole and in parts; and nothing of it by way of anybody's other memory."""
+    numpy = pytest.importorskip("numpy")
+    with Engine("cuda", lock_policy="off") as engine, Buffer(engine) as buffer:
+        data = numpy.random.default_rng(7).integers(0, 256, GIB, dtype=numpy.uint8)
+        back = numpy.zeros_like(data)
+        with HostLock(engine, data), HostLock(engine, back):
+            assert buffer.write(0, data) == GIB
+            assert buffer.read(0, back) == GIB
+            assert moved(engine, "locked") == (GIB, GIB)
+            assert moved(engine, "pageable") == (0, 0)
+            assert engine.io_statistics()["bounce_pool"]["pinned_bytes"] == 0
+        assert (data == back).all()
+        # Only a part of it is locked: a copy across the border would be refused.
+        with HostLock(engine, data[100 * MIB + 5 : 300 * MIB + 7]):
+            back[:] = 0
+            buffer.write(0, data)
+            buffer.read(0, back)
+            assert (data == back).all()
+            buffer.read(0, data)
+        assert (data == back).all()
+        assert moved(engine, "locked")[0] == GIB + 200 * MIB + 2
+
+
+def test_locks_and_what_the_driver_says() -> None:
+    """Ranges that share a page, memory that is mapped for reading, and memory that somebody else has locked."""
+    numpy = pytest.importorskip("numpy")
+    cuda = ctypes.CDLL("libcuda.so.1")
+    with Engine("cuda") as engine, Buffer(engine) as buffer, tempfile.TemporaryFile() as file:
+        memory = mmap.mmap(-1, 64 * MIB)
+        array = numpy.frombuffer(memory, dtype=numpy.uint8)
+        with HostLock(engine, array[:1000]) as one, HostLock(engine, array[1000:9000]) as other:
+            assert not one.foreign
+            assert not other.foreign
+            buffer.write(0, array[:9000])
+            assert moved(engine, "locked")[0] == 9000
+        file.write(b"x" * MIB)
+        file.flush()
+        with HostLock(engine, mmap.mmap(file.fileno(), MIB, access=mmap.ACCESS_READ)) as source:
+            assert source.read_only
+        context, before = ctypes.c_void_p(), ctypes.c_void_p()
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert cuda.cuCtxPushCurrent_v2(context) == 0
+        address = ctypes.c_void_p(array.ctypes.data)
+        assert cuda.cuMemHostRegister_v2(address, ctypes.c_size_t(64 * MIB), 1) == 0
+        with HostLock(engine, array[10 * MIB : 20 * MIB]) as foreign:
+            assert foreign.foreign
+            gauges = statistics.parse(engine.statistics_read()).gauges
+            assert gauges["locked_bytes"] == 64 * MIB  # recorded whole
+            buffer.write(0, array)
+        assert cuda.cuMemHostUnregister(address) == 0, "it was unlocked by gpufs"
+        assert cuda.cuCtxPopCurrent_v2(ctypes.byref(before)) == 0
+        assert cuda.cuDevicePrimaryCtxRelease_v2(0) == 0
+        with pytest.raises(EngineError) as refused:
+            HostLock(engine, 4096, 4096)
+        assert refused.value.errno == errno.EFAULT
+
+
+def test_arrays_that_are_used_again_and_again_get_locked() -> None:
+    numpy = pytest.importorskip("numpy")
+    with Engine("cuda") as engine, Buffer(engine) as buffer:
+        data = numpy.ones(64 * MIB, dtype=numpy.uint8)
+        for _ in range(5):
+            buffer.write(0, data)
+        assert moved(engine, "locked") == (3 * 64 * MIB, 0)
+        del data
+        assert statistics.parse(engine.statistics_read()).gauges["locked_bytes"] == 0
+        assert buffer.read_bytes(0, 3) == b"\x01\x01\x01"

@@ -106,6 +106,7 @@ class FakeBackend:
         self.sparse_tail = False
         self.deaf = False
         self.hang: threading.Event | None = None
+        self.hanging = 0  # calls that have come to hang, all in all
         self.refuse_start: OSError | None = None
         self.requests: list[dict[str, Any]] = []
         self.writes: list[int] = []
@@ -121,8 +122,10 @@ class FakeBackend:
             self.open.remove(item)
 
     def open_host(self, fd: int) -> Item:
-        if self.hang is not None:
-            self.hang.wait(30)
+        if (hang := self.hang) is not None:
+            with self.lock:
+                self.hanging += 1
+            hang.wait(30)
         return Item(self, fd)
 
     def open_buffer(self, ino: int) -> Item:

@@ -17,6 +17,7 @@ from gpufs.engine import (
     SET_NLINK,
     SET_SIZE,
     SET_UID,
+    Activity,
     Attributes,
 )
 
@@ -95,6 +96,10 @@ class FakeTable:
 
     def inode_read(self, ino: int) -> None:
         self.inode_set(ino, SET_ATIME_NOW, Attributes())
+
+    def inode_activity(self, ino: int) -> Activity:
+        self._known(ino)
+        return Activity(last_backend="mount")
 
     def buffer_address(self, ino: int) -> int:
         self._known(ino)

@@ -12,6 +12,7 @@
 #include "abi/engine.h"
 #include "abi/handles.h"
 #include "gpufs.h"
+#include "memory/host_transfer.h"
 
 namespace gpufs {
 namespace {
@@ -101,7 +102,8 @@ gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* desti
   return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
     if (done == nullptr || (destination == nullptr && bytes > 0)) return gpufs::null_argument();
     *done = 0;
-    const Result<std::size_t> count = found.read(offset, std::span(static_cast<std::byte*>(destination), bytes));
+    const Result<std::size_t> count =
+        gpufs::read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes));
     if (count.ok()) *done = count.value();
     return count.status();
   });
@@ -112,7 +114,8 @@ gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void
   return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
     if (done == nullptr || (source == nullptr && bytes > 0)) return gpufs::null_argument();
     *done = 0;
-    const Result<std::size_t> count = found.write(offset, std::span(static_cast<const std::byte*>(source), bytes));
+    const Result<std::size_t> count =
+        gpufs::write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes));
     if (count.ok()) *done = count.value();
     return count.status();
   });

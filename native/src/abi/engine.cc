@@ -36,9 +36,11 @@ Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, con
   }
   if (!counters.ok()) return counters.status();
   engine->counters_ = counters.take();
+  engine->host_locks_ = std::make_shared<HostLocks>(engine->driver_, options.lock_policy);
   for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
     Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
     if (!device.ok()) return device.status();
+    device.value()->set_host_locks(engine->host_locks_);
     device.value()->set_counters(observe::DeviceCounters(engine->counters_, index));
     if (options.slab_file_bytes > 0) {
       Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*device.value(), options.slab_file_bytes);
@@ -110,6 +112,10 @@ void Engine::publish_gauges() {
     set(gauges.bounce_waits, pool.waits);
     set(gauges.bounce_pin_failures, pool.pin_failures);
   }
+  const HostLocks::Statistics locked = host_locks_->statistics();
+  set(counters_->gauges().locked_bytes, locked.bytes);
+  set(counters_->gauges().locked_ranges, locked.ranges);
+  set(counters_->gauges().request_pinned_bytes, locked.mount_bytes);
   for (std::size_t index = 0; index < devices_.size(); ++index) {
     DeviceContext& device = *devices_[index];
     observe::DeviceGauges& gauges = counters_->gauges(index);
@@ -155,6 +161,19 @@ Result<std::shared_ptr<Engine>> find(gpufs_handle handle) { return HandleTable::
 
 Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
 
+Result<LockPolicy> lock_policy_from(std::int32_t value) {
+  switch (value) {
+    case GPUFS_LOCK_AUTO:
+      return LockPolicy::kAuto;
+    case GPUFS_LOCK_OFF:
+      return LockPolicy::kOff;
+    case GPUFS_LOCK_MANDATORY:
+      return LockPolicy::kMandatory;
+    default:
+      return Status(EINVAL, "lock_policy must be auto, off or mandatory");
+  }
+}
+
 // The text as far as it fits, always terminated.
 template <std::size_t N>
 void fill(char (&field)[N], const std::string& text) {
@@ -184,6 +203,9 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     opening.driver_options = {options->devices, options->memory_bytes};
     opening.slab_file_bytes = options->slab_file_bytes;
     if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
+    Result<gpufs::LockPolicy> policy = gpufs::lock_policy_from(options->lock_policy);
+    if (!policy.ok()) return policy.status();
+    opening.lock_policy = policy.value();
     Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<Engine>(opened.take());
@@ -198,6 +220,8 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
     if (!taken.ok()) return taken.status();
     taken.value()->close();
     HandleTable::instance().close_owned(engine);
+    // After the mounts, whose requests' memory is locked, too.
+    taken.value()->host_locks()->close();
     return {};
   });
 }
@@ -281,6 +305,36 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
     // A device that is out of service cannot say more, and its health is what the caller wants to see.
     memory->total_bytes = context.value()->info().total_bytes;
     return health.ok() ? now.status() : Status();
+  });
+}
+
+gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t bytes, int32_t read_only) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (!found.ok()) return found.status();
+    return found.value()->host_locks()->lock(
+        address, bytes, read_only != 0 ? gpufs::HostLocks::Access::kSource : gpufs::HostLocks::Access::kBoth);
+  });
+}
+
+gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes) {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    return found.ok() ? found.value()->host_locks()->unlock(address, bytes) : found.status();
+  });
+}
+
+gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
+                                      gpufs_host_lock_info* info) {
+  return guarded([&]() -> Status {
+    if (info == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
+    if (!found.ok()) return found.status();
+    const Result<gpufs::HostLocks::Info> known = found.value()->host_locks()->info(address, bytes);
+    if (!known.ok()) return known.status();
+    *info = {known.value().whole.start, known.value().whole.bytes(), known.value().references,
+             known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0};
+    return {};
   });
 }
 }

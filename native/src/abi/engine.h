@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "device/device_context.h"
 #include "drivers/driver.h"
+#include "memory/host_locks.h"
 
 namespace gpufs {
 
@@ -25,6 +26,7 @@ struct EngineOptions {
   DriverOptions driver_options;
   std::uint64_t slab_file_bytes = 0;  // files up to this size share slabs; 0: none do
   std::string statistics_path;        // the file that holds the counters; empty: none does
+  LockPolicy lock_policy = LockPolicy::kAuto;
 };
 
 class Engine {
@@ -38,6 +40,9 @@ class Engine {
   // EINVAL outside 0..device_count()-1.
   [[nodiscard]] Result<std::shared_ptr<DeviceContext>> device(std::int32_t index) const;
   [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
+
+  // Host memory that is locked for these devices.
+  [[nodiscard]] const std::shared_ptr<HostLocks>& host_locks() const { return host_locks_; }
 
   // The counters of all devices.
   [[nodiscard]] observe::Region& counters() const { return *counters_; }
@@ -63,6 +68,7 @@ class Engine {
 
   std::shared_ptr<Driver> driver_;
   std::shared_ptr<observe::Region> counters_;
+  std::shared_ptr<HostLocks> host_locks_;
   std::vector<std::shared_ptr<DeviceContext>> devices_;
 
   std::mutex transfers_mutex_;   // held while the transfers are made, so that they are made once; before mutex_

@@ -2,6 +2,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -24,6 +25,7 @@
 #include "fuse/session.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
+#include "memory/host_locks.h"
 
 namespace gpufs {
 namespace {
@@ -58,24 +60,27 @@ class EngineBuffers : public fuse::BufferSource {
   const std::vector<std::shared_ptr<DeviceContext>> devices_;
 };
 
-// Copies of requests' payloads go from and to page-locked memory where a vendor's runtime makes them.
-fuse::PinHooks pin_hooks(const std::vector<std::shared_ptr<DeviceContext>>& devices) {
-  for (const std::shared_ptr<DeviceContext>& context : devices) {
-    if (context->info().cpu_addressable) continue;
-    // One device's pin serves all: drivers pin for every context.
-    return {[context](void* address, std::size_t bytes) {
-              if (Status status = context->device().pin(address, bytes); !status.ok()) {
-                log_warning("request memory is not pinned: " + status.message());
-                return;
-              }
-              count(context->counters().region()->gauges().request_pinned_bytes, bytes);
-            },
-            [context](void* address, std::size_t bytes) {
-              if (!context->device().unpin(address).ok()) return;  // it never was
-              count(context->counters().region()->gauges().request_pinned_bytes, std::uint64_t{0} - bytes);
-            }};
+// Copies of requests' payloads go from and to locked memory where a vendor's runtime makes them.
+fuse::PinHooks pin_hooks(const Engine& engine) {
+  const auto& devices = engine.devices();
+  const std::shared_ptr<HostLocks>& locks = engine.host_locks();
+  const bool mandatory = locks->policy() == LockPolicy::kMandatory;
+  if (locks->policy() == LockPolicy::kOff) return {};
+  if (std::all_of(devices.begin(), devices.end(), [](const auto& device) { return device->info().cpu_addressable; })) {
+    return {};  // nothing is copied by a device
   }
-  return {};
+  return {[locks, mandatory](void* address, std::size_t bytes) -> Status {
+            Status status = locks->lock(address, bytes, HostLocks::Access::kBoth, HostLocks::Owner::kMount);
+            if (status.ok()) return status;
+            if (mandatory) return status.with_context("locking the memory for requests is mandatory");
+            log_warning("request memory is not locked: " + status.message());
+            return {};
+          },
+          [locks](void* address, std::size_t bytes) {
+            const Status status = locks->unlock(address, bytes);
+            // ENOENT: it never was locked.
+            if (!status.ok() && status.error() != ENOENT) log_warning(status.message());
+          }};
 }
 
 // Shared by the handle table and by calls under way.
@@ -86,7 +91,7 @@ class Mount {
     std::shared_ptr<Mount> mount(new Mount(engine));
     if (Status status = mount->table_.start(); !status.ok()) return status;
     fuse::SessionOptions complete = options;
-    complete.pin_hooks = pin_hooks(engine.devices());
+    complete.pin_hooks = pin_hooks(engine);
     Result<std::unique_ptr<fuse::Session>> session =
         fuse::Session::create(std::move(device), std::move(relay), mount->table_, complete);
     if (!session.ok()) return session.status();
@@ -252,6 +257,23 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes*
     const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
     *attributes = inode->attributes();
+    return {};
+  });
+}
+
+gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_inode_activity* activity) {
+  return guarded([&]() -> Status {
+    using gpufs::observe::Flow;
+    if (activity == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    if (!found.ok()) return found.status();
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
+    if (!inode->buffer()) return Status(EINVAL, "the inode has no buffer");
+    const gpufs::observe::FileActivity& seen = inode->buffer()->activity();
+    const std::size_t last = seen.last();
+    *activity = {seen.bytes(Flow::kOut), seen.bytes(Flow::kIn), seen.operations(Flow::kOut), seen.operations(Flow::kIn),
+                 last < gpufs::observe::kBackendCount ? gpufs::observe::kBackendNames[last].data() : ""};
     return {};
   });
 }

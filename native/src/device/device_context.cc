@@ -270,6 +270,8 @@ Result<MemoryInfo> DeviceContext::memory() const {
   return info;
 }
 
+void DeviceContext::set_host_locks(std::shared_ptr<HostLocks> locks) { host_locks_ = std::move(locks); }
+
 void DeviceContext::set_slabs(std::shared_ptr<SlabPool> slabs) { slabs_ = std::move(slabs); }
 
 }  // namespace gpufs

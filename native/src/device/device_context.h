@@ -19,7 +19,8 @@
 namespace gpufs {
 
 class EventPool;
-class SlabPool;  // memory/slab_pool.h
+class HostLocks;  // memory/host_locks.h
+class SlabPool;   // memory/slab_pool.h
 class StreamPool;
 
 struct DeviceContextOptions {
@@ -103,6 +104,10 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   void set_slabs(std::shared_ptr<SlabPool> slabs);
   [[nodiscard]] SlabPool* slabs() const { return slabs_.get(); }
 
+  // The engine's list of locked host memory; null where there is none. Set once, before the context is shared.
+  void set_host_locks(std::shared_ptr<HostLocks> locks);
+  [[nodiscard]] HostLocks* host_locks() const { return host_locks_.get(); }
+
  private:
   struct Worker;
 
@@ -115,6 +120,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   std::unique_ptr<EventPool> events_;
   std::unique_ptr<StreamPool> streams_;
   std::shared_ptr<SlabPool> slabs_;
+  std::shared_ptr<HostLocks> host_locks_;
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
   std::atomic<std::uint64_t> ahead_bytes_{0};

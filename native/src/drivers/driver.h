@@ -132,6 +132,12 @@ class Stream {
   virtual Status synchronize() = 0;
 };
 
+// Host memory that is pinned: [start, end).
+struct PinnedHostRange {
+  std::uintptr_t start = 0;
+  std::uintptr_t end = 0;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -167,9 +173,14 @@ class Device {
   // another device that it can reach. False where that cannot be told. Any thread.
   virtual bool holds(DeviceAddress /*address*/) { return true; }
 
-  // Page-locks host memory for fast copies. Any thread. ENOMEM when the limit on locked memory is reached.
+  // Page-locks host memory for fast copies. Any thread. ENOMEM when the limit on locked memory is reached, EEXIST when
+  // it is pinned already, whoever did it; unpin: ENOENT when nothing that starts there is.
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;
+  // What is pinned around an address, whoever did it. Any thread. EOPNOTSUPP where the driver cannot tell.
+  virtual Result<PinnedHostRange> pinned_range(const void* /*address*/) {
+    return Status(EOPNOTSUPP, "this driver does not tell what is pinned");
+  }
   // The address at which the device sees host memory that pin() has pinned. Any thread.
   virtual Result<DeviceAddress> address_of_pinned(void* address) = 0;
   // The same for memory that is mapped for reading only, as a source of copies to the device (unpin() undoes it).

@@ -134,6 +134,7 @@ bool Operations::read(Request& request, Responder& responder) {
       responder.data(gathered.value().pieces);
     }
     measured.done(gathered.value().bytes);
+    inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, gathered.value().bytes);
     return true;
   }
   if (!gathered.ok() && gathered.error() != EOPNOTSUPP) {
@@ -158,6 +159,7 @@ bool Operations::read(Request& request, Responder& responder) {
     responder.data({&part, 1});
   }
   measured.done(got.value());
+  inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, got.value());
   return true;
 }
 
@@ -227,6 +229,7 @@ Result<std::size_t> Operations::write_to_limit(Buffer& buffer, std::uint64_t off
 void Operations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
   file.inode->was_written(loss);
   statistics_.written_bytes.add(bytes);
+  file.inode->buffer()->activity().note(observe::Backend::kMount, observe::Flow::kIn, bytes);
   fuse_write_out out{};
   out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
   responder.body(out);

@@ -26,8 +26,11 @@ Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const Pin
   static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
   static_cast<void>(::madvise(base, bytes, MADV_DONTDUMP));  // users' data
   static_cast<void>(::mlock(base, bytes));  // refused to plain users beyond their limit; only speed is lost
-  PayloadMemory memory(static_cast<std::byte*>(base), bytes, hooks);
-  if (hooks != nullptr && hooks->pin) hooks->pin(memory.payload().data(), memory.payload().size());
+  PayloadMemory memory(static_cast<std::byte*>(base), bytes, nullptr);
+  if (hooks != nullptr && hooks->pin) {
+    if (Status status = hooks->pin(memory.payload().data(), memory.payload().size()); !status.ok()) return status;
+  }
+  memory.hooks_ = hooks;
   return memory;
 }
 

@@ -11,15 +11,15 @@
 
 namespace gpufs::fuse {
 
-// Page-locks memory for the devices that copy from and to it; best effort, so it returns nothing.
+// Locks memory for the devices that copy from and to it. A failure of pin: the memory must not be used without.
 struct PinHooks {
-  std::function<void(void* address, std::size_t bytes)> pin;
+  std::function<Status(void* address, std::size_t bytes)> pin;
   std::function<void(void* address, std::size_t bytes)> unpin;
 };
 
 class PayloadMemory {
  public:
-  // Populated and, best effort, locked and pinned. payload_bytes is rounded up to pages.
+  // Populated, locked (best effort), and pinned as the hooks say. payload_bytes is rounded up to pages.
   static Result<PayloadMemory> create(std::size_t payload_bytes, const PinHooks* hooks);
 
   PayloadMemory(PayloadMemory&& other) noexcept;

@@ -501,7 +501,9 @@ void TransferJob::start_path(Chunk& chunk) const {
 }
 
 void TransferJob::end_path(const Chunk& chunk, bool failed) const {
-  counters_.end(backend_of(chunk.path), flow_, chunk.done - chunk.before, failed, observe::now_ns() - chunk.started);
+  const std::uint64_t moved = chunk.done - chunk.before;
+  counters_.end(backend_of(chunk.path), flow_, moved, failed, observe::now_ns() - chunk.started);
+  if (const auto& buffer = request_.target.buffer()) buffer->activity().note(backend_of(chunk.path), flow_, moved);
 }
 
 void TransferJob::give_up_fastpath(const Status& why) {

@@ -16,6 +16,7 @@
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "observe/file_activity.h"
 
 namespace gpufs {
 
@@ -130,6 +131,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
   // Descriptors of the memory for other processes: see DeviceMemory::export_memory().
   virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
+
+  // Noted by whoever moves the bytes.
+  [[nodiscard]] observe::FileActivity& activity() { return activity_; }
+
+ private:
+  observe::FileActivity activity_;
 };
 
 }  // namespace gpufs

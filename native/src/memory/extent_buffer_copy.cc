@@ -148,6 +148,8 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
   if (done == 0 && !status.ok()) return status;
   taken.done(done);
   given.done(done);
+  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
+  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
   return done;
 }
 

@@ -29,11 +29,12 @@ inline void count(Counter& counter, std::uint64_t amount = 1) { counter.fetch_ad
 
 namespace gpufs::observe {
 
-// Who moved the bytes. A transfer is a whole copy between a file and a device, whatever moved its pieces.
-enum class Backend : std::uint8_t { kMount, kFastpath, kFallback, kDeviceCopy, kTransfer };
-inline constexpr std::size_t kBackendCount = 5;
-inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {"mount", "fastpath", "fallback",
-                                                                              "device_copy", "transfer"};
+// Who moved the bytes. A transfer is a whole copy between a file and a device, whatever moved its pieces. Locked and
+// pageable: copies from and to a program's own memory, which is locked or not.
+enum class Backend : std::uint8_t { kMount, kFastpath, kFallback, kDeviceCopy, kTransfer, kLocked, kPageable };
+inline constexpr std::size_t kBackendCount = 7;
+inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {
+    "mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable"};
 // Into the device's memory or out of it.
 enum class Flow : std::uint8_t { kIn, kOut };
 inline constexpr std::size_t kFlowCount = 2;

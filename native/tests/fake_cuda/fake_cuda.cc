@@ -270,6 +270,31 @@ CuResult checked(std::initializer_list<CuAddress> addresses, std::uint64_t bytes
   return kCuSuccess;
 }
 
+// The pinned range that has a byte of [address, address + bytes), if there is one.
+std::map<void*, std::uint64_t>::iterator pinned_around(const void* address, std::uint64_t bytes) {
+  State& s = state();
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  return std::find_if(s.pinned.begin(), s.pinned.end(), [&](const auto& range) {
+    const auto first = reinterpret_cast<std::uintptr_t>(range.first);
+    return first < start + bytes && start < first + range.second;
+  });
+}
+
+// Counts a copy from or to host memory by what that is. One that is pinned in part only is refused, as by a driver.
+CuResult count_host_copy(const void* address, std::uint64_t bytes) {
+  State& s = state();
+  const auto range = pinned_around(address, bytes);
+  if (range == s.pinned.end()) {
+    ++s.calls["copy, pageable"];
+    return kCuSuccess;
+  }
+  const auto first = reinterpret_cast<std::uintptr_t>(range->first);
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  if (start < first || start + bytes > first + range->second) return kCuInvalidValue;
+  ++s.calls["copy, pinned"];
+  return kCuSuccess;
+}
+
 const char* name_of(CuResult code) {
   switch (code) {
     case kCuSuccess:
@@ -511,6 +536,13 @@ CuResult cuMemFree_v2(CuAddress address) {
 // Of the device whose allocation or mapping it is; whatever is not, is the host's.
 CuResult cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
   ENTER_WITH_CONTEXT("cuPointerGetAttribute");
+  if (attribute == kCuPointerRangeStart || attribute == kCuPointerRangeBytes) {
+    const auto range = pinned_around(pointer(address), 1);
+    if (range == s.pinned.end()) return kCuInvalidValue;
+    if (attribute == kCuPointerRangeStart) std::memcpy(answer, &range->first, sizeof(void*));
+    if (attribute == kCuPointerRangeBytes) std::memcpy(answer, &range->second, sizeof(std::uint64_t));
+    return kCuSuccess;
+  }
   int device = -1;
   for (int candidate = 0; candidate < s.setup.devices && device < 0; ++candidate) {
     const auto allocation = s.allocations.upper_bound(address);
@@ -536,7 +568,8 @@ CuResult cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
 #ifndef FAKE_CUDA_OLD
 CuResult cuMemHostRegister_v2(void* address, std::size_t bytes, unsigned /*flags*/) {
   ENTER_WITH_CONTEXT("cuMemHostRegister_v2");
-  if (!s.pinned.emplace(address, bytes).second) return kCuHostMemoryAlreadyRegistered;
+  if (pinned_around(address, bytes) != s.pinned.end()) return kCuHostMemoryAlreadyRegistered;
+  s.pinned.emplace(address, bytes);
   return kCuSuccess;
 }
 #endif
@@ -549,6 +582,7 @@ CuResult cuMemHostUnregister(void* address) {
 CuResult cuMemcpyHtoDAsync_v2(CuAddress destination, const void* source, std::size_t bytes, CuStream stream) {
   ENTER_WITH_CONTEXT("cuMemcpyHtoDAsync_v2");
   if (const CuResult code = checked({destination}, bytes, stream); code != kCuSuccess) return code;
+  if (const CuResult code = count_host_copy(source, bytes); code != kCuSuccess) return code;
   lock.unlock();
   std::memcpy(pointer(destination), source, bytes);
   return kCuSuccess;
@@ -557,6 +591,7 @@ CuResult cuMemcpyHtoDAsync_v2(CuAddress destination, const void* source, std::si
 CuResult cuMemcpyDtoHAsync_v2(void* destination, CuAddress source, std::size_t bytes, CuStream stream) {
   ENTER_WITH_CONTEXT("cuMemcpyDtoHAsync_v2");
   if (const CuResult code = checked({source}, bytes, stream); code != kCuSuccess) return code;
+  if (const CuResult code = count_host_copy(destination, bytes); code != kCuSuccess) return code;
   lock.unlock();
   std::memcpy(destination, pointer(source), bytes);
   return kCuSuccess;

@@ -37,7 +37,8 @@ struct FakeCudaControl {
   int (*reset)(const FakeCudaSetup* setup);
   // The n-th call of `symbol` from now (1: the next) and `times - 1` after it fail with `code`, without effect.
   void (*fail)(const char* symbol, int n, int code, int times);
-  // Calls of `symbol` since reset(), the failed ones too.
+  // Calls of `symbol` since reset(), the failed ones too. "copy, pinned" and "copy, pageable": copies from or to host
+  // memory of that kind.
   int (*calls)(const char* symbol);
   void (*state)(FakeCudaState* state);
   // While held, no event is done and waiting for one blocks.

@@ -271,6 +271,31 @@ bool reachable(Address address, std::uint64_t bytes, int device) {
   return true;
 }
 
+// The pinned range that has a byte of [address, address + bytes), if there is one.
+std::map<const void*, std::uint64_t>::iterator pinned_around(const void* address, std::uint64_t bytes) {
+  State& s = state();
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  return std::find_if(s.pinned.begin(), s.pinned.end(), [&](const auto& range) {
+    const auto first = reinterpret_cast<std::uintptr_t>(range.first);
+    return first < start + bytes && start < first + range.second;
+  });
+}
+
+// Counts a copy from or to host memory by what that is. One that is pinned in part only is refused, as by a driver.
+HipResult count_host_copy(const void* address, std::uint64_t bytes) {
+  State& s = state();
+  const auto range = pinned_around(address, bytes);
+  if (range == s.pinned.end()) {
+    ++s.calls["copy, pageable"];
+    return kHipSuccess;
+  }
+  const auto first = reinterpret_cast<std::uintptr_t>(range->first);
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  if (start < first || start + bytes > first + range->second) return kHipInvalidValue;
+  ++s.calls["copy, pinned"];
+  return kHipSuccess;
+}
+
 // A stray access takes the device down, as real ones do.
 HipResult checked(std::initializer_list<const void*> addresses, std::uint64_t bytes, HipStream stream) {
   State& s = state();
@@ -572,7 +597,8 @@ HipResult hipFree(void* address) {
 #ifndef FAKE_HIP_OLD
 HipResult hipHostRegister(void* address, std::size_t bytes, unsigned flags) {
   ENTER_ON_DEVICE("hipHostRegister");
-  if (!s.pinned.emplace(address, bytes).second) return kHipHostMemoryAlreadyRegistered;
+  if (pinned_around(address, bytes) != s.pinned.end()) return kHipHostMemoryAlreadyRegistered;
+  s.pinned.emplace(address, bytes);
   s.pin_flags = flags;
   return kHipSuccess;
 }
@@ -586,6 +612,7 @@ HipResult hipHostUnregister(void* address) {
 HipResult hipMemcpyHtoDAsync(void* destination, const void* source, std::size_t bytes, HipStream stream) {
   ENTER_ON_DEVICE("hipMemcpyHtoDAsync");
   if (const HipResult code = checked({destination}, bytes, stream); code != kHipSuccess) return code;
+  if (const HipResult code = count_host_copy(source, bytes); code != kHipSuccess) return code;
   stream->queue([=] { std::memcpy(destination, source, bytes); });
   return kHipSuccess;
 }
@@ -593,6 +620,7 @@ HipResult hipMemcpyHtoDAsync(void* destination, const void* source, std::size_t 
 HipResult hipMemcpyDtoHAsync(void* destination, void* source, std::size_t bytes, HipStream stream) {
   ENTER_ON_DEVICE("hipMemcpyDtoHAsync");
   if (const HipResult code = checked({source}, bytes, stream); code != kHipSuccess) return code;
+  if (const HipResult code = count_host_copy(destination, bytes); code != kHipSuccess) return code;
   stream->queue([=] { std::memcpy(destination, source, bytes); });
   return kHipSuccess;
 }
@@ -777,6 +805,20 @@ HipResult hipGetProcAddress(const char* symbol, void** address, int version, std
   if (wanted == "hipAmdFileRead") *address = reinterpret_cast<void*>(file_read);
   if (wanted == "hipAmdFileWrite" && s.setup.file_write) *address = reinterpret_cast<void*>(file_write);
   if (*address != nullptr) *status = kHipSymbolFound;
+  return kHipSuccess;
+}
+
+HipResult hipPointerGetAttribute(void* value, int attribute, void* address) {
+  ENTER_ON_DEVICE("hipPointerGetAttribute");
+  const auto range = pinned_around(address, 1);
+  if (range == s.pinned.end()) return kHipInvalidValue;
+  if (attribute == kHipPointerRangeStart) {
+    std::memcpy(value, &range->first, sizeof(void*));
+  } else if (attribute == kHipPointerRangeBytes) {
+    std::memcpy(value, &range->second, sizeof(std::uint64_t));
+  } else {
+    return kHipInvalidValue;
+  }
   return kHipSuccess;
 }
 

@@ -59,7 +59,8 @@ struct FakeHipControl {
   int (*reset)(const FakeHipSetup* setup);
   // The n-th call of `symbol` from now (1: the next) and `times - 1` after it fail with `code`, without effect.
   void (*fail)(const char* symbol, int n, int code, int times);
-  // Calls of `symbol` since reset(), the failed ones too.
+  // Calls of `symbol` since reset(), the failed ones too. "copy, pinned" and "copy, pageable": copies from or to host
+  // memory of that kind.
   int (*calls)(const char* symbol);
   void (*state)(FakeHipState* state);
   // While held, no stream does any of its work.

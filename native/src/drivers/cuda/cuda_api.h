@@ -64,6 +64,9 @@ enum : int {
   kCuPointerMemoryType = 2,
   kCuPointerIsManaged = 8,
   kCuPointerDeviceOrdinal = 9,
+  // Of a pointer, host memory that is pinned included.
+  kCuPointerRangeStart = 11,
+  kCuPointerRangeBytes = 12,
 };
 
 enum : unsigned {

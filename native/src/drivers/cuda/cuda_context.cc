@@ -352,6 +352,21 @@ Status CudaContext::address_of_pinned(void* address, DeviceAddress* seen) {
   return status;
 }
 
+Result<PinnedHostRange> CudaContext::pinned_range(const void* address) {
+  if (!library_->has<&Functions::pointer_attribute>())
+    return Status(EOPNOTSUPP, "this driver does not tell what is pinned");
+  const auto at = reinterpret_cast<CuAddress>(address);
+  CuAddress start = 0;
+  std::size_t bytes = 0;
+  Status status = call<&Functions::pointer_attribute>("cuPointerGetAttribute", Purpose::kHost, &start,
+                                                      int{kCuPointerRangeStart}, at);
+  if (!status.ok()) return status;
+  status = call<&Functions::pointer_attribute>("cuPointerGetAttribute", Purpose::kHost, &bytes,
+                                               int{kCuPointerRangeBytes}, at);
+  if (!status.ok()) return status;
+  return PinnedHostRange{static_cast<std::uintptr_t>(start), static_cast<std::uintptr_t>(start) + bytes};
+}
+
 bool CudaContext::same_vendor(const gpu::Context& other) const {
   return dynamic_cast<const CudaContext*>(&other) != nullptr;
 }

@@ -76,6 +76,7 @@ class CudaContext final : public gpu::Context {
   Status pin_read_only(const void* address, std::size_t bytes) override;
   Status unpin(void* address) override;
   Status address_of_pinned(void* address, DeviceAddress* seen) override;
+  Result<PinnedHostRange> pinned_range(const void* address) override;
 
   [[nodiscard]] bool same_vendor(const gpu::Context& other) const override;
   Result<bool> reaches(gpu::Context& peer) override;

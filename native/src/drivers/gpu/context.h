@@ -107,6 +107,7 @@ class Context {
   virtual Status pin_read_only(const void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;
   virtual Status address_of_pinned(void* address, DeviceAddress* seen) = 0;
+  virtual Result<PinnedHostRange> pinned_range(const void* address) = 0;
 
   // peer: of the same vendor. These two need no current device.
   [[nodiscard]] virtual bool same_vendor(const Context& other) const = 0;

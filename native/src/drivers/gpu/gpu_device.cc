@@ -115,6 +115,12 @@ Result<DeviceAddress> GpuDevice::address_of_pinned(void* address) {
   return seen;
 }
 
+Result<PinnedHostRange> GpuDevice::pinned_range(const void* address) {
+  const Current current(*context_);
+  if (!current.status().ok()) return current.status();
+  return context_->pinned_range(address);
+}
+
 GpuDriver::GpuDriver(std::string name, std::vector<std::shared_ptr<Context>> contexts) : name_(std::move(name)) {
   devices_.reserve(contexts.size());
   for (auto& context : contexts) devices_.push_back(std::make_unique<GpuDevice>(std::move(context)));

@@ -40,6 +40,7 @@ class GpuDevice final : public Device {
   Status pin(void* address, std::size_t bytes) override;
   Status unpin(void* address) override;
   Result<DeviceAddress> address_of_pinned(void* address) override;
+  Result<PinnedHostRange> pinned_range(const void* address) override;
   Status pin_read_only(const void* address, std::size_t bytes) override;
 
  private:

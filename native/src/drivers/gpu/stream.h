@@ -52,7 +52,7 @@ class GpuStream final : public Stream {
 
   const std::shared_ptr<Context> context_;
   StreamHandle stream_;  // constant
-  const bool owned_;  // destroyed with this
+  const bool owned_;     // destroyed with this
 };
 
 }  // namespace gpufs::gpu

@@ -60,6 +60,10 @@ enum : int {
   kHipMemoryTypeDevice = 2,  // as of ROCm 6; earlier ones number otherwise
 
   kHipSymbolFound = 0,  // what hipGetProcAddress says of a symbol
+
+  // Of a pointer, host memory that is pinned included.
+  kHipPointerRangeStart = 11,
+  kHipPointerRangeBytes = 12,
 };
 
 enum : unsigned {
@@ -174,6 +178,7 @@ using HipFileCall = HipResult (*)(HipFileHandle handle, void* device, std::uint6
   X(stream_device, "hipStreamGetDevice", HipStream, int*)                                         \
   X(stream_capturing, "hipStreamIsCapturing", HipStream, int*)                                    \
   X(host_address, "hipHostGetDevicePointer", void**, void*, unsigned)                             \
+  X(pointer_attribute, "hipPointerGetAttribute", void*, int, void*)                               \
   X(symbol_address, "hipGetProcAddress", const char*, void**, int, std::uint64_t, int*)
 // clang-format on
 

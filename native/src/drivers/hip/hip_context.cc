@@ -328,6 +328,21 @@ Status HipContext::address_of_pinned(void* address, DeviceAddress* seen) {
   return status;
 }
 
+Result<PinnedHostRange> HipContext::pinned_range(const void* address) {
+  if (!library_->has<&Functions::pointer_attribute>())
+    return Status(EOPNOTSUPP, "this runtime does not tell what is pinned");
+  auto* const at = const_cast<void*>(address);
+  void* start = nullptr;
+  std::size_t bytes = 0;
+  Status status = call<&Functions::pointer_attribute>("hipPointerGetAttribute", Purpose::kHost, &start,
+                                                      int{kHipPointerRangeStart}, at);
+  if (!status.ok()) return status;
+  status = call<&Functions::pointer_attribute>("hipPointerGetAttribute", Purpose::kHost, &bytes,
+                                               int{kHipPointerRangeBytes}, at);
+  if (!status.ok()) return status;
+  return PinnedHostRange{reinterpret_cast<std::uintptr_t>(start), reinterpret_cast<std::uintptr_t>(start) + bytes};
+}
+
 bool HipContext::same_vendor(const gpu::Context& other) const {
   return dynamic_cast<const HipContext*>(&other) != nullptr;
 }

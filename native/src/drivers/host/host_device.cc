@@ -37,8 +37,18 @@ Status HostPins::pin(void* address, std::size_t bytes) {
 Status HostPins::unpin(void* address) {
   const std::lock_guard lock(mutex_);
   if (ranges_.erase(reinterpret_cast<std::uintptr_t>(address)) == 0)
-    return Status(EINVAL, "no pinned range starts there");
+    return Status(ENOENT, "no pinned range starts there");
   return {};
+}
+
+Result<PinnedHostRange> HostPins::around(const void* address) const {
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  const std::lock_guard lock(mutex_);
+  const auto next = ranges_.upper_bound(at);
+  if (next != ranges_.begin() && std::prev(next)->first + std::prev(next)->second > at) {
+    return PinnedHostRange{std::prev(next)->first, std::prev(next)->first + std::prev(next)->second};
+  }
+  return Status(ENOENT, "nothing is pinned there");
 }
 
 HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins)

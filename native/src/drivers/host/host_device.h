@@ -39,9 +39,10 @@ class HostPins {
  public:
   Status pin(void* address, std::size_t bytes);
   Status unpin(void* address);
+  Result<PinnedHostRange> around(const void* address) const;
 
  private:
-  std::mutex mutex_;  // guards ranges_; innermost
+  mutable std::mutex mutex_;  // guards ranges_; innermost
   std::map<std::uintptr_t, std::size_t> ranges_;
 };
 
@@ -65,6 +66,7 @@ class HostDevice : public Device {
   Status pin(void* address, std::size_t bytes) override { return pins_->pin(address, bytes); }
   Status unpin(void* address) override { return pins_->unpin(address); }
   Result<DeviceAddress> address_of_pinned(void* address) override { return reinterpret_cast<DeviceAddress>(address); }
+  Result<PinnedHostRange> pinned_range(const void* address) override { return pins_->around(address); }
 
  private:
   DeviceInfo info_;

@@ -1,0 +1,136 @@
+"""Host memory that is locked, so that devices copy from and to it themselves."""
+
+import errno
+import os
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from gpufs.engine._arguments import instance, unsigned
+from gpufs.engine._arrays import HostRange, host_range
+from gpufs.engine._binding import EngineError, check
+from gpufs.engine._engine import Engine
+from gpufs.engine._native import ffi, lib
+
+if TYPE_CHECKING:
+    from gpufs.engine._arrays import SupportsDLPack
+    from gpufs.engine._buffer import MemoryBuffer
+
+
+def _unlock(pid: int, engine: int, host: HostRange) -> None:
+    # A forked child has none of its parent's locks.
+    if os.getpid() == pid:
+        lib.gpufs_host_unlock(engine, ffi.cast("void *", host.address), host.bytes)
+
+
+class HostLock:
+    """Locks host memory until unlock(), close(), the end of ``with``, or until this object goes.
+
+    ``memory``: a contiguous object that has the buffer protocol (numpy array, bytearray, mmap, ...), an array in host
+    memory that has DLPack (a tensor of PyTorch), or an address with ``size`` in bytes. Objects are kept alive; memory
+    named by its address must stay mapped until it is unlocked, and nobody notices when it does not. ``read_only``: it
+    is only going to be copied to devices, and may be mapped for reading only; None: as the object says (an address:
+    no).
+
+    Any bytes may be locked, not only whole pages. A range inside a locked one is locked together with it: the last
+    lock that goes unlocks. Memory that another library has locked already counts as locked and stays so afterwards. A
+    forked child has none of the locks.
+
+    EngineError EINVAL for an empty range; EFAULT where it is not mapped; EEXIST where it overlaps a locked range and is
+    not inside it; EACCES where it is locked as read-only; ENOMEM when no more can be locked, and what to do about it.
+    TypeError or ValueError for memory that cannot be locked.
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "_host", "engine")
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: "MemoryBuffer | SupportsDLPack | int",
+        size: int | None = None,
+        *,
+        read_only: bool | None = None,
+    ) -> None:
+        instance("engine", Engine, engine)
+        if isinstance(memory, int):
+            if size is None:
+                raise TypeError("an address needs a size")
+            host = HostRange(unsigned("memory", memory), unsigned("size", size), bool(read_only), None)
+        elif size is not None:
+            raise TypeError("only an address has a size")
+        else:
+            found = host_range(memory, writable=read_only is False)
+            readable_only = found.read_only if read_only is None else read_only
+            host = HostRange(found.address, found.bytes, readable_only, found.keep)
+        try:
+            check(lib.gpufs_host_lock(engine._handle, ffi.cast("void *", host.address), host.bytes, host.read_only))
+        except BaseException:
+            host.release()
+            raise
+        self.engine = engine
+        self._host: HostRange = host
+        # It has the memory, which so lives until it is unlocked.
+        self._finalizer = weakref.finalize(self, _unlock, os.getpid(), engine._handle, host)
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._host.address
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._host.bytes
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it was locked for copies to devices only."""
+        return self._host.read_only
+
+    @property
+    def locked(self) -> bool:
+        """Whether it still is, by this object."""
+        return self._finalizer.alive
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another library had locked it before. EngineError ENOENT once it is unlocked."""
+        info = ffi.new("gpufs_host_lock_info *")
+        check(
+            lib.gpufs_host_lock_info_get(
+                self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes, info
+            )
+        )
+        return bool(info.foreign)
+
+    def unlock(self) -> None:
+        """Unlocks it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
+        if not self._finalizer.alive:
+            raise EngineError(
+                errno.ENOENT,
+                f"{self._host.address:#x}-{self._host.address + self._host.bytes:#x} ({self._host.bytes} bytes) is not "
+                "locked by this object any more",
+            )
+        check(lib.gpufs_host_unlock(self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes))
+        self._finalizer.detach()
+        self._host.release()
+
+    def close(self) -> None:
+        """Unlocks it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
+        if not self._finalizer.alive:
+            return
+        try:
+            self.unlock()
+        except EngineError as error:
+            if error.errno != errno.EBADF:
+                raise
+            self._finalizer.detach()
+            self._host.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,356 @@
+#include "memory/host_locks.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <iterator>
+
+#include "base/log.h"
+#include "base/math.h"
+
+namespace gpufs {
+
+struct HostLocks::Entry {
+  Entry(const Range& locked, Owner in_account) : range(locked), owner(in_account), locks{{locked, 1}} {}
+
+  Range range;  // a foreign one may grow to the whole of what somebody pinned
+  const Owner owner;
+  State state = State::kPinning;
+  std::condition_variable changed;
+  Device* device = nullptr;  // that pinned it; null for foreign memory
+  bool source_only = false;
+  std::map<Range, std::uint64_t> locks;  // as they were asked for, and how often
+  std::uint64_t uses = 0;
+
+  [[nodiscard]] std::uint64_t lock_count() const {
+    std::uint64_t total = 0;
+    for (const auto& [range_locked, times] : locks) total += times;
+    return total;
+  }
+};
+
+// What the driver said to a pinning.
+struct HostLocks::Pinned {
+  Status status;
+  Device* device = nullptr;  // null: foreign
+  bool source_only = false;
+  Range whole;
+};
+
+namespace {
+
+// Drivers that pin keep whole pages; addresses of a mapping's pages.
+HostLocks::Range pages_of(const HostLocks::Range& range) {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  return {range.start / page * page, (range.end - 1) / page * page + page};
+}
+
+// Whether every page of it is mapped. MS_ASYNC does nothing but look at the mappings.
+bool is_mapped(const HostLocks::Range& range) {
+  const HostLocks::Range pages = pages_of(range);
+  return ::msync(reinterpret_cast<void*>(pages.start), pages.bytes(), MS_ASYNC) == 0;
+}
+
+std::string remedy() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    return "; this process may lock " + std::to_string(limit.rlim_cur) +
+           " bytes (RLIMIT_MEMLOCK): raise it with `ulimit -l unlimited`, LimitMEMLOCK=infinity in its unit, or lock "
+           "less";
+  }
+  return "; the machine or the process's cgroup has no more memory to lock: lock less, or in smaller parts";
+}
+
+}  // namespace
+
+std::string to_text(const HostLocks::Range& range) {
+  char text[96] = {};
+  std::snprintf(text, sizeof text, "0x%zx-0x%zx (%zu bytes)", static_cast<std::size_t>(range.start),
+                static_cast<std::size_t>(range.end), static_cast<std::size_t>(range.end - range.start));
+  return text;
+}
+
+HostLocks::HostLocks(std::shared_ptr<Driver> driver, LockPolicy policy)
+    : driver_(std::move(driver)), policy_(policy), process_(::getpid()) {}
+
+HostLocks::~HostLocks() { close(); }
+
+HostLocks::Use::~Use() {
+  if (locks_ != nullptr) locks_->end_use(entries_);
+}
+
+Status HostLocks::check(const void* address, std::size_t bytes, Range* range) const {
+  range->start = reinterpret_cast<std::uintptr_t>(address);
+  if (address == nullptr || bytes == 0) return Status(EINVAL, "an empty range cannot be locked");
+  // The last page too must have an end.
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  if (add_overflows(range->start, bytes, &range->end) || range->end > ~std::uintptr_t{0} - page) {
+    return Status(EINVAL, "the range to lock wraps around the end of the address space");
+  }
+  // The child has a copy of this list, but neither the driver nor the pinned pages.
+  if (::getpid() != process_) return Status(EPERM, "memory is locked by the process that opened the engine alone");
+  return {};
+}
+
+std::shared_ptr<HostLocks::Entry> HostLocks::touching_locked(const Range& range) const {
+  auto next = entries_.upper_bound(range.start);
+  if (next != entries_.begin() && std::prev(next)->second->range.end > range.start) return std::prev(next)->second;
+  return next != entries_.end() && next->first < range.end ? next->second : nullptr;
+}
+
+std::shared_ptr<HostLocks::Entry> HostLocks::settled_locked(const Range& range, Lock& lock) const {
+  for (;;) {
+    std::shared_ptr<Entry> entry = touching_locked(range);
+    if (entry == nullptr || entry->state == State::kPinned) return entry;
+    entry->changed.wait(lock, [&] { return entry->state != State::kPinning && entry->state != State::kUnpinning; });
+  }
+}
+
+Device& HostLocks::choose_device() const {
+  // One device's pinning serves all of its driver; it only has to be one that works, and that copies by itself.
+  const auto& devices = driver_->devices();
+  const auto good = std::find_if(devices.begin(), devices.end(), [](const std::unique_ptr<Device>& device) {
+    return !device->info().cpu_addressable && device->health().ok();
+  });
+  return good == devices.end() ? *devices.front() : **good;
+}
+
+HostLocks::Pinned HostLocks::pin(const Range& range, Access access) const {
+  Pinned outcome;
+  outcome.whole = range;
+  if (driver_->devices().empty()) {
+    outcome.status = Status(ENODEV, "there is no device to lock memory for");
+    return outcome;
+  }
+  if (!is_mapped(range)) {
+    outcome.status = Status(EFAULT, to_text(range) + " is not all mapped: it cannot be locked");
+    return outcome;
+  }
+  Device& device = choose_device();
+  auto* const start = reinterpret_cast<void*>(range.start);
+  if (access == Access::kSource) {
+    outcome.status = device.pin_read_only(start, range.bytes());
+    outcome.source_only = outcome.status.ok();
+  }
+  if (access == Access::kBoth || outcome.status.error() == EOPNOTSUPP) {
+    outcome.status = device.pin(start, range.bytes());
+  }
+  if (outcome.status.ok()) {
+    outcome.device = &device;
+    return outcome;
+  }
+  if (outcome.status.error() == EEXIST) {
+    outcome.status = Status();
+    for (const std::uintptr_t at : {range.start, range.end - 1}) {
+      const Result<PinnedHostRange> known = device.pinned_range(reinterpret_cast<void*>(at));
+      if (!known.ok()) continue;
+      const Range whole{known.value().start, known.value().end};
+      if (whole.start > at || at >= whole.end) continue;  // about something else
+      if (whole.contains(range)) {
+        outcome.whole = whole;
+      } else {
+        outcome.status = Status(EEXIST, to_text(range) + " overlaps " + to_text(whole) +
+                                            ", which somebody else has locked, and is not inside it");
+      }
+      break;
+    }
+    return outcome;
+  }
+  outcome.status = outcome.status.with_context("locking " + to_text(range));
+  if (outcome.status.error() == ENOMEM) {
+    outcome.status = Status(ENOMEM, outcome.status.message() + remedy(), outcome.status.device_code());
+  }
+  return outcome;
+}
+
+void HostLocks::settle(const std::shared_ptr<Entry>& entry, const Pinned& outcome) {
+  {
+    const Lock lock(mutex_);
+    if (!outcome.status.ok()) {
+      entry->state = State::kGone;
+      entries_.erase(entry->range.start);
+      count_.store(entries_.size(), std::memory_order_release);
+    } else {
+      entry->state = State::kPinned;
+      entry->device = outcome.device;
+      entry->source_only = outcome.source_only;
+      // Whole, unless a part of it is listed already.
+      const auto place = entries_.find(entry->range.start);
+      const bool room_before = place == entries_.begin() || std::prev(place)->second->range.end <= outcome.whole.start;
+      const bool room_after = std::next(place) == entries_.end() || std::next(place)->first >= outcome.whole.end;
+      if (room_before && room_after) {
+        auto node = entries_.extract(place);
+        node.key() = outcome.whole.start;
+        entry->range = outcome.whole;
+        entries_.insert(std::move(node));
+      }
+    }
+  }
+  entry->changed.notify_all();
+}
+
+Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Owner owner) {
+  Range range;
+  if (Status status = check(address, bytes, &range); !status.ok()) return status;
+  std::shared_ptr<Entry> mine;
+  {
+    Lock lock(mutex_);
+    const std::shared_ptr<Entry> there = settled_locked(range, lock);
+    if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
+    if (there != nullptr) {
+      if (!there->range.contains(range)) {
+        return Status(EEXIST,
+                      to_text(range) + " overlaps the locked range " + to_text(there->range) + " and is not inside it");
+      }
+      if (access == Access::kBoth && there->source_only) {
+        return Status(EACCES, to_text(there->range) + " is locked for devices to read only");
+      }
+      ++there->locks[range];
+      return {};
+    }
+    mine = std::make_shared<Entry>(range, owner);
+    entries_.emplace(range.start, mine);
+    count_.store(entries_.size(), std::memory_order_release);
+  }
+  // Whatever happens, nobody is left waiting for the entry.
+  Pinned outcome;
+  outcome.status = Status(ENOMEM, "");
+  struct Settle {
+    HostLocks& locks;
+    const std::shared_ptr<Entry>& entry;
+    const Pinned& outcome;
+    ~Settle() { locks.settle(entry, outcome); }
+  };
+  {
+    const Settle at_the_end{*this, mine, outcome};
+    outcome = pin(range, access);
+  }
+  return outcome.status;
+}
+
+Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
+  Status status;
+  if (entry->device != nullptr) {
+    entry->state = State::kUnpinning;
+    lock.unlock();
+    status = entry->device->unpin(reinterpret_cast<void*>(entry->range.start));
+    if (status.error() == ENOENT) {
+      log_warning("somebody else has unlocked " + to_text(entry->range));
+      status = Status();
+    }
+    lock.lock();
+  }
+  if (status.ok()) {
+    entry->state = State::kGone;
+    entries_.erase(entry->range.start);
+    count_.store(entries_.size(), std::memory_order_release);
+  } else {
+    entry->state = State::kPinned;
+  }
+  entry->changed.notify_all();
+  return status;
+}
+
+Status HostLocks::unlock(const void* address, std::size_t bytes) {
+  Range range;
+  if (Status status = check(address, bytes, &range); !status.ok()) return status;
+  Lock lock(mutex_);
+  const std::shared_ptr<Entry> entry = settled_locked(range, lock);
+  if (entry == nullptr) return Status(ENOENT, to_text(range) + " is not locked");
+  const auto found = entry->locks.find(range);
+  if (found == entry->locks.end()) {
+    return Status(ENOENT, to_text(range) + " was not locked as such, only " + to_text(entry->range));
+  }
+  if (found->second == 1 && entry->locks.size() == 1 && entry->uses == 0) {
+    const Status status = unpin(entry, lock);
+    return status.ok() ? status : status.with_context("unlocking " + to_text(entry->range));
+  }
+  if (--found->second == 0) entry->locks.erase(found);
+  return {};
+}
+
+Result<HostLocks::Info> HostLocks::info(const void* address, std::size_t bytes) const {
+  Range range;
+  if (Status status = check(address, bytes, &range); !status.ok()) return status;
+  Lock lock(mutex_);
+  const std::shared_ptr<Entry> entry = settled_locked(range, lock);
+  if (entry == nullptr || !entry->range.contains(range)) return Status(ENOENT, to_text(range) + " is not locked");
+  return Info{entry->range, entry->device == nullptr, entry->source_only, entry->lock_count()};
+}
+
+Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Access access) {
+  Use found;
+  if (count_.load(std::memory_order_acquire) == 0 || bytes == 0) {
+    found.parts_.push_back({0, bytes, false});
+    return found;
+  }
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  const Range range{start, start + bytes};
+  Lock lock(mutex_);
+  for (std::uintptr_t at = start; at < range.end;) {
+    const std::shared_ptr<Entry> entry = settled_locked({at, range.end}, lock);
+    const bool here = entry != nullptr && entry->range.start <= at;
+    const std::uintptr_t end =
+        entry == nullptr ? range.end : std::min(here ? entry->range.end : entry->range.start, range.end);
+    if (here) {
+      if (access == Access::kBoth && entry->source_only) {
+        lock.unlock();  // what has been found is given back
+        return Status(EACCES, to_text(entry->range) + " is locked for devices to read only");
+      }
+      found.entries_.push_back(entry);
+      found.locks_ = this;
+      ++entry->uses;
+    }
+    found.parts_.push_back({at - start, end - at, here});
+    at = end;
+  }
+  return found;
+}
+
+void HostLocks::end_use(const std::vector<std::shared_ptr<Entry>>& entries) {
+  Lock lock(mutex_);
+  for (const std::shared_ptr<Entry>& entry : entries) {
+    if (--entry->uses > 0 || !entry->locks.empty()) continue;
+    // Unlocked while it was in use.
+    if (const Status status = unpin(entry, lock); !status.ok()) {
+      log_error(status.with_context("unlocking " + to_text(entry->range)).message());
+    }
+  }
+}
+
+void HostLocks::close() {
+  if (::getpid() != process_) return;
+  Lock lock(mutex_);
+  closed_ = true;
+  for (std::uintptr_t at = 0;;) {
+    const std::shared_ptr<Entry> entry = settled_locked({at, ~std::uintptr_t{0}}, lock);
+    if (entry == nullptr) return;
+    at = entry->range.end;
+    entry->locks.clear();
+    if (entry->uses > 0) continue;
+    if (const Status status = unpin(entry, lock); !status.ok()) {
+      log_warning(status.with_context(to_text(entry->range) + " stays locked").message());
+    }
+  }
+}
+
+HostLocks::Statistics HostLocks::statistics() const {
+  const Lock lock(mutex_);
+  Statistics statistics;
+  for (const auto& [start, entry] : entries_) {
+    statistics.references += entry->lock_count();
+    if (entry->owner == Owner::kMount) {
+      statistics.mount_bytes += entry->range.bytes();
+    } else {
+      statistics.bytes += entry->range.bytes();
+      ++statistics.ranges;
+    }
+  }
+  return statistics;
+}
+
+}  // namespace gpufs

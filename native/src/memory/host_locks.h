@@ -1,0 +1,142 @@
+// Host memory that is locked (pinned): which ranges, by whom, how often. Devices copy from and to it without a detour.
+// One registry an engine, shared by the engine and its devices' contexts; what is still locked is unlocked with it.
+// Any thread may call any function. Those that call the driver say so; no lock is held meanwhile, and only those wait
+// who want the very same memory.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <compare>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+// When memory is locked without being asked for: where it helps and is possible; never; always, or the work fails.
+enum class LockPolicy : int { kAuto, kOff, kMandatory };
+
+// Ranges are bytes, not pages: the driver pins the pages that they touch, and two ranges may share one.
+//  - A range inside a locked one adds a reference to that. The last reference to go unlocks.
+//  - A range that overlaps a locked one and is not inside it is EEXIST, which names both.
+//  - Memory that somebody else pinned (the driver says so) is recorded whole, as foreign, and never unpinned here.
+//  - Memory that is unmapped while it is locked stays pinned, and nobody sees it any more: unlock it first.
+class HostLocks {
+ private:
+  struct Entry;
+
+ public:
+  enum class Access { kBoth, kSource };   // kSource: devices only read it; it may be mapped for reading only
+  enum class Owner { kProgram, kMount };  // in whose account it is
+  struct Range {
+    std::uintptr_t start = 0;
+    std::uintptr_t end = 0;
+    auto operator<=>(const Range&) const = default;
+    [[nodiscard]] bool contains(const Range& other) const { return start <= other.start && other.end <= end; }
+    [[nodiscard]] std::uint64_t bytes() const { return end - start; }
+  };
+
+  HostLocks(std::shared_ptr<Driver> driver, LockPolicy policy);
+  ~HostLocks();
+  HostLocks(const HostLocks&) = delete;
+  HostLocks& operator=(const HostLocks&) = delete;
+
+  [[nodiscard]] LockPolicy policy() const { return policy_; }
+
+  // Calls the driver. EINVAL: empty, or wraps around. EFAULT: not all of it is mapped. EEXIST: see above. EACCES: it is
+  // locked as a source only. ENOMEM, with what to do about it: no more can be locked. EPERM in a forked child.
+  // ESHUTDOWN after close(). Nothing has changed then.
+  Status lock(const void* address, std::size_t bytes, Access access = Access::kBoth, Owner owner = Owner::kProgram);
+  // Undoes one lock() of exactly this range; with the last one of all, the driver's pinning. ENOENT: there is none.
+  // What the driver fails with otherwise: the range is still locked as before.
+  Status unlock(const void* address, std::size_t bytes);
+
+  struct Info {
+    Range whole;  // what is locked around it
+    bool foreign = false;
+    bool source_only = false;
+    std::uint64_t references = 0;
+  };
+  // ENOENT when not all of it is locked, as one range.
+  Result<Info> info(const void* address, std::size_t bytes) const;
+
+  // A part of a range that is locked as one, or not at all: drivers may refuse a copy that crosses the border.
+  struct Part {
+    std::size_t offset = 0;
+    std::size_t bytes = 0;
+    bool locked = false;
+  };
+  // Keeps what is locked of a range so while it lives. Must not outlive the registry.
+  class Use {
+   public:
+    Use() = default;
+    Use(Use&& other) noexcept
+        : locks_(std::exchange(other.locks_, nullptr)),
+          entries_(std::move(other.entries_)),
+          parts_(std::move(other.parts_)) {}
+    Use& operator=(Use&&) = delete;
+    ~Use();
+    [[nodiscard]] const std::vector<Part>& parts() const { return parts_; }
+
+   private:
+    friend class HostLocks;
+    HostLocks* locks_ = nullptr;
+    std::vector<std::shared_ptr<Entry>> entries_;
+    std::vector<Part> parts_;
+  };
+  // The range in parts, in order. EACCES: a part is locked as a source only, and a device is going to write to it.
+  Result<Use> use(const void* address, std::size_t bytes, Access access);
+
+  // Unlocks everything; what is in use, when that ends. Calls the driver. May be called twice.
+  void close();
+
+  struct Statistics {
+    std::uint64_t bytes = 0;  // of the program's ranges, foreign ones included
+    std::uint64_t ranges = 0;
+    std::uint64_t references = 0;  // of all ranges
+    std::uint64_t mount_bytes = 0;
+  };
+  [[nodiscard]] Statistics statistics() const;
+
+ private:
+  enum class State { kPinning, kPinned, kUnpinning, kGone };
+  using Lock = std::unique_lock<std::mutex>;
+  struct Pinned;
+
+  [[nodiscard]] Status check(const void* address, std::size_t bytes, Range* range) const;
+  // The first entry that has a byte of the range; null if none has.
+  [[nodiscard]] std::shared_ptr<Entry> touching_locked(const Range& range) const;
+  // The same once nobody is pinning or unpinning it.
+  [[nodiscard]] std::shared_ptr<Entry> settled_locked(const Range& range, Lock& lock) const;
+  [[nodiscard]] Pinned pin(const Range& range, Access access) const;
+  void settle(const std::shared_ptr<Entry>& entry, const Pinned& outcome);
+  // Unpins an entry with no reference but the caller's; without the lock meanwhile.
+  Status unpin(const std::shared_ptr<Entry>& entry, Lock& lock);
+  void end_use(const std::vector<std::shared_ptr<Entry>>& entries);
+  [[nodiscard]] Device& choose_device() const;
+
+  const std::shared_ptr<Driver> driver_;
+  const LockPolicy policy_;
+  const pid_t process_;
+  std::atomic<std::size_t> count_{0};  // of entries; to pass by without the mutex when there are none
+
+  // Guards all below and every entry; innermost: the driver is never called under it.
+  mutable std::mutex mutex_;
+  std::map<std::uintptr_t, std::shared_ptr<Entry>> entries_;  // by start; none overlap
+  bool closed_ = false;
+};
+
+// "0x7f0000000000-0x7f0000001000 (4096 bytes)".
+std::string to_text(const HostLocks::Range& range);
+
+}  // namespace gpufs

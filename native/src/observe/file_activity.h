@@ -1,0 +1,45 @@
+// What has been read and written of one file, by whatever path, and which path was the last.
+// Owned by the Buffer that it is about.
+// Any thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "observe/counters.h"
+
+namespace gpufs::observe {
+
+class FileActivity {
+ public:
+  static constexpr std::uint8_t kNobody = 255;
+
+  // One operation that has ended, as the backend counts them; those that moved nothing are left out.
+  void note(Backend backend, Flow flow, std::uint64_t bytes) {
+    if (bytes == 0) return;
+    Side& side = sides_[static_cast<std::size_t>(flow)];
+    count(side.bytes, bytes);
+    count(side.operations);
+    last_.store(static_cast<std::uint8_t>(backend), std::memory_order_relaxed);
+  }
+  [[nodiscard]] std::uint64_t bytes(Flow flow) const { return read(&Side::bytes, flow); }
+  [[nodiscard]] std::uint64_t operations(Flow flow) const { return read(&Side::operations, flow); }
+  // A Backend's number, or kNobody.
+  [[nodiscard]] std::uint8_t last() const { return last_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Side {
+    Counter bytes{0};
+    Counter operations{0};
+  };
+  [[nodiscard]] std::uint64_t read(Counter Side::*member, Flow flow) const {
+    return (sides_[static_cast<std::size_t>(flow)].*member).load(std::memory_order_relaxed);
+  }
+
+  std::array<Side, kFlowCount> sides_;
+  std::atomic<std::uint8_t> last_{kNobody};
+};
+
+}  // namespace gpufs::observe
