@@ -10,7 +10,7 @@
 struct FakeCudaSetup {
   int devices = 1;
   std::uint64_t memory_bytes = std::uint64_t{4} << 30;  // of each device; only accounted, until it is touched
-  std::uint64_t address_space_bytes = std::uint64_t{1} << 46;
+  std::uint64_t address_space_bytes = std::uint64_t{1} << 47;
   bool virtual_memory = true;
   bool export_descriptors = true;
   bool peers = true;
