@@ -172,6 +172,7 @@ class _Run:
         for _ in workers:
             self._put(None)
         self._wait(workers)
+        self._refresh()  # as it has become
         if not self._cancel.cancelled:
             self._walk.finish()
 

@@ -1,6 +1,7 @@
 """Tables and numbers for people. What programs read is JSON, printed by json_text()."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +29,11 @@ def json_text(value: Any) -> str:
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
     """Prints a table; `right` are the columns of numbers. Into a file or pipe it goes whole, without colours."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    # One that is wider than the terminal is better wrapped by it, line by line, than squeezed into columns of a letter.
+    if sys.stdout.isatty() and sum(widths) + 2 * (len(widths) - 1) <= os.get_terminal_size(sys.stdout.fileno()).columns:
         _rich_table(headers, rows, right)
         return
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     for row in (headers, *rows):
         cells = [
             cell.rjust(width) if index in right else cell.ljust(width)

@@ -1,5 +1,6 @@
 """gpufs doctor: whether a mount would work here, how fast, and what to do about the rest."""
 
+import os
 import sys
 from dataclasses import asdict
 from typing import Final
@@ -37,7 +38,7 @@ def command(paths: tuple[str, ...], as_json: bool) -> int:
 
 
 def _print(findings: list[Finding]) -> None:
-    coloured = sys.stdout.isatty()
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     group = ""
     for finding in findings:
         if finding.group != group:
