@@ -129,6 +129,8 @@ class Tree(RuleBasedStateMachine):
             parent = self._parent(parts)
             if parts[-1] in parent.children:
                 raise Failed(EEXIST)
+            if node.kind == "dir":
+                node.mode |= parent.mode & stat.S_ISGID
             parent.children[parts[-1]] = node
 
     @rule(parts=paths, mode=st.sampled_from([0o755, 0o700, 0o1777]))
