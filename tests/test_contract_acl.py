@@ -321,7 +321,11 @@ def test_set_gid_without_execution_goes_with_changes_from_outside(file: Path) ->
         "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
         "truncate": lambda: os.truncate(file, 3),
         "O_TRUNC": lambda: os.open(file, os.O_WRONLY | os.O_TRUNC),
+        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
+        "copy": lambda: os.copy_file_range(os.open(other, os.O_RDONLY), os.open(file, os.O_WRONLY), 3, 0, 0),
     }
+    other = file.with_name("other")
+    other.write_bytes(b"more")
     for name, action in actions.items():
         os.chown(file, OTHER, OTHER)
         for groups, left in (([OTHER], 0o2767), ([], 0o767)):

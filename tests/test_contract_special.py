@@ -16,7 +16,9 @@ from errno import EACCES, EAGAIN, EINVAL, ENXIO, EPERM, EWOULDBLOCK
 from pathlib import Path
 
 from support.data import noise
-from support.processes import errno_of, in_child, start_children, wait_children
+from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
+
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def test_fifos(root: Path) -> None:
@@ -155,7 +157,6 @@ def test_leases(root: Path) -> None:
 
 
 def test_changes_are_notified(root: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     assert libc.inotify_add_watch(fd, os.fsencode(root), 0xFFF) > 0
     (root / "file").write_bytes(b"x")
@@ -214,6 +215,15 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs
     os.close(sink)
     os.close(fd)
+
+    if os.geteuid() == 0:
+        watch, in_attrib = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), 4
+        (root / "file").chmod(0o4777)
+        libc.inotify_add_watch(watch, os.fsencode(root / "file"), in_attrib)
+        as_nobody(lambda: os.write(os.open(root / "file", os.O_WRONLY), b"y"))
+        assert stat.S_IMODE((root / "file").stat().st_mode) == 0o777
+        assert errno_of(os.read, watch, 4096) == (EAGAIN if on_gpufs else 0)
+        os.close(watch)
 
 
 def test_what_is_different_by_design(root: Path, on_gpufs: bool) -> None:

@@ -284,7 +284,7 @@ class Tree:
         target_directory.attach(new_name, node)
         if flags & RENAME_WHITEOUT:
             whiteout = Special(self._take_ino(), stat.S_IFCHR, source_directory.device)
-            self._add(whiteout, 0, uid, gid, nlink=1)
+            self._add(whiteout, 0, uid, gid, nlink=1, parent=source_directory.ino)
             source_directory.attach(old_name, whiteout)
             whiteout.names = 1
         else:

@@ -39,6 +39,14 @@ const observe::DeviceCounters& counters_of(const Buffer& buffer) {
   return buffer.device() ? buffer.device()->counters() : nowhere;
 }
 
+// What a change of contents by other means than WRITE takes of a mode beyond what the kernel has seen to: set-gid
+// without execution for the group.
+SetIdLoss bare_loss(const Inode& inode, const Caller& caller) {
+  const gpufs_attributes now = inode.attributes();
+  const bool lost = has_bare_set_gid(now.mode) && !caller.in_group(now.gid) && !caller.keeps_set_id();
+  return lost ? SetIdLoss::kAll : SetIdLoss::kNone;
+}
+
 }  // namespace
 
 Operations::Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
@@ -349,14 +357,15 @@ bool Operations::fallocate(Request& request, Responder& responder) {
     responder.error(EFBIG);
     return true;
   }
+  const SetIdLoss loss = bare_loss(*file->inode, Caller::of(request.header));
   submit_operation(workers_, cancellations_, std::move(responder),
-                   [this, file, in](const Operation& operation, Responder& reply) {
+                   [this, file, in, loss](const Operation& operation, Responder& reply) {
                      const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
                      for (;;) {
                        const std::uint64_t noted = table_.reaped();
                        const Status status = allocate(*file->inode, in, operation);
                        if (status.ok()) {
-                         file->inode->was_written(SetIdLoss::kNone);
+                         file->inode->was_written(loss);
                          return reply.ok();
                        }
                        if (status.error() != ENOSPC) return reply.error(client_error(status, "fallocate"));
@@ -420,8 +429,9 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
     responder.error(EXDEV);
     return true;
   }
+  const SetIdLoss loss = bare_loss(*to->inode, Caller::of(request.header));
   submit_operation(workers_, cancellations_, std::move(responder),
-                   [this, from, to, in, wide](const Operation& operation, Responder& reply) {
+                   [this, from, to, in, wide, loss](const Operation& operation, Responder& reply) {
                      const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
                      const std::int32_t device = to->inode->device();
                      for (;;) {
@@ -439,7 +449,7 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
                        }
                        if (copied.value() > 0) {
                          table_.was_read(*from->inode);
-                         to->inode->was_written(SetIdLoss::kNone);
+                         to->inode->was_written(loss);
                          statistics_.copied_bytes.add(copied.value());
                        }
                        return reply_copied(reply, wide, copied.value());
