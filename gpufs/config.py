@@ -107,6 +107,14 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Files up to this size share slabs of device memory instead of taking a granule each; 0: none do.",
     ),
     Knob(
+        "keep_freed",
+        kinds.duration(0, 3600),
+        1.0,
+        "seconds",
+        "How long memory of removed files is kept for new ones before a GPU's driver gets it back; 0: not at all.",
+        default_text="1s",
+    ),
+    Knob(
         "lock_policy",
         kinds.choice("auto", "off", "mandatory"),
         "auto",

@@ -61,6 +61,7 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
                 memory_bytes=memory,
                 slab_file_bytes=values["slab_file_bytes"],
                 statistics_path=statistics_path,
+                keep_freed=values["keep_freed"],
                 lock_policy=values["lock_policy"],
             )
         except config.ConfigError as failure:

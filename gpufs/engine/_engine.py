@@ -11,6 +11,7 @@ from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._native import ffi, lib
 
 LockPolicy = Literal["auto", "off", "mandatory"]
+_LONGEST_KEPT: Final = 3600.0
 _LOCK_POLICIES: Final[dict[str, int]] = {
     "auto": lib.GPUFS_LOCK_AUTO,
     "off": lib.GPUFS_LOCK_OFF,
@@ -75,6 +76,12 @@ class Device:
         return DeviceMemory(memory.total_bytes, memory.free_bytes, memory.held_bytes, health)
 
 
+def _milliseconds(name: str, seconds: float) -> int:
+    if not 0 <= seconds <= _LONGEST_KEPT:
+        raise ValueError(f"{name}: {seconds!r} is not a time from 0 to {_LONGEST_KEPT} seconds")
+    return round(seconds * 1000)
+
+
 class Engine(Handle):
     """The devices of one driver, opened.
 
@@ -82,6 +89,8 @@ class Engine(Handle):
     ``memory_bytes`` caps each device, 0 for the driver's default (host requires a number).
     ``slab_file_bytes``: files up to this size share slabs of device memory, 0: none do; at most 1 MiB.
     ``statistics_path``: a file that the counters live in (docs/statistics.md), made anew and left at the end.
+    ``keep_freed``: seconds for which a GPU's memory is kept after a buffer has given it back, for whoever takes as much
+    next: the driver clears what it gets back, which slows copies down meanwhile. 0: given back at once.
     ``lock_policy`` says when host memory is locked without a :class:`HostLock`: "auto" locks numpy arrays of 1 MiB and
     more that own their memory, once they are copied from or to for the third time and until they go, a quarter of the
     machine's memory at most (GPUs only); "off" never does; "mandatory" locks whatever is copied from or to for as long
@@ -99,6 +108,7 @@ class Engine(Handle):
         memory_bytes: int = 0,
         slab_file_bytes: int = 0,
         statistics_path: str = "",
+        keep_freed: float = 0.0,
         lock_policy: LockPolicy = "auto",
     ) -> None:
         name = ffi.new("char[]", text("driver", driver))
@@ -111,6 +121,7 @@ class Engine(Handle):
                 "memory_bytes": unsigned("memory_bytes", memory_bytes),
                 "slab_file_bytes": unsigned("slab_file_bytes", slab_file_bytes),
                 "statistics_path": path,
+                "keep_freed_ms": _milliseconds("keep_freed", keep_freed),
                 "lock_policy": choice("lock_policy", _LOCK_POLICIES, lock_policy),
             },
         )

@@ -56,6 +56,8 @@ typedef struct {
    * locked for as long as the engine lives; where it cannot be made the log says so and memory serves. Its format:
    * docs/statistics.md. */
   const char* statistics_path;
+  /* GPUs: how long device memory that was given back is kept for whoever takes as much next; 0: not at all. */
+  uint32_t keep_freed_ms;
   int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without being asked for */
 } gpufs_engine_options;
 

@@ -200,7 +200,8 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
     gpufs::EngineOptions opening;
     opening.driver = options->driver;
-    opening.driver_options = {options->devices, options->memory_bytes};
+    opening.driver_options = {options->devices, options->memory_bytes,
+                              std::chrono::milliseconds(options->keep_freed_ms)};
     opening.slab_file_bytes = options->slab_file_bytes;
     if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
     Result<gpufs::LockPolicy> policy = gpufs::lock_policy_from(options->lock_policy);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -193,6 +194,8 @@ class Device {
 struct DriverOptions {
   int devices = 0;                 // host: how many to simulate; others: how many to use, 0 for all
   std::uint64_t memory_bytes = 0;  // cap a device; 0: the driver's default (host requires one)
+  // GPUs: how long memory that was given back is kept for whoever takes as much next; 0: not at all.
+  std::chrono::milliseconds keep_freed{0};
 };
 
 class Driver {

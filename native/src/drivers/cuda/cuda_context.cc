@@ -103,7 +103,7 @@ Status CudaContext::describe_device() {
 
 CudaContext::~CudaContext() {
   if (context_ == nullptr) return;
-  destroy_idle_streams();
+  give_up_pools();
   library_->call<&Functions::primary_context_release>(device_);
 }
 

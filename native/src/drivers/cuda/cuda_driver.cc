@@ -32,6 +32,7 @@ Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& library
   for (int index = 0; index < count.value(); ++index) {
     Result<std::shared_ptr<cuda::CudaContext>> context = cuda::CudaContext::open(library, index, options.memory_bytes);
     if (!context.ok()) return context.status();
+    context.value()->keep_spares(options.keep_freed);
     contexts.push_back(context.take());
   }
   for (const auto& context : contexts) context->open_to(contexts);

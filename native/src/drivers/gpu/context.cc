@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
+#include <thread>
 
 #include "base/log.h"
 
 namespace gpufs::gpu {
 
-void Context::destroy_idle_streams() {
+void Context::give_up_pools() {
+  spares_.close();
   // Nothing can be done about failures here, and after a fatal one all of these fail.
   const Current current(*this);
   for (StreamHandle stream : idle_streams_) destroy_stream(stream);
@@ -41,11 +44,43 @@ Status Context::take(std::uint64_t bytes) {
   return {};
 }
 
+Status Context::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) {
+  if (Status status = take(bytes); !status.ok()) return status;
+  if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) {
+    *handle = *spare;
+    return {};
+  }
+  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) static_cast<void>(spares_.drop());
+  Status status = create_physical(bytes, handle);
+  if (status.error() == ENOSPC && spares_.drop()) status = create_physical(bytes, handle);
+  if (!status.ok()) give_back(bytes);
+  return status;
+}
+
+void Context::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool kept) {
+  if (!kept || !health().ok() || !spares_.keep(handle, bytes)) release({handle});
+  give_back(bytes);
+}
+
+// Of a device out of service, too: what the vendor still does about it is done.
+void Context::release(const std::vector<PhysicalHandle>& handles) {
+  const Current current(*this);
+  for (const PhysicalHandle handle : handles) release_physical(handle);
+}
+
 Result<MemoryInfo> Context::memory() {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
   MemoryInfo info{info_.total_bytes, 0};
-  if (Status status = free_memory(&info.free_bytes); !status.ok()) return status;
+  // Again where memory went from here to the vendor or back meanwhile.
+  constexpr int kAttempts = 100;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const std::optional<std::uint64_t> before = spares_.changes();
+    if (Status status = free_memory(&info.free_bytes); !status.ok()) return status;
+    info.free_bytes = std::min(info.free_bytes + spares_.bytes(), info.total_bytes);
+    if (before && spares_.changes() == before) break;
+    std::this_thread::yield();
+  }
   if (cap_ != 0) {
     const std::uint64_t taken = taken_.load(std::memory_order_relaxed);
     info.free_bytes = std::min<std::uint64_t>(info.free_bytes, taken < cap_ ? cap_ - taken : 0);

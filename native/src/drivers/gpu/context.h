@@ -1,10 +1,11 @@
 // What all objects of one GPU share, whoever made it: the vendor's calls, the device's health, its account of memory
-// taken and its pool of streams for synchronous work; and the guard that makes the device current on a thread.
-// Owned by shared pointers of the device, its memory, its streams and its events.
+// taken, what of that was given back a moment ago, and its pool of streams for synchronous work; and the guard that
+// makes the device current on a thread. Owned by shared pointers of the device, its memory, its streams and its events.
 // Any thread. The vendor's calls need the device current on the calling thread (Current), unless they say otherwise.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -13,11 +14,11 @@
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "drivers/gpu/spare_memory.h"
 
 namespace gpufs::gpu {
 
 // The vendor's objects, as numbers and pointers that only its own Context reads.
-using PhysicalHandle = std::uint64_t;
 using StreamHandle = void*;
 using EventHandle = void*;
 
@@ -46,7 +47,15 @@ class Context {
   // The account of memory under the cap: ENOSPC when `bytes` more do not fit.
   Status take(std::uint64_t bytes);
   void give_back(std::uint64_t bytes) { taken_.fetch_sub(bytes, std::memory_order_relaxed); }
+  // What others may take: pieces that are only kept for the next to take them included.
   Result<MemoryInfo> memory();
+
+  // How long physical memory is kept after it was given back, 0 for not at all. Before any is taken.
+  void keep_spares(std::chrono::milliseconds patience) { spares_.set_patience(patience); }
+  // Physical memory, within the cap; its bytes are whatever was there. The device must be current.
+  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle);
+  // kept: it may be used again, for nobody else can reach it.
+  void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool kept);
 
   // Streams for synchronous work, each lent to one thread at a time, so that nobody waits for another's copy.
   Result<StreamHandle> borrow_stream();
@@ -118,7 +127,7 @@ class Context {
  protected:
   explicit Context(std::uint64_t cap) : cap_(cap) {}
   // The last thing that a vendor's destructor does while its calls are still there.
-  void destroy_idle_streams();
+  void give_up_pools();
   // "gpu 0".
   [[nodiscard]] std::string name() const { return "gpu " + std::to_string(info_.index); }
 
@@ -131,7 +140,10 @@ class Context {
   bool spans_pieces_ = true;
 
  private:
+  void release(const std::vector<PhysicalHandle>& handles);
+
   std::atomic<std::uint64_t> taken_{0};
+  SpareMemory spares_{[this](const std::vector<PhysicalHandle>& handles) { release(handles); }};
 
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;  // guards failure_; a leaf

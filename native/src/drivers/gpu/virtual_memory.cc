@@ -14,23 +14,15 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 }  // namespace
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<Context> context, std::uint64_t bytes) {
-  if (Status status = context->take(bytes); !status.ok()) return status;
   PhysicalHandle handle = 0;
-  Status status = context->create_physical(bytes, &handle);
-  if (!status.ok()) {
-    context->give_back(bytes);
-    return status;
-  }
+  if (Status status = context->acquire_physical(bytes, &handle); !status.ok()) return status;
   return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(context), handle, bytes));
 }
 
-PhysicalMemory::~PhysicalMemory() {
-  const Current current(*context_);
-  context_->release_physical(handle_);
-  context_->give_back(bytes_);
-}
+PhysicalMemory::~PhysicalMemory() { context_->return_physical(handle_, bytes_, !exported_); }
 
-Result<UniqueFd> PhysicalMemory::export_descriptor() const {
+Result<UniqueFd> PhysicalMemory::export_descriptor() {
+  exported_ = true;
   int fd = -1;
   Status status = context_->export_physical(handle_, &fd);
   if (!status.ok()) return status;

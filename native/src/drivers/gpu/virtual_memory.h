@@ -22,7 +22,8 @@
 
 namespace gpufs::gpu {
 
-// Physical memory of a device; freed when the last piece and the last range that show it are gone.
+// Physical memory of a device, with whatever bytes were there; given back when the last piece and the last range that
+// show it are gone.
 class PhysicalMemory {
  public:
   static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<Context> context, std::uint64_t bytes);
@@ -31,7 +32,7 @@ class PhysicalMemory {
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
   [[nodiscard]] PhysicalHandle handle() const { return handle_; }
-  Result<UniqueFd> export_descriptor() const;
+  Result<UniqueFd> export_descriptor();
 
  private:
   PhysicalMemory(std::shared_ptr<Context> context, PhysicalHandle handle, std::uint64_t bytes)
@@ -39,6 +40,7 @@ class PhysicalMemory {
   const std::shared_ptr<Context> context_;
   const PhysicalHandle handle_;
   const std::uint64_t bytes_;
+  bool exported_ = false;  // others may map it for as long as they like
 };
 
 // A reserved range of addresses and what it shows.

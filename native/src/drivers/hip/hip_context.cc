@@ -90,7 +90,7 @@ Status HipContext::describe_device() {
   return {};
 }
 
-HipContext::~HipContext() { destroy_idle_streams(); }
+HipContext::~HipContext() { give_up_pools(); }
 
 void HipContext::open_to(const std::vector<std::shared_ptr<HipContext>>& peers) {
   if (!virtual_memory_) return;
