@@ -275,6 +275,8 @@ class FakeBuffer : public Buffer {
   Result<DeviceAddress> pin_address(std::uint64_t) override { return unused(); }
   Result<std::vector<ExportedMemory>> export_memory() override { return unused(); }
 
+  [[nodiscard]] bool copies_briefly(const Buffer&, std::uint64_t, std::uint64_t) const override { return brief; }
+  std::atomic<bool> brief{false};             // what copies_briefly() says
   std::atomic<bool> first_chunk_free{false};  // copy_from() copies one chunk before it comes to the gate
   std::size_t piece_bytes = 100'000;
 

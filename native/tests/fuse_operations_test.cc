@@ -43,6 +43,7 @@ class OperationsTest : public SessionTest {
     in.whence = whence;
     return kernel->call(FUSE_LSEEK, ino, bytes_of(in));
   }
+  bool counted(const std::string& text) { return session->statistics().find(text) != std::string::npos; }
   void fill_device(std::int32_t device) {
     const std::lock_guard lock(source->device(device)->mutex);
     source->device(device)->total = source->device(device)->used;
@@ -263,6 +264,42 @@ TEST_F(OperationsTest, ACopyDoesNotHoldUpOthers) {
   EXPECT_EQ(kernel->read(2, from, 0, 10).body.size(), 10U);
   source->device(0)->copies.open();
   EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
+}
+
+TEST_F(OperationsTest, ABriefCopyNeedsNoOtherThread) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  const Bytes data = pattern(1 << 20, 9);
+  kernel->write(2, from, 0, data);
+  buffer(3).brief = true;
+  source->device(0)->copies.close();
+  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
+  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(1));
+  kernel->interrupt(copy);  // finds nothing to stop
+  source->device(0)->copies.open();
+  EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
+  EXPECT_EQ(kernel->read(3, to, 0, 1 << 20).body, data);
+  EXPECT_TRUE(counted("\"copied\": 1048576"));
+}
+
+TEST_F(OperationsTest, ABriefCopyThatFindsTheDeviceFullWaitsForSpaceAsOthersDo) {
+  const std::uint64_t from = add_file(2);
+  const std::uint64_t to = add_file(3);
+  const std::uint64_t other = add_file(4);
+  const Bytes data = pattern(1 << 20, 9);
+  kernel->write(2, from, 0, data);
+  kernel->write(4, other, 0, data);
+  fill_device(0);
+  ASSERT_TRUE(table->release(other).ok());
+  gpufs_attributes gone{};
+  ASSERT_TRUE(table->set(4, GPUFS_SET_NLINK, &gone).ok());
+  buffer(3).brief = true;
+  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
+  ASSERT_TRUE(eventually([&] { return counted("\"space_waits\": 1"); }));
+  EXPECT_EQ(kernel->read(2, from, 0, 1 << 20).body, data);  // nobody is held up
+  ASSERT_TRUE(table->remove(4).ok());
+  EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
+  EXPECT_EQ(kernel->read(3, to, 0, 1 << 20).body, data);
 }
 
 TEST_F(OperationsTest, ReleaseDuringACopy) {

@@ -430,6 +430,19 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
     return true;
   }
   const SetIdLoss loss = bare_loss(*to->inode, Caller::of(request.header));
+  if (to->inode->buffer()->copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
+    const Result<std::uint64_t> copied =
+        to->inode->buffer()->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr);
+    if (copied.ok()) {
+      end_copy(*from->inode, *to->inode, loss, copied.value());
+      reply_copied(responder, wide, copied.value());
+      return true;
+    }
+    if (copied.error() != ENOSPC) {
+      responder.error(client_error(copied.status(), "copy_file_range"));
+      return true;
+    }
+  }
   submit_operation(workers_, cancellations_, std::move(responder),
                    [this, from, to, in, wide, loss](const Operation& operation, Responder& reply) {
                      const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
@@ -447,15 +460,18 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
                          if (wait_for_space(table_, device, noted, operation, deadline)) continue;
                          return reply.error(operation.cancelled ? EINTR : ENOSPC);
                        }
-                       if (copied.value() > 0) {
-                         table_.was_read(*from->inode);
-                         to->inode->was_written(loss);
-                         statistics_.copied_bytes.add(copied.value());
-                       }
+                       end_copy(*from->inode, *to->inode, loss, copied.value());
                        return reply_copied(reply, wide, copied.value());
                      }
                    });
   return true;
+}
+
+void Operations::end_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  table_.was_read(from);
+  to.was_written(loss);
+  statistics_.copied_bytes.add(bytes);
 }
 
 bool Operations::flush_or_fsync(Request& request, Responder& responder) {

@@ -41,6 +41,7 @@ class Operations {
   bool lseek(Request& request, Responder& responder);
   bool fallocate(Request& request, Responder& responder);
   bool copy_file_range(Request& request, Responder& responder);
+  void end_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t bytes);
   bool flush_or_fsync(Request& request, Responder& responder);
   bool release(Request& request, Responder& responder);
 

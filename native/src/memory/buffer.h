@@ -125,6 +125,11 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
   virtual Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                           std::uint64_t bytes, const std::atomic<bool>* cancelled) = 0;
+  // Whether that takes so short that handing it to another thread would take longer.
+  [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
+                                            std::uint64_t /*bytes*/) const {
+    return false;
+  }
 
   // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
   // never moves again. EFBIG if the buffer is larger already, or its address is promised for less.

@@ -66,6 +66,8 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
   Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                   std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
+  [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
+                                    std::uint64_t bytes) const override;
   Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
   Result<std::vector<ExportedMemory>> export_memory() override;
 
