@@ -1,6 +1,7 @@
 """gpufs trace: what it records, that the file is right in itself, and that it gets in nobody's way."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -112,8 +113,8 @@ def check_nesting(spans: Iterable[Event]) -> None:
 
 def checked_perfetto(path: Path) -> list[Event]:
     """The same of a trace in Perfetto's own format, as its own classes for that format read it."""
-    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    unknown = pytest.importorskip("google.protobuf.unknown_fields").UnknownFieldSet
+    protos = importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    unknown = importlib.import_module("google.protobuf.unknown_fields").UnknownFieldSet
     trace = protos.Trace.FromString(path.read_bytes())
     assert trace.ByteSize() == path.stat().st_size, "everything in it is understood"
     first = trace.packet[0]
