@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,11 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     session: Session = request.config.stash[SESSION]
     yield session
     mounts = [str(path) for path in session.scratch.glob("mnt-*") if mounted_at(str(path))]
-    processes = session_processes(session.name)
     assert not mounts, f"left mounted: {mounts}"
+    # A daemon's guard sees only when the daemon has ended that it is not needed any more.
+    deadline = time.monotonic() + 20
+    while (processes := session_processes(session.name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not processes, f"left running: {processes}"
 
 
