@@ -24,6 +24,7 @@ FLAGS: Final = {
     "noexec": 8,
     "sync": 16,
     "dirsync": 128,
+    "nosymfollow": 256,
     "noatime": 1 << 10,
     "nodiratime": 1 << 11,
     "silent": 1 << 15,
@@ -110,6 +111,12 @@ def mounts(pid: str = "self") -> list[MountEntry]:
             else:
                 found[mountpoint] = None  # hides what is mounted below it there
     return [entry for entry in found.values() if entry is not None]
+
+
+def mountpoints() -> list[str]:
+    """Where this process can see anything mounted, of whatever kind."""
+    with open("/proc/self/mountinfo", encoding=None, errors="surrogateescape") as file:
+        return [_undo_escapes(line.split(" ")[4]) for line in file]
 
 
 def entry_of(mountpoint: str) -> MountEntry | None:

@@ -78,6 +78,24 @@ def test_in_use_is_refused_and_says_by_whom(mountpoint: Path) -> None:
     gpufs("umount", mountpoint)
 
 
+def test_in_use_names_mounts_below_and_not_itself(mountpoint: Path) -> None:
+    mount_it(mountpoint)
+    words = [sys.executable, "-m", "gpufs", "umount", str(mountpoint)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(words, cwd=mountpoint, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"gpufs: {mountpoint}: in use (--lazy")
+    if os.geteuid() == 0:
+        below = mountpoint / "gpu0/below"
+        below.mkdir()
+        run("mount", "-t", "tmpfs", "none", below)
+        try:
+            assert f"in use by what is mounted at {below} (" in gpufs("umount", mountpoint, check=False).stderr
+        finally:
+            run("umount", below)
+    gpufs("umount", mountpoint)
+
+
 def test_force_ends_what_runs(mountpoint: Path) -> None:
     pid = mount_it(mountpoint)
     with open(mountpoint / "gpu0/x", "rb+" if (mountpoint / "gpu0/x").exists() else "wb+", buffering=0) as file:
@@ -299,6 +317,9 @@ def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> N
 
 def test_mount_of_a_helper(shared_mount: GpufsMount) -> None:
     """What `users` finds does not ask the mount anything."""
-    with open(shared_mount.device / "held", "w"):
-        assert any(f"({os.getpid()})" in user for user in _mounts.users(str(shared_mount.path), 100))
+    with open(shared_mount.device / "held", "w") as file, subprocess.Popen(["sleep", "100"], stdin=file) as holder:
+        try:
+            assert f"sleep ({holder.pid})" in _mounts.users(str(shared_mount.path), 100)
+        finally:
+            holder.kill()
     os.unlink(shared_mount.device / "held")

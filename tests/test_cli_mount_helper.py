@@ -44,7 +44,9 @@ def test_knobs_and_mount_options() -> None:
         ("ro,noexec,defaults", set()),
         ("noatime,atime,relatime,strictatime,norelatime", {"strictatime"}),
         ("silent,loud,async,nodiratime,lazytime", {"nodiratime", "lazytime"}),
-        ("_netdev,nofail,auto,noauto,nouser,nosuid,nodev,nomand,X-mount.mkdir", set()),
+        ("_netdev,nofail,auto,noauto,nouser,nosuid,nodev,nomand,X-mount.mkdir,uhelper=x", set()),
+        ("nosymfollow", {"nosymfollow"}),
+        ("nosymfollow,symfollow", set()),
     ],
 )
 def test_flags(text: str, flags: set[str]) -> None:

@@ -214,6 +214,12 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     assert os.sendfile(sink, fd, 10, 100) == 0
     assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs
     os.close(sink)
+    read_end, write_end = os.pipe()
+    assert os.splice(fd, write_end, 1, offset_src=0) == 1
+    os.pwrite(fd, b"z", 0)
+    assert os.read(read_end, 1) == (b"x" if on_gpufs else b"z")
+    os.close(read_end)
+    os.close(write_end)
     os.close(fd)
 
     if os.geteuid() == 0:

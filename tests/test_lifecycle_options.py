@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from errno import EACCES, EROFS
+from errno import EACCES, ELOOP, EROFS
 from pathlib import Path
 
 import pytest
@@ -56,12 +56,15 @@ def test_read_only_is_read_only(mount: Mounter, tmp_path: Path) -> None:
 
 
 def test_flags(mount: Mounter) -> None:
-    mounted = mount("-o", "noexec,noatime,nodiratime,sync,rw")
+    mounted = mount("-o", "noexec,noatime,nodiratime,sync,rw,nosymfollow")
     assert flags_of(mounted.path) >= {"rw", "nosuid", "nodev", "noexec", "noatime"}
     program = mounted.device / "program"
     program.write_text("#!/bin/sh\ntrue\n")
     program.chmod(0o755)
     assert errno_of(subprocess.run, [program], check=False) == EACCES
+    (mounted.device / "link").symlink_to("program")
+    assert os.readlink(mounted.device / "link") == "program"
+    assert errno_of((mounted.device / "link").read_bytes) == ELOOP
     mounted.unmount()
 
 

@@ -111,10 +111,12 @@ def other_places(device: str) -> list[str]:
 
 
 def users(mountpoint: str, most: int = 5) -> list[str]:
-    """Processes with a file or directory below the mountpoint open, as "name (pid)", as far as we may look."""
+    """What keeps a mount busy, as far as we may look: mounts below it, and other processes, as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
-    found: list[str] = []
+    found = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
     for pid in filter(str.isdigit, os.listdir("/proc")):
+        if len(found) == most or pid == str(os.getpid()):
+            continue
         links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
         try:
             links += [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
@@ -126,8 +128,6 @@ def users(mountpoint: str, most: int = 5) -> list[str]:
             continue
         if mapped or any(_points_below(link, prefix) for link in links):
             found.append(f"{name} ({pid})")
-            if len(found) == most:
-                break
     return found
 
 

@@ -17,6 +17,7 @@ _OPPOSITES: Final = {
     "nostrictatime": "strictatime",
     "nolazytime": "lazytime",
     "loud": "silent",
+    "symfollow": "nosymfollow",
 }
 # As mount(8) has it: who lets users mount wants no programs run from there, unless a later option says so.
 _NOEXEC: Final = frozenset({"user", "users", "owner", "group"})
@@ -25,7 +26,8 @@ _NOEXEC: Final = frozenset({"user", "users", "owner", "group"})
 _IGNORED: Final = frozenset(
     (
         "auto noauto nofail _netdev nouser nousers noowner nogroup dev nodev suid nosuid mand nomand iversion "
-        "noiversion default_permissions nonempty fd rootmode user_id group_id max_read blksize fsname subtype"
+        "noiversion helper uhelper default_permissions nonempty fd rootmode user_id group_id max_read blksize fsname "
+        "subtype"
     ).split()
 )
 _REFUSED: Final = {

@@ -403,24 +403,28 @@ def copy_file_range(side: Side, source: int, target: int, at: int, to: int, leng
     return moved, [one.value for one in begins]
 
 
-def not_empty(side: Side, slot: int) -> int:
-    """The descriptor. From the end of a file nothing is asked of a FUSE file system, which then counts no access."""
+def source_of(side: Side, slot: int, target: int) -> int:
+    """The descriptor, where both sides do the same with it.
+
+    From the end of a file nothing is asked of a FUSE file system, which then counts no access. And tmpfs puts its own
+    pages into a pipe: what comes from a file and goes there changes on the way.
+    """
     found = os.fstat(side.fds[slot])
-    if stat.S_ISREG(found.st_mode) and found.st_size == 0:
+    if stat.S_ISREG(found.st_mode) and (found.st_size == 0 or os.path.samestat(found, os.fstat(side.fds[target]))):
         raise OSError(errno.ENODATA, "")
     return side.fds[slot]
 
 
 @operation(3, a_slot, a_slot, one_of(0), one_of(1, 100, 4096, 10_000))
 def sendfile(side: Side, target: int, source: int, offset: int, length: int) -> Any:
-    return os.sendfile(side.fds[target], not_empty(side, source), offset, length)
+    return os.sendfile(side.fds[target], source_of(side, source, target), offset, length)
 
 
 @operation(3, a_slot, a_slot, one_of(0), an_offset, one_of(1, 100, 4096, 10_000))
 def splice(side: Side, source: int, target: int, at: int, to: int, length: int) -> Any:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     try:
-        moved = os.splice(not_empty(side, source), write_end, length, offset_src=at)
+        moved = os.splice(source_of(side, source, target), write_end, length, offset_src=at)
         return moved, os.splice(read_end, side.fds[target], length, offset_dst=to) if moved else 0
     finally:
         os.close(read_end)
