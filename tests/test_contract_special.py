@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -221,6 +222,18 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     os.close(read_end)
     os.close(write_end)
     os.close(fd)
+
+    unnamed = -1
+    watch, in_modify = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), 2
+    libc.inotify_add_watch(watch, os.fsencode(root), in_modify)
+    with contextlib.suppress(OSError):  # FUSE has them from Linux 6.2 on
+        unnamed = os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)
+    if unnamed >= 0:
+        os.write(unnamed, b"x")
+        name = os.read(watch, 4096)[16:].rstrip(b"\0")
+        assert name == b"/" if on_gpufs else name.startswith(b"#")
+        os.close(unnamed)
+    os.close(watch)
 
     if os.geteuid() == 0:
         watch, in_attrib = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), 4

@@ -600,7 +600,9 @@ def events(side: Side) -> Any:
             number, mask, _, length = struct.unpack_from("iIII", block, at)
             # A change of attributes is told also where a write takes set-id bits away, but not by FUSE.
             if mask & 0xFFF != IN_ATTRIB:
-                found.append((number, hex(mask), block[at + 16 : at + 16 + length].rstrip(b"\0")))
+                name = block[at + 16 : at + 16 + length].rstrip(b"\0")
+                unnamed = name == b"/" or name.startswith(b"#")  # by O_TMPFILE: tmpfs tells the number
+                found.append((number, hex(mask), b"#" if unnamed else name))
             at += 16 + length
     return found
 
