@@ -732,7 +732,7 @@ def play(ours: Path, theirs: Path, seed: int, steps: int, every: int = 50) -> No
 def like_a_mount() -> Iterator[Path]:
     """A tmpfs with the flags that a gpufs mount always has."""
     path = Path(tempfile.mkdtemp(prefix="gpufs-twins-"))
-    run("mount", "-t", "tmpfs", "-o", "nosuid,nodev,size=1G", "none", str(path))
+    run("mount", "-t", "tmpfs", "-o", "nosuid,nodev,size=1G,mode=755", "none", str(path))
     try:
         yield path
     finally:
