@@ -309,7 +309,7 @@ def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> N
         wait_until(lambda: left_over(tmp_path), 20, "the stand-in")
         time.sleep(0.2)
         process.send_signal(number)
-        _, error = process.communicate(timeout=20)
+        _, error = process.communicate(timeout=60)
         assert process.returncode == (130 if number == signal.SIGINT else 143)
         assert "Traceback" not in error
         wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")

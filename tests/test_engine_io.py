@@ -197,7 +197,7 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         parts = [file.read_future(buffer, MIB, at, at) for at in range(0, len(data), MIB)]
-        assert [part.result(30) for part in parts] == [MIB] * 8
+        assert [part.result(60) for part in parts] == [MIB] * 8
         assert_same(buffer.read_bytes(0, len(data)), data)
         assert not parts[0].cancel()
         assert parts[0].exception() is None
@@ -207,7 +207,7 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
             assert [future.result() for future in done] == [len(data)]
         failing = file.read_future(buffer, fallback="off", fastpath="off")
         with pytest.raises(engine.TransferError):
-            failing.result(30)
+            failing.result(60)
     wait_for_the_futures_thread()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -221,7 +221,7 @@ def test_cancelled_future(opened: engine.Engine, tmp_path: Path) -> None:
         future = file.read_future(buffer, fastpath="off", share=1)
         assert future.cancel()
         with pytest.raises(concurrent.futures.CancelledError):
-            future.result(30)
+            future.result(60)
         assert future.cancelled()
         assert buffer.info.size < 256 * MIB
 
@@ -291,7 +291,7 @@ def test_closing_the_engine_ends_its_transfers(tmp_path: Path, driver: str) -> N
     future = file.read_future(buffer, fastpath="off", share=1)
     opened.close()
     try:
-        assert future.result(30) <= 256 * MIB
+        assert future.result(60) <= 256 * MIB
     except concurrent.futures.CancelledError:
         pass
 

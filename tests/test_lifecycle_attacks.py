@@ -66,7 +66,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         return False
 
     wait_until(gone, 30, "the killed processes to go")
-    process.wait(30)
+    process.wait(60)
 
 
 def held(mounted: GpufsMount) -> dict[str, int]:
@@ -137,11 +137,11 @@ def test_the_daemon_is_killed_under_all_of_them(mount: Mounter, reference: Path,
             mounted.signal(signal.SIGSTOP)
             time.sleep(0.3)
         mounted.signal(signal.SIGKILL)
-        assert mounted.daemon.wait(20) == -signal.SIGKILL
+        assert mounted.daemon.wait(60) == -signal.SIGKILL
         wait_until(lambda: not mounted.mounted(), 30, "the guard to take the mount away")
         # The one that only maps is ended by SIGBUS, or by the error of its flush.
         mapping = processes[list(PROGRAMS).index("mmap")]
-        assert mapping.wait(30) != 0
+        assert mapping.wait(60) != 0
     finally:
         for one in running_now:
             one.__exit__(None, None, None)
@@ -468,5 +468,5 @@ def test_a_mapping_outlives_its_daemon_in_peace(mount: Mounter) -> None:
         area = mmap.mmap(file.fileno(), 0)
         assert area[:10] == noise(MIB)[:10]
         mounted.signal(signal.SIGKILL)
-        mounted.daemon.wait(20)
+        mounted.daemon.wait(60)
         area.close()

@@ -81,7 +81,7 @@ def test_nothing_is_left_after_other_ends(mount: Mounter, how: str) -> None:
         entry = mounting.entry_of(str(mounted.path))
         assert entry is not None
         assert mounting.abort(entry)
-    mounted.daemon.wait(30)
+    mounted.daemon.wait(60)
     assert guards(mounted) == []
     assert not mounted.mounted()
 
@@ -90,7 +90,7 @@ def test_the_knob_turns_it_off(mount: Mounter) -> None:
     mounted = mount("--no-auto-unmount")
     assert guards(mounted) == []
     mounted.signal(signal.SIGKILL)
-    mounted.daemon.wait(20)
+    mounted.daemon.wait(60)
     time.sleep(0.5)
     assert mounted.mounted()
     assert run(*GPUFS, "mount", mounted.path, "--driver", "host", check=False).returncode == 1
@@ -149,7 +149,7 @@ def test_restart_in_place(mount: Mounter) -> None:
     for round_ in range(4):
         (mounted.device / "file").write_bytes(noise(MIB, round_))
         mounted.signal(signal.SIGKILL)
-        mounted.daemon.wait(20)
+        mounted.daemon.wait(60)
         wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
         mounted.daemon = mounted._start()
         assert os.listdir(mounted.device) == []

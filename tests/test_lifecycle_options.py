@@ -142,7 +142,7 @@ def test_several_at_once(mount: Mounter) -> None:
         (mounted.device / "file").write_text(str(number))
     assert len({entry.device for entry in mounting.mounts()}) >= 4
     mounts[0].signal(signal.SIGKILL)
-    mounts[0].daemon.wait(20)
+    mounts[0].daemon.wait(60)
     mounts[1].unmount()
     for number, mounted in list(enumerate(mounts))[2:]:
         assert (mounted.device / "file").read_text() == str(number)

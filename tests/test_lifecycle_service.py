@@ -23,7 +23,7 @@ class Manager:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
-        self.socket.settimeout(30)
+        self.socket.settimeout(60)
 
     def next(self, *, but: str = "WATCHDOG") -> dict[str, str]:
         """The next message, other than those that begin with ``but``."""

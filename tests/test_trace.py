@@ -35,7 +35,7 @@ def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT
         yield recorder
         if recorder.poll() is None:
             recorder.send_signal(how)
-        assert recorder.wait(30) == 0
+        assert recorder.wait(60) == 0
     finally:
         recorder.kill()
         recorder.communicate()
@@ -277,7 +277,7 @@ def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> 
         wait_until(lambda: busy(own), 30, "the recording to begin")
     finally:
         recorder.kill()
-        recorder.wait(30)
+        recorder.wait(60)
     wait_until(lambda: not busy(own), 10, "the recording to end")
     assert not (tmp_path / "trace.json").exists()
 
@@ -293,7 +293,7 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     (own.device / "file").write_bytes(bytes(MIB))
     time.sleep(0.5)  # the recorder looks fifty times a second
     own.signal(signal.SIGKILL)
-    _, said = recorder.communicate(timeout=30)
+    _, said = recorder.communicate(timeout=60)
     assert recorder.returncode == 1
     assert "the trace ends there" in said
     assert "Traceback" not in said
@@ -334,7 +334,7 @@ def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
     def load() -> None:
         with open(tmp_path / "file", "rb") as file, engine.BackingFile(opened, file.fileno()) as backing:
             with engine.Buffer(opened) as buffer, engine.Transfer("load", backing, buffer) as transfer:
-                assert transfer.wait(30)
+                assert transfer.wait(60)
 
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened:
         load()

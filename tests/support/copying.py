@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import os
@@ -9,8 +10,7 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from gpufs.client import _find
 from gpufs.client._connection import Connection
 from gpufs.client._protocol import LOAD
 from gpufs.service._backend import State
+from support import processes
 
 MIB = 1 << 20
+HOUR = 3600 * 50 * MIB  # bytes that take an hour with a delay of 0.02
 
 
 class Item:
@@ -121,11 +123,16 @@ class FakeBackend:
         with self.lock:
             self.open.remove(item)
 
+    def has_moved(self) -> bool:
+        """Whether a copy that is under way has copied something."""
+        with self.lock:
+            return any(isinstance(item, FakeTransfer) and item.state().done for item in self.open)
+
     def open_host(self, fd: int) -> Item:
         if (hang := self.hang) is not None:
             with self.lock:
                 self.hanging += 1
-            hang.wait(30)
+            hang.wait(60)
         return Item(self, fd)
 
     def open_buffer(self, ino: int) -> Item:
@@ -170,7 +177,7 @@ class FakeMount:
         self._scope = trio.CancelScope()
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
-        self._started.wait(10)
+        self._started.wait(60)
         if self.failure is not None:
             raise self.failure
 
@@ -205,7 +212,7 @@ class FakeMount:
         if self._thread.is_alive():
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._scope.cancel)
-            self._thread.join(30)
+            self._thread.join(60)
             assert not self._thread.is_alive()
         if self.failure is not None:
             raise self.failure
@@ -221,7 +228,7 @@ class FakeMount:
         """A connected socket on which nothing has been said."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            sock.settimeout(10)
+            sock.settimeout(60)
             sock.connect(self.socket)
         except BaseException:
             sock.close()
@@ -242,6 +249,19 @@ class FakeMount:
         path = self.file(name, b"", folder)
         os.truncate(path, size)
         return path
+
+    @contextlib.contextmanager
+    def once(self, condition: Callable[[], bool], action: Callable[[], object]) -> Iterator[None]:
+        """Does the action on another thread as soon as the condition holds, while the block runs."""
+
+        def wait() -> None:
+            wait_until(condition)
+            action()
+
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            waiting = executor.submit(wait)
+            yield
+            waiting.result(processes.PATIENCE)
 
     def quiet(self) -> bool:
         """Whether nothing runs and everything has been given back."""
@@ -264,8 +284,5 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.005)
+def wait_until(condition: Any) -> None:
+    processes.wait_until(condition, processes.PATIENCE, "the condition")

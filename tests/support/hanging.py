@@ -115,14 +115,14 @@ class HangingMount:
     def release(self) -> None:
         if self._server.poll() is None:
             self._server.send_signal(signal.SIGKILL)
-        self._server.wait(10)
+        self._server.wait(60)
 
     def __enter__(self) -> HangingMount:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-        subprocess.run(["umount", "-l", self.path], check=False, timeout=20)
+        subprocess.run(["umount", "-l", self.path], check=False, timeout=60)
         os.rmdir(self.path)
 
 

@@ -217,7 +217,7 @@ class GpufsMount:
     def rescue(self) -> None:
         """Removes the mount and the daemon by force; harmless when they are gone already."""
         watchdog.rescue(str(self.path), self.pid if self.daemon.poll() is None else None)
-        self.daemon.wait(30)
+        self.daemon.wait(60)
         wait_until(lambda: not self.mounted(), 10, "the rescue of a mount")
         self.session.tell(do="gone", path=str(self.path))
 

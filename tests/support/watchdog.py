@@ -59,7 +59,7 @@ def rescue(path: str, group: int | None, log: list[str] | None = None) -> None:
         if not mounted_at(path):
             break
         command = ["umount", "-l", path] if os.geteuid() == 0 else ["fusermount3", "-u", "-z", path]
-        subprocess.run(command, check=False, capture_output=True, timeout=20)
+        subprocess.run(command, check=False, capture_output=True, timeout=60)
     if group:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
