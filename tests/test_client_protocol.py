@@ -172,7 +172,7 @@ def test_too_many_descriptors_are_all_closed() -> None:
         socket.send_fds(ours, [b"x"], [file.fileno()] * 200)
         with pytest.raises(ProtocolError, match="descriptors"):
             _protocol.receive(theirs)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_large_message_is_refused_with_its_descriptors() -> None:
@@ -182,4 +182,4 @@ def test_a_large_message_is_refused_with_its_descriptors() -> None:
         socket.send_fds(ours, [b"x" * (_protocol.MAX_MESSAGE + 1)], [file.fileno()])
         with pytest.raises(ProtocolError, match="more than"):
             _protocol.receive(theirs)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 import stat
 import threading
@@ -427,7 +428,7 @@ def packet(content: Any) -> bytes:
 GARBAGE = [
     b"\x00",
     b"\xff" * 100,
-    os.urandom(300),
+    random.Random(7).randbytes(300),
     b"x" * 60_000,
     packet({"type": "copy"}),
     packet({"type": "hello", "versions": [1], "program": "again"}),
@@ -532,13 +533,11 @@ def test_the_service_out_of_descriptors(fake: FakeMount) -> None:
 
 
 def test_silence_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
-    fake = make(service.Limits(hello=0.2, idle=0.3))
-    with fake.raw() as silent, greeted(fake) as idle:
-        for sock in (silent, idle):
+    for limits, connect in ((service.Limits(hello=0.2), FakeMount.raw), (service.Limits(idle=0.2), greeted)):
+        with connect(make(limits)) as sock:
             goodbye = answer(sock)
             assert isinstance(goodbye, Goodbye)
             assert goodbye.error == errno.ETIMEDOUT
-    still_serves(fake)
 
 
 def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMount]) -> None:
@@ -572,8 +571,6 @@ def test_a_hung_file_is_given_up(make: Callable[..., FakeMount]) -> None:
             _protocol.send(sock, Copy(number, "load"), (host, mount))
         assert {answer(sock).error for _ in range(8)} == {errno.ETIMEDOUT}
     hang.set()
-    fake.backend.hang = None
-    still_serves(fake)
 
 
 def test_too_many_connections(make: Callable[..., FakeMount]) -> None:

@@ -69,7 +69,7 @@ def stress(root: Path, names: list[str], seconds: int, workers: int) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("steady")
 def test_stressors_for_a_moment(root: Path) -> None:
     names = available("copy-file dentry dir fallocate flock hdd iomix link lockf punch rename seek symlink xattr utime")
@@ -83,7 +83,7 @@ def many_files(base: Path, count: int) -> None:
         (folder / f"file{number}").write_bytes(noise(number % 3001, number))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("steady")
 def test_two_thousand_files(root: Path, reference: Path) -> None:
     many_files(reference / "tree", 2_000)

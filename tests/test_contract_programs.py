@@ -63,7 +63,7 @@ def large(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.mark.driver
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_large_file_in_and_out(large: Path, root: Path, reference: Path) -> None:
     wanted = sha256(large)
     run("cp", large, root / "copy")
@@ -221,7 +221,7 @@ def test_cp_of_a_tree(root: Path, reference: Path, tree: Path) -> None:
     assert os.listdir(root) == []
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_git(root: Path) -> None:
     environment = dict(os.environ, GIT_CONFIG_GLOBAL="/dev/null", HOME=str(root))
     script = """
@@ -260,7 +260,7 @@ def test_sqlite(root: Path, journal: str) -> None:
     assert shell(script).stdout.split() == ["ok", "1|25", "2|25", "ok"]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_compiler(root: Path) -> None:
     for number in range(12):
         (root / f"part{number}.c").write_text(f"int part{number}(int x) {{ return x * {number} + 1; }}\n")

@@ -19,8 +19,6 @@ import pytest
 from support.data import MIB, noise
 from support.processes import errno_of, in_child, run, wait_until
 
-pytestmark = pytest.mark.timeout(120)
-
 privileged = pytest.mark.skipif(os.geteuid() != 0, reason="mounts take root")
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18

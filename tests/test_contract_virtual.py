@@ -14,7 +14,6 @@ from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import as_nobody, errno_of, run
 
-pytestmark = pytest.mark.timeout(120)
 COUNTS = ("bytes_read", "bytes_written", "reads", "writes")
 NAMES = ("device", "driver", "bytes_held", "address", "last_path", *COUNTS, "last_backend")
 

@@ -209,7 +209,7 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
         with pytest.raises(engine.TransferError):
             failing.result(60)
     wait_for_the_futures_thread()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.driver
@@ -226,7 +226,6 @@ def test_cancelled_future(opened: engine.Engine, tmp_path: Path) -> None:
         assert buffer.info.size < 256 * MIB
 
 
-@pytest.mark.timeout(60)
 def test_interrupt_cancels_a_read(host: engine.Engine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as sparse:

@@ -25,7 +25,7 @@ from support.users import user_gpufs
 
 from gpufs import mounting
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.complains]
+pytestmark = [pytest.mark.complains]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="makes mount namespaces, which takes root")
 
 # Programs that never end by themselves, each a way to use a mount; {m}: the device's directory, {h}: one of the host.

@@ -25,7 +25,7 @@ from support.processes import (
 )
 from support.watchdog import mounted_at
 
-pytestmark = [pytest.mark.driver, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.driver]
 LOST = {ENOTCONN, EIO, ECONNABORTED, ENODEV}
 
 

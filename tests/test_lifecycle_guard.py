@@ -20,7 +20,7 @@ from support.watchdog import mounted_at
 from gpufs import guard as guard_module
 from gpufs import mounting
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.complains]
+pytestmark = [pytest.mark.complains]
 GUARD = guard_module.__file__
 
 

@@ -17,7 +17,7 @@ from support.data import GRANULE, MIB, assert_same, noise, read_all
 from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import run, start_children, wait_children
 
-pytestmark = [pytest.mark.driver, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.driver]
 
 ASYNC_DIO, READDIRPLUS = 1 << 15, 3 << 13
 PARALLEL_DIROPS, MAX_PAGES, HANDLE_KILLPRIV_V2 = 1 << 18, 1 << 22, 1 << 28

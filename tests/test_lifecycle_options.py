@@ -20,7 +20,6 @@ from gpufs import mounting
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mount(2) takes root"),
-    pytest.mark.timeout(120),
 ]
 
 

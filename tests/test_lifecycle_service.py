@@ -14,7 +14,6 @@ from support.mounting import Mounter
 from support.processes import run, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.timeout(120)
 
 
 class Manager:

@@ -29,7 +29,6 @@ from support.watchdog import mounted_at, rescue
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root"),
-    pytest.mark.timeout(120),
 ]
 AS_NOBODY: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
 

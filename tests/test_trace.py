@@ -7,7 +7,6 @@ import os
 import signal
 import struct
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from errno import EBUSY
@@ -291,7 +290,13 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     )  # fmt: skip
     wait_until(lambda: busy(own), 30, "the recording to begin")
     (own.device / "file").write_bytes(bytes(MIB))
-    time.sleep(0.5)  # the recorder looks fifty times a second
+
+    def waits() -> int:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{recorder.pid}/status").read_text().splitlines())
+        return int(status["voluntary_ctxt_switches"])
+
+    before = waits()
+    wait_until(lambda: waits() > before + 10, 10, "the recorder to have looked")
     own.signal(signal.SIGKILL)
     _, said = recorder.communicate(timeout=60)
     assert recorder.returncode == 1
