@@ -316,19 +316,20 @@ TEST_F(DeviceTransportTest, LooksForTheNextRequestAndThenSleeps) {
     for (int i = 0; i < 200; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
     return handler.statistics.spins_won.get() - before >= 100;
   }));
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  const std::uint64_t spins = handler.statistics.spins.get();
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  EXPECT_EQ(handler.statistics.spins.get(), spins);
+  EXPECT_TRUE(eventually([&] {
+    const std::uint64_t spins = handler.statistics.spins.get();
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    return handler.statistics.spins.get() == spins;
+  }));
   EXPECT_EQ(kernel->call(FUSE_LOOKUP, 1, Bytes(10)).error(), 0);
 }
 
 TEST_F(DeviceTransportTest, StopsWhileAReaderLooks) {
-  start(4, true, std::chrono::seconds(10));
+  start(4, true, std::chrono::seconds(100));
   for (int i = 0; i < 10; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
   const auto begin = std::chrono::steady_clock::now();
   transport->stop();
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(50));
 }
 
 TEST_F(DeviceTransportTest, ABusyReaderLeavesNobodyWaiting) {
