@@ -74,6 +74,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         session.tell(do="disarm")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a failed test has left open goes when its traceback goes: later tests must not fail for that as well."""
+    report = yield
+    if report.failed:
+        for kind in ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning"):
+            item.config.addinivalue_line("filterwarnings", f"default::{kind}")
+    return report
+
+
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """The run itself. At its end no mount and no process of it may be left."""

@@ -288,7 +288,8 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     recorder = subprocess.Popen(
         [*GPUFS, "trace", str(own.path), "-o", str(path)], stderr=subprocess.PIPE, text=True
     )  # fmt: skip
-    wait_until(lambda: busy(own), 30, "the recording to begin")
+    wait_until(lambda: busy(own) or recorder.poll() is not None, 30, "the recording to begin")
+    assert recorder.poll() is None, recorder.communicate()
     (own.device / "file").write_bytes(bytes(MIB))
 
     def waits() -> int:

@@ -20,7 +20,7 @@ from gpufs.cli import _mounts
 from gpufs.mounting import mounts
 from support import watchdog
 from support.data import GIB, MIB
-from support.processes import NOBODY, SESSION_VARIABLE, wait_until
+from support.processes import NOBODY, PATIENCE, SESSION_VARIABLE, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "gpufs-tests-"
@@ -189,7 +189,13 @@ class GpufsMount:
         if self.user is not None:
             command = ["fusermount3", "-u", str(self.path)]
             identity = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, **identity)
+
+        def tried() -> subprocess.CompletedProcess[str] | None:
+            """None while somebody has it open: whoever lists all mounts of this machine does, for a moment."""
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, **identity)
+            return None if "busy" in done.stderr else done
+
+        done = wait_until(tried, 0, f"nobody uses {self.path}")
         if done.returncode:
             raise AssertionError(f"{command}: {done.stderr}")
         self.wait_ended(seconds)
@@ -197,7 +203,7 @@ class GpufsMount:
     def wait_ended(self, seconds: float = 30, code: int | None = 0) -> None:
         """Waits until the daemon has ended with this exit code (None: any) and the mount is gone."""
         try:
-            found = self.daemon.wait(seconds)
+            found = self.daemon.wait(max(seconds, PATIENCE))
         except subprocess.TimeoutExpired:
             found = self._wait_for_others(seconds)
         assert code is None or found == code, f"the daemon ended with {found}\n{self.words()}"
