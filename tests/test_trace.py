@@ -273,7 +273,7 @@ def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> 
     own = mount()
     recorder = subprocess.Popen([*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace.json")])
     try:
-        wait_until(lambda: busy(own), 30, "the recording to begin")
+        wait_until(lambda: records(recorder.pid), 30, "the recording to begin")
     finally:
         recorder.kill()
         recorder.wait(60)
@@ -288,7 +288,7 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     recorder = subprocess.Popen(
         [*GPUFS, "trace", str(own.path), "-o", str(path)], stderr=subprocess.PIPE, text=True
     )  # fmt: skip
-    wait_until(lambda: busy(own) or recorder.poll() is not None, 30, "the recording to begin")
+    wait_until(lambda: records(recorder.pid) or recorder.poll() is not None, 30, "the recording to begin")
     assert recorder.poll() is None, recorder.communicate()
     (own.device / "file").write_bytes(bytes(MIB))
 
