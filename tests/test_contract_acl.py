@@ -269,6 +269,14 @@ def test_capabilities_of_programs(file: Path) -> None:
     os.close(fd)
 
 
+def test_an_empty_capability_is_none(file: Path) -> None:
+    """It gives nothing, and nothing takes it away."""
+    os.setxattr(file, "security.capability", b"")
+    file.write_bytes(b"more")
+    os.chown(file, NOBODY, NOBODY)
+    assert os.listxattr(file) == ["security.capability"]
+
+
 def test_security_attributes(file: Path, root: Path) -> None:
     (root / "dir").mkdir()
     (root / "link").symlink_to("file")

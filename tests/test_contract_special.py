@@ -223,6 +223,10 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     os.close(write_end)
     os.close(fd)
 
+    directory = os.open(root, os.O_RDONLY)
+    assert errno_of(os.lseek, directory, 0, os.SEEK_END) == (0 if on_gpufs else EINVAL)
+    os.close(directory)
+
     unnamed = -1
     watch, in_modify = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), 2
     libc.inotify_add_watch(watch, os.fsencode(root), in_modify)

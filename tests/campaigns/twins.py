@@ -246,7 +246,7 @@ def mknod(side: Side, name: bytes, mode: int, kind: int, device: int) -> None:
     os.mknod(side.path(name), kind | mode, device)
 
 
-@operation(6, one_of(b"a", b"b/c", b"../d", b"nowhere", b".", b"x" * 4095, b"x" * 4096, b"", b"/nowhere"), a_name)
+@operation(6, one_of(b"a", b"b/c", b"a/../d", b"nowhere", b".", b"x" * 4095, b"x" * 4096, b"", b"/no/where"), a_name)
 def symlink(side: Side, target: bytes, name: bytes) -> None:
     os.symlink(target, side.path(name))
 
@@ -382,6 +382,8 @@ def preadv2(side: Side, slot: int, length: int, offset: int, flags: int) -> Any:
 
 @operation(5, a_slot, one_of(0, 1, 2, 5, 7), one_of(0, 1, -1, 4096, 65536, 5_000_000, -(2**62)))
 def lseek(side: Side, slot: int, whence: int, offset: int) -> Any:
+    if whence == os.SEEK_END and stat.S_ISDIR(os.fstat(side.fds[slot]).st_mode):
+        raise OSError(errno.EINVAL, "")  # which the kernel says of directories on tmpfs alone
     return os.lseek(side.fds[slot], offset, whence)
 
 
@@ -550,6 +552,7 @@ def listing(side: Side, name: bytes) -> Any:
 
 @operation(2, a_slot)
 def listing_of_descriptor(side: Side, slot: int) -> Any:
+    os.lseek(side.fds[slot], 0, os.SEEK_SET)  # what other positions mean is each file system's own
     return sorted(os.listdir(side.fds[slot]))
 
 
@@ -593,21 +596,32 @@ def watch(side: Side, name: bytes, mask: int) -> None:
 
 @operation(3)
 def events(side: Side) -> Any:
-    found = []
+    found: list[tuple[int, str, bytes]] = []
     while select.select([side.watch], [], [], 0)[0]:
         block, at = os.read(side.watch, 65536), 0
         while at < len(block):
             number, mask, _, length = struct.unpack_from("iIII", block, at)
-            # A change of attributes is told also where a write takes set-id bits away, but not by FUSE.
-            if mask & 0xFFF != IN_ATTRIB:
+            # A change of attributes is told where a write takes set-id bits away, but not by FUSE. Events that are
+            # alike become one, unless another has come between.
+            mask &= ~IN_ATTRIB
+            if mask & 0xFFF:
                 name = block[at + 16 : at + 16 + length].rstrip(b"\0")
                 unnamed = name == b"/" or name.startswith(b"#")  # by O_TMPFILE: tmpfs tells the number
-                found.append((number, hex(mask), b"#" if unnamed else name))
+                event = (number, hex(mask), b"#" if unnamed else name)
+                if found[-1:] != [event]:
+                    found.append(event)
             at += 16 + length
     return found
 
 
 # ---- comparing ----
+
+
+def attribute(path: bytes, name: str) -> bytes | int | None:
+    try:
+        return os.getxattr(path, name, follow_symlinks=False)
+    except OSError as failure:  # capabilities that the kernel cannot make out
+        return failure.errno
 
 
 def tree(root: bytes) -> dict[bytes, Any]:
@@ -618,9 +632,7 @@ def tree(root: bytes) -> dict[bytes, Any]:
         for name in sorted([*folders, *files]):
             path = os.path.join(directory, name)
             status = os.lstat(path)
-            attributes = {
-                one: os.getxattr(path, one, follow_symlinks=False) for one in os.listxattr(path, follow_symlinks=False)
-            }
+            attributes = {one: attribute(path, one) for one in os.listxattr(path, follow_symlinks=False)}
             content = None
             if stat.S_ISLNK(status.st_mode):
                 content = os.readlink(path)
@@ -630,19 +642,27 @@ def tree(root: bytes) -> dict[bytes, Any]:
     return found
 
 
-def times(root: bytes) -> dict[bytes, tuple[int, int, int]]:
-    """FIFOs and sockets have times that the kernel keeps for its own file systems alone."""
+def times(root: bytes) -> dict[bytes, tuple[int, int, int, int]]:
+    """Of each path the number of its file and the times.
+
+    FIFOs and sockets have times that the kernel keeps for its own file systems alone.
+    """
     found = {}
     for directory, folders, files in os.walk(root):
         folders.sort()
         for path in [directory, *(os.path.join(directory, name) for name in [*folders, *files])]:
             status = os.lstat(path)
             if not stat.S_ISFIFO(status.st_mode):
-                found[path.removeprefix(root)] = (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)
+                found[path.removeprefix(root)] = (
+                    status.st_ino,
+                    status.st_atime_ns,
+                    status.st_mtime_ns,
+                    status.st_ctime_ns,
+                )
     return found
 
 
-def settled_times(root: bytes) -> dict[bytes, tuple[int, int, int]]:
+def settled_times(root: bytes) -> dict[bytes, tuple[int, int, int, int]]:
     """Once every access would set the access time, which otherwise depends on ticks of the clock."""
     for path in sorted(times(root)):
         os.utime(root + path, ns=(1, 2), follow_symlinks=False)
@@ -651,10 +671,13 @@ def settled_times(root: bytes) -> dict[bytes, tuple[int, int, int]]:
 
 
 def moved(before: dict[bytes, Any], after: dict[bytes, Any]) -> dict[bytes, str]:
+    """Which times of which paths have changed, as letters; a path that is another file now has no say."""
     return {
-        path: "".join(letter for letter, old, new in zip("amc", before[path], after[path], strict=True) if old != new)
+        path: "".join(
+            letter for letter, old, new in zip("amc", before[path][1:], after[path][1:], strict=True) if old != new
+        )
         for path in before.keys() & after.keys()
-        if before[path] != after[path]
+        if before[path][0] == after[path][0] and before[path] != after[path]
     }
 
 

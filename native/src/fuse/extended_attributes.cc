@@ -73,6 +73,10 @@ bool ExtendedAttributes::has_trusted() const {
   return first != values_.end() && first->first.starts_with(kTrusted);
 }
 
-void ExtendedAttributes::drop_capability() { remove(kCapability); }
+void ExtendedAttributes::drop_capability() {
+  const Value* value = find(kCapability);
+  // To the kernel an empty one is none.
+  if (value != nullptr && !value->empty()) remove(kCapability);
+}
 
 }  // namespace gpufs::fuse
