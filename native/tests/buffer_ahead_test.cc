@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <random>
 #include <thread>
 #include <vector>
@@ -167,6 +168,55 @@ TEST_F(BufferAheadTest, AFullDeviceTakesItFromOthers) {
     EXPECT_EQ(growing->bytes_ahead(), 0U) << way;
   }
   expect_blocks(*growing);
+}
+
+TEST_F(BufferAheadTest, AnAddressOrAnExportTakesItFromOthers) {
+  for (const bool exported : {false, true}) {
+    contexts.clear();
+    start(256 * kMiB, /*slab_file_bytes=*/65536);
+    const auto small = make();
+    write(*small, 0, pattern(100, 1));
+    const auto growing = grown(17);
+    const std::uint64_t rest = 256 * kMiB - used();
+    const auto filler = make();
+    ASSERT_TRUE(filler->allocate(0, rest, false).ok());
+    ASSERT_GT(growing->bytes_ahead(), 0U);
+    if (exported) {
+      EXPECT_TRUE(small->export_memory().ok());
+    } else {
+      EXPECT_TRUE(small->pin_address(kMiB).ok());
+    }
+    EXPECT_EQ(growing->bytes_ahead(), 0U);
+    EXPECT_TRUE(contents(*small) == pattern(100, 1));
+    expect_blocks(*growing);
+  }
+}
+
+TEST_F(BufferAheadTest, WhatIsOnItsWayBackIsWaitedFor) {
+  start(256 * kMiB);
+  const auto growing = grown(17);
+  ASSERT_GT(growing->bytes_ahead(), 0U);
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 256 * kMiB - used(), false).ok());
+  const auto late = make();
+  std::atomic<bool> over{false};
+  int error = -1;
+  std::thread writing;
+  plan->on_release = [&] {
+    if (writing.joinable()) return;
+    const int before = plan->populate.calls();
+    writing = std::thread([&] {
+      error = late->write(0, block(0)).error();
+      over = true;
+    });
+    while (plan->populate.calls() == before) std::this_thread::yield();
+    // It has not found room; it must not say so now.
+    for (int look = 0; look < 50 && !over; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  growing->trim();
+  writing.join();
+  plan->on_release = nullptr;
+  EXPECT_EQ(error, 0);
 }
 
 TEST_F(BufferAheadTest, NoRoomForMoreThanIsNeeded) {

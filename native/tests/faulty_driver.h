@@ -47,7 +47,8 @@ struct FaultPlan {
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
-  std::uint64_t span = 0;  // release_span() widens to multiples of this
+  std::uint64_t span = 0;            // release_span() widens to multiples of this
+  std::function<void()> on_release;  // called before memory is given back
   std::atomic<int> memories{0};
   std::atomic<int> fixed{0};
 };
@@ -69,6 +70,7 @@ class FaultyMemory : public DeviceMemory {
     return status.ok() ? inner_->populate(offset, bytes) : status;
   }
   Status release(std::uint64_t offset, std::uint64_t bytes) override {
+    if (plan_->on_release) plan_->on_release();
     Status status = plan_->release.next("release");
     return status.ok() ? inner_->release(offset, bytes) : status;
   }

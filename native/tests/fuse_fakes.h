@@ -177,7 +177,7 @@ class FakeBuffer : public Buffer {
     std::vector<Piece> pieces_;
   };
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
   Status populate(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
   void release_unused(const Made&) override {}
   void publish(std::uint64_t) override {}

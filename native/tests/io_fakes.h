@@ -219,7 +219,8 @@ class FakeBuffer final : public Buffer {
     const std::uint64_t end = std::min(offset + bytes, size_);
     return make_pin_locked(offset, end > offset ? end - offset : 0);
   }
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override {
+  using Buffer::pin_for_write;
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Made*) override {
     const std::lock_guard lock(mutex_);
     if (offset + bytes > room_) return Status(ENOSPC, "the device is full");
     if (bytes > 0) {

@@ -207,6 +207,9 @@ TEST_F(LoadMemoryTest, ATruncationBesideItCountsAsLater) {
     // Before it, all of it is there but for the hole; after it, or beside it, nothing but zeros.
     const std::uint64_t size = buffer->size();
     EXPECT_TRUE(size == 0 || size == kFileBytes) << size;
+    if (size == 0) {
+      EXPECT_EQ(buffer->bytes_held(), 0U);  // nor is memory kept for what is not there
+    }
     ASSERT_TRUE(buffer->resize(kFileBytes).ok());
     if (size == 0) {
       for (std::uint64_t at = 0; at < kFileBytes; at += kGranule) {

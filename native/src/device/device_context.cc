@@ -248,9 +248,10 @@ void DeviceContext::hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHol
 void DeviceContext::drop_ahead(const AheadHolder* key) {
   const std::lock_guard lock(ahead_mutex_);
   ahead_holders_.erase(key);
+  ahead_returns_.fetch_add(1, std::memory_order_release);
 }
 
-bool DeviceContext::reclaim_ahead() {
+bool DeviceContext::reclaim_ahead(std::uint64_t noted) {
   std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> holders;
   {
     const std::lock_guard lock(ahead_mutex_);
@@ -259,7 +260,7 @@ bool DeviceContext::reclaim_ahead() {
   for (const auto& [key, weak] : holders) {
     if (const std::shared_ptr<AheadHolder> holder = weak.lock()) holder->give_back_ahead();
   }
-  return !holders.empty();
+  return !holders.empty() || ahead_returns() != noted;
 }
 
 Result<MemoryInfo> DeviceContext::memory() const {

@@ -83,15 +83,17 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
   // Memory that is taken ahead of use. hold_ahead() and drop_ahead() list and unlist a holder, account_ahead() counts
-  // what they hold. reclaim_ahead() has all of them give it back, false if there was none: its caller holds no lock,
-  // pin or other thing that one of them could wait for.
+  // what they hold. reclaim_ahead() has all of them give it back; false if there was none, nor has any been given
+  // back by others since ahead_returns() was `noted`. Its caller holds no lock, pin or other thing that one of them
+  // could wait for.
   void hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key);
   void drop_ahead(const AheadHolder* key);
   void account_ahead(std::int64_t bytes) {
     ahead_bytes_.fetch_add(static_cast<std::uint64_t>(bytes), std::memory_order_relaxed);
   }
   [[nodiscard]] std::uint64_t ahead_bytes() const { return ahead_bytes_.load(std::memory_order_relaxed); }
-  bool reclaim_ahead();
+  [[nodiscard]] std::uint64_t ahead_returns() const { return ahead_returns_.load(std::memory_order_acquire); }
+  bool reclaim_ahead(std::uint64_t noted);
   // The device's memory, where what is held ahead of use counts as free.
   [[nodiscard]] Result<MemoryInfo> memory() const;
 
@@ -124,6 +126,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
   std::atomic<std::uint64_t> ahead_bytes_{0};
+  std::atomic<std::uint64_t> ahead_returns_{0};  // how often a holder was unlisted
 
   std::mutex ahead_mutex_;  // guards ahead_holders_; a leaf
   std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> ahead_holders_;

@@ -64,9 +64,9 @@ Result<PinnedRange> Target::pin_for_read(std::uint64_t offset, std::uint64_t byt
   return range;
 }
 
-Result<PinnedRange> Target::pin_for_write(std::uint64_t offset, std::uint64_t bytes) const {
+Result<PinnedRange> Target::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Buffer::Made* made) const {
   if (buffer_) {
-    Result<std::unique_ptr<Buffer::Pinned>> pinned = buffer_->pin_for_write(offset, bytes);
+    Result<std::unique_ptr<Buffer::Pinned>> pinned = buffer_->pin_for_write(offset, bytes, made);
     if (!pinned.ok()) return pinned.status();
     return with_pieces(pinned.take());
   }

@@ -12,6 +12,7 @@
 #include "base/math.h"
 #include "io/file_moves.h"
 #include "io/pipeline.h"
+#include "memory/extents.h"
 
 namespace gpufs {
 namespace {
@@ -473,7 +474,7 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   lock.unlock();
   const auto pin = [&] {
     const std::uint64_t offset = request_.target_offset + from;
-    return load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+    return load ? pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
   };
   Result<PinnedRange> pinned = pin();
   if (pinned.error() == ENOSPC) {
@@ -492,6 +493,18 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   window_start_ = from;
   window_end_ = to;
   return window;
+}
+
+Result<PinnedRange> TransferJob::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+  Buffer::Made made;
+  Result<PinnedRange> pinned = target().pin_for_write(offset, bytes, &made);
+  if (made.extents.empty()) return pinned;
+  const std::lock_guard lock(mutex_);
+  if (made.shrinks > pin_made_.shrinks) pin_made_ = {{}, made.shrinks};
+  if (made.shrinks == pin_made_.shrinks) {
+    pin_made_.extents = joined(pin_made_.extents, without(made.extents, pin_made_.extents));
+  }
+  return pinned;
 }
 
 void TransferJob::start_path(Chunk& chunk) const {
@@ -569,6 +582,7 @@ Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std
   const std::uint64_t kept = published ? reached : 0;
   if (touched <= kept) return {};
   target.buffer()->release_unused(made_);
+  target.buffer()->release_unused(pin_made_);
   return target.buffer()->discard_above_size(start + kept, touched - kept);
 }
 

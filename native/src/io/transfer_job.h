@@ -61,6 +61,9 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void end_use();
   [[nodiscard]] const Target& target() const { return request_.target; }
 
+  // Session: pins for a load. What it makes is remembered, like all that a load takes, until its end.
+  Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes);
+
   // Session: a good moment for this session to take memory ahead of the pieces. `settle` as in pin_window().
   void take_ahead(const std::function<void()>& settle);
 
@@ -184,6 +187,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   std::uint64_t largest_step_ = 0;  // that the device has had room for
   bool populating_ = false;
   Buffer::Made made_;                        // by populate_step(); whoever set populating_ has it to himself
+  Buffer::Made pin_made_;                    // by pin_for_write()
   std::weak_ptr<const PinnedRange> window_;  // [window_start_, window_end_), as long as some session uses it
   std::uint64_t window_start_ = 0;
   std::uint64_t window_end_ = 0;

@@ -76,12 +76,16 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
   // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
   // writers.
-  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
-  // The same in advance, without a pin. What was not there before is added to `made`, for release_unused().
+  // What was not there before is added to `made` (may be null), for release_unused().
   struct Made {
     std::vector<Extent> extents;
     std::uint64_t shrinks = 0;  // when the last of them was made
   };
+  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Made* made) = 0;
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+    return pin_for_write(offset, bytes, nullptr);
+  }
+  // The same in advance, without a pin.
   virtual Status populate(std::uint64_t offset, std::uint64_t bytes, Made* made) = 0;
   // Gives back what of it lies above the size and in no pin for writing, as long as nothing was truncated since.
   virtual void release_unused(const Made& made) = 0;

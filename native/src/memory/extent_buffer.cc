@@ -154,6 +154,7 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
   }
   return with_reclaiming([&]() -> Status {
     const std::lock_guard mutation(mutation_mutex_);
+    forget_shrunk(growth.made);
     Status status = ensure(offset, end, growth);
     if (!status.ok()) return status;
     const std::lock_guard lock(state_mutex_);
@@ -183,13 +184,14 @@ std::unique_ptr<Buffer::Pinned> ExtentBuffer::try_pin_for_read(std::uint64_t off
   return std::make_unique<ReadPin>(shared_from_this(), std::move(lease));
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes,
+                                                                    Made* made) {
   std::uint64_t end = 0;
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   auto pin = std::make_unique<WritePin>(shared_from_this());
   if (bytes != 0) {
-    status = acquire_write(offset, end, &pin->lease_);
+    status = acquire_write(offset, end, &pin->lease_, {.ahead = false, .made = made});
     if (!status.ok()) return status;
     pin->pieces_.push_back({pin->lease_.address(), offset, bytes});
   }

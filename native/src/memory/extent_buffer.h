@@ -48,7 +48,8 @@ class ExtentBuffer : public Buffer, private AheadHolder {
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  using Buffer::pin_for_write;
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Made* made) override;
   Status populate(std::uint64_t offset, std::uint64_t bytes, Made* made) override;
   void release_unused(const Made& made) override;
   void publish(std::uint64_t end) override;
@@ -144,8 +145,14 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // Does it, and again where there was no room before others gave back what they hold ahead. Without the lock.
   template <typename Attempt>
   Status with_reclaiming(Attempt attempt) {
-    Status status = attempt();
-    if (status.error() == ENOSPC && context_->reclaim_ahead()) status = attempt();
+    // Others that go on growing may be faster to what came back, and take ahead anew.
+    constexpr int kMostAttempts = 4;
+    Status status;
+    for (int number = 0; number < kMostAttempts; ++number) {
+      const std::uint64_t before = context_->ahead_returns();
+      status = attempt();
+      if (status.error() != ENOSPC || !context_->reclaim_ahead(before)) break;
+    }
     return status;
   }
   [[nodiscard]] bool try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
@@ -160,6 +167,8 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // published.
   void wait_for_old_snapshots(std::uint64_t unpublished = 0);
   Status ensure(std::uint64_t offset, std::uint64_t end, const Growth& growth);
+  // What was made before the buffer became smaller is not there any more.
+  void forget_shrunk(Made* made) const;
   Status ensure_slot(SlabPool& slabs, std::uint64_t end);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
@@ -171,6 +180,7 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // How much to take beyond `end`, which nothing reaches yet.
   [[nodiscard]] std::uint64_t wanted_ahead(std::uint64_t end, std::uint64_t existing);
   void set_ahead(Extents ahead);
+  void count_ahead(const Extents& ahead);
   // Gives back what was taken ahead; what the device does not take back becomes the file's, as zeros.
   void release_ahead();
   void give_back_ahead() override { trim(); }
@@ -184,6 +194,8 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // Sets the gate around what the driver moves when it releases `removed`.
   void close_gate_locked(const Extents& removed);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);
+  // pin_address().
+  Status promise_address(std::uint64_t maximum_bytes, DeviceAddress* address);
   void account_own(std::uint64_t bytes);
   [[nodiscard]] std::uint64_t highest_locked() const;
 

@@ -123,6 +123,13 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, const Growt
   return ensure_own(offset, end, end, /*promise=*/false, growth);
 }
 
+void ExtentBuffer::forget_shrunk(Made* made) const {
+  if (made == nullptr) return;
+  // Shrinks take the mutation's mutex: there is none before the caller is done.
+  const std::lock_guard lock(state_mutex_);
+  if (made->shrinks != shrinks_) *made = {{}, shrinks_};
+}
+
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
   Result<std::shared_ptr<SlabPool::Slot>> taken = slabs.take(end);
   if (!taken.ok()) return taken.status();
@@ -227,18 +234,21 @@ void ExtentBuffer::take_ahead() {
   takes_ahead_ = true;
 }
 
-void ExtentBuffer::set_ahead(Extents ahead) {
+void ExtentBuffer::count_ahead(const Extents& ahead) {
   const std::uint64_t before = total_bytes(ahead_);
   const std::uint64_t now = total_bytes(ahead);
-  ahead_ = std::move(ahead);
   if (now == before) return;
   context_->account_ahead(static_cast<std::int64_t>(now) - static_cast<std::int64_t>(before));
   ahead_bytes_.store(now, std::memory_order_release);
-  if (now == 0) {
-    context_->drop_ahead(this);
-  } else if (before == 0) {
-    context_->hold_ahead(std::shared_ptr<AheadHolder>(shared_from_this(), this), this);
-  }
+}
+
+void ExtentBuffer::set_ahead(Extents ahead) {
+  count_ahead(ahead);
+  const bool before = !ahead_.empty();
+  ahead_ = std::move(ahead);
+  const bool now = !ahead_.empty();
+  if (before && !now) context_->drop_ahead(this);
+  if (now && !before) context_->hold_ahead(std::shared_ptr<AheadHolder>(shared_from_this(), this), this);
 }
 
 void ExtentBuffer::trim() {
@@ -248,11 +258,13 @@ void ExtentBuffer::trim() {
 
 void ExtentBuffer::release_ahead() {
   if (ahead_.empty()) return;
-  const Extents ahead = ahead_;
-  set_ahead({});
+  count_ahead({});
+  const Extents ahead = std::exchange(ahead_, {});
   const Extents kept = current()->extents;  // a copy, since a snapshot in hand would be one to wait for
   const Status status = take_away(kept, ahead);
   if (!status.ok()) log_warning(status.with_context("clearing memory that was not taken back").message());
+  // Not before: who finds the device full meanwhile must wait for this.
+  context_->drop_ahead(this);
 }
 
 void ExtentBuffer::expect(std::uint64_t end) {
@@ -371,11 +383,7 @@ Status ExtentBuffer::populate(std::uint64_t offset, std::uint64_t bytes, Made* m
   if (!status.ok() || bytes == 0) return status;
   return with_reclaiming([&] {
     const std::lock_guard mutation(mutation_mutex_);
-    {
-      // Shrinks take the mutation's mutex: there is none before this is done.
-      const std::lock_guard lock(state_mutex_);
-      if (made->shrinks != shrinks_) *made = {{}, shrinks_};
-    }
+    forget_shrunk(made);
     return ensure(offset, end, {.ahead = false, .made = made});
   });
 }
@@ -661,7 +669,16 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
 Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
   if (maximum_bytes == 0) return Status(EINVAL, "an address for nothing");
   if (maximum_bytes > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-  const std::lock_guard mutation(mutation_mutex_);
+  DeviceAddress address = 0;
+  const Status status = with_reclaiming([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    return promise_address(maximum_bytes, &address);
+  });
+  if (!status.ok()) return status;
+  return address;
+}
+
+Status ExtentBuffer::promise_address(std::uint64_t maximum_bytes, DeviceAddress* address) {
   release_ahead();
   if (promised_ == kNoLimit) {
     {
@@ -687,24 +704,26 @@ Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
     promised_ = maximum_bytes;
   }
   memory_->fix_in_place();
-  return range_->base();
+  *address = range_->base();
+  return {};
 }
 
 Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
-  const std::lock_guard mutation(mutation_mutex_);
-  release_ahead();
-  Status status = ensure_own(0, 0, 0, /*promise=*/false, {});
-  if (!status.ok()) return status;
   Result<std::vector<ExportedMemory>> exported = Status(EIO, "");
-  status = context_->run([&](Device&) {
-    exported = memory_->export_memory();
-    return exported.status();
+  const Status status = with_reclaiming([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    release_ahead();
+    Status done = ensure_own(0, 0, 0, /*promise=*/false, {});
+    if (!done.ok()) return done;
+    done = context_->run([&](Device&) {
+      exported = memory_->export_memory();
+      return exported.status();
+    });
+    exported_ = exported_ || done.ok();
+    if (!done.ok()) drop_unused_memory();
+    return done;
   });
-  if (!status.ok()) {
-    drop_unused_memory();
-    return status;
-  }
-  exported_ = true;
+  if (!status.ok()) return status;
   return exported;
 }
 
