@@ -10,9 +10,11 @@ import json
 import mmap
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from support.mounting import GPUFS, Mounter
 from support.processes import run
 
 from gpufs import engine, statistics
+from gpufs.engine._automatic_locks import AutomaticLocks
 
 REPOSITORY = Path(__file__).parent.parent
 FAKES = REPOSITORY / "build/cmake/native/tests"
@@ -530,3 +533,28 @@ def test_requests_whose_memory_cannot_be_locked(mount: Mounter, tmp_path: Path) 
     assert "mandatory" in failed.stderr
     assert "lock less" in failed.stderr
     assert not os.path.ismount(tmp_path)
+
+
+def test_a_forked_child_never_waits_for_the_list_of_automatic_locks() -> None:
+    """An array may go in the child whatever other threads of the parent were doing when it was forked."""
+    locks = AutomaticLocks(0)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locks._lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        locks._gone(1)
+        os._exit(0)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        holder.join()

@@ -43,7 +43,7 @@ class AutomaticLocks:
         if host.bytes < _LEAST:
             return
         owner = _owner_of(memory)
-        if owner is None or host.read_only:
+        if owner is None or host.read_only or os.getpid() != self._pid:
             return
         place = (host.address, host.bytes)
         with self._lock:
@@ -71,11 +71,12 @@ class AutomaticLocks:
                 ranges[place] = _LOCKED
 
     def _gone(self, owner: int) -> None:
+        # A forked child has none of its parent's locks, and another thread may have held this one.
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             locked = [place for place, times in self._seen.pop(owner, {}).items() if times == _LOCKED]
             self._bytes -= sum(size for _, size in locked)
-        if os.getpid() != self._pid:
-            return
         for address, size in locked:
             # An engine that is closed has unlocked it already.
             lib.gpufs_host_unlock(self._engine, ffi.cast("void *", address), size)

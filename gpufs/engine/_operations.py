@@ -391,7 +391,7 @@ class Batch(Handle):
             error = failure(status)
             with self._lock:
                 for cookie in cookies:
-                    del self._under_way[cookie]
+                    self._under_way.pop(cookie, None)
             if len(wanted) > 1 and error.errno != errno.EAGAIN:
                 error.add_note(f"operation {bad[0]} of {len(wanted)}")
             raise error
@@ -419,8 +419,10 @@ class Batch(Handle):
         results = []
         with self._lock:
             for index in range(count[0]):
-                operation, _ = self._under_way.pop(found[index].cookie)
-                results.append(_result(operation, found[index]))
+                # One that was cancelled while it was refused was never submitted.
+                kept = self._under_way.pop(found[index].cookie, None)
+                if kept is not None:
+                    results.append(_result(kept[0], found[index]))
         return results
 
     @property
@@ -552,9 +554,10 @@ class _Queue:
                     future._over(None)
                 return
             with self._lock:
-                over = [self._futures.pop(found[index].cookie) for index in range(count[0])]
-            for index, future in enumerate(over):
-                future._over(found[index])
+                over = [self._futures.pop(found[index].cookie, None) for index in range(count[0])]
+            for index, ended in enumerate(over):
+                if ended is not None:  # otherwise it was cancelled while it was refused
+                    ended._over(found[index])
             if count[0] < _COLLECTED_AT_A_TIME:
                 break
         with self._lock:

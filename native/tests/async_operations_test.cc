@@ -567,6 +567,27 @@ TEST(AsyncFaults, AStreamThatRefusesAnOperationHasNotGotIt) {
   }
 }
 
+TEST(AsyncFaults, AnOperationThatIsRefusedAndCancelledAtOnceIsCountedOnce) {
+  Rig rig(Kind::kHost);
+  rig.fill_file(pattern(1'000, 18));
+  ProgramStream own = rig.program_stream();
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  std::atomic<bool> over{false};
+  std::thread cancelling([&] {
+    while (!over) EXPECT_TRUE(rig.queue->cancel(0).ok());
+  });
+  rig.plan->call.at(1, 2'000);
+  for (int count = 0; count < 2'000; ++count) {
+    EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)).error(), EIO);
+  }
+  over = true;
+  cancelling.join();
+  rig.plan->call.clear();
+  EXPECT_EQ(rig.queue->counts().under_way, 0U);
+  EXPECT_EQ(rig.engine->outstanding(), 0U);
+  EXPECT_EQ(own.stream->outstanding(), 0U);
+}
+
 TEST(AsyncFaults, AnOperationThatCannotHoldItsStreamIsStopped) {
   Rig rig(Kind::kHost);
   rig.fill_file(pattern(1'000, 19));

@@ -409,6 +409,13 @@ bool AsyncEngine::end(const std::shared_ptr<Operation>& operation, Completion co
   return true;
 }
 
+bool AsyncEngine::retract(Operation& operation) {
+  const std::lock_guard lock(operation.mutex_);
+  if (operation.phase_ == Operation::Phase::kEnding || operation.phase_ == Operation::Phase::kDone) return false;
+  operation.phase_ = Operation::Phase::kDone;
+  return true;
+}
+
 bool AsyncEngine::cancel(const std::shared_ptr<Operation>& operation) {
   for (;;) {
     std::shared_ptr<Transfer> transfer;

@@ -102,6 +102,8 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   // Tells everybody, once. Not on a driver's thread, since files and memory are let go here. False if it is over
   // already, and, with waiting_only, if it is running.
   bool end(const std::shared_ptr<Operation>& operation, Completion completion, bool waiting_only = false);
+  // Nobody will be told of it. False if somebody is, or was.
+  static bool retract(Operation& operation);
   // False if it is over already.
   bool cancel(const std::shared_ptr<Operation>& operation);
   static void wait(Operation& operation);

@@ -58,7 +58,10 @@ Status CompletionQueue::submit(std::vector<Entry> entries, std::vector<std::uint
     if (status.ok()) continue;
     if (number == 0) {
       for (const std::shared_ptr<Operation>& operation : operations) {
-        if (forget(operation->id())) engine_->unreserve(1);
+        // One that somebody cancels at this moment is told of and counted by him.
+        if (!AsyncEngine::retract(*operation)) continue;
+        (void)forget(operation->id());
+        engine_->unreserve(1);
       }
       if (ids != nullptr) ids->resize(ids->size() - operations.size());
       return status;
