@@ -9,6 +9,7 @@ import stat
 import struct
 from collections.abc import Callable
 from errno import E2BIG, EACCES, EEXIST, EINVAL, ENODATA, EOPNOTSUPP, EPERM
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,17 @@ def test_capabilities_of_programs(file: Path) -> None:
     assert said() == ""
     assert errno_of(os.setxattr, file, "security.capability", b"nonsense") == EINVAL
     os.close(fd)
+
+
+def test_removing_a_list_takes_set_gid_from_those_outside_the_group(root: Path) -> None:
+    directory = root / "dir"
+    directory.mkdir()
+    os.chown(directory, OTHER, 0)
+    for groups, left in (([0], 0o2755), ([], 0o755)):
+        directory.chmod(0o2755)
+        remove = partial(os.removexattr, directory, "system.posix_acl_access")
+        in_child(remove, uid=OTHER, gid=OTHER, groups=groups)
+        assert mode(directory) == left
 
 
 def test_an_empty_capability_is_none(file: Path) -> None:

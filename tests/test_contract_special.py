@@ -211,6 +211,9 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     f_get_seals = 1034
     assert errno_of(fcntl.fcntl, fd, f_get_seals) == (EINVAL if on_gpufs else 0)
     os.utime(fd, ns=(1, 2))
+    assert os.read(fd, 0) == b""
+    assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs
+    os.utime(fd, ns=(1, 2))
     sink = os.open(root / "sink", os.O_WRONLY | os.O_CREAT)
     assert os.sendfile(sink, fd, 10, 100) == 0
     assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs

@@ -404,8 +404,15 @@ bool AttributeOperations::removexattr(Request& request, Responder& responder) {
     responder.error(is_acl(name) ? EOPNOTSUPP : attribute_name_error(name));
     return true;
   }
+  bool kill_set_gid = false;
+  if (name == kAccessAcl) {
+    const gpufs_attributes now = inode->attributes();
+    const Caller caller = Caller::of(request.header);
+    kill_set_gid = (now.mode & S_ISGID) != 0 && !caller.in_group(now.gid) && !caller.keeps_set_id();
+  }
   const bool removed =
       inode->with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+        if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
         if (is_acl(name)) {  // a list that is not there can be removed, too
           if (extended) (name == kAccessAcl ? extended->access : extended->inherited).reset();
         } else if (!extended || !extended->remove(name)) {
