@@ -18,13 +18,13 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pyfuse3
 import trio
 
-from gpufs import config, engine, mounting, service, supervision
+from gpufs import config, engine, heap, mounting, service, supervision, threads
 from gpufs._version import __version__
 from gpufs.fs.backing import Backing, BackingOperations
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
@@ -42,6 +42,8 @@ _AUTOMATIC = ("cuda", "hip", "host")
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
 _BUSY_PAUSE = 0.05
+# Seconds between two looks whether many files have gone.
+_HEAP_INTERVAL = 2.0
 # They end the mount, or reopen the log file. Held back until there is somebody to see to them: one that came between
 # mounting and that would end the process with its default action, and leave a dead mount.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -206,7 +208,7 @@ class Daemon:
             parts.callback(mount.close)  # first of the two: its other end does not vanish beneath the data plane
             mount.start()
             log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, driver)
-            trio.run(self._serve, mount, entry, socket_path, driver, len(opened.devices), notes)
+            trio.run(self._serve, mount, operations, entry, socket_path, driver, len(opened.devices), notes)
         log.info("the mount at %s has ended", self._request.mountpoint)
 
     def _build(
@@ -271,6 +273,7 @@ class Daemon:
     async def _serve(
         self,
         mount: engine.Mount,
+        operations: Operations,
         entry: mounting.MountEntry,
         socket_path: str,
         driver: str,
@@ -285,6 +288,7 @@ class Daemon:
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
             nursery.start_soon(self._tell_launcher, mount, driver, devices, notes)
             nursery.start_soon(self._publish, mount.engine)
+            nursery.start_soon(self._give_back_memory, operations)
             nursery.start_soon(self._keep_watchdog)
             await pyfuse3.main()
             copies.cancel()
@@ -344,6 +348,15 @@ class Daemon:
         while True:
             opened.statistics_publish()
             await trio.sleep(self._request.config["stats_interval"])
+
+    async def _give_back_memory(self, operations: Operations) -> None:
+        """What the C library keeps of files that are gone goes back to the system."""
+        spare = heap.Shrinking(operations.inode_count)
+        while True:
+            await trio.sleep(_HEAP_INTERVAL)
+            if spare.due():
+                with suppress(OSError):  # no thread can be started: it can wait until more files have gone
+                    await threads.run(heap.release)
 
     async def _keep_watchdog(self) -> None:
         """Tells the service manager that the control plane runs, where it wants to know."""

@@ -31,6 +31,7 @@ PYTHON_MAY_USE = {
     "gpufs.client": {"engine", "_version"},
     "gpufs.mounting": {"machine"},
     "gpufs.guard": {"mounting"},
+    "gpufs.heap": set(),
     "gpufs.supervision": set(),
     "gpufs.threads": set(),
     "gpufs.service": {"threads", "engine", "client", "mounting", "_version"},
@@ -49,8 +50,10 @@ PYTHON_MAY_USE = {
         "client",
         "mounting",
         "service",
+        "heap",
         "statistics",
         "supervision",
+        "threads",
     },
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
     "gpufs.cli": {"_version", "machine", "config", "kinds", "client", "mounting", "statistics"},

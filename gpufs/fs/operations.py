@@ -95,6 +95,10 @@ class Operations(pyfuse3.Operations):
         self._reply = self._entry_reply(0, 0)
         self._no_entry = self._entry_reply(0, 0)
 
+    def inode_count(self) -> int:
+        """How many inodes there are now, of the mount and of directories of the host."""
+        return len(self._tree.nodes)
+
     # ---- names ----
 
     @handler
@@ -253,7 +257,7 @@ class Operations(pyfuse3.Operations):
         reply.f_bsize = reply.f_frsize = BLOCK_SIZE
         reply.f_blocks = total // BLOCK_SIZE
         reply.f_bfree = reply.f_bavail = free // BLOCK_SIZE
-        reply.f_files = len(self._tree.nodes)
+        reply.f_files = self.inode_count()
         reply.f_namemax = NAME_MAX
         return reply
 

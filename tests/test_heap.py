@@ -1,0 +1,86 @@
+"""A daemon that once had many files is as small again when they are gone."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.mounting import GpufsMount
+from support.processes import run, wait_until
+
+from gpufs.heap import Shrinking
+
+FILES = 3200
+
+
+@pytest.mark.parametrize(
+    ("counts", "due"),
+    [
+        ([10, 10, 10], [False, False, False]),
+        ([10, 999, 10, 10], [False, False, False, False]),  # too few
+        ([10, 1010, 10, 10, 10], [False, False, False, True, False]),  # once, when no more are going
+        ([10, 5000, 3000, 1000, 1000, 1000], [False, False, False, False, True, False]),
+        ([10, 5000, 10, 10, 1008, 9, 9, 1010, 10, 10], [False] * 3 + [True] + [False] * 5 + [True]),
+    ],
+)
+def test_memory_is_given_back_once_many_files_have_gone(counts: list[int], due: list[bool]) -> None:
+    now = iter([counts[0], *counts])
+    spare = Shrinking(lambda: next(now))
+    assert [spare.due() for _ in counts] == due
+
+
+def anonymous_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def test_free_memory_between_used_is_given_back() -> None:
+    program = """
+import ctypes, sys
+from pathlib import Path
+from gpufs.heap import release
+
+def mebibytes():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) >> 10
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+blocks = [libc.malloc(4000) for _ in range(20_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 4000)
+for number, block in enumerate(blocks):
+    if number % 100:
+        libc.free(ctypes.c_void_p(block))
+kept = mebibytes()
+release()
+print(kept, mebibytes())
+"""
+    kept, left = map(int, run(sys.executable, "-c", program).stdout.split())
+    assert kept > 70, "what malloc does not return by itself"
+    assert left < kept - 50
+
+
+def test_daemon_shrinks_when_its_files_have_gone(mount: Callable[..., GpufsMount]) -> None:
+    mounted = mount()
+    folders = [mounted.device / f"many{number}" for number in range(8)]
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        for number in range(FILES // len(folders)):
+            os.close(os.open(folder / str(number), os.O_CREAT | os.O_WRONLY))
+
+    before = anonymous_bytes(mounted.pid)
+    with ThreadPoolExecutor(len(folders)) as threads:
+        list(threads.map(make, folders))
+        full = anonymous_bytes(mounted.pid)
+        assert full > before + FILES * 256, "what comes back is what files take"
+        list(threads.map(shutil.rmtree, folders))
+    wait_until(
+        lambda: anonymous_bytes(mounted.pid) <= full - (full - before) // 2,
+        30,
+        f"the daemon to give back half of what it has grown, of {before} to {full} bytes",
+    )
