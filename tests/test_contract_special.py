@@ -225,6 +225,9 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     os.close(read_end)
     os.close(write_end)
     os.close(fd)
+    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    assert errno_of(os.lseek, directory, 4096, os.SEEK_END) == (0 if on_gpufs else EINVAL)
+    os.close(directory)
 
     directory = os.open(root, os.O_RDONLY)
     assert errno_of(os.lseek, directory, 0, os.SEEK_END) == (0 if on_gpufs else EINVAL)
