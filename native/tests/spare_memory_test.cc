@@ -80,10 +80,12 @@ TEST(SpareMemory, KeepsNothingWithoutPatienceOrOnceClosed) {
   EXPECT_FALSE(spares.keep(1, 100));
   spares.set_patience(hours(1));
   EXPECT_TRUE(spares.keep(2, 100));
+  EXPECT_TRUE(spares.drop());
+  EXPECT_TRUE(spares.keep(3, 100));
   spares.close();
-  EXPECT_FALSE(spares.keep(3, 100));
+  EXPECT_FALSE(spares.keep(4, 100));
   EXPECT_FALSE(spares.drop());
-  EXPECT_EQ(released.counts(), (std::map<PhysicalHandle, int>{{2, 1}}));
+  EXPECT_EQ(released.counts(), (std::map<PhysicalHandle, int>{{2, 1}, {3, 1}}));
 }
 
 TEST(SpareMemory, EachPieceGoesWhenItsTimeIsOver) {
@@ -110,13 +112,14 @@ TEST(SpareMemory, DropWaitsForWhatIsBeingReleased) {
   EXPECT_EQ(spares.bytes(), 0U);
   std::atomic<bool> dropped{false};
   std::thread dropper([&] {
-    EXPECT_TRUE(spares.drop());  // there is more memory than when it was called
-    EXPECT_TRUE(open);
+    (void)spares.drop();
+    EXPECT_TRUE(open);  // whoever tries again now finds the memory
     dropped = true;
   });
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_FALSE(dropped);
   open = true;
   dropper.join();
-  EXPECT_TRUE(dropped);
   EXPECT_FALSE(spares.drop());
 }
 
