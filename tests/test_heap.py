@@ -13,7 +13,7 @@ from support.processes import run, wait_until
 
 from gpufs.heap import Shrinking
 
-FILES = 3200
+FILES = 9600
 
 
 @pytest.mark.parametrize(
