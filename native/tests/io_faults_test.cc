@@ -399,7 +399,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       if (lost_) return;
       std::vector<std::byte> found(count);
       EXPECT_EQ(must(buffer_->read(0, found)), count);
-      EXPECT_EQ(std::memcmp(found.data(), data_.data(), count), 0);
+      EXPECT_TRUE(std::equal(found.begin(), found.end(), data_.begin()));
       // What was moved beyond a failure does not come back with a larger size.
       EXPECT_OK(buffer_->resize(kTotal));
       found.assign(kTotal, std::byte{0xee});
@@ -413,7 +413,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), count);
     std::vector<std::byte> found(count);
     EXPECT_EQ(::pread(fd_.get(), found.data(), count, 0), static_cast<ssize_t>(count));
-    EXPECT_EQ(std::memcmp(found.data(), data_.data(), count), 0);
+    EXPECT_TRUE(std::equal(found.begin(), found.end(), data_.begin()));
   }
 
   // All of it, and nothing at the destination.
