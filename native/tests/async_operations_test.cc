@@ -302,9 +302,10 @@ TEST_P(AsyncOperations, AreBoundedAndSubmissionNeverWaitsForEver) {
   }
   EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)).error(), EAGAIN);
   ProgramStream other = rig.program_stream();
+  const std::shared_ptr<Buffer> apart = rig.buffer();  // nothing orders the two streams
   gate.hold(*other.program);
   for (int count = 0; count < 2; ++count) {
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, other.stream)));
+    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, apart, 100, other.stream)));
   }
   EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100)).error(), EAGAIN);
   gate.open();
