@@ -17,7 +17,7 @@ from errno import EACCES, EAGAIN, EINVAL, ENXIO, EPERM, EWOULDBLOCK
 from pathlib import Path
 
 from support.data import noise
-from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
+from support.processes import as_nobody, errno_of, in_child, start_children, wait_children, wait_until
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -213,6 +213,11 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool) ->
     os.utime(fd, ns=(1, 2))
     assert os.read(fd, 0) == b""
     assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs
+    os.utime(fd, ns=(1, 2))
+    os.posix_fadvise(fd, 0, 1, os.POSIX_FADV_WILLNEED)
+    if on_gpufs:
+        wait_until(lambda: os.fstat(fd).st_atime_ns > 1, 10, "what is read ahead to count as an access")
+    assert (os.fstat(fd).st_atime_ns == 1) != on_gpufs
     os.utime(fd, ns=(1, 2))
     sink = os.open(root / "sink", os.O_WRONLY | os.O_CREAT)
     assert os.sendfile(sink, fd, 10, 100) == 0

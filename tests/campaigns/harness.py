@@ -23,8 +23,9 @@ from support.data import GIB, MIB
 from support.mounting import GpufsMount, Session
 from support.processes import Snapshot, run, wait_until
 
-# What the interpreter and malloc may keep of memory that was in use: the tree of 50,000 files alone takes more.
-RESIDENT_SLACK = 128 * MIB
+# What the interpreter and malloc may keep of memory that was in use, a few seconds later: a tree of 50,000 files takes
+# more.
+RESIDENT_SLACK = 48 * MIB
 SETTLE_SECONDS = 30.0
 
 
