@@ -201,7 +201,15 @@ bool Operations::write(Request& request, Responder& responder) {
     responder.body(fuse_write_out{});
     return true;
   }
-  const SetIdLoss loss = file->inode->loss_by(Caller::of(request.header), (in.write_flags & kWriteKillSetId) == 0);
+  // Where files are cached the kernel clears set-id bits itself, but for those that mark a group without execution; what
+  // it writes back later is nobody's doing.
+  const Caller caller = Caller::of(request.header);
+  SetIdLoss loss = SetIdLoss::kNone;
+  if ((in.write_flags & kWriteKillSetId) != 0) {
+    loss = file->inode->loss_by(caller, false);
+  } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
+    loss = bare_loss(*file->inode, caller);
+  }
   Buffer& buffer = *file->inode->buffer();
   observe::Measured measured(counters_of(buffer), observe::Backend::kMount, observe::Flow::kIn);
   const observe::Span span(observe::TraceKind::kMountWrite, file->inode->device(), in.offset, in.size,
