@@ -101,6 +101,14 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 
 @pytest.fixture(scope="session")
+def cached(request: pytest.FixtureRequest) -> bool:
+    """Whether the mounts' files go through the page cache, as where the kernel has no direct mappings (before 6.6)."""
+    direct_io_allow_mmap = 1 << 36
+    words = (word.partition("=") for word in request.config.getoption("--mount-option"))
+    return any(name == "--mask-flags" and int(value, 0) & direct_io_allow_mmap for name, _, value in words)
+
+
+@pytest.fixture(scope="session")
 def driver(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--driver"))
 

@@ -201,8 +201,8 @@ bool Operations::write(Request& request, Responder& responder) {
     responder.body(fuse_write_out{});
     return true;
   }
-  // Where files are cached the kernel clears set-id bits itself, but for those that mark a group without execution; what
-  // it writes back later is nobody's doing.
+  // Where files are cached the kernel clears set-id bits itself, but for those that mark a group without execution;
+  // what it writes back later is nobody's doing.
   const Caller caller = Caller::of(request.header);
   SetIdLoss loss = SetIdLoss::kNone;
   if ((in.write_flags & kWriteKillSetId) != 0) {
