@@ -212,7 +212,7 @@ bool AttributeOperations::empty_on_open(Request& request, Responder& responder, 
   SetIdLoss loss = SetIdLoss::kNone;
   if ((mode & (S_ISUID | S_ISGID)) != 0) {
     const Caller caller = Caller::of(request.header);
-    loss = inode->loss_by(caller, caller.keeps_set_id());
+    if (!caller.keeps_set_id()) loss = inode->loss_by(caller);
   }
   const auto empty = [inode, loss] {
     Status status = inode->buffer()->resize(0);

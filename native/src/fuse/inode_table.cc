@@ -60,8 +60,15 @@ void Inode::was_written(SetIdLoss loss) {
   if (extended_) extended_->drop_capability();
 }
 
-SetIdLoss Inode::loss_by(const Caller& caller, bool capable) const {
-  if (capable) return SetIdLoss::kNone;
+SetIdLoss Inode::loss_by(const Caller& caller) const {
+  return marks_group_without(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
+}
+
+SetIdLoss Inode::bare_loss_by(const Caller& caller) const {
+  return marks_group_without(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
+}
+
+bool Inode::marks_group_without(const Caller& caller) const {
   std::uint32_t mode = 0;
   std::uint32_t gid = 0;
   {
@@ -69,7 +76,7 @@ SetIdLoss Inode::loss_by(const Caller& caller, bool capable) const {
     mode = attributes_.mode;
     gid = attributes_.gid;
   }
-  return has_bare_set_gid(mode) && !caller.in_group(gid) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
+  return has_bare_set_gid(mode) && !caller.in_group(gid);
 }
 
 void Inode::inherit(Inode& directory, std::uint32_t umask) {

@@ -43,8 +43,10 @@ class Inode {
   void was_read(AccessTimes policy);
   // Modification and change time, set-id bits, the capability.
   void was_written(SetIdLoss loss);
-  // What a write or truncation by this caller takes away. capable: the kernel has found that he may keep set-id bits.
-  [[nodiscard]] SetIdLoss loss_by(const Caller& caller, bool capable) const;
+  // What a change of contents takes away when its caller may not keep set-id bits, as the kernel or who asks has found.
+  [[nodiscard]] SetIdLoss loss_by(const Caller& caller) const;
+  // The same where the kernel sees to all but set-gid that marks a group without execution, whoever the caller is.
+  [[nodiscard]] SetIdLoss bare_loss_by(const Caller& caller) const;
 
   // Runs change(attributes, extended attributes) with the inode locked.
   template <typename Change>
@@ -56,6 +58,8 @@ class Inode {
  private:
   friend class InodeTable;
 
+  // Set-gid without execution for the group, and the caller is outside that group. Looks into /proc only then.
+  [[nodiscard]] bool marks_group_without(const Caller& caller) const;
   // Before anybody else can see this inode: what a directory hands down to what is made in it.
   void inherit(Inode& directory, std::uint32_t umask);
 

@@ -39,14 +39,6 @@ const observe::DeviceCounters& counters_of(const Buffer& buffer) {
   return buffer.device() ? buffer.device()->counters() : nowhere;
 }
 
-// What a change of contents by other means than WRITE takes of a mode beyond what the kernel has seen to: set-gid
-// without execution for the group.
-SetIdLoss bare_loss(const Inode& inode, const Caller& caller) {
-  const gpufs_attributes now = inode.attributes();
-  const bool lost = has_bare_set_gid(now.mode) && !caller.in_group(now.gid) && !caller.keeps_set_id();
-  return lost ? SetIdLoss::kAll : SetIdLoss::kNone;
-}
-
 }  // namespace
 
 Operations::Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
@@ -206,9 +198,9 @@ bool Operations::write(Request& request, Responder& responder) {
   const Caller caller = Caller::of(request.header);
   SetIdLoss loss = SetIdLoss::kNone;
   if ((in.write_flags & kWriteKillSetId) != 0) {
-    loss = file->inode->loss_by(caller, false);
+    loss = file->inode->loss_by(caller);
   } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
-    loss = bare_loss(*file->inode, caller);
+    loss = file->inode->bare_loss_by(caller);
   }
   Buffer& buffer = *file->inode->buffer();
   observe::Measured measured(counters_of(buffer), observe::Backend::kMount, observe::Flow::kIn);
@@ -365,7 +357,7 @@ bool Operations::fallocate(Request& request, Responder& responder) {
     responder.error(EFBIG);
     return true;
   }
-  const SetIdLoss loss = bare_loss(*file->inode, Caller::of(request.header));
+  const SetIdLoss loss = file->inode->bare_loss_by(Caller::of(request.header));
   submit_operation(workers_, cancellations_, std::move(responder),
                    [this, file, in, loss](const Operation& operation, Responder& reply) {
                      const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
@@ -437,7 +429,7 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
     responder.error(EXDEV);
     return true;
   }
-  const SetIdLoss loss = bare_loss(*to->inode, Caller::of(request.header));
+  const SetIdLoss loss = to->inode->bare_loss_by(Caller::of(request.header));
   if (to->inode->buffer()->copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
     const Result<std::uint64_t> copied =
         to->inode->buffer()->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr);

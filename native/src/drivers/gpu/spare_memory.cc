@@ -41,15 +41,7 @@ bool SpareMemory::drop() {
   std::unique_lock lock(mutex_);
   const std::vector<PhysicalHandle> pieces = take_older(Clock::time_point::max());
   const bool any = !pieces.empty() || releasing_ > 0;
-  if (!pieces.empty()) {
-    ++releasing_;
-    lock.unlock();
-    release_(pieces);
-    lock.lock();
-    --releasing_;
-    ++changes_;
-    changed_.notify_all();
-  }
+  if (!pieces.empty()) release(lock, pieces);
   changed_.wait(lock, [this] { return releasing_ == 0; });
   return any;
 }
@@ -82,16 +74,19 @@ void SpareMemory::work() {
       changed_.wait_until(lock, due);
       continue;
     }
-    const std::vector<PhysicalHandle> pieces = take_older(Clock::now() - patience_);
-    ++releasing_;
-    lock.unlock();
-    release_(pieces);
-    lock.lock();
-    --releasing_;
-    ++changes_;
-    changed_.notify_all();
+    release(lock, take_older(Clock::now() - patience_));
   }
   working_ = false;
+}
+
+void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& pieces) {
+  ++releasing_;
+  lock.unlock();
+  release_(pieces);
+  lock.lock();
+  --releasing_;
+  ++changes_;
+  changed_.notify_all();
 }
 
 std::vector<PhysicalHandle> SpareMemory::take_older(Clock::time_point before) {

@@ -58,6 +58,8 @@ class SpareMemory {
   void work();
   // Takes out what was kept before `before`. Under the lock.
   std::vector<PhysicalHandle> take_older(Clock::time_point before);
+  // Releases what was taken out, with the lock let go meanwhile.
+  void release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& pieces);
   [[nodiscard]] Clock::time_point oldest() const;
 
   const Release release_;
