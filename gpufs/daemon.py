@@ -208,7 +208,13 @@ class Daemon:
             parts.callback(mount.close)  # first of the two: its other end does not vanish beneath the data plane
             mount.start()
             log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, driver)
-            trio.run(self._serve, mount, operations, entry, socket_path, driver, len(opened.devices), notes)
+            try:
+                trio.run(self._serve, mount, operations, entry, socket_path, driver, len(opened.devices), notes)
+            except BaseExceptionGroup as failures:
+                started = failures.subgroup(StartFailure)
+                if started is None:
+                    raise
+                raise started.exceptions[0] from None
         log.info("the mount at %s has ended", self._request.mountpoint)
 
     def _build(
@@ -286,7 +292,7 @@ class Daemon:
             nursery.start_soon(self._watch_end, mount, copies)
             nursery.start_soon(self._watch_flags, mount, entry)
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
-            nursery.start_soon(self._tell_launcher, mount, driver, devices, notes)
+            nursery.start_soon(self._tell_launcher, mount, entry, driver, devices, notes)
             nursery.start_soon(self._publish, mount.engine)
             nursery.start_soon(self._give_back_memory, operations)
             nursery.start_soon(self._keep_watchdog)
@@ -314,9 +320,21 @@ class Daemon:
                     log.error("no copy service: %s: %s", socket_path, failure.strerror)
         self._copies_ended.set()
 
-    async def _tell_launcher(self, mount: engine.Mount, driver: str, devices: int, notes: list[str]) -> None:
-        # The kernel's first question comes back only once both planes work.
-        await trio.to_thread.run_sync(os.stat, os.path.join(self._request.mountpoint, "gpu0"), abandon_on_cancel=True)
+    async def _tell_launcher(
+        self, mount: engine.Mount, entry: mounting.MountEntry, driver: str, devices: int, notes: list[str]
+    ) -> None:
+        try:
+            # The kernel's first question comes back only once both planes work.
+            await trio.to_thread.run_sync(
+                os.stat, os.path.join(self._request.mountpoint, "gpu0"), abandon_on_cancel=True
+            )
+        except OSError as failure:
+            now = mounting.entry_of(entry.mountpoint)
+            if now is None or now.identity != entry.identity:
+                return  # unmounted meanwhile, by a signal or by somebody else: nothing has failed
+            raise StartFailure(
+                failure.errno or errno.EIO, f"{entry.mountpoint}: mounted, but does not answer: {failure.strerror}"
+            ) from None
         try:
             self._answer.give(
                 {

@@ -1,5 +1,6 @@
 """A daemon that fails at any step of its start says so and leaves nothing; a signal at any step ends it cleanly."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -104,8 +105,42 @@ def test_a_failure_at_any_step_leaves_nothing(mountpoint: str, step: str) -> Non
     "step", ["mounting.mount", "daemon.Tree", "daemon.Operations", "pyfuse3.init", "engine.Mount.start"]
 )
 def test_a_signal_during_the_start_unmounts(mountpoint: str, step: str) -> None:
-    code, _, said = start(mountpoint, f"{step} = signalled({step})")
+    code, answers, said = start(mountpoint, f"{step} = signalled({step})")
+    assert code == 0, (said, answers)
+    assert mounting.entry_of(mountpoint) is None
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGTERM)", "old_unmount(sys.argv[1], lazy=True)"])
+def test_an_end_before_the_first_answer_is_no_failure(mountpoint: str, end: str) -> None:
+    patch = (
+        "import time\n"
+        "old_stat, old_unmount = os.stat, mounting.unmount\n"
+        "def stat(path, *arguments, **named):\n"
+        "    if path == os.path.join(sys.argv[1], 'gpu0'):\n"
+        f"        {end}\n"
+        "        while mounting.entry_of(sys.argv[1]) is not None:\n"
+        "            time.sleep(0.01)\n"
+        "    return old_stat(path, *arguments, **named)\n"
+        "os.stat = stat"
+    )
+    code, answers, said = start(mountpoint, patch)
     assert code == 0, said
+    assert answers == []
+
+
+def test_a_mount_that_does_not_answer_is_a_failure(mountpoint: str) -> None:
+    patch = (
+        "old_stat = os.stat\n"
+        "def stat(path, *arguments, **named):\n"
+        "    if path == os.path.join(sys.argv[1], 'gpu0'):\n"
+        "        raise OSError(errno.EIO, os.strerror(errno.EIO), path)\n"
+        "    return old_stat(path, *arguments, **named)\n"
+        "os.stat = stat"
+    )
+    code, answers, said = start(mountpoint, patch)
+    assert code == 1, said
+    assert answers[0]["error"] == errno.EIO
+    assert str(answers[0]["message"]).startswith(f"{mountpoint}: mounted, but does not answer: ")
     assert mounting.entry_of(mountpoint) is None
 
 
