@@ -42,6 +42,8 @@ _AUTOMATIC = ("cuda", "hip", "host")
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
 _BUSY_PAUSE = 0.05
+# Seconds until the next attempt to wait for other mount flags, where no thread can be started.
+_FLAGS_PAUSE = 1.0
 # Seconds between two looks whether many files have gone.
 _HEAP_INTERVAL = 2.0
 # They end the mount, or reopen the log file. Held back until there is somebody to see to them: one that came between
@@ -103,6 +105,12 @@ def _set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozens
     mount.set_access_times(policy, not_directories="nodiratime" in shown | asked)
 
 
+def _is_there(entry: mounting.MountEntry) -> bool:
+    """Whether this very mount can be seen: it may be gone, another may stand in its place, or hide it."""
+    now = mounting.entry_of(entry.mountpoint)
+    return now is not None and now.identity == entry.identity
+
+
 @contextmanager
 def _mounted(request: Request) -> Iterator[int]:
     """The descriptor of a fresh mount, which is gone at the end, however that comes."""
@@ -119,9 +127,7 @@ def _mounted(request: Request) -> Iterator[int]:
     try:
         yield fd
     finally:
-        # Another mount may be there by now, when ours was unmounted by somebody else.
-        left = mounting.entry_of(request.mountpoint)
-        if entry is None or (left is not None and left.identity == entry.identity):
+        if entry is None or _is_there(entry):
             try:
                 mounting.unmount(request.mountpoint, lazy=True)
             except OSError as failure:
@@ -146,6 +152,7 @@ class Daemon:
         self._service: service.Service | None = None
         self._copies_ended = trio.Event()
         self._manager = supervision.ServiceManager()
+        self._early: list[int] = []  # signals that have come before anybody waited for them
 
     def run(self) -> None:
         """Serves the mount until it ends. StartFailure where it does not come up."""
@@ -167,6 +174,10 @@ class Daemon:
             control = parts.enter_context(ExitStack())
             control.callback(os.close, control_fd)
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            for number in _SIGNALS:
+                # Threads that a vendor's library has started may take them all the same: they are seen to later. And
+                # when the mount is on its way out one more must not end the process before all is taken apart.
+                signal.signal(number, lambda early, _: self._early.append(early))
             guard = None
             if values["auto_unmount"]:
                 guard = parts.enter_context(supervision.Guard(self._request.mountpoint, values["log_file"]))
@@ -215,6 +226,9 @@ class Daemon:
                 if started is None:
                     raise
                 raise started.exceptions[0] from None
+            finally:
+                for number in _SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)  # also while the interpreter ends
         log.info("the mount at %s has ended", self._request.mountpoint)
 
     def _build(
@@ -288,7 +302,7 @@ class Daemon:
     ) -> None:
         async with trio.open_nursery() as nursery:
             copies = trio.CancelScope()
-            nursery.start_soon(self._watch_signals, copies)
+            nursery.start_soon(self._watch_signals, copies, entry)
             nursery.start_soon(self._watch_end, mount, copies)
             nursery.start_soon(self._watch_flags, mount, entry)
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
@@ -325,16 +339,19 @@ class Daemon:
     ) -> None:
         try:
             # The kernel's first question comes back only once both planes work.
-            await trio.to_thread.run_sync(
-                os.stat, os.path.join(self._request.mountpoint, "gpu0"), abandon_on_cancel=True
-            )
+            await threads.run(lambda: os.stat(os.path.join(entry.mountpoint, "gpu0")), abandon_on_cancel=True)
         except OSError as failure:
-            now = mounting.entry_of(entry.mountpoint)
-            if now is None or now.identity != entry.identity:
+            if not _is_there(entry):
                 return  # unmounted meanwhile, by a signal or by somebody else: nothing has failed
             raise StartFailure(
                 failure.errno or errno.EIO, f"{entry.mountpoint}: mounted, but does not answer: {failure.strerror}"
             ) from None
+        if not self._request.foreground:
+            # Before the answer: whoever has it may count on that nothing of its own is held.
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            for number in (0, 1, 2):
+                os.dup2(self._log.fd if number == 2 and self._log.fd >= 0 else null, number)
+            os.close(null)
         try:
             self._answer.give(
                 {
@@ -349,15 +366,10 @@ class Daemon:
             )
         except OSError:
             log.error("whoever asked for the mount has gone: it ends")
-            await self._unmount()
+            await self._unmount(entry)
             return
-        self._manager.ready(f"serves {self._request.mountpoint}")
-        if not self._request.foreground:
-            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            for number in (0, 1, 2):
-                os.dup2(self._log.fd if number == 2 and self._log.fd >= 0 else null, number)
-            os.close(null)
-        elif notes:
+        await self._manager.ready(f"serves {self._request.mountpoint}")
+        if self._request.foreground:
             for note in notes:
                 print(f"gpufs: {note}", file=sys.stderr)
 
@@ -379,26 +391,28 @@ class Daemon:
     async def _keep_watchdog(self) -> None:
         """Tells the service manager that the control plane runs, where it wants to know."""
         while self._manager.watchdog_seconds:
-            self._manager.alive()
+            await self._manager.alive()
             await trio.sleep(self._manager.watchdog_seconds / 2)
 
-    async def _watch_signals(self, copies: trio.CancelScope) -> None:
+    async def _watch_signals(self, copies: trio.CancelScope, entry: mounting.MountEntry) -> None:
         with trio.open_signal_receiver(*_SIGNALS) as arriving:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            for number in self._early:
+                signal.raise_signal(number)
             async for number in arriving:
                 if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
-                    self._manager.reloading()
+                    await self._manager.reloading()
                     self._log.reopen()
                     log.info("SIGHUP: the log goes on here")
-                    self._manager.ready(f"serves {self._request.mountpoint}")
+                    await self._manager.ready(f"serves {self._request.mountpoint}")
                     continue
                 log.info("%s: the mount ends", signal.Signals(number).name)
-                self._manager.stopping(f"unmounts {self._request.mountpoint}")
+                await self._manager.stopping(f"unmounts {self._request.mountpoint}")
                 copies.cancel()
                 # Clients get their results and close their files while the mount still answers.
                 with trio.move_on_after(_COPIES_GRACE):
                     await self._copies_ended.wait()
-                await self._unmount()
+                await self._unmount(entry)
                 pyfuse3.terminate()
                 return
 
@@ -406,8 +420,12 @@ class Daemon:
         """A remount may change which reads set access times."""
         changes = mounting.Changes()
         while True:
-            # Left behind at the end: the unmounting itself lets it go.
-            await trio.to_thread.run_sync(changes.wait, abandon_on_cancel=True)
+            try:
+                # Left behind at the end: the unmounting itself lets it go.
+                await threads.run(changes.wait, abandon_on_cancel=True)
+            except OSError:  # no thread can be started: what changes meanwhile is told later
+                await trio.sleep(_FLAGS_PAUSE)
+                continue
             now = mounting.entry_of(entry.mountpoint)
             if now is not None and now.identity == entry.identity and now.flags != entry.flags:
                 entry = now
@@ -419,14 +437,14 @@ class Daemon:
         copies.cancel()
         pyfuse3.terminate()
 
-    async def _unmount(self) -> None:
-        """In peace, or by detaching where it stays in use."""
+    async def _unmount(self, entry: mounting.MountEntry) -> None:
+        """In peace, or by detaching where it stays in use. What else stands there now stays."""
         deadline = trio.current_time() + _BUSY_GRACE
-        while True:
+        while _is_there(entry):
             lazy = trio.current_time() >= deadline
             try:
-                await trio.to_thread.run_sync(
-                    functools.partial(mounting.unmount, self._request.mountpoint, lazy=lazy), abandon_on_cancel=True
+                await threads.run(
+                    functools.partial(mounting.unmount, entry.mountpoint, lazy=lazy), abandon_on_cancel=True
                 )
                 return
             except OSError as failure:

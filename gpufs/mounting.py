@@ -311,14 +311,17 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
     if program is None:
         raise OSError(errno.ENOENT, "fusermount3 is needed to unmount as a user: install the package fuse3")
     arguments = [program, "-u", *(["-z"] if lazy or force else []), "--", mountpoint]
-    done = subprocess.run(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-        timeout=_FUSERMOUNT_TIMEOUT,
-        env={**os.environ, "LC_ALL": "C"},
-    )
+    try:
+        done = subprocess.run(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_FUSERMOUNT_TIMEOUT,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(errno.ETIMEDOUT, f"{mountpoint}: fusermount3 does not end") from None
     if done.returncode == 0:
         return
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]

@@ -10,14 +10,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+import trio
+
 log = logging.getLogger("gpufs.daemon")
 
 _GUARD: Final = Path(__file__).with_name("guard.py")
 _GUARD_SECONDS: Final = 5.0  # for its end, after it was told to
+_SEND_SECONDS: Final = 5.0  # for a service manager whose queue is full
 
 
 class ServiceManager:
-    """sd_notify(3): datagrams to the socket that NOTIFY_SOCKET names. Says nothing where there is none."""
+    """sd_notify(3): datagrams to the socket that NOTIFY_SOCKET names. Says nothing where there is none.
+
+    For trio's loop, which goes on meanwhile: one who does not read must not stop the mount.
+    """
 
     def __init__(self) -> None:
         # Not for the programs that we start.
@@ -26,29 +32,34 @@ class ServiceManager:
         for_us = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_seconds = int(interval) / 1e6 if interval.isdecimal() and for_us else 0.0
 
-    def ready(self, status: str) -> None:
+    async def ready(self, status: str) -> None:
         """The mount answers."""
-        self._send(f"READY=1\nMAINPID={os.getpid()}\nSTATUS={status}")
+        await self._send(f"READY=1\nMAINPID={os.getpid()}\nSTATUS={status}")
 
-    def reloading(self) -> None:
+    async def reloading(self) -> None:
         """SIGHUP has come; ready() follows."""
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        await self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
-    def stopping(self, status: str) -> None:
+    async def stopping(self, status: str) -> None:
         """The mount ends."""
-        self._send(f"STOPPING=1\nSTATUS={status}")
+        await self._send(f"STOPPING=1\nSTATUS={status}")
 
-    def alive(self) -> None:
+    async def alive(self) -> None:
         """Due before each ``watchdog_seconds`` are over, where those are not 0."""
-        self._send("WATCHDOG=1")
+        await self._send("WATCHDOG=1")
 
-    def _send(self, text: str) -> None:
+    async def _send(self, text: str) -> None:
         if not self._address:
             return
         name = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                sender.sendto(text.encode(), socket.MSG_NOSIGNAL, name)
+            with trio.fail_after(_SEND_SECONDS):
+                with trio.socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                    # Only one that is connected can be waited for.
+                    await sender.connect(name)
+                    await sender.send(text.encode(), socket.MSG_NOSIGNAL)
+        except trio.TooSlowError:
+            log.warning("the service manager cannot be told: %s: it does not read", self._address)
         except OSError as failure:
             log.warning("the service manager cannot be told: %s: %s", self._address, failure.strerror)
 

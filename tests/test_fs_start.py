@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,13 +13,13 @@ import pytest
 
 from gpufs import mounting
 
-SECONDS = 40
+SECONDS = 120
 
 # Runs the daemon with one step replaced: {patch} is a statement that knows all the names below.
 PROGRAM = """
 import errno, os, signal, sys
 import pyfuse3
-from gpufs import daemon, engine, mounting, service
+from gpufs import daemon, engine, mounting, service, supervision
 
 def fail(*arguments, **named):
     raise OSError(errno.ENOMEM, "planned failure")
@@ -37,7 +38,7 @@ def signalled(function):
     return wrapped
 
 {patch}
-sys.exit(daemon.main(["--answer-fd", "1", sys.argv[1]]))
+sys.exit(daemon.main(["--answer-fd", sys.argv[2], sys.argv[1]]))
 """
 
 
@@ -51,6 +52,7 @@ def mountpoint() -> Iterator[str]:
 
 def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], str]:
     """The exit code, the answers and the standard error of a daemon that is expected to end by itself."""
+    answers, answers_end = os.pipe()
     request = {
         "mountpoint": mountpoint,
         "source": "gpufs",
@@ -58,18 +60,21 @@ def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], st
         "foreground": False,
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(patch=patch), mountpoint],
+        [sys.executable, "-c", PROGRAM.format(patch=patch), mountpoint, str(answers_end)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        pass_fds=(answers_end,),
         text=True,
         start_new_session=True,
     )
-    with process:
+    os.close(answers_end)
+    with process, open(answers) as file:
         try:
-            said, complaints = process.communicate(json.dumps(request), timeout=SECONDS)
+            _, complaints = process.communicate(json.dumps(request), timeout=SECONDS)
         finally:
             process.kill()
+        said = file.read()
     assert not list(Path("/run/gpufs").glob(f"{process.pid}-*")), "its socket is left"
     return process.returncode, [json.loads(line) for line in said.splitlines()], complaints
 
@@ -107,6 +112,58 @@ def test_a_failure_at_any_step_leaves_nothing(mountpoint: str, step: str) -> Non
 def test_a_signal_during_the_start_unmounts(mountpoint: str, step: str) -> None:
     code, answers, said = start(mountpoint, f"{step} = signalled({step})")
     assert code == 0, (said, answers)
+    assert mounting.entry_of(mountpoint) is None
+
+
+def test_a_signal_that_another_thread_takes_unmounts(mountpoint: str) -> None:
+    """As those of a vendor's library might, which were there before signals were held back."""
+    patch = (
+        "import threading\n"
+        "due, done = threading.Event(), threading.Event()\n"
+        "def take():\n"
+        "    due.wait()\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+        "    done.set()\n"
+        "threading.Thread(target=take, daemon=True).start()\n"
+        "old = mounting.mount\n"
+        "def mount(*arguments, **named):\n"
+        "    due.set(), done.wait()\n"
+        "    return old(*arguments, **named)\n"
+        "mounting.mount = mount"
+    )
+    code, _, said = start(mountpoint, patch)
+    assert code == 0, said
+    assert mounting.entry_of(mountpoint) is None
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("step", ["mounting.unmount", "pyfuse3.close"])
+def test_more_signals_at_any_step_of_the_end_do_no_harm(mountpoint: str, step: str, number: str) -> None:
+    """After the first one nobody waits for them, and all is taken apart in peace."""
+    patch = (
+        f"old, old_exit = {step}, supervision.Guard.__exit__\n"
+        "def more():\n"
+        "    for _ in range(3):\n"
+        f"        os.kill(os.getpid(), signal.{number})\n"
+        "def wrapped(*arguments, **named):\n"
+        "    done = old(*arguments, **named)\n"
+        "    more()\n"
+        "    return done\n"
+        "def leave(*arguments):\n"
+        "    more()\n"
+        "    return old_exit(*arguments)\n"
+        "supervision.Guard.__exit__ = leave\n"
+        "old_give = daemon.Answer.give\n"
+        "def give(self, fields):\n"
+        "    given = old_give(self, fields)\n"
+        f"    {step} = wrapped\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return given\n"
+        "daemon.Answer.give = give"
+    )
+    code, answers, said = start(mountpoint, patch)
+    assert code == 0, said
+    assert answers[0]["ok"] is True
     assert mounting.entry_of(mountpoint) is None
 
 

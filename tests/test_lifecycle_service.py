@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from errno import EAGAIN
 from pathlib import Path
 
 import pytest
 from support.mounting import Mounter
-from support.processes import run, wait_until
+from support.processes import errno_of, links_of, run, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,6 +80,22 @@ def test_the_watchdog_is_fed(mount: Mounter, tmp_path: Path) -> None:
     manager.socket.close()
 
 
+def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Path) -> None:
+    """Its queue is full after some messages; the mount goes on all the same."""
+    address = str(tmp_path / "notify")
+    manager = Manager(address)
+    mounted = mount(environment={"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "2000"})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full:
+        full.setblocking(False)
+        full.connect(address)
+        wait_until(lambda: errno_of(full.send, b"WATCHDOG=1") == EAGAIN, 20, "the queue to be full")
+    for number in range(20):
+        (mounted.device / str(number)).mkdir()
+        time.sleep(0.002)
+    mounted.unmount()
+    manager.socket.close()
+
+
 @pytest.mark.complains
 def test_a_manager_that_has_gone_is_no_failure(mount: Mounter, tmp_path: Path) -> None:
     mounted = mount(environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
@@ -104,7 +122,7 @@ def test_log_rotation(mount: Mounter) -> None:
     mounted.signal(signal.SIGHUP)
     wait_until(lambda: mounted.log.exists() and "SIGHUP" in mounted.log.read_text(), 20, "the new log file")
     before = old.read_text()
-    links = [os.readlink(f"/proc/{mounted.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{mounted.pid}/fd")]
+    links = set(links_of(mounted.pid).values())
     assert str(old) not in links
     assert str(mounted.log) in links
     mounted.unmount()

@@ -156,6 +156,23 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
         pause = min(pause * 1.5, 0.2)
 
 
+def links_of(pid: int) -> dict[int, str]:
+    """What the descriptors of a process are, by number; without those that go while they are looked at."""
+    found = {}
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[int(entry)] = os.readlink(f"/proc/{pid}/fd/{entry}")
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for its parent to notice that it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What one process holds."""
@@ -168,10 +185,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, pid: int) -> Snapshot:
-        kinds: collections.Counter[str] = collections.Counter()
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                kinds[os.readlink(f"/proc/{pid}/fd/{entry}").split("[")[0].split(":[")[0]] += 1
+        kinds = collections.Counter(link.split("[")[0].split(":[")[0] for link in links_of(pid).values())
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return cls(
             descriptors=kinds.total(),
