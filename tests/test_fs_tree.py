@@ -7,13 +7,17 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+import pyfuse3
 import pytest
+import trio
+import trio.testing
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.fake_table import FakeTable
 
 from gpufs.fs.nodes import FIRST_COOKIE, BufferFile, Directory, Node
+from gpufs.fs.operations import Operations
 from gpufs.fs.tree import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, ROOT_INODE, Tree
 from gpufs.fs.xattrs import VirtualAttributes
 
@@ -509,3 +513,50 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+
+
+# ---- streams of which there is one at a time ----
+
+
+class OneAtATime:
+    """As a trace: EBUSY while there is another."""
+
+    taken = False
+
+    def __init__(self) -> None:
+        if OneAtATime.taken:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        OneAtATime.taken = True
+
+    def read(self, size: int) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        OneAtATime.taken = False
+
+
+async def test_a_stream_whose_end_comes_behind_the_next_ones_opening(autojump_clock: trio.testing.MockClock) -> None:
+    """The kernel tells of both in this order, or in the other, as its threads like."""
+    table = FakeTable()
+    tree = Tree(table, 1, uid=7, gid=8, control_files={}, streams={"trace": OneAtATime})
+    operations = Operations(tree, table, driver="host", entry_timeout=1, attribute_timeout=1, memory=lambda: (0, 0))
+    node = tree.lookup(tree.lookup(ROOT_INODE, b".gpufs").ino, b"trace")
+    context: Any = None
+
+    async def opened() -> int:
+        return (await operations.open(node.ino, os.O_RDONLY, context)).fh
+
+    first = await opened()
+    async with trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def end() -> None:
+            await trio.testing.wait_all_tasks_blocked()
+            await operations.release(first)
+
+        second = await opened()
+    with pytest.raises(pyfuse3.FUSEError) as caught:
+        await opened()
+    assert caught.value.errno == errno.EBUSY
+    await operations.release(second)
+    await operations.release(await opened())

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
@@ -56,7 +58,12 @@ def launch(request: Request, timeout: float) -> dict[str, Any]:
     interrupted, it has ended and nothing is mounted.
     """
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
-    with tempfile.TemporaryFile() as errors:
+    # A signal that comes while the process is being started waits until there is somebody to end.
+    early: list[int] = []
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: early.append(number))}
+    if callable(signal.getsignal(signal.SIGINT)):  # ignored ones stay so
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, _: early.append(number))
+    with tempfile.TemporaryFile() as errors, _restored(previous):
         process = subprocess.Popen(
             [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],
             stdin=subprocess.PIPE,
@@ -66,10 +73,14 @@ def launch(request: Request, timeout: float) -> dict[str, Any]:
             pass_fds=(daemon_end,),
             start_new_session=True,
         )
-        os.close(daemon_end)
         came_up = False
-        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
+            os.close(daemon_end)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            if signal.SIGINT in previous:
+                signal.signal(signal.SIGINT, previous[signal.SIGINT])
+            for number in early:
+                signal.raise_signal(number)
             assert process.stdin is not None
             try:
                 process.stdin.write(request.encode())
@@ -85,7 +96,16 @@ def launch(request: Request, timeout: float) -> dict[str, Any]:
             if not came_up:
                 _end(process)
                 _unmount_left_over(request.mountpoint)
-            signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _restored(handlers: "dict[signal.Signals, Any]") -> Iterator[None]:
+    """Sets these handlers of signals at the end."""
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], timeout: float) -> dict[str, Any]:

@@ -114,7 +114,10 @@ class Connection:
             while True:
                 if cancel is not None and not cancelled and self._wait(cancel):
                     cancelled = True
-                    _protocol.send(self._sock, _protocol.Cancel(request.id))
+                    try:
+                        _protocol.send(self._sock, _protocol.Cancel(request.id))
+                    except BrokenPipeError:
+                        pass  # the daemon ends; its last words are still to be read
                     self._sock.settimeout(_CANCEL_SECONDS)
                 message = self._receive()
                 if isinstance(message, Result) and message.id == request.id:

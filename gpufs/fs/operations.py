@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
+import trio
 
 from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # File handles made here count from 1; those of the engine have bit 62 set.
 _FIRST_HANDLE = 1
+# Seconds that a stream of which there is one at a time is waited for.
+_STREAM_PATIENCE = 0.5
 # The name that the data plane gives for O_TMPFILE.
 UNNAMED = b"/"
 
@@ -90,6 +93,7 @@ class Operations(pyfuse3.Operations):
         self._next_handle = _FIRST_HANDLE
         self._contents: dict[int, bytes] = {}
         self._streams: dict[int, Stream] = {}
+        self._stream_closed = trio.Event()  # of the next one
         self._directories: dict[int, Directory] = {}
         # pyfuse3 copies a reply before it runs anything else, so one object serves all.
         self._reply = self._entry_reply(0, 0)
@@ -295,7 +299,7 @@ class Operations(pyfuse3.Operations):
         if isinstance(node, StreamFile):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
                 raise error(errno.EACCES)
-            stream = node.begin()
+            stream = await self._begin(node)
             handle = self._take_handle()
             self._streams[handle] = stream
             return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
@@ -325,10 +329,24 @@ class Operations(pyfuse3.Operations):
         stream = self._streams.pop(fh, None)
         if stream is not None:
             stream.close()
+            self._stream_closed.set()
+            self._stream_closed = trio.Event()
         elif self._contents.pop(fh, None) is None:
             self._table.file_release(fh)
 
     # ---- inside ----
+
+    async def _begin(self, node: StreamFile) -> Stream:
+        """Begins a stream. That of a descriptor which has just been closed may end behind the next one's opening."""
+        with trio.move_on_after(_STREAM_PATIENCE):
+            while True:
+                try:
+                    return node.begin()
+                except OSError as failure:
+                    if failure.errno != errno.EBUSY:
+                        raise
+                await self._stream_closed.wait()
+        return node.begin()
 
     def _take_handle(self) -> int:
         handle = self._next_handle
