@@ -128,13 +128,12 @@ bool Operations::read(Request& request, Responder& responder) {
   Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, wanted);
   if (gathered.ok() && gathered.value().pieces.size() <= Transport::kMaximumPieces) {
     if (!keep_atime) table_.was_read(inode);
-    statistics_.read_bytes.add(gathered.value().bytes);
+    note_read(inode, gathered.value().bytes);
     {
       const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, gathered.value().bytes);
       responder.data(gathered.value().pieces);
     }
     measured.done(gathered.value().bytes);
-    inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, gathered.value().bytes);
     return true;
   }
   if (!gathered.ok() && gathered.error() != EOPNOTSUPP) {
@@ -152,15 +151,20 @@ bool Operations::read(Request& request, Responder& responder) {
     return true;
   }
   if (!keep_atime) table_.was_read(inode);
-  statistics_.read_bytes.add(got.value());
+  note_read(inode, got.value());
   const iovec part{target.data(), got.value()};
   {
     const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, got.value());
     responder.data({&part, 1});
   }
   measured.done(got.value());
-  inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, got.value());
   return true;
+}
+
+void Operations::note_read(Inode& inode, std::uint64_t bytes) {
+  // Before the reply: who has it may ask at once what has been read of the file.
+  statistics_.read_bytes.add(bytes);
+  inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, bytes);
 }
 
 bool Operations::write(Request& request, Responder& responder) {

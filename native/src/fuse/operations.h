@@ -47,6 +47,7 @@ class Operations {
 
   // A write that crosses the buffer's largest size is cut short there.
   static Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data);
+  void note_read(Inode& inode, std::uint64_t bytes);
   void finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder);
   // Repeats a write that found no space as memory of removed files comes back; then writes what fits.
   void write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,

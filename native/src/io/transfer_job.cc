@@ -27,8 +27,9 @@ constexpr std::uint64_t kLargestStep = std::uint64_t{1} << 30;
 // From here on writing a file's pages side by side is faster than writing it: measured 0.6 of it with 2 CPUs, 1.4
 // with 16.
 constexpr int kCpusForPages = 4;
-// A store to a file that may hang is given more time than a load: its last write may still arrive afterwards.
-constexpr int kStorePatience = 20;
+// So many times as long is waited for a store to a file that may hang, since its last write may still arrive
+// afterwards, and for a load from one that cannot: its threads come back as soon as they get a CPU or the disk.
+constexpr int kPatience = 20;
 
 bool allocation_unsupported(int error) {
   return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM || error == ENODEV;
@@ -679,8 +680,8 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
 }
 
 std::chrono::milliseconds TransferJob::abandon_delay() const {
-  const bool patient = request_.direction == Direction::kStore && file().facts().may_hang;
-  return options().cancel_grace * (patient ? kStorePatience : 1);
+  const bool patient = (request_.direction == Direction::kStore) == file().facts().may_hang;
+  return options().cancel_grace * (patient ? kPatience : 1);
 }
 
 bool TransferJob::abandon(bool forced) {
