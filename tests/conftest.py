@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import tempfile
-import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 from support.cli import mountpoint  # noqa: F401 - a fixture
 from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
-from support.processes import session_processes
+from support.processes import session_processes, wait_until
 from support.watchdog import mounted_at
 
 SESSION = pytest.StashKey[Session]()
@@ -37,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "driver: depends on the driver; scripts/test-fakes runs it over others")
     config.addinivalue_line("markers", "complains: the daemon is expected to log warnings")
+    # Shells have what runs in the background ignore SIGINT, and nohup SIGHUP: programs that tests start would, too.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.stash[SESSION] = Session()
     common: dict[str, Any] = {
         "deadline": None,
@@ -94,10 +98,10 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     mounts = [str(path) for path in session.scratch.glob("mnt-*") if mounted_at(str(path))]
     assert not mounts, f"left mounted: {mounts}"
     # A daemon's guard sees only when the daemon has ended that it is not needed any more.
-    deadline = time.monotonic() + 20
-    while (processes := session_processes(session.name)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes, f"left running: {processes}"
+    try:
+        wait_until(lambda: not session_processes(session.name), 20, "the end of all processes")
+    except AssertionError as error:
+        raise AssertionError(f"left running: {session_processes(session.name)}") from error
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,7 @@ def test_a_signal_ends_it(calm: World, program: str, direction: str, number: sig
         source, target = calm.server / "file", calm.mount.device / "copy"
     else:
         source, target = calm.buffer, calm.disk / "copy"
-    for _ in range(5):  # a copy to the disk may be over before a busy machine comes to send the signal
+    for _ in range(50):  # a copy to the disk may be over before a busy machine comes to send the signal
         child = started(calm, calm.command(program, source, target))
         child.send_signal(number)
         _, errors = child.communicate(timeout=60)

@@ -303,7 +303,7 @@ def test_interrupted(mount: Mounter, host: Path) -> None:
     with open(host / "source", "wb") as file:
         file.truncate(size)
     command = [*GPUFS_CP, "--json", "--fastpath", "off", str(host / "source"), str(big.device / "file")]
-    for pause in (0.15, 0.05, 0.01, 0, 0, 0):  # a busy machine may let us send the signal too late
+    for pause in (0.15, 0.05, 0.01, *[0] * 40):  # a busy machine may let us send the signal too late
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started(big, child)
         time.sleep(pause)

@@ -218,11 +218,15 @@ def test_cancelled_future(opened: engine.Engine, tmp_path: Path) -> None:
     with open(path, "wb") as sparse:
         sparse.truncate(256 * MIB)
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
-        future = file.read_future(buffer, fastpath="off", share=1)
-        assert future.cancel()
+        for _ in range(100):  # one may be over before a busy machine comes to cancel it
+            buffer.resize(0)
+            future = file.read_future(buffer, fastpath="off", share=1)
+            future.cancel()
+            concurrent.futures.wait([future], 60)
+            if future.cancelled():
+                break
         with pytest.raises(concurrent.futures.CancelledError):
             future.result(60)
-        assert future.cancelled()
         assert buffer.info.size < 256 * MIB
 
 
@@ -242,7 +246,7 @@ def test_interrupt_cancels_a_read(host: engine.Engine, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             repeat()
         timer.join()
-    assert host.io_statistics()["active"] == 0
+    wait_until(lambda: host.io_statistics()["active"] == 0, 10, "the end of what was interrupted")
 
 
 @pytest.mark.driver

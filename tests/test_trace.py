@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.data import MIB
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
-from support.processes import run, wait_until
+from support.processes import links_of, run, wait_until
 
 from gpufs import engine
 from gpufs.cli._trace_format import Converter
@@ -43,7 +43,7 @@ def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT
 def records(process: int) -> bool:
     """Whether a process records, found without opening the file: that would begin a recording of one's own."""
     with contextlib.suppress(OSError):
-        return any(os.readlink(link).endswith(".gpufs/trace") for link in Path(f"/proc/{process}/fd").iterdir())
+        return any(link.endswith(".gpufs/trace") for link in links_of(process).values())
     return False
 
 
@@ -56,6 +56,12 @@ def busy(mount: GpufsMount) -> bool:
             raise
         return True
     return False
+
+
+def moved(mount: GpufsMount) -> dict[str, int]:
+    """Bytes that the mount has counted, each after its spans were recorded."""
+    found = json.loads((mount.path / ".gpufs/stats").read_bytes())
+    return {flow: counts["bytes"] for flow, counts in found["devices"][0]["backends"]["mount"].items()}
 
 
 def checked(path: Path) -> list[Event]:
@@ -175,6 +181,7 @@ def test_reads_and_writes_of_the_mount(mount: Mounter, tmp_path: Path) -> None:
         (own.device / "file").write_bytes(bytes(3 * MIB))
         (own.device / "file").read_bytes()
         inode = (own.device / "file").stat().st_ino
+        wait_until(lambda: moved(own) == {"in": 3 * MIB, "out": 3 * MIB}, 10, "all of it to be recorded")
     spans = checked(path)
     for name in ("READ", "WRITE"):
         found = called(spans, name)
@@ -290,14 +297,19 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     )  # fmt: skip
     wait_until(lambda: records(recorder.pid) or recorder.poll() is not None, 30, "the recording to begin")
     assert recorder.poll() is None, recorder.communicate()
-    (own.device / "file").write_bytes(bytes(MIB))
 
-    def waits() -> int:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{recorder.pid}/status").read_text().splitlines())
-        return int(status["voluntary_ctxt_switches"])
+    def taken() -> int:
+        """Bytes of records that it has."""
+        (fd,) = [fd for fd, link in links_of(recorder.pid).items() if link.endswith(".gpufs/trace")]
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{recorder.pid}/fdinfo/{fd}").read_text().splitlines())
+        return int(fields["pos"])
 
-    before = waits()
-    wait_until(lambda: waits() > before + 10, 10, "the recorder to have looked")
+    # The third look at the latest began when the first write was recorded.
+    for number in range(1, 4):
+        before = taken()
+        (own.device / "file").write_bytes(bytes(MIB))
+        wait_until(lambda: moved(own)["in"] == number * MIB, 10, "the write to be recorded")  # noqa: B023
+        wait_until(lambda: taken() > before, 10, "the recorder to have looked")  # noqa: B023
     own.signal(signal.SIGKILL)
     _, said = recorder.communicate(timeout=60)
     assert recorder.returncode == 1
