@@ -352,6 +352,23 @@ def test_batches(host: engine.Engine, file: engine.BackingFile) -> None:
         assert batch.under_way == 0
 
 
+def test_a_batch_waits_for_as_many_as_asked(host: engine.Engine, file: engine.BackingFile) -> None:
+    """However long that takes, and whatever else has ended meanwhile."""
+    with engine.Buffer(host) as buffer, engine.Stream(host) as stream, engine.Batch(host) as batch:
+        gate = Gate(stream)
+        free = [engine.Operation("load", file, buffer, 4096, cookie=number) for number in range(2)]
+        held = [engine.Operation("load", file, buffer, 4096, cookie=number, stream=stream) for number in range(2, 5)]
+        batch.submit(free + held)
+        opener = threading.Timer(0.7, gate.open)
+        opener.start()
+        assert sorted(result.cookie for result in batch.wait(5, timeout=60)) == list(range(5))  # type: ignore[type-var]
+        opener.join()
+        batch.submit(free)
+        assert len(batch.wait(100, timeout=60)) == 2  # there are no more
+        batch.submit(free)
+        assert [len(batch.wait(100, most=1)) for _ in range(3)] == [1, 1, 0]
+
+
 def test_a_batch_is_submitted_whole_or_not_at_all(host: engine.Engine, file: engine.BackingFile) -> None:
     with engine.Buffer(host) as buffer, engine.Buffer(host, 1) as other, engine.Batch(host) as batch:
         with engine.Stream(host) as stream:

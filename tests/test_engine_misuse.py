@@ -122,6 +122,31 @@ def test_words_are_named(host: engine.Engine, file: engine.BackingFile, name: st
         engine.Transfer("load", file, buffer, **{name: "perhaps"})  # type: ignore[arg-type]
 
 
+def test_arguments_of_batches_and_settings_are_named(host: engine.Engine, file: engine.BackingFile) -> None:
+    wrong: Any = "x"
+    nothing = float("nan")
+    with engine.Buffer(host) as buffer, engine.Batch(host) as batch:
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("operations: str is not Operation", lambda: batch.submit([wrong])),
+            ("fewest: -1 is negative", lambda: batch.wait(-1)),
+            ("most: -1 is negative", lambda: batch.wait(most=-1)),
+            ("timeout: nan is not a time", lambda: batch.wait(timeout=nothing)),
+            ("timeout: 'x' is not a time", lambda: batch.wait(timeout=wrong)),
+            ("timeout: nan is not a time", lambda: engine.Transfer("load", file, buffer).wait(nothing)),
+            ("engine: str is not Engine", lambda: engine.io_configure(wrong)),
+            ("engine: str is not Engine", lambda: engine.configure_operations(wrong)),
+            ("patience: nan is not a time", lambda: engine.configure_operations(host, patience=nothing)),
+            ("whence: .* is out of range", lambda: buffer.seek(0, 1 << 40)),
+            ("mask: 'x' is not a whole number", lambda: engine.refusal_names(wrong)),
+            ("mask: -1 is negative", lambda: engine.refusal_names(-1)),
+        ]
+        for said, call in calls:
+            with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+                call()
+        assert batch.wait(fewest=1 << 60, timeout=float("inf")) == []  # nothing is under way
+        assert file.read(buffer, 10, sparse=1 << 40) == 10  # as true as anything
+
+
 def test_wrong_objects_are_named(host: engine.Engine, file: engine.BackingFile) -> None:
     wrong: Any = None
     with pytest.raises(TypeError, match="engine: NoneType is not Engine"):

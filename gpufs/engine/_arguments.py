@@ -1,5 +1,6 @@
 """Checks of what programs pass in: what is wrong is named, and nothing that would hurt them goes to the engine."""
 
+import math
 import re
 from collections.abc import Mapping
 from operator import index
@@ -30,6 +31,21 @@ def signed(name: str, value: int) -> int:
     if not -1 << 31 <= number < 1 << 31:
         raise ValueError(f"{name}: {number} is out of range")
     return number
+
+
+def seconds(name: str, value: float | None) -> float:
+    """A time to wait for; None: for ever, negative: not at all. TypeError or ValueError for what is no time."""
+    if value is None:
+        return math.inf
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of that many digits
+        return math.inf if value > 0 else 0.0
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {value!r} is not a time in seconds") from None
+    if math.isnan(number):
+        raise ValueError(f"{name}: {value!r} is not a time in seconds")
+    return max(number, 0.0)
 
 
 def choice(name: str, table: Mapping[str, _Value], value: str) -> _Value:

@@ -122,7 +122,7 @@ class Buffer(Handle):
     def seek(self, offset: int, whence: int) -> int:
         """The next data (SEEK_DATA) or hole (SEEK_HOLE) at or after ``offset``. EngineError ENXIO past the end."""
         found = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_seek(self._handle, whence, unsigned("offset", offset), found))
+        check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
         return int(found[0])
 
     def address(self, maximum_bytes: int) -> int:

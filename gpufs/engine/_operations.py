@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
-from gpufs.engine._arguments import choice, instance, signed, unsigned, view_of
+from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned, view_of
 from gpufs.engine._binding import Handle, check, failure
 from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
@@ -35,6 +35,9 @@ _FIXED: Final[dict[str, int]] = {
 }
 _NUMBER_BYTES: Final = 8
 _COLLECTED_AT_A_TIME: Final = 256
+_LONGEST_PATIENCE: Final = (1 << 31) - 1  # milliseconds
+_ALL: Final = (1 << 64) - 1
+_PART_SECONDS: Final = 0.2
 
 
 @runtime_checkable
@@ -62,10 +65,11 @@ def configure_operations(
     "off": calls of the host hold streams, as where a device cannot wait for a value. EngineError EBUSY afterwards,
     EINVAL for what is out of range.
     """
+    instance("engine", Engine, engine)
     options = {
         "operations": unsigned("operations", operations),
         "stream_depth": unsigned("stream_depth", stream_depth),
-        "patience_ms": -1 if patience is None else max(int(patience * 1000), 0),
+        "patience_ms": -1 if patience is None else int(min(seconds("patience", patience) * 1000, _LONGEST_PATIENCE)),
         "stream_waits": choice("stream_waits", {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}, stream_waits),
     }
     check(lib.gpufs_async_configure(engine._handle, ffi.new("gpufs_async_options *", options)))
@@ -356,7 +360,7 @@ class Batch(Handle):
     ``capacity``: under way or not collected, at most. Closing cancels what is under way, and waits for it.
     """
 
-    __slots__ = ("_cookies", "_lock", "_under_way", "engine")
+    __slots__ = ("_cookies", "_ended", "_lock", "_under_way", "engine")
 
     def __init__(self, engine: Engine, capacity: int = 0) -> None:
         instance("engine", Engine, engine)
@@ -364,8 +368,9 @@ class Batch(Handle):
         check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
         self.engine = engine
         self._cookies = itertools.count(1)
-        self._lock = threading.Lock()  # guards _under_way
+        self._lock = threading.Lock()  # guards the two below
         self._under_way: dict[int, tuple[Operation, object]] = {}
+        self._ended: list[OperationResult] = []  # collected, and given to nobody yet
         self._own(handle[0], lib.gpufs_queue_close)
 
     def submit(self, operations: Iterable[Operation]) -> None:
@@ -375,6 +380,8 @@ class Batch(Handle):
         numbers that cannot take part.
         """
         wanted = list(operations)
+        for operation in wanted:
+            instance("operations", Operation, operation)
         if not wanted:
             return
         array = ffi.new("gpufs_operation[]", len(wanted))
@@ -402,28 +409,36 @@ class Batch(Handle):
         Waits until there are ``fewest``, or as many as are under way, up to ``timeout`` seconds (None: for ever, 0: not
         at all); gives at most ``most`` (None: all there are).
         """
-        with self._lock:
-            room = len(self._under_way) if most is None else min(most, len(self._under_way))
-        if room == 0:
-            return []
+        fewest = unsigned("fewest", fewest)
+        most = _ALL if most is None else unsigned("most", most)
+        left = seconds("timeout", timeout)
+        fewest = min(fewest, most)
+        while True:
+            with self._lock:
+                missing = fewest - len(self._ended)
+                room = min(most - len(self._ended), len(self._under_way))
+            # In parts, so that the interpreter can look at signals.
+            part = min(left, _PART_SECONDS) if missing > 0 else 0.0
+            count = self._collect(room, max(missing, 0), part) if room > 0 else 0
+            left -= part
+            with self._lock:
+                enough = len(self._ended) >= fewest or left <= 0 or not self._under_way
+                if enough or (not count and not self.under_way):
+                    results, self._ended = self._ended[:most], self._ended[most:]
+                    return results
+
+    def _collect(self, room: int, fewest: int, seconds: float) -> int:
+        """Takes what is over from the engine, at most ``room``; how many that were."""
         found = ffi.new("gpufs_completion[]", room)
         count = ffi.new("uint64_t *")
-        # In parts, so that the interpreter can look at signals.
-        left = float("inf") if timeout is None else max(timeout, 0.0)
-        while True:
-            part = min(left, 0.2)
-            check(lib.gpufs_queue_collect(self._handle, found, room, fewest, int(part * 1000), count))
-            left -= part
-            if count[0] or left <= 0 or fewest == 0 or not self.under_way:
-                break
-        results = []
+        check(lib.gpufs_queue_collect(self._handle, found, room, fewest, int(seconds * 1000), count))
         with self._lock:
             for index in range(count[0]):
                 # One that was cancelled while it was refused was never submitted.
                 kept = self._under_way.pop(found[index].cookie, None)
                 if kept is not None:
-                    results.append(_result(kept[0], found[index]))
-        return results
+                    self._ended.append(_result(kept[0], found[index]))
+        return int(count[0])
 
     @property
     def under_way(self) -> int:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from gpufs.engine._arguments import choice, instance, signed, text, unsigned
+from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._arrays import DeviceRange, SupportsCudaArrayInterface, SupportsDLPack, device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
@@ -58,6 +58,7 @@ def io_configure(
 
     EngineError EBUSY afterwards, EINVAL for what is out of range.
     """
+    instance("engine", Engine, engine)
     options = {
         "chunk_bytes": unsigned("chunk_bytes", chunk_bytes),
         "pinned_bytes": unsigned("pinned_bytes", pinned_bytes),
@@ -83,6 +84,7 @@ def fastpath_probe(driver: str) -> list[str]:
 
 def refusal_names(mask: int) -> list[str]:
     """The names of the bits of a refusal mask: why the fastpath did not take something."""
+    mask = unsigned("mask", mask)
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
     return [ffi.string(lib.gpufs_refusal_name(bit)).decode() or f"bit {bit}" for bit in bits]
 
@@ -302,7 +304,7 @@ def fill_request(
     request.bytes = _TO_THE_END if size is None else unsigned("size", size)
     request.direction = choice("direction", _DIRECTIONS, direction)
     request.sync = choice("sync", _SYNCS, sync)
-    request.sparse = sparse
+    request.sparse = bool(sparse)
     request.fastpath = choice("fastpath", _SWITCHES, fastpath)
     request.fallback = choice("fallback", _SWITCHES, fallback)
     request.share = signed("share", share)
@@ -391,7 +393,7 @@ class Transfer(Handle):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is done, up to ``timeout`` seconds (None: for ever); whether it is. Raises nothing of its."""
         done = ffi.new("int32_t *")
-        milliseconds = -1 if timeout is None else int(min(max(float(timeout) * 1000, 0), _LONGEST_WAIT))
+        milliseconds = -1 if timeout is None else int(min(seconds("timeout", timeout) * 1000, _LONGEST_WAIT))
         check(lib.gpufs_transfer_wait(self._handle, milliseconds, done))
         return bool(done[0])
 
