@@ -13,6 +13,7 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from errno import ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any, Final
 
@@ -328,11 +329,10 @@ def _read_file(path: Path, required: bool) -> dict[str, str]:
             raise ConfigError(f"configuration file {path}: not a regular file")
         content = path.read_bytes().decode()
         table = tomllib.loads(content)
-    except FileNotFoundError:
-        if required:
-            raise ConfigError(f"configuration file {path}: {os.strerror(2)}") from None
-        return {}
     except OSError as error:
+        # Not a directory: of those who have none, the home may be /dev/null.
+        if not required and error.errno in (ENOENT, ENOTDIR):
+            return {}
         raise ConfigError(f"configuration file {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, not TOML
         raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
@@ -349,6 +349,8 @@ def _read_file(path: Path, required: bool) -> dict[str, str]:
             texts[key] = str(value).lower()
         elif isinstance(value, (str, int, float)):
             texts[key] = str(value)
+        elif isinstance(value, list) and BY_NAME[key].kind is kinds.BACKINGS and all(isinstance(v, str) for v in value):
+            texts[key] = kinds.join_backings(value)
         else:
             raise ConfigError(f"{key}: {value!r} ({path}) is not allowed: {BY_NAME[key].kind.allowed}")
     return texts
@@ -388,7 +390,25 @@ def load(
             if knob.name in texts:
                 origins[knob.name] = origin(knob)
                 values[knob.name] = knob.parse(texts[knob.name], origins[knob.name])
-    return Settings(values, origins)
+    settings = Settings(values, origins)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    """ConfigError for values that are allowed each for itself, but not together."""
+    origins = settings.origins
+    chunk, pinned = settings["io_chunk_bytes"], settings["io_pinned_bytes"]
+    if pinned < chunk:
+        raise ConfigError(
+            f"io_pinned_bytes: {kinds.size_text(pinned)} ({origins['io_pinned_bytes']}) does not hold one piece of "
+            f"io_chunk_bytes: {kinds.size_text(chunk)} ({origins['io_chunk_bytes']})"
+        )
+    if settings["io_fastpath"] == settings["io_fallback"] == "off":
+        raise ConfigError(
+            f"io_fastpath ({origins['io_fastpath']}) and io_fallback ({origins['io_fallback']}) are both off: "
+            "nothing could be copied"
+        )
 
 
 def host_memory(memory: int | None, devices: int) -> int:

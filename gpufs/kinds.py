@@ -145,7 +145,8 @@ def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
 
 BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
 BACKINGS: Final = Kind(
-    "NAME=DIR or NAME=DIR:ro, several with commas between them, each NAME once; \\, for a comma in DIR",
+    "NAME=DIR or NAME=DIR:ro, each NAME once; several: the option again, a list in the file, or with commas between "
+    "them, \\, for a comma in DIR",
     "NAME=DIR[:ro]",
     _parse_backings,
 )

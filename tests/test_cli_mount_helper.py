@@ -61,6 +61,10 @@ def test_options_that_are_refused(option: str) -> None:
     assert failure.value.code == 2
 
 
+def test_an_empty_value_is_shown_as_it_is() -> None:
+    assert parse("memory=,allow_other").knobs == {"memory": "", "allow_other": "true"}
+
+
 def test_sloppy_tolerates_what_is_unknown() -> None:
     assert parse("rw,colour=blue", sloppy=True).knobs == {}
 

@@ -110,6 +110,41 @@ def test_home_has_the_users_file(tmp_path: Path) -> None:
     assert load(environ={"HOME": str(tmp_path)})["memory"] == 64 << 20
 
 
+@pytest.mark.parametrize("home", ["/dev/null", "/nonexistent"])
+def test_homes_of_those_who_have_none(home: str) -> None:
+    """As system users have them."""
+    for environ in ({"HOME": home}, {"XDG_CONFIG_HOME": home}):
+        assert load(environ=environ)["memory"] is None
+        with pytest.raises(config.ConfigError, match=f"configuration file {home}/x: "):
+            load(environ=environ, config_file=Path(home) / "x")
+
+
+def test_lists_of_toml(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('backing = ["a=/x", "b=/y,z:ro"]\n')
+    assert load(config_file=file)["backing"] == [("a", "/x", False), ("b", "/y,z", True)]
+    file.write_text('backing = ["a=/x", "a=/y"]\n')
+    with pytest.raises(config.ConfigError, match=r"^backing: 'a=/x,a=/y' \(.*\) is not allowed"):
+        load(config_file=file)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"io_chunk_bytes": "64M", "io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M", "io_chunk_bytes: 64M"]),
+        ({"io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M (--io-pinned-bytes)", "io_chunk_bytes: 4M (default)"]),
+        ({"io_fastpath": "off", "io_fallback": "off"}, ["io_fastpath (--io-fastpath)", "io_fallback", "both off"]),
+    ],
+)
+def test_values_that_exclude_each_other(values: dict[str, str | bool | None], words: list[str]) -> None:
+    for command in ("mount", None):
+        with pytest.raises(config.ConfigError) as error:
+            config.load(values, {}, system_file=NOWHERE, command=command)
+        for word in words:
+            assert word in str(error.value)
+    config.load(values, {}, system_file=NOWHERE, command="umount")
+
+
 def test_numbers_and_booleans_of_toml(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("memory = 4194304\nallow_other = true\nattribute_timeout = 2.5\nforeground = false\n")
@@ -195,6 +230,9 @@ def test_bad_value_is_found_behind_a_good_one() -> None:
         ("memroy = 1\n", "unknown key 'memroy', is it memory?"),
         ("xyzzy = 1\n", "unknown key 'xyzzy'"),
         ("memory = [1]\n", "memory: [1] ("),
+        ('memory = ["1G"]\n', "memory: ['1G'] ("),
+        ('backing = ["a=/", 5]\n', "backing: ['a=/', 5] ("),
+        ("backing = []\n", "backing: '' ("),
         ("memory\n", "is not valid TOML"),
         ("\xff", "is not valid TOML"),
     ],

@@ -90,7 +90,7 @@ def test_a_good_machine(machine: Callable[..., Environment]) -> None:
     [
         ({"dev/fuse": None}, {}, "/dev/fuse", PROBLEM, "offers no FUSE"),
         ({}, {"access": lambda path, mode: False}, "/dev/fuse", PROBLEM, "cannot be opened"),
-        ({}, {"access": lambda path, mode: False, "uid": 1000}, "/dev/fuse", OK, "mode"),
+        ({}, {"access": lambda path, mode: False, "uid": 1000}, "/dev/fuse", PROBLEM, "cannot be opened"),
         ({}, {"which": lambda name: None}, "fusermount3", NOTE, "only root can mount"),
         ({}, {"which": lambda name: None, "uid": 1000}, "fusermount3", PROBLEM, "only root can do without"),
         ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "for root alone"),
@@ -225,6 +225,17 @@ def test_this_machine(tmp_path: Path) -> None:
     assert one(findings, "host", "drivers").state == OK
     assert one(findings, f"{path} on host").text.startswith(("fastpath", "fallback"))
     assert run(*GPUFS, "doctor").stdout.splitlines()[-1] == "a mount works here"
+
+
+def test_paths_that_cannot_be(machine: Callable[..., Environment], tmp_path: Path) -> None:
+    own = machine(probe=answers({"cuda": CUDA, "hip": CUDA, "host": HOST}))
+    (empty,) = checks.paths(own, [""], [])
+    assert (empty.state, empty.text) == (PROBLEM, "an empty name")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = run("sh", "-c", 'cd "$1"; rmdir "$1"; shift; "$@"', "sh", gone, *GPUFS, "doctor", "file", check=False)
+    assert done.returncode == 1
+    assert "PROBLEM file: the current directory has been removed" in done.stdout
 
 
 def test_as_a_plain_user() -> None:

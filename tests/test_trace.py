@@ -325,6 +325,8 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
         (["/", "-o", "x"], "no gpufs is mounted there"),
         (["/"], "-o"),
         (["/", "-o", "x", "--duration", "0"], "--duration"),
+        (["/", "-o", "x", "--duration", "nan"], "nan is not a number of seconds"),
+        (["/", "-o", ""], "an empty name"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, tmp_path: Path) -> None:
@@ -336,11 +338,40 @@ def test_wrong_words(words: list[str], message: str, tmp_path: Path) -> None:
 
 
 def test_an_output_that_cannot_be(mount: Mounter, tmp_path: Path) -> None:
+    """It is named, whatever it is that does not take it."""
     own = mount()
-    done = run(*GPUFS, "trace", own.path, "-o", tmp_path / "missing/file", "--duration", "1", check=False)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert not busy(own)
+    (tmp_path / "folder").mkdir()
+    words = {tmp_path / "missing/file": "No such file or directory", tmp_path / "folder": "Is a directory"}
+    words[Path("/dev/full")] = "No space left on device"
+    for output, why in words.items():
+        done = run(*GPUFS, "trace", own.path, "-o", output, "--duration", "0.05", check=False)
+        assert done.returncode == 1
+        assert done.stderr == f"gpufs: {output}: {why}\n"
+        wait_until(lambda: not busy(own), 5, "the end of the recording")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_no_room_to_put_records_aside(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    folder = tmp_path / "small"
+    folder.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder)
+    try:
+        recorder = subprocess.Popen(
+            [*GPUFS, "trace", own.path, "-o", tmp_path / "trace.json"],
+            env={**os.environ, "TMPDIR": str(folder)}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        wait_until(lambda: busy(own), 5, "the beginning of the recording")
+        with open(own.device / "file", "wb", buffering=0) as file:
+            while recorder.poll() is None:
+                file.write(b"x")
+        assert (
+            recorder.communicate()[1]
+            == f"gpufs: {folder}: No space left on device: records are kept there until the end\n"
+        )
+    finally:
+        run("umount", folder)
+    assert not (tmp_path / "trace.json").exists()
 
 
 # ---- the records ----

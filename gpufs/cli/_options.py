@@ -73,7 +73,8 @@ def parse(text: str, *, sloppy: bool = False) -> Options:
             knob = config.BY_NAME[name]
             if not equals and knob.kind is not kinds.BOOLEAN:
                 raise Failure(f"mount option {name} needs a value: {knob.kind.allowed}", 2)
-            knobs[name] = f"{knobs[name]},{value}" if name == "backing" and name in knobs else value or "true"
+            value = value if equals else "true"
+            knobs[name] = f"{knobs[name]},{value}" if name == "backing" and name in knobs else value
         elif name.startswith("no") and name[2:] in config.BY_NAME and not equals:
             if config.BY_NAME[name[2:]].kind is not kinds.BOOLEAN:
                 raise Failure(f"unknown mount option {name}", 2)

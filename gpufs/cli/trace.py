@@ -1,12 +1,13 @@
 """gpufs trace: records what a mount does, for Perfetto or Chrome's tracing."""
 
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from errno import EACCES, EBUSY, ECONNABORTED, ENOENT, ENOTCONN, EPERM
+from errno import EACCES, EBUSY, ECONNABORTED, EIO, ENOENT, ENOTCONN, EPERM
 from typing import IO, Any, Final, TextIO
 
 import click
@@ -25,6 +26,12 @@ _PAUSE: Final = 0.02  # seconds between two looks: rings are large enough for wh
 _LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
 
 
+def _a_number(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):  # which is in every range
+        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
+    return value
+
+
 @click.command(name="trace")
 @click.argument("mountpoint", shell_complete=complete_mounts)
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where the trace goes; - is standard output.")
@@ -37,6 +44,7 @@ _LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
 @click.option(
     "--duration",
     type=click.FloatRange(0.0, 86400.0, min_open=True),
+    callback=_a_number,
     metavar="S",
     help="End after S seconds.  [default: when interrupted]",
 )
@@ -47,7 +55,10 @@ def command(mountpoint: str, output: str, style: str | None, duration: float | N
     copies, its end. FILE opens in https://ui.perfetto.dev, JSON in chrome://tracing too. Ctrl-C (or SIGTERM) ends the
     recording; the file is written all the same. For the mount's owner, one recording at a time.
     """
+    if not output:
+        raise Failure("an empty name is given where a file belongs", 2)
     entry = _mounts.find(mountpoint)
+    sink_of = _Output(output)
     interrupted = threading.Event()
     # Also where whoever started it had SIGINT ignored, as shells do for what runs in the background.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -57,9 +68,8 @@ def command(mountpoint: str, output: str, style: str | None, duration: float | N
     except OSError as error:
         raise _refused(entry.mountpoint, error) from None
     try:
-        target = "-" if output == "-" else os.path.abspath(output)
         # Records are only put aside while they come: making JSON of them takes longer than making them.
-        with _Output(target) as sink, tempfile.TemporaryFile() as records:
+        with tempfile.TemporaryFile(buffering=0) as records, sink_of as sink:
             broken = _record(source, records, duration, interrupted)
             facts = {"mountpoint": entry.mountpoint, "version": __version__}
             native = style == "perfetto" or (style is None and output.endswith(_PERFETTO_SUFFIX))
@@ -114,42 +124,61 @@ def _record(source: int, records: IO[bytes], duration: float | None, interrupted
 
 def _put_aside(records: IO[bytes], data: bytes) -> None:
     try:
-        records.write(data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[records.write(rest) :]
     except OSError as error:
         raise Failure(f"{tempfile.gettempdir()}: {error.strerror}: records are kept there until the end") from None
 
 
 class _Output:
-    """The file, which gets its name when it is whole."""
+    """The file, which gets its name when it is whole. Failure, which names it, where it cannot be written."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, name: str) -> None:
+        self._name = name
+        try:
+            self._path = name if name == "-" else os.path.abspath(name)
+        except FileNotFoundError:
+            raise Failure(f"{name}: the current directory has been removed") from None
         self._temporary: str | None = None
         self._file: TextIO | None = None
 
     def __enter__(self) -> TextIO:
         if self._path == "-":
             return sys.stdout
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise self._failed(error) from None
+        return self._file
+
+    def _open(self) -> TextIO:
         if os.path.exists(self._path) and not os.path.isfile(self._path):
             # A pipe or a device is written as it is; a directory says what it is.
-            self._file = open(self._path, "w", encoding="utf-8", errors="surrogateescape")
-            return self._file
+            return open(self._path, "w", encoding="utf-8", errors="surrogateescape")
         folder, name = os.path.split(self._path)
         fd, self._temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
         mask = os.umask(0)
         os.umask(mask)
         os.fchmod(fd, 0o666 & ~mask)
-        self._file = open(fd, "w", encoding="utf-8", errors="surrogateescape")
-        return self._file
+        return open(fd, "w", encoding="utf-8", errors="surrogateescape")
+
+    def _failed(self, error: OSError) -> Failure:
+        return failed(error.errno or EIO, self._name)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is None:
             return
         try:
-            self._file.close()
-            if self._temporary is not None and kind is None:
-                os.replace(self._temporary, self._path)
-                self._temporary = None
-        finally:
-            if self._temporary is not None:
-                os.unlink(self._temporary)
+            try:
+                self._file.close()
+                if self._temporary is not None and kind is None:
+                    os.replace(self._temporary, self._path)
+                    self._temporary = None
+            finally:
+                if self._temporary is not None:
+                    os.unlink(self._temporary)
+        except OSError as late:
+            raise self._failed(late) from None
+        if isinstance(error, OSError):
+            raise self._failed(error) from None
