@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import select
 import signal
@@ -13,9 +14,10 @@ import stat
 import struct
 import threading
 import time
-from errno import EACCES, EAGAIN, EINVAL, ENXIO, EPERM, EWOULDBLOCK
+from errno import EACCES, EAGAIN, EFAULT, EINVAL, ENODEV, ENOTTY, ENXIO, EPERM, EWOULDBLOCK
 from pathlib import Path
 
+import pytest
 from support.data import noise
 from support.processes import as_nobody, errno_of, in_child, start_children, wait_children, wait_until
 
@@ -213,6 +215,8 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool, ca
     os.utime(fd, ns=(1, 2))
     assert os.read(fd, 0) == b""
     assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs
+    with mmap.mmap(fd, 1):
+        assert (os.fstat(fd).st_atime_ns == 1) == on_gpufs
     os.utime(fd, ns=(1, 2))
     os.posix_fadvise(fd, 0, 1, os.POSIX_FADV_WILLNEED)
     if on_gpufs:
@@ -232,6 +236,7 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool, ca
     os.close(fd)
     directory = os.open(root, os.O_RDONLY)
     assert errno_of(os.lseek, directory, 0, os.SEEK_END) == (0 if on_gpufs else EINVAL)
+    assert errno_of(os.lseek, directory, 0, os.SEEK_DATA) == (ENXIO if on_gpufs else EINVAL)
     os.close(directory)
 
     unnamed = -1
@@ -259,6 +264,51 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool, ca
         refused = as_nobody(lambda: errno_of(os.chown, root / "file", -1, -1))
         assert refused == (0 if on_gpufs else EPERM)
         assert stat.S_IMODE((root / "file").stat().st_mode) == 0o2706
+
+
+def test_what_the_kernel_checks_first_on_fuse(root: Path, on_gpufs: bool, cached: bool) -> None:
+    (root / "file").write_bytes(b"x")
+    fd = os.open(root / "file", os.O_RDWR)
+    nowhere = ctypes.c_void_p(8)
+    ctypes.set_errno(0)
+    assert libc.pread(fd, nowhere, 4, ctypes.c_long(0)) == -1
+    assert ctypes.get_errno() == EFAULT
+    ctypes.set_errno(0)
+    libc.pread(fd, nowhere, 4, ctypes.c_long(1))
+    assert ctypes.get_errno() == (EFAULT if on_gpufs and not cached else 0)
+    ctypes.set_errno(0)
+    assert libc.ioctl(fd, ctypes.c_ulong(0xC0646663), nowhere) == -1  # nobody's, with an argument of 100 bytes
+    assert ctypes.get_errno() == (EFAULT if on_gpufs else ENOTTY)
+    os.close(fd)
+
+
+def test_a_copy_is_an_access(root: Path) -> None:
+    (root / "file").write_bytes(b"x")
+    source, target = os.open(root / "file", os.O_RDONLY), os.open(root / "copy", os.O_WRONLY | os.O_CREAT)
+    os.utime(source, ns=(1, 2))
+    assert os.copy_file_range(source, target, 1) == 1
+    wait_until(lambda: os.fstat(source).st_atime_ns > 1, 10, "the time-out of what the kernel knows of the source")
+    os.close(source)
+    os.close(target)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="watching others takes root")
+def test_watching_the_whole_file_system(root: Path, on_gpufs: bool) -> None:
+    report_fid, add, whole, create = 0x200, 1, 0x100, ctypes.c_uint64(0x100)
+    group = libc.fanotify_init(report_fid | 2, os.O_RDONLY)  # non-blocking
+    assert group >= 0
+    path = os.fsencode(root)
+    ctypes.set_errno(0)
+    libc.fanotify_mark(group, add | whole, create, -100, path)
+    assert ctypes.get_errno() == (ENODEV if on_gpufs else 0)
+    libc.fanotify_mark(group, 2 | whole, create, -100, path)  # elsewhere others make files all the time
+    with contextlib.suppress(BlockingIOError):
+        while os.read(group, 1 << 16):
+            pass
+    assert libc.fanotify_mark(group, add, create, -100, path) == 0
+    (root / "file").touch()
+    assert len(os.read(group, 4096)) > 0
+    os.close(group)
 
 
 def test_what_is_different_by_design(root: Path, on_gpufs: bool) -> None:

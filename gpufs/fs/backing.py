@@ -9,6 +9,7 @@ Symbolic links that are absolute or lead out of the shown directory are ELOOP wh
 ``:ro`` answers EROFS to every change. This mount itself inside a shown directory is EDEADLK.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -19,7 +20,6 @@ import platform
 import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -29,7 +29,7 @@ import trio
 from gpufs import threads
 from gpufs.engine import SET_NLINK, Attributes
 from gpufs.fs.nodes import Directory, Node
-from gpufs.fs.operations import Operations, handler
+from gpufs.fs.operations import UNNAMED, Operations, handler
 from gpufs.fs.tree import Tree, error
 
 log = logging.getLogger(__name__)
@@ -45,11 +45,14 @@ _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), 
 _CHANGES: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 # What an open file here does not have from its caller: the kernel has made names and offsets of these.
 _NOT_HANDED_ON: Final = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | getattr(os, "O_DIRECT", 0)
+_TO_RUN: Final = 0x20  # the kernel opens a program to run it (FMODE_EXEC); no open(2) says so
 _SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 _IN_MEMORY: Final = (0x01021994, 0x858458F6, 0x958458F6)  # statfs(2)'s types of tmpfs, ramfs and hugetlbfs
-_RENAME_EXCHANGE: Final = 2
+_SETTABLE: Final = ("update_atime", "update_gid", "update_mode", "update_mtime", "update_size", "update_uid")
 _ACCESS_ACL: Final = "system.posix_acl_access"
 _DEFAULT_ACL: Final = "system.posix_acl_default"
+_CAP_SYS_ADMIN: Final = 1 << 21
+_TRUSTED: Final = "trusted."
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -81,6 +84,15 @@ class BackingNode(Node):
         return f"/proc/self/fd/{self.fd}"
 
 
+@dataclass(slots=True)
+class _OpenDirectory:
+    """A directory that a program reads: ``fd`` is open for it. ``names`` are those that its positions count."""
+
+    node: BackingNode
+    fd: int
+    names: list[bytes]
+
+
 def _open_beneath(directory: int, name: bytes, flags: int, mode: int = 0) -> int:
     """openat2(2) of one name, never through a symbolic link and never out of the directory."""
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
@@ -88,6 +100,13 @@ def _open_beneath(directory: int, name: bytes, flags: int, mode: int = 0) -> int
     if fd < 0:
         raise error(ctypes.get_errno())
     return fd
+
+
+def _handed_on(flags: int) -> int:
+    """What open(2) on the host gets of the flags that a caller gave."""
+    flags &= ~_NOT_HANDED_ON
+    # Access mode 3 asks for the rights to both and gives the use of neither, which the kernel sees to.
+    return flags & ~os.O_WRONLY if flags & os.O_ACCMODE == os.O_ACCMODE else flags
 
 
 def _rename(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
@@ -104,7 +123,7 @@ def _set_groups(groups: Sequence[int]) -> None:
         raise error(ctypes.get_errno())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _identity(uid: int, gid: int, pid: int) -> Iterator[None]:
     """The calling thread acts as a user, also on file systems: as root's daemon can; a user's acts as itself."""
     if os.geteuid() != 0 or uid == 0:
@@ -132,7 +151,7 @@ def _in_memory(fd: int) -> bool:
     return _libc.fstatfs(fd, found) == 0 and ctypes.c_ulong.from_buffer(found).value & 0xFFFFFFFF in _IN_MEMORY
 
 
-@contextmanager
+@contextlib.contextmanager
 def _daemons_rights() -> Iterator[None]:
     """Inside of _identity(): the daemon's own rights over files for a moment."""
     if os.geteuid() != 0:
@@ -152,6 +171,22 @@ def _new_mode(parent: BackingNode, mode: int, umask: int) -> int:
     except OSError:
         mode &= ~umask
     return stat.S_IMODE(mode)
+
+
+def _administers(pid: int) -> bool:
+    """Whether a process may know of trusted.* attributes: it has CAP_SYS_ADMIN. Not of one that has gone."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:
+            held = next(line for line in status if line.startswith(b"CapEff:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(held.split()[1], 16) & _CAP_SYS_ADMIN)
+
+
+def _names_in(directory: int) -> list[bytes]:
+    """What there is in an open directory now."""
+    with os.scandir(directory) as entries:  # from its beginning, wherever the descriptor was left
+        return [os.fsencode(entry.name) for entry in entries]
 
 
 def _leads_out(target: bytes, depth: int) -> bool:
@@ -190,8 +225,7 @@ class BackingOperations(Operations):
         self._in_memory: dict[int, bool] = {}  # file systems by st_dev
         self._next_backing_ino = _FIRST_INO
         self._known: dict[tuple[str, int, int], BackingNode] = {}
-        self._listings: dict[int, list[tuple[bytes, int]]] = {}
-        self._listed: dict[int, BackingNode] = {}
+        self._listed: dict[int, _OpenDirectory] = {}  # by handle
         # By handle. The descriptor of one that is open for writing is kept for truncation.
         self._open_files: dict[int, tuple[BackingNode, int | None]] = {}
         self._shown = Directory(tree._take_ino(), -1)
@@ -214,6 +248,9 @@ class BackingOperations(Operations):
         for node in list(self._known.values()):
             os.close(node.fd)
         self._known.clear()
+        for directory in self._listed.values():
+            os.close(directory.fd)
+        self._listed.clear()
         for _, kept in self._open_files.values():
             if kept is not None:
                 os.close(kept)
@@ -339,13 +376,19 @@ class BackingOperations(Operations):
         if parent is None:
             return await super().create(parent_inode, name, mode, flags, ctx)
         self._changeable(parent)
-        wanted = flags & ~_NOT_HANDED_ON | os.O_CREAT | os.O_NOFOLLOW | flags & os.O_EXCL
+        asked = _handed_on(flags) & ~os.O_TMPFILE
+        wanted = asked | os.O_CREAT | os.O_NOFOLLOW | flags & os.O_EXCL
 
         def make() -> tuple[int, int, os.stat_result]:
-            fd = _open_beneath(parent.fd, name, wanted, _new_mode(parent, mode, ctx.umask))
+            permissions = _new_mode(parent, mode, ctx.umask)
+            if name == UNNAMED:
+                # Without O_EXCL, which the kernel obeys itself.
+                fd = os.open(parent.link, asked | os.O_TMPFILE | os.O_CLOEXEC, permissions)
+            else:
+                fd = _open_beneath(parent.fd, name, wanted, permissions)
             try:
                 found = os.fstat(fd)
-                fd = self._for_both(fd, found, wanted)
+                fd = self._for_both(fd, found, asked)
                 return fd, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), found
             except BaseException:
                 os.close(fd)
@@ -477,36 +520,32 @@ class BackingOperations(Operations):
         if node is None:
             return await super().opendir(inode, ctx)
 
-        def names() -> list[tuple[bytes, int]]:
-            fd = os.open(node.link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                with os.scandir(fd) as entries:
-                    return [(os.fsencode(entry.name), entry.inode()) for entry in entries]
-            finally:
-                os.close(fd)
+        def open_it() -> int:
+            return os.open(node.link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-        listing = await self._as_caller(node, ctx, names)
+        fd = await self._as_caller(node, ctx, open_it)
         handle = self._take_handle()
-        self._listings[handle] = listing
-        self._listed[handle] = node
+        self._listed[handle] = _OpenDirectory(node, fd, [])
         return handle
 
     @handler
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        node = self._listed.get(fh)
-        if node is None:
+        directory = self._listed.get(fh)
+        if directory is None:
             if self._directories.get(fh) is self._shown:
                 await self._list_shares(start_id, token)
                 return
             await super().readdir(fh, start_id, token)
             return
+        node = directory.node
+        if start_id == 0:  # the first time, and after rewinddir(3), which shows what is new
+            directory.names = await self._on_thread(node, functools.partial(_names_in, directory.fd))
         above = self._entry_reply(node.ino, stat.S_IFDIR)
         for cookie, name in ((1, b"."), (2, b"..")):
             if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
                 return
-        listing = self._listings[fh]
-        for index in range(max(start_id - 2, 0), len(listing)):
-            name, _ = listing[index]
+        for index in range(max(start_id - 2, 0), len(directory.names)):
+            name = directory.names[index]
             try:
                 reply = await self._find(node, name)
             except FileNotFoundError:
@@ -534,9 +573,19 @@ class BackingOperations(Operations):
 
     @handler
     async def releasedir(self, fh: int) -> None:
-        if self._listed.pop(fh, None) is None:
+        directory = self._listed.pop(fh, None)
+        if directory is None:
             await super().releasedir(fh)
-        self._listings.pop(fh, None)
+            return
+        await self._on_thread(directory.node, functools.partial(os.close, directory.fd))
+
+    @handler
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        directory = self._listed.get(fh)
+        if directory is None:
+            await super().fsyncdir(fh, datasync)
+            return
+        await self._on_thread(directory.node, functools.partial(os.fdatasync if datasync else os.fsync, directory.fd))
 
     # ---- attributes ----
 
@@ -566,22 +615,33 @@ class BackingOperations(Operations):
         _, open_fd = self._open_files.get(fh, (node, None)) if fh is not None else (node, None)
 
         def change() -> None:
+            if fields.update_mode and fields.update_size:
+                self._change_mode(node, stat.S_IMODE(mode))  # before the host takes set-id bits away by itself
             if fields.update_size:
                 # An open file may be truncated whatever its mode says by now.
                 os.truncate(node.link if open_fd is None else open_fd, size)
+            if not any(getattr(fields, name) for name in _SETTABLE):
+                # chown(-1, -1); or a change of contents takes a set-gid bit away, which open() has seen to.
+                with contextlib.suppress(PermissionError):
+                    os.chown(node.link, -1, -1)
             if fields.update_uid or fields.update_gid:
                 os.chown(node.link, uid if fields.update_uid else -1, gid if fields.update_gid else -1)
-            if fields.update_mode:
+            if fields.update_mode and not fields.update_size:
                 self._change_mode(node, stat.S_IMODE(mode))
             if fields.update_atime or fields.update_mtime:
                 now = os.fstat(node.fd)
-                os.utime(
-                    node.link,
-                    ns=(
-                        atime if fields.update_atime else now.st_atime_ns,
-                        mtime if fields.update_mtime else now.st_mtime_ns,
-                    ),
+                times = (
+                    atime if fields.update_atime else now.st_atime_ns,
+                    mtime if fields.update_mtime else now.st_mtime_ns,
                 )
+                try:
+                    os.utime(node.link, ns=times)
+                except PermissionError:
+                    # Who may write may set both to the present, and no other than the owner has the kernel let through
+                    # for anything else; that it was the present is lost on the way.
+                    if not (fields.update_atime and fields.update_mtime and atime == mtime):
+                        raise
+                    os.utime(node.link)
 
         await self._as_caller(node, ctx, change)
         found = await self._on_thread(node, lambda: os.fstat(node.fd))
@@ -616,7 +676,11 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().listxattr(inode, ctx)
-        return [os.fsencode(name) for name in await self._as_caller(node, ctx, lambda: os.listxattr(node.link))]
+        names = await self._as_caller(node, ctx, lambda: os.listxattr(node.link))
+        # The daemon may know of all of them.
+        if any(name.startswith(_TRUSTED) for name in names) and not _administers(ctx.pid):
+            names = [name for name in names if not name.startswith(_TRUSTED)]
+        return [os.fsencode(name) for name in names]
 
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -636,21 +700,32 @@ class BackingOperations(Operations):
             return await super().open(inode, flags, ctx)
         if flags & _CHANGES:
             self._changeable(node)
-        uid = ctx.uid
+        uid, gid = ctx.uid, ctx.gid
 
         def open_it() -> int:
-            fd = os.open(node.link, flags & ~_NOT_HANDED_ON | os.O_CLOEXEC)
+            fd = self._open_for_caller(node, _handed_on(flags) | os.O_CLOEXEC)
             try:
                 # The engine writes as root, for whom the host would leave them.
                 found = os.fstat(fd)
                 if flags & _CHANGES and uid != 0 and found.st_mode & _SET_ID:
-                    self._drop_set_id(fd, found.st_mode)
+                    self._drop_set_id(fd, found, found.st_gid == gid or found.st_gid in os.getgroups())
                 return self._for_both(fd, found, flags)
             except BaseException:
                 os.close(fd)
                 raise
 
         return await self._opened(node, await self._as_caller(node, ctx, open_it))
+
+    @staticmethod
+    def _open_for_caller(node: BackingNode, flags: int) -> int:
+        """As the caller: open(2), also of a program that he may run but not read."""
+        try:
+            return os.open(node.link, flags)
+        except PermissionError:
+            if not flags & _TO_RUN or not os.access(node.link, os.X_OK, effective_ids=True):
+                raise
+            with _daemons_rights():
+                return os.open(node.link, flags)
 
     def _for_both(self, fd: int, found: os.stat_result, flags: int) -> int:
         """As the caller: his file in memory that was opened for writing alone, opened for both where he may read it.
@@ -689,13 +764,15 @@ class BackingOperations(Operations):
             os.chmod(node.link, wanted)
 
     @staticmethod
-    def _drop_set_id(fd: int, mode: int) -> None:
+    def _drop_set_id(fd: int, found: os.stat_result, in_group: bool) -> None:
         """Before the first write by a plain user, who may not be the owner."""
-        mode &= ~stat.S_ISUID
-        if mode & stat.S_IXGRP:
+        mode = stat.S_IMODE(found.st_mode) & ~stat.S_ISUID
+        if mode & stat.S_IXGRP or not in_group:
             mode &= ~stat.S_ISGID
+        if mode == stat.S_IMODE(found.st_mode):
+            return
         with _daemons_rights():
-            os.fchmod(fd, stat.S_IMODE(mode))
+            os.fchmod(fd, mode)
 
     async def _opened(self, node: BackingNode, fd: int) -> pyfuse3.FileInfo:
         """The engine's handle of an open file, for it moves the bytes. Takes the descriptor over."""

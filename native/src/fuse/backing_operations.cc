@@ -296,8 +296,12 @@ bool BackingOperations::lseek(Request& request, Responder& responder) {
   const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
   // The kernel does the others itself.
   const bool known = in.whence == SEEK_DATA || in.whence == SEEK_HOLE;
-  if (!open || !known || in.offset > kMaximumOffset) {
+  if (!open || !known) {
     responder.error(open ? EINVAL : EBADF);
+    return true;
+  }
+  if (in.offset > kMaximumOffset) {  // a negative one
+    responder.error(ENXIO);
     return true;
   }
   Lane& lane = lane_of(*open);
