@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import stat
@@ -124,9 +125,9 @@ def test_who_may_set_times(places: Places) -> None:
             file.chmod(mode)
             os.utime(file, (1000, 1000))
             codes += [
-                as_nobody(lambda file=file: errno_of(os.utime, file)),
-                as_nobody(lambda file=file: errno_of(os.utime, file, (5, 5))),
-                as_nobody(lambda file=file: errno_of(os.utime, file, (5, 6))),
+                as_nobody(functools.partial(errno_of, os.utime, file)),
+                as_nobody(functools.partial(errno_of, os.utime, file, (5, 5))),
+                as_nobody(functools.partial(errno_of, os.utime, file, (5, 6))),
             ]
             codes.append(int(os.stat(file).st_mtime > 1000))
         return codes
