@@ -57,11 +57,11 @@ TEST(CudaLibrary, LacksASymbol) {
 }
 
 TEST_F(CudaFaults, TheLibraryDoesNotStart) {
-  fake().fail("cuInit", 1, kCuNoDevice, 1);
+  fake().fail("cuInit", 1, api::kNoDevice, 1);
   Result<std::unique_ptr<Driver>> driver = open_cuda_driver_from(GPUFS_FAKE_CUDA, {});
   ASSERT_FALSE(driver.ok());
   EXPECT_EQ(driver.error(), ENODEV);
-  EXPECT_EQ(driver.status().device_code(), kCuNoDevice);
+  EXPECT_EQ(driver.status().device_code(), api::kNoDevice);
   EXPECT_EQ(driver.status().message(),
             "cuda is not available: cuInit: CUDA_ERROR_NO_DEVICE (100): as the test planned");
 }
@@ -74,7 +74,7 @@ TEST_F(CudaFaults, EveryStepOfOpeningMayFail) {
                              "cuDeviceTotalMem_v2", "cuDevicePrimaryCtxRetain", "cuMemGetAllocationGranularity"}) {
     for (const int n : {1, 2}) {
       if (n == 2 && std::string(symbol) == "cuDeviceGetCount") continue;
-      fake().fail(symbol, n, kCuNotInitialized, 1);
+      fake().fail(symbol, n, api::kNotInitialized, 1);
       EXPECT_FALSE(open_cuda_driver_from(GPUFS_FAKE_CUDA, {}).ok()) << symbol;
       EXPECT_EQ(fake_state().contexts, before) << symbol;
     }
@@ -107,14 +107,14 @@ TEST_F(CudaFaults, PopulateIsAllOrNothing) {
   struct Plan {
     const char* symbol;
     int n;
-    CuResult code;
+    api::Code code;
     int error;
   };
   for (const Plan& plan :
-       {Plan{"cuMemCreate", 1, kCuOutOfMemory, ENOSPC}, Plan{"cuMemCreate", 3, kCuOutOfMemory, ENOSPC},
-        Plan{"cuMemMap", 1, kCuInvalidValue, EIO}, Plan{"cuMemMap", 3, kCuOutOfMemory, ENOSPC},
-        Plan{"cuMemSetAccess", 1, kCuInvalidValue, EIO}, Plan{"cuMemsetD8Async", 1, kCuInvalidValue, EIO},
-        Plan{"cuStreamSynchronize", 1, kCuInvalidValue, EIO}}) {
+       {Plan{"cuMemCreate", 1, api::kOutOfMemory, ENOSPC}, Plan{"cuMemCreate", 3, api::kOutOfMemory, ENOSPC},
+        Plan{"cuMemMap", 1, api::kInvalidValue, EIO}, Plan{"cuMemMap", 3, api::kOutOfMemory, ENOSPC},
+        Plan{"cuMemSetAccess", 1, api::kInvalidValue, EIO}, Plan{"cuMemsetD8Async", 1, api::kInvalidValue, EIO},
+        Plan{"cuStreamSynchronize", 1, api::kInvalidValue, EIO}}) {
     fake().fail(plan.symbol, plan.n, plan.code, 1);
     const Status status = memory->populate(kGranule, 700 * kMiB);
     EXPECT_EQ(status.error(), plan.error) << plan.symbol;
@@ -134,10 +134,10 @@ TEST_F(CudaFaults, ReserveFailsAndTheEarlierRangeStays) {
   open();
   Filled filled = fill(8);
   const FakeCudaState before = fake_state();
-  fake().fail("cuMemAddressReserve", 1, kCuOutOfMemory, 1);
+  fake().fail("cuMemAddressReserve", 1, api::kOutOfMemory, 1);
   EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), ENOMEM);
   for (const char* symbol : {"cuMemMap", "cuMemSetAccess"}) {
-    fake().fail(symbol, 1, kCuInvalidValue, 1);
+    fake().fail(symbol, 1, api::kInvalidValue, 1);
     EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), EIO);
     EXPECT_EQ(fake_state().mappings, before.mappings);
     EXPECT_EQ(fake_state().reservations, before.reservations);
@@ -162,12 +162,12 @@ TEST_F(CudaFaults, SplittingFallsBackToKeepingThePiece) {
   struct Plan {
     const char* symbol;
     int n;
-    CuResult code;
+    api::Code code;
   };
   // Out of memory for the copy is no failure: the memory goes back when all of the piece has been released.
-  for (const Plan& plan : {Plan{"cuMemCreate", 1, kCuOutOfMemory}, Plan{"cuMemCreate", 2, kCuOutOfMemory},
-                           Plan{"cuMemMap", 1, kCuOutOfMemory}, Plan{"cuMemMap", 4, kCuOutOfMemory},
-                           Plan{"cuMemMap", 6, kCuOutOfMemory}, Plan{"cuMemSetAccess", 5, kCuOutOfMemory}}) {
+  for (const Plan& plan : {Plan{"cuMemCreate", 1, api::kOutOfMemory}, Plan{"cuMemCreate", 2, api::kOutOfMemory},
+                           Plan{"cuMemMap", 1, api::kOutOfMemory}, Plan{"cuMemMap", 4, api::kOutOfMemory},
+                           Plan{"cuMemMap", 6, api::kOutOfMemory}, Plan{"cuMemSetAccess", 5, api::kOutOfMemory}}) {
     SCOPED_TRACE(std::string(plan.symbol) + " " + std::to_string(plan.n));
     Filled filled = fill(8);
     const FakeCudaState before = fake_state();
@@ -202,7 +202,7 @@ TEST_F(CudaFaults, SplittingReportsOtherFailures) {
        {Plan{"cuMemcpyDtoDAsync_v2", 1}, Plan{"cuStreamSynchronize", 1}, Plan{"cuMemUnmap", 3}}) {
     SCOPED_TRACE(symbol);
     Filled filled = fill(8);
-    fake().fail(symbol, n, kCuInvalidValue, 1);
+    fake().fail(symbol, n, api::kInvalidValue, 1);
     EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
     expect_content(filled, 0, 3 * kGranule);
     expect_content(filled, 4 * kGranule, 4 * kGranule);
@@ -213,7 +213,7 @@ TEST_F(CudaFaults, SplittingReportsOtherFailures) {
 TEST_F(CudaFaults, AMappingThatIsLostPutsTheDeviceOutOfService) {
   open();
   Filled filled = fill(8);
-  fake().fail("cuMemMap", 3, kCuInvalidValue, 100);  // two for the copy, and then none any more
+  fake().fail("cuMemMap", 3, api::kInvalidValue, 100);  // two for the copy, and then none any more
   EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
   EXPECT_EQ(device().health().error(), EIO);
   EXPECT_NE(device().health().message().find("a mapping could not be restored"), std::string::npos);
@@ -240,13 +240,13 @@ TEST_F(CudaFaults, AFatalFailureStaysWithItsDevice) {
   auto stream = must(device().create_stream());
   auto event = must(device().create_event());
   std::byte byte{};
-  fake().fail("cuStreamSynchronize", 1, kCuIllegalAddress, 1);
+  fake().fail("cuStreamSynchronize", 1, api::kIllegalAddress, 1);
   const Status status = device().copy_out(&byte, filled.range->base(), 1);
   EXPECT_EQ(status.error(), EIO);
-  EXPECT_EQ(status.device_code(), kCuIllegalAddress);
+  EXPECT_EQ(status.device_code(), api::kIllegalAddress);
   const Status health = device().health();
   EXPECT_EQ(health.error(), EIO);
-  EXPECT_EQ(health.device_code(), kCuIllegalAddress);
+  EXPECT_EQ(health.device_code(), api::kIllegalAddress);
   EXPECT_EQ(health.message(),
             "out of service since gpu 0: cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700): as the test planned");
   const int copies = fake().calls("cuMemcpyDtoHAsync_v2");
@@ -267,7 +267,7 @@ TEST_F(CudaFaults, AFatalFailureStaysWithItsDevice) {
 }
 
 TEST_F(CudaFaults, EveryFatalCodeIsSticky) {
-  for (const CuResult code : {214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}) {
+  for (const api::Code code : {214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}) {
     driver_.reset();
     open();
     fake().fail("cuStreamCreate", 1, code, 1);
@@ -275,7 +275,7 @@ TEST_F(CudaFaults, EveryFatalCodeIsSticky) {
     EXPECT_EQ(device().health().device_code(), code);
     driver_.reset();
   }
-  for (const CuResult code : {1, 2, 400, 701, 800, 801}) {
+  for (const api::Code code : {1, 2, 400, 701, 800, 801}) {
     driver_.reset();
     open();
     fake().fail("cuStreamCreate", 1, code, 1);
@@ -287,9 +287,9 @@ TEST_F(CudaFaults, EveryFatalCodeIsSticky) {
 TEST_F(CudaFaults, PinningReportsWhatWentWrong) {
   open();
   std::vector<std::byte> memory(kMiB);
-  fake().fail("cuMemHostRegister_v2", 1, kCuOutOfMemory, 1);
+  fake().fail("cuMemHostRegister_v2", 1, api::kOutOfMemory, 1);
   EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), ENOMEM);
-  fake().fail("cuMemHostRegister_v2", 1, kCuNotSupported, 1);
+  fake().fail("cuMemHostRegister_v2", 1, api::kNotSupported, 1);
   EXPECT_EQ(device().pin_read_only(memory.data(), memory.size()).error(), EOPNOTSUPP);
   EXPECT_OK(device().health());
 }
@@ -305,7 +305,7 @@ TEST_F(CudaFaults, EventsWaitUntilTheWorkIsDone) {
   fake().hold(false);
   waiter.join();
   EXPECT_TRUE(must(event->query()));
-  fake().fail("cuEventQuery", 1, kCuLaunchFailed, 1);
+  fake().fail("cuEventQuery", 1, api::kLaunchFailed, 1);
   EXPECT_EQ(event->query().error(), EIO);
 }
 
@@ -356,7 +356,7 @@ TEST_F(CudaFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
   open();
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
-  fake().fail("cuMemExportToShareableHandle", 2, kCuInvalidValue, 1);
+  fake().fail("cuMemExportToShareableHandle", 2, api::kInvalidValue, 1);
   EXPECT_EQ(filled.memory->export_memory().error(), EIO);
   // Nothing was exported, so nothing is fixed yet.
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
@@ -374,7 +374,7 @@ TEST_F(CudaFaults, PlainMemoryReportsNoSpace) {
   auto range = must(memory->reserve(32 * kMiB));
   ASSERT_OK(memory->populate(0, 32 * kMiB));
   EXPECT_EQ(memory->reserve(40 * kMiB).error(), ENOSPC);
-  fake().fail("cuMemcpyDtoDAsync_v2", 1, kCuInvalidValue, 1);
+  fake().fail("cuMemcpyDtoDAsync_v2", 1, api::kInvalidValue, 1);
   EXPECT_EQ(memory->reserve(32 * kMiB).error(), EIO);
   EXPECT_EQ(fake_state().allocations, 1);
   EXPECT_OK(memory->reserve(32 * kMiB).status());

@@ -11,8 +11,11 @@
 #include <vector>
 
 #include "base/status.h"
+#include "drivers/gpu/api.h"
 
 namespace gpufs::gpu_test {
+
+namespace api = gpu::api;
 
 constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 constexpr std::uint64_t kGranule = 2 * kMiB;

@@ -98,17 +98,17 @@ TEST_F(HipFaults, VirtualMemoryOfEarlierVersionsIsAnotherInterface) {
   EXPECT_EQ(fake().calls("hipMemGetAllocationGranularity"), 0);
   driver_.reset();
   fake().reset(&setup);
-  fake().fail("hipRuntimeGetVersion", 1, kHipInvalidValue, 1);
+  fake().fail("hipRuntimeGetVersion", 1, api::kInvalidValue, 1);
   EXPECT_TRUE(must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}))->devices().at(0)->info().reserve_copies);
 }
 
 TEST_F(HipFaults, TheLibraryDoesNotStart) {
   std::thread([] {  // a thread that has not made the call yet
-    fake().fail("hipInit", 1, kHipNotInitialized, 1);
+    fake().fail("hipInit", 1, api::kNotInitialized, 1);
     Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({GPUFS_FAKE_HIP}, {});
     ASSERT_FALSE(driver.ok());
     EXPECT_EQ(driver.error(), ENODEV);
-    EXPECT_EQ(driver.status().device_code(), kHipNotInitialized);
+    EXPECT_EQ(driver.status().device_code(), api::kNotInitialized);
     EXPECT_EQ(driver.status().message(), std::string("hip is not available: ") + GPUFS_FAKE_HIP +
                                              ": hipInit: hipErrorNotInitialized (3): as the test planned");
   })
@@ -127,9 +127,9 @@ TEST_F(HipFaults, NoDeviceIsSaidAsSuch) {
   for (const int devices : {0, 1}) {
     setup_.devices = devices;
     fake().reset(&setup_);
-    if (devices == 1) fake().fail("hipGetDeviceCount", 1, kHipNoDevice, 1);
+    if (devices == 1) fake().fail("hipGetDeviceCount", 1, api::kNoDevice, 1);
     std::thread([&] {
-      fake().fail("hipInit", 1, kHipInvalidDevice, 1);
+      fake().fail("hipInit", 1, api::kInvalidDevice, 1);
       expect_no_device(open_hip_driver_from({GPUFS_FAKE_HIP}, {}));
     }).join();
   }
@@ -150,7 +150,7 @@ TEST_F(HipFaults, EachThreadCallsInitOnce) {
   EXPECT_EQ(fake().calls("hipInit"), before + 3);
   std::thread([&] {
     std::byte byte{};
-    fake().fail("hipInit", 1, kHipUnknown, 1);
+    fake().fail("hipInit", 1, api::kUnknown, 1);
     EXPECT_EQ(device().copy_out(&byte, filled.range->base(), 1).error(), EIO);
     EXPECT_OK(device().copy_out(&byte, filled.range->base(), 1));  // it is tried again
   }).join();
@@ -163,7 +163,7 @@ TEST_F(HipFaults, EveryStepOfOpeningMayFail) {
                              "hipMemGetAllocationGranularity"}) {
     for (const int n : {1, 2}) {
       if (n == 2 && std::string(symbol) == "hipGetDeviceCount") continue;
-      fake().fail(symbol, n, kHipNotInitialized, 1);
+      fake().fail(symbol, n, api::kNotInitialized, 1);
       EXPECT_FALSE(open_hip_driver_from({GPUFS_FAKE_HIP}, {}).ok()) << symbol;
     }
   }
@@ -195,14 +195,14 @@ TEST_F(HipFaults, PopulateIsAllOrNothing) {
   struct Plan {
     const char* symbol;
     int n;
-    HipResult code;
+    api::Code code;
     int error;
   };
   for (const Plan& plan :
-       {Plan{"hipMemCreate", 1, kHipOutOfMemory, ENOSPC}, Plan{"hipMemCreate", 3, kHipOutOfMemory, ENOSPC},
-        Plan{"hipMemMap", 1, kHipInvalidValue, EIO}, Plan{"hipMemMap", 3, kHipOutOfMemory, ENOSPC},
-        Plan{"hipMemSetAccess", 1, kHipInvalidValue, EIO}, Plan{"hipMemsetD8Async", 1, kHipInvalidValue, EIO},
-        Plan{"hipStreamSynchronize", 1, kHipInvalidValue, EIO}}) {
+       {Plan{"hipMemCreate", 1, api::kOutOfMemory, ENOSPC}, Plan{"hipMemCreate", 3, api::kOutOfMemory, ENOSPC},
+        Plan{"hipMemMap", 1, api::kInvalidValue, EIO}, Plan{"hipMemMap", 3, api::kOutOfMemory, ENOSPC},
+        Plan{"hipMemSetAccess", 1, api::kInvalidValue, EIO}, Plan{"hipMemsetD8Async", 1, api::kInvalidValue, EIO},
+        Plan{"hipStreamSynchronize", 1, api::kInvalidValue, EIO}}) {
     fake().fail(plan.symbol, plan.n, plan.code, 1);
     const Status status = memory->populate(kGranule, 700 * kMiB);
     EXPECT_EQ(status.error(), plan.error) << plan.symbol;
@@ -222,10 +222,10 @@ TEST_F(HipFaults, ReserveFailsAndTheEarlierRangeStays) {
   open();
   Filled filled = fill(8);
   const FakeHipState before = fake_state();
-  fake().fail("hipMemAddressReserve", 1, kHipOutOfMemory, 1);
+  fake().fail("hipMemAddressReserve", 1, api::kOutOfMemory, 1);
   EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), ENOMEM);
   for (const char* symbol : {"hipMemMap", "hipMemSetAccess"}) {
-    fake().fail(symbol, 1, kHipInvalidValue, 1);
+    fake().fail(symbol, 1, api::kInvalidValue, 1);
     EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), EIO);
     EXPECT_EQ(fake_state().mappings, before.mappings);
     EXPECT_EQ(fake_state().reservations, before.reservations);
@@ -250,12 +250,12 @@ TEST_F(HipFaults, SplittingFallsBackToKeepingThePiece) {
   struct Plan {
     const char* symbol;
     int n;
-    HipResult code;
+    api::Code code;
   };
   // Out of memory for the copy is no failure: the memory goes back when all of the piece has been released.
-  for (const Plan& plan : {Plan{"hipMemCreate", 1, kHipOutOfMemory}, Plan{"hipMemCreate", 2, kHipOutOfMemory},
-                           Plan{"hipMemMap", 1, kHipOutOfMemory}, Plan{"hipMemMap", 4, kHipOutOfMemory},
-                           Plan{"hipMemMap", 6, kHipOutOfMemory}, Plan{"hipMemSetAccess", 5, kHipOutOfMemory}}) {
+  for (const Plan& plan : {Plan{"hipMemCreate", 1, api::kOutOfMemory}, Plan{"hipMemCreate", 2, api::kOutOfMemory},
+                           Plan{"hipMemMap", 1, api::kOutOfMemory}, Plan{"hipMemMap", 4, api::kOutOfMemory},
+                           Plan{"hipMemMap", 6, api::kOutOfMemory}, Plan{"hipMemSetAccess", 5, api::kOutOfMemory}}) {
     SCOPED_TRACE(std::string(plan.symbol) + " " + std::to_string(plan.n));
     Filled filled = fill(8);
     const FakeHipState before = fake_state();
@@ -290,7 +290,7 @@ TEST_F(HipFaults, SplittingReportsOtherFailures) {
        {Plan{"hipMemcpyDtoDAsync", 1}, Plan{"hipStreamSynchronize", 1}, Plan{"hipMemUnmap", 3}}) {
     SCOPED_TRACE(symbol);
     Filled filled = fill(8);
-    fake().fail(symbol, n, kHipInvalidValue, 1);
+    fake().fail(symbol, n, api::kInvalidValue, 1);
     EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
     expect_content(filled, 0, 3 * kGranule);
     expect_content(filled, 4 * kGranule, 4 * kGranule);
@@ -301,7 +301,7 @@ TEST_F(HipFaults, SplittingReportsOtherFailures) {
 TEST_F(HipFaults, AMappingThatIsLostPutsTheDeviceOutOfService) {
   open();
   Filled filled = fill(8);
-  fake().fail("hipMemMap", 3, kHipInvalidValue, 100);  // two for the copy, and then none any more
+  fake().fail("hipMemMap", 3, api::kInvalidValue, 100);  // two for the copy, and then none any more
   EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
   EXPECT_EQ(device().health().error(), EIO);
   EXPECT_NE(device().health().message().find("a mapping could not be restored"), std::string::npos);
@@ -328,13 +328,13 @@ TEST_F(HipFaults, AFatalFailureStaysWithItsDevice) {
   auto stream = must(device().create_stream());
   auto event = must(device().create_event());
   std::byte byte{};
-  fake().fail("hipStreamSynchronize", 1, kHipIllegalAddress, 1);
+  fake().fail("hipStreamSynchronize", 1, api::kIllegalAddress, 1);
   const Status status = device().copy_out(&byte, filled.range->base(), 1);
   EXPECT_EQ(status.error(), EIO);
-  EXPECT_EQ(status.device_code(), kHipIllegalAddress);
+  EXPECT_EQ(status.device_code(), api::kIllegalAddress);
   const Status health = device().health();
   EXPECT_EQ(health.error(), EIO);
-  EXPECT_EQ(health.device_code(), kHipIllegalAddress);
+  EXPECT_EQ(health.device_code(), api::kIllegalAddress);
   EXPECT_EQ(health.message(),
             "out of service since gpu 0: hipStreamSynchronize: hipErrorIllegalAddress (700): as the test planned");
   const int copies = fake().calls("hipMemcpyDtoHAsync");
@@ -355,7 +355,7 @@ TEST_F(HipFaults, AFatalFailureStaysWithItsDevice) {
 }
 
 TEST_F(HipFaults, EveryFatalCodeIsSticky) {
-  for (const HipResult code : {53, 214, 700, 702, 709, 710, 719}) {
+  for (const api::Code code : {53, 214, 700, 702, 709, 710, 719}) {
     driver_.reset();
     open();
     fake().fail("hipStreamCreateWithFlags", 1, code, 1);
@@ -363,7 +363,7 @@ TEST_F(HipFaults, EveryFatalCodeIsSticky) {
     EXPECT_EQ(device().health().device_code(), code);
     driver_.reset();
   }
-  for (const HipResult code : {1, 2, 400, 701, 801, 999}) {
+  for (const api::Code code : {1, 2, 400, 701, 801, 999}) {
     driver_.reset();
     open();
     fake().fail("hipStreamCreateWithFlags", 1, code, 1);
@@ -375,9 +375,9 @@ TEST_F(HipFaults, EveryFatalCodeIsSticky) {
 TEST_F(HipFaults, PinningReportsWhatWentWrong) {
   open();
   std::vector<std::byte> memory(kMiB);
-  fake().fail("hipHostRegister", 1, kHipOutOfMemory, 1);
+  fake().fail("hipHostRegister", 1, api::kOutOfMemory, 1);
   EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), ENOMEM);
-  fake().fail("hipHostRegister", 1, kHipNotSupported, 1);
+  fake().fail("hipHostRegister", 1, api::kNotSupported, 1);
   EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), EOPNOTSUPP);
   EXPECT_OK(device().pin(memory.data(), memory.size()));
   EXPECT_EQ(fake().last_pin_flags(), 1U);  // portable: every device may use it
@@ -405,9 +405,9 @@ TEST_F(HipFaults, EventsWaitUntilTheWorkIsDone) {
   waiter.join();
   EXPECT_TRUE(must(event->query()));
   EXPECT_TRUE(std::equal(back.begin(), back.end(), filled.data.begin()));
-  fake().fail("hipEventQuery", 1, kHipLaunchFailure, 1);
+  fake().fail("hipEventQuery", 1, api::kLaunchFailed, 1);
   EXPECT_EQ(event->query().error(), EIO);
-  EXPECT_EQ(device().health().device_code(), kHipLaunchFailure);
+  EXPECT_EQ(device().health().device_code(), api::kLaunchFailed);
 }
 
 TEST_F(HipFaults, AStreamWaitsForAnothersEvent) {
@@ -466,7 +466,7 @@ TEST_F(HipFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
   open();
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
-  fake().fail("hipMemExportToShareableHandle", 2, kHipInvalidValue, 1);
+  fake().fail("hipMemExportToShareableHandle", 2, api::kInvalidValue, 1);
   EXPECT_EQ(filled.memory->export_memory().error(), EIO);
   // Nothing was exported, so nothing is fixed yet.
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
@@ -479,9 +479,9 @@ TEST_F(HipFaults, WhoseMemoryItIsMustBeSaid) {
   const Filled filled = fill(1);
   const DeviceAddress address = filled.range->base();
   EXPECT_TRUE(device().holds(address));
-  fake().fail("hipPointerGetAttributes", 1, kHipInvalidValue, 1);
+  fake().fail("hipPointerGetAttributes", 1, api::kInvalidValue, 1);
   EXPECT_FALSE(device().holds(address));
-  fake().fail("hipGetDevice", 1, kHipInvalidDevice, 1);
+  fake().fail("hipGetDevice", 1, api::kInvalidDevice, 1);
   EXPECT_FALSE(device().holds(address));
   EXPECT_TRUE(device().holds(address));
 }
@@ -496,7 +496,7 @@ TEST_F(HipFaults, PlainMemoryReportsNoSpace) {
   auto range = must(memory->reserve(32 * kMiB));
   ASSERT_OK(memory->populate(0, 32 * kMiB));
   EXPECT_EQ(memory->reserve(40 * kMiB).error(), ENOSPC);
-  fake().fail("hipMemcpyDtoDAsync", 1, kHipInvalidValue, 1);
+  fake().fail("hipMemcpyDtoDAsync", 1, api::kInvalidValue, 1);
   EXPECT_EQ(memory->reserve(32 * kMiB).error(), EIO);
   EXPECT_EQ(fake_state().allocations, 1);
   EXPECT_OK(memory->reserve(32 * kMiB).status());

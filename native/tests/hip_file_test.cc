@@ -109,11 +109,11 @@ TEST_F(HipFiles, BothCallsAndTheKernelsDriverAreNeeded) {
   EXPECT_EQ(open_hip_file_path_from({GPUFS_FAKE_HIP_BARE}, true)->refusals(), no_call);
 
   for (const char* symbol : {"hipRuntimeGetVersion", "hipGetProcAddress"}) {
-    fake().fail(symbol, 1, kHipInvalidValue, 2);
+    fake().fail(symbol, 1, api::kInvalidValue, 2);
     EXPECT_EQ(open_path()->refusals(), no_call) << symbol;
     fake().reset(&setup_);
   }
-  fake().fail("hipGetProcAddress", 2, kHipInvalidValue, 1);  // the second call only: for writing
+  fake().fail("hipGetProcAddress", 2, api::kInvalidValue, 1);  // the second call only: for writing
   EXPECT_EQ(open_path()->refusals(), no_call);
   setup_.file_write = false;
   fake().reset(&setup_);
@@ -230,10 +230,10 @@ TEST_F(HipFiles, EachThreadMakesInitOnce) {
   }).join();
   std::thread([&] {
     const std::size_t before = records().size();
-    fake().fail("hipInit", 1, kHipNotInitialized, 1);
+    fake().fail("hipInit", 1, api::kNotInitialized, 1);
     const Moved moved = file.load(address, 4096, 0);
     EXPECT_EQ(moved.status.error(), EREMOTEIO);
-    EXPECT_EQ(moved.status.device_code(), kHipNotInitialized);
+    EXPECT_EQ(moved.status.device_code(), api::kNotInitialized);
     EXPECT_EQ(records().size(), before);
   }).join();
 }
@@ -288,21 +288,22 @@ TEST_F(HipFiles, WhatIsMadeOfEachAnswer) {
   };
   const Case cases[] = {
       {"success, whatever errno is left", answer(0, 0, ENOTTY, kBytes), kBytes, 0, 0},
-      {"an errno in the status", answer(kHipUnknown, -EIO, 0, 0), 0, EIO, kHipUnknown},
-      {"the status goes before the result", answer(kHipSuccess, -EIO, 0, 0), 0, EIO, 0},
-      {"an error after progress", answer(kHipUnknown, -ENOSPC, 0, 8192), 8192, ENOSPC, kHipUnknown},
-      {"the storage device is not known", answer(kHipUnknown, -ENODEV, 0, 0), 0, ENODEV, kHipUnknown},
-      {"the devices do not reach each other", answer(kHipUnknown, -EREMOTEIO, 0, 4096), 4096, EREMOTEIO, kHipUnknown},
-      {"not for this file", answer(kHipUnknown, -EOPNOTSUPP, 0, 0), 0, EOPNOTSUPP, kHipUnknown},
-      {"an early failure", early(kHipUnknown), 0, EREMOTEIO, kHipUnknown},
-      {"memory that the runtime does not know", early(kHipInvalidValue), 0, EREMOTEIO, kHipInvalidValue},
-      {"a call that it does not support", early(kHipNotSupported), 0, EOPNOTSUPP, kHipNotSupported},
-      {"a device that has failed", early(kHipIllegalAddress), 0, EIO, kHipIllegalAddress},
-      {"a result alone, after progress", answer(kHipUnknown, 0, 0, 8192), 8192, EIO, kHipUnknown},
-      {"a status that is no errno", answer(kHipUnknown, -4000, 0, 4096), 0, EREMOTEIO, kHipUnknown},
-      {"a positive status", answer(kHipSuccess, 5, 0, 4096), 0, EREMOTEIO, 0},
-      {"more bytes than were asked for", answer(kHipSuccess, 0, 0, kBytes, kBytes + 1), 0, EREMOTEIO, 0},
-      {"garbage everywhere", answer(kHipUnknown, 0x7f3c, 0, 0, 0xdeadbeefdeadbeef), 0, EREMOTEIO, kHipUnknown},
+      {"an errno in the status", answer(api::kUnknown, -EIO, 0, 0), 0, EIO, api::kUnknown},
+      {"the status goes before the result", answer(api::kSuccess, -EIO, 0, 0), 0, EIO, 0},
+      {"an error after progress", answer(api::kUnknown, -ENOSPC, 0, 8192), 8192, ENOSPC, api::kUnknown},
+      {"the storage device is not known", answer(api::kUnknown, -ENODEV, 0, 0), 0, ENODEV, api::kUnknown},
+      {"the devices do not reach each other", answer(api::kUnknown, -EREMOTEIO, 0, 4096), 4096, EREMOTEIO,
+       api::kUnknown},
+      {"not for this file", answer(api::kUnknown, -EOPNOTSUPP, 0, 0), 0, EOPNOTSUPP, api::kUnknown},
+      {"an early failure", early(api::kUnknown), 0, EREMOTEIO, api::kUnknown},
+      {"memory that the runtime does not know", early(api::kInvalidValue), 0, EREMOTEIO, api::kInvalidValue},
+      {"a call that it does not support", early(api::kNotSupported), 0, EOPNOTSUPP, api::kNotSupported},
+      {"a device that has failed", early(api::kIllegalAddress), 0, EIO, api::kIllegalAddress},
+      {"a result alone, after progress", answer(api::kUnknown, 0, 0, 8192), 8192, EIO, api::kUnknown},
+      {"a status that is no errno", answer(api::kUnknown, -4000, 0, 4096), 0, EREMOTEIO, api::kUnknown},
+      {"a positive status", answer(api::kSuccess, 5, 0, 4096), 0, EREMOTEIO, 0},
+      {"more bytes than were asked for", answer(api::kSuccess, 0, 0, kBytes, kBytes + 1), 0, EREMOTEIO, 0},
+      {"garbage everywhere", answer(api::kUnknown, 0x7f3c, 0, 0, 0xdeadbeefdeadbeef), 0, EREMOTEIO, api::kUnknown},
   };
   for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
     for (const Case& one : cases) {
@@ -325,9 +326,9 @@ TEST_F(HipFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   const auto data = pattern(kBytes, 6);
   START_OR_SKIP(data);
   const DeviceAddress address = memory(kBytes);
-  plan(kHipUnknown, -EINTR, 0, 0);
-  plan(kHipUnknown, -EINTR, 0, 4096);
-  plan(kHipSuccess, 0, 0, 8192);
+  plan(api::kUnknown, -EINTR, 0, 0);
+  plan(api::kUnknown, -EINTR, 0, 4096);
+  plan(api::kSuccess, 0, 0, 8192);
   Moved moved = rig_->direct_file().load(address, kBytes, 0);
   EXPECT_TRUE(moved.status.ok()) << moved.status.message();
   EXPECT_EQ(moved.bytes, kBytes);
@@ -340,15 +341,15 @@ TEST_F(HipFiles, InterruptionsAreResumedAndShortCopiesContinued) {
     EXPECT_EQ(calls[index].bytes, kBytes - static_cast<std::uint64_t>(offsets[index]));
   }
   // What cannot be continued at an aligned offset ends it; and nothing moved is the end.
-  plan(kHipSuccess, 0, 0, 4096 + 512);
+  plan(api::kSuccess, 0, 0, 4096 + 512);
   moved = rig_->direct_file().load(address, kBytes, 0);
   EXPECT_TRUE(moved.status.ok());
   EXPECT_EQ(moved.bytes, 4096U + 512U);
-  plan(kHipUnknown, -EINTR, 0, 4096 + 512);
+  plan(api::kUnknown, -EINTR, 0, 4096 + 512);
   moved = rig_->direct_file().load(address, kBytes, 0);
   EXPECT_TRUE(moved.status.ok());
   EXPECT_EQ(moved.bytes, 4096U + 512U);
-  plan(kHipSuccess, 0, 0, 0);
+  plan(api::kSuccess, 0, 0, 0);
   EXPECT_EQ(rig_->direct_file().load(address, kBytes, 0).bytes, 0U);
   EXPECT_EQ(records().size(), 7U);
 }
@@ -365,7 +366,7 @@ TEST_F(HipFiles, AKernelWithoutTheInterfaceIsAskedOnce) {
   const auto data = pattern(4 * kMiB, 8);
   START_OR_SKIP(data);
   FakeHipFilePlan garbage;
-  garbage.result = kHipUnknown;
+  garbage.result = api::kUnknown;
   garbage.status = -12345678;
   garbage.error_number = ENOTTY;
   garbage.bytes = 0;
@@ -395,11 +396,11 @@ TEST_F(HipFiles, TheRestGoesByFallback) {
       const auto data = pattern(4 * kMiB, static_cast<unsigned>(error));
       START_OR_SKIP(direction == Direction::kLoad ? data : std::vector<std::byte>(1));
       if (direction == Direction::kStore) rig_->fill_buffer(data);
-      for (int good = 0; good < 4; ++good) plan(kHipSuccess, 0);
+      for (int good = 0; good < 4; ++good) plan(api::kSuccess, 0);
       if (error == ENOTTY) {
-        plan(kHipUnknown, 99, ENOTTY, kChunk / 2);
+        plan(api::kUnknown, 99, ENOTTY, kChunk / 2);
       } else {
-        plan(kHipUnknown, -error, 0, kChunk / 2);
+        plan(api::kUnknown, -error, 0, kChunk / 2);
       }
       const TransferProgress done = rig_->finish_in_order(rig_->request(direction));
       ASSERT_TRUE(done.status.ok()) << done.status.message();
@@ -424,11 +425,11 @@ TEST_F(HipFiles, TheRestGoesByFallback) {
 
 TEST_F(HipFiles, OtherFailuresAreReportedWithTheProgress) {
   START_OR_SKIP(pattern(4 * kMiB, 9));
-  for (int good = 0; good < 4; ++good) plan(kHipSuccess, 0);
-  plan(kHipUnknown, -EIO, 0, kChunk / 2);
+  for (int good = 0; good < 4; ++good) plan(api::kSuccess, 0);
+  plan(api::kUnknown, -EIO, 0, kChunk / 2);
   const TransferProgress done = rig_->finish_in_order(rig_->request(Direction::kLoad));
   EXPECT_EQ(done.status.error(), EIO);
-  EXPECT_EQ(done.status.device_code(), kHipUnknown);
+  EXPECT_EQ(done.status.device_code(), api::kUnknown);
   EXPECT_EQ(done.prefix, 4 * kChunk + kChunk / 2);
   EXPECT_EQ(rig_->buffer->size(), done.prefix);
   EXPECT_EQ(done.path_bytes[1], 0U);
@@ -444,17 +445,17 @@ TEST_F(HipFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
     } else {
       wanted.fallback = false;
     }
-    plan(kHipSuccess, 0);
-    plan(kHipUnknown, -ENODEV, 0, kChunk / 2);
+    plan(api::kSuccess, 0);
+    plan(api::kUnknown, -ENODEV, 0, kChunk / 2);
     const TransferProgress done = rig_->finish_in_order(wanted);
     EXPECT_EQ(done.status.error(), EOPNOTSUPP);
-    EXPECT_EQ(done.status.device_code(), kHipUnknown);
+    EXPECT_EQ(done.status.device_code(), api::kUnknown);
     EXPECT_NE(done.status.message().find("No such device"), std::string::npos) << done.status.message();
     EXPECT_EQ(done.prefix, kChunk + kChunk / 2);
     EXPECT_EQ(done.path_bytes[1], 0U);
     EXPECT_EQ(rig_->refused(Direction::kLoad, Refusal::kFailedBefore), 1U);
     // A call that stops without a word is a failure, too, unless the file ends there.
-    plan(kHipSuccess, 0, 0, 0);
+    plan(api::kSuccess, 0, 0, 0);
     EXPECT_EQ(rig_->finish_in_order(wanted).status.error(), EIO);
     rig_.reset();
   }
@@ -465,8 +466,8 @@ TEST_F(HipFiles, WhereItAloneIsAllowedNoThreadGoesAnotherWay) {
   TransferRequest wanted = rig_->request(Direction::kLoad);
   wanted.fastpath = FastpathMode::kRequire;
   for (int round = 0; round < 20; ++round) {
-    plan(kHipSuccess, 0);
-    plan(kHipUnknown, -ENODEV, 0, 0);
+    plan(api::kSuccess, 0);
+    plan(api::kUnknown, -ENODEV, 0, 0);
     const TransferProgress done = rig_->finish(wanted);
     EXPECT_EQ(done.status.error(), EOPNOTSUPP);
     EXPECT_EQ(done.path_bytes[1], 0U);

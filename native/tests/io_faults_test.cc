@@ -26,6 +26,7 @@
 namespace gpufs {
 namespace {
 
+namespace api = gpu::api;
 using gpu_test::kMiB;
 using gpu_test::must;
 using gpu_test::pattern;
@@ -37,7 +38,6 @@ constexpr std::uint64_t kTotal = 5 * kMiB + 4321;
 constexpr std::uint64_t kBad = 5 * kChunk + 1000;  // where a file's failure lies
 constexpr std::uint64_t kShort = kMiB + 17;        // where a file ends that is cut off
 constexpr int kAlways = 1 << 20;
-constexpr int kIllegalAddress = 700;  // a vendor's code after which its context is lost
 
 // kHostSlots: memory of the host that passes for a GPU's, through slots and streams.
 enum class Library { kHost, kHostSlots, kFakeCuda, kFakeHip };
@@ -217,7 +217,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     } else if (GetParam().library == Library::kFakeHip) {
       hip_test::fake().fail(hip, n, code, times);
     } else {
-      (*plan_.*host).at(n, times, code == cuda::kCuOutOfMemory ? ENOMEM : EIO);
+      (*plan_.*host).at(n, times, code == api::kOutOfMemory ? ENOMEM : EIO);
     }
   }
   void fail_copies(int n, int code, int times) {
@@ -326,34 +326,34 @@ class IoFaults : public ::testing::TestWithParam<Case> {
         end_file_at(kBad, EIO, file_->direct_fd());
         return {EIO, 5 * kChunk, 5 * kChunk};
       case Fault::kNothingIsPinned:
-        fail("cuMemHostRegister_v2", "hipHostRegister", &FaultPlan::pin, 1, cuda::kCuOutOfMemory);
-        return {ENOMEM, 0, 0, code_of(cuda::kCuOutOfMemory)};
+        fail("cuMemHostRegister_v2", "hipHostRegister", &FaultPlan::pin, 1, api::kOutOfMemory);
+        return {ENOMEM, 0, 0, code_of(api::kOutOfMemory)};
       case Fault::kOneIsPinned:
-        fail("cuMemHostRegister_v2", "hipHostRegister", &FaultPlan::pin, 2, cuda::kCuOutOfMemory);
+        fail("cuMemHostRegister_v2", "hipHostRegister", &FaultPlan::pin, 2, api::kOutOfMemory);
         return {};
       case Fault::kNoEvent:
-        fail("cuEventCreate", "hipEventCreateWithFlags", &FaultPlan::create_event, 1, cuda::kCuOutOfMemory);
-        return {ENOMEM, 0, 0, code_of(cuda::kCuOutOfMemory)};
+        fail("cuEventCreate", "hipEventCreateWithFlags", &FaultPlan::create_event, 1, api::kOutOfMemory);
+        return {ENOMEM, 0, 0, code_of(api::kOutOfMemory)};
       case Fault::kNoStream:
-        fail("cuStreamCreate", "hipStreamCreateWithFlags", &FaultPlan::create_stream, 1, cuda::kCuOutOfMemory);
-        return {ENOMEM, 0, 0, code_of(cuda::kCuOutOfMemory)};
+        fail("cuStreamCreate", "hipStreamCreateWithFlags", &FaultPlan::create_stream, 1, api::kOutOfMemory);
+        return {ENOMEM, 0, 0, code_of(api::kOutOfMemory)};
       case Fault::kCopyIsRefused:
-        fail_copies(4, cuda::kCuInvalidValue, 1);
-        return {EIO, 3 * kChunk, 3 * kChunk, code_of(cuda::kCuInvalidValue)};
+        fail_copies(4, api::kInvalidValue, 1);
+        return {EIO, 3 * kChunk, 3 * kChunk, code_of(api::kInvalidValue)};
       case Fault::kWaitFails:
         for (const char* symbol : {"cuEventQuery", "cuEventSynchronize"}) {
-          if (GetParam().library == Library::kFakeCuda) cuda_test::fake().fail(symbol, 1, cuda::kCuInvalidHandle, 1);
+          if (GetParam().library == Library::kFakeCuda) cuda_test::fake().fail(symbol, 1, api::kInvalidHandle, 1);
         }
         for (const char* symbol : {"hipEventQuery", "hipEventSynchronize"}) {
-          if (GetParam().library == Library::kFakeHip) hip_test::fake().fail(symbol, 1, cuda::kCuInvalidHandle, 1);
+          if (GetParam().library == Library::kFakeHip) hip_test::fake().fail(symbol, 1, api::kInvalidHandle, 1);
         }
-        return {EIO, 0, 0, cuda::kCuInvalidHandle};
+        return {EIO, 0, 0, api::kInvalidHandle};
       case Fault::kDeviceIsFull:
         return {ENOSPC, 0, kTotal - 1, -1};
       case Fault::kContextIsLost:
         lost_ = true;
-        fail_copies(4, kIllegalAddress, 1);
-        return {EIO, 0, 3 * kChunk, kIllegalAddress};
+        fail_copies(4, api::kIllegalAddress, 1);
+        return {EIO, 0, 3 * kChunk, api::kIllegalAddress};
     }
     return {};
   }
@@ -435,7 +435,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
          {&FaultPlan::pin, &FaultPlan::create_event, &FaultPlan::create_stream, &FaultPlan::stream_copy}) {
       (*plan_.*fault).clear();
     }
-    const int none = cuda::kCuSuccess;
+    const int none = api::kSuccess;
     for (const char* symbol :
          {"cuMemHostRegister_v2", "cuEventCreate", "cuStreamCreate", "cuEventQuery", "cuEventSynchronize"}) {
       if (GetParam().library == Library::kFakeCuda) cuda_test::fake().fail(symbol, 1, none, 0);

@@ -19,10 +19,10 @@
 namespace gpufs::cuda_test {
 namespace {
 
+using api::kLaunchFailed;
+using api::kOutOfMemory;
 using gpu::PhysicalHandle;
 using gpu::SpareMemory;
-using gpufs::cuda::kCuLaunchFailed;
-using gpufs::cuda::kCuOutOfMemory;
 using std::chrono::hours;
 using std::chrono::milliseconds;
 
@@ -233,7 +233,7 @@ TEST_F(SparePhysicalTest, NobodyRunsOutBecauseOfIt) {
   start(hours(1));
   take(kPiece);
   ASSERT_EQ(fake_state().handles, 1);
-  fake().fail("cuMemCreate", 1, kCuOutOfMemory, 1);
+  fake().fail("cuMemCreate", 1, kOutOfMemory, 1);
   Memory larger = take(2 * kPiece);
   EXPECT_EQ(fake_state().handles, 1);
   EXPECT_EQ(fake_state().bytes_used, 2 * kPiece);
@@ -260,7 +260,7 @@ TEST_F(SparePhysicalTest, WhatOthersMayMapIsNotUsedAgain) {
 TEST_F(SparePhysicalTest, ADeviceOutOfServiceKeepsNothing) {
   start(hours(1));
   Memory taken = take(kPiece);
-  fake().fail("cuMemcpyHtoDAsync_v2", 1, kCuLaunchFailed, 1);
+  fake().fail("cuMemcpyHtoDAsync_v2", 1, kLaunchFailed, 1);
   const std::byte byte{};
   EXPECT_EQ(device().copy_in(taken.range->base(), &byte, 1).error(), EIO);
   taken = {};

@@ -51,8 +51,8 @@ class HipFile final : public DirectFile {
   Moved move(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
              std::uint64_t file_offset) {
     Moved moved;
-    const hip::HipResult prepared = calls_->library->prepare_thread();
-    if (prepared != hip::kHipSuccess) {
+    const hip::api::Code prepared = calls_->library->prepare_thread();
+    if (prepared != hip::api::kSuccess) {
       moved.status = Status(EREMOTEIO, "hipInit: " + calls_->library->describe(prepared), prepared);
       return moved;
     }
@@ -81,15 +81,15 @@ class HipFile final : public DirectFile {
     std::uint64_t copied = 0;
     std::int32_t status = 0;
     errno = 0;
-    const hip::HipResult result =
+    const hip::api::Code result =
         call(handle, reinterpret_cast<void*>(address), bytes, static_cast<std::int64_t>(file_offset), &copied, &status);
     const int error = errno;
     // The status goes first: the result says of most failures only that they are unknown.
-    if (result == hip::kHipSuccess && status == 0 && copied <= bytes) return {copied, {}};
+    if (result == hip::api::kSuccess && status == 0 && copied <= bytes) return {copied, {}};
     const auto failed = [&](int code, const std::string& why) {
       return Status(code, std::string(name) + ": " + why, result);
     };
-    if (result != hip::kHipSuccess && error == ENOTTY) {
+    if (result != hip::api::kSuccess && error == ENOTTY) {
       no_kernel_interface();
       return {0, failed(ENOTTY, "the kernel's GPU driver has no such interface")};  // and the outputs are garbage
     }
@@ -98,9 +98,9 @@ class HipFile final : public DirectFile {
     }
     if (status != 0) return {copied, Status(-status, Status::from_errno(-status, name).message(), result)};
     const std::string text = calls_->library->describe(result);
-    if (hip::is_fatal(result)) return {copied, failed(EIO, text)};
+    if (hip::Library::is_fatal(result)) return {copied, failed(EIO, text)};
     // The runtime gave up before it asked the kernel: it does not know the memory, say, which the fallback can reach.
-    if (copied == 0) return {0, failed(result == hip::kHipNotSupported ? EOPNOTSUPP : EREMOTEIO, text)};
+    if (copied == 0) return {0, failed(result == hip::api::kNotSupported ? EOPNOTSUPP : EREMOTEIO, text)};
     return {copied, failed(EIO, text)};
   }
 

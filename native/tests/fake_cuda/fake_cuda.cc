@@ -30,13 +30,16 @@ namespace gpufs::cuda {
 struct CuContextObject {
   int device = 0;
   int retained = 0;
-  std::atomic<CuResult> poison = kCuSuccess;  // what every call in this context answers since a fatal failure
+  std::atomic<api::Code> poison = api::kSuccess;  // what every call in this context answers since a fatal failure
 };
+}  // namespace gpufs::cuda
+
+namespace gpufs::gpu::api {
 // Copies are done when they are queued. Functions of the host, waits and events are done in order by a thread of the
 // stream's, which starts with the first of them; in a context that has failed they are dropped.
-struct CuStreamObject {
-  explicit CuStreamObject(CuContext in) : context(in) {}
-  ~CuStreamObject() {
+struct StreamObject {
+  explicit StreamObject(CuContext in) : context(in) {}
+  ~StreamObject() {
     {
       const std::scoped_lock lock(mutex);
       ending = true;
@@ -44,8 +47,8 @@ struct CuStreamObject {
     changed.notify_all();
     if (worker.joinable()) worker.join();
   }
-  CuStreamObject(const CuStreamObject&) = delete;
-  CuStreamObject& operator=(const CuStreamObject&) = delete;
+  StreamObject(const StreamObject&) = delete;
+  StreamObject& operator=(const StreamObject&) = delete;
 
   void queue(std::function<void()> task) {
     {
@@ -89,7 +92,7 @@ struct CuStreamObject {
 };
 
 // `recorded` counts the recordings, `done` those that the streams have come to.
-struct CuEventObject {
+struct EventObject {
   CuContext context = nullptr;
   struct Core {
     std::mutex mutex;
@@ -99,7 +102,7 @@ struct CuEventObject {
   };
   std::shared_ptr<Core> core = std::make_shared<Core>();
 };
-}  // namespace gpufs::cuda
+}  // namespace gpufs::gpu::api
 
 namespace {
 
@@ -144,8 +147,8 @@ struct State {
   std::map<CuAddress, std::uint64_t> reservations;
   std::map<CuAddress, Mapping> mappings;
   std::map<CuAddress, std::pair<int, std::uint64_t>> allocations;
-  std::set<CuStream> streams;
-  std::set<CuEvent> events;
+  std::set<api::Stream> streams;
+  std::set<api::Event> events;
   std::map<void*, std::uint64_t> pinned;
   std::uint64_t used[kMaximumDevices] = {};
   std::map<std::string, Fault> faults;
@@ -171,7 +174,7 @@ State& state() {
 
 // Default streams are no objects of their own: they are made with the context's first use of one and stay.
 struct Defaults {
-  std::unique_ptr<CuStreamObject> of[kMaximumDevices];
+  std::unique_ptr<api::StreamObject> of[kMaximumDevices];
 };
 Defaults& defaults() {
   static Defaults* const instance = new Defaults;  // never destroyed, as the state
@@ -184,22 +187,22 @@ CuContext current() { return stack.empty() ? nullptr : stack.back(); }
 
 // The stream of a handle: the current context's default stream for the first three numbers, null for what is none. The
 // state's mutex is held.
-CuStream stream_at(CuStream handle);
+api::Stream stream_at(api::Stream handle);
 
 // Counts a call and answers its planned failure, if there is one. The state's mutex is held.
-CuResult enter(const char* symbol) {
+api::Code enter(const char* symbol) {
   State& s = state();
   ++s.calls[symbol];
   const auto fault = s.faults.find(symbol);
-  if (fault == s.faults.end()) return kCuSuccess;
+  if (fault == s.faults.end()) return api::kSuccess;
   if (fault->second.skip > 0) {
     --fault->second.skip;
-    return kCuSuccess;
+    return api::kSuccess;
   }
-  const CuResult code = fault->second.code;
+  const api::Code code = fault->second.code;
   if (--fault->second.times <= 0) s.faults.erase(fault);
-  const bool fatal = code == kCuIllegalAddress || code == kCuLaunchTimeout || code == kCuContextIsDestroyed ||
-                     code == kCuUnknown || (code >= kCuHardwareStackError && code <= kCuLaunchFailed);
+  const bool fatal = code == api::kIllegalAddress || code == api::kLaunchTimeout || code == api::kContextIsDestroyed ||
+                     code == api::kUnknown || (code >= kCuHardwareStackError && code <= api::kLaunchFailed);
   if (fatal && current() != nullptr) current()->poison = code;
   return code;
 }
@@ -207,19 +210,19 @@ CuResult enter(const char* symbol) {
 #define ENTER(symbol)             \
   State& s = state();             \
   std::unique_lock lock(s.mutex); \
-  if (const CuResult planned = enter(symbol); planned != kCuSuccess) return planned
+  if (const api::Code planned = enter(symbol); planned != api::kSuccess) return planned
 
 #define ENTER_WITH_CONTEXT(symbol)                    \
   ENTER(symbol);                                      \
   if (current() == nullptr) return kCuInvalidContext; \
-  if (current()->poison != kCuSuccess) return current()->poison
+  if (current()->poison != api::kSuccess) return current()->poison
 
-CuStream stream_at(CuStream handle) {
-  if (reinterpret_cast<std::uintptr_t>(handle) > kCuLastDefaultStream) {
+api::Stream stream_at(api::Stream handle) {
+  if (reinterpret_cast<std::uintptr_t>(handle) > api::kLastDefaultStream) {
     return state().streams.contains(handle) ? handle : nullptr;
   }
-  std::unique_ptr<CuStreamObject>& stream = defaults().of[current()->device];
-  if (stream == nullptr) stream = std::make_unique<CuStreamObject>(current());
+  std::unique_ptr<api::StreamObject>& stream = defaults().of[current()->device];
+  if (stream == nullptr) stream = std::make_unique<api::StreamObject>(current());
   return stream.get();
 }
 
@@ -259,15 +262,15 @@ bool reachable(CuAddress address, std::uint64_t bytes, CuContext context) {
 }
 
 // A stray access kills the context, as on a device.
-CuResult checked(std::initializer_list<CuAddress> addresses, std::uint64_t bytes, CuStream stream) {
+api::Code checked(std::initializer_list<CuAddress> addresses, std::uint64_t bytes, api::Stream stream) {
   State& s = state();
-  if (!s.streams.contains(stream) || stream->context != current()) return kCuInvalidHandle;
+  if (!s.streams.contains(stream) || stream->context != current()) return api::kInvalidHandle;
   for (const CuAddress address : addresses) {
     if (reachable(address, bytes, current())) continue;
-    current()->poison = kCuIllegalAddress;
-    return kCuIllegalAddress;
+    current()->poison = api::kIllegalAddress;
+    return api::kIllegalAddress;
   }
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
 // The pinned range that has a byte of [address, address + bytes), if there is one.
@@ -281,33 +284,33 @@ std::map<void*, std::uint64_t>::iterator pinned_around(const void* address, std:
 }
 
 // Counts a copy from or to host memory by what that is. One that is pinned in part only is refused, as by a driver.
-CuResult count_host_copy(const void* address, std::uint64_t bytes) {
+api::Code count_host_copy(const void* address, std::uint64_t bytes) {
   State& s = state();
   const auto range = pinned_around(address, bytes);
   if (range == s.pinned.end()) {
     ++s.calls["copy, pageable"];
-    return kCuSuccess;
+    return api::kSuccess;
   }
   const auto first = reinterpret_cast<std::uintptr_t>(range->first);
   const auto start = reinterpret_cast<std::uintptr_t>(address);
-  if (start < first || start + bytes > first + range->second) return kCuInvalidValue;
+  if (start < first || start + bytes > first + range->second) return api::kInvalidValue;
   ++s.calls["copy, pinned"];
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-const char* name_of(CuResult code) {
+const char* name_of(api::Code code) {
   switch (code) {
-    case kCuSuccess:
+    case api::kSuccess:
       return "CUDA_SUCCESS";
-    case kCuInvalidValue:
+    case api::kInvalidValue:
       return "CUDA_ERROR_INVALID_VALUE";
-    case kCuOutOfMemory:
+    case api::kOutOfMemory:
       return "CUDA_ERROR_OUT_OF_MEMORY";
-    case kCuNoDevice:
+    case api::kNoDevice:
       return "CUDA_ERROR_NO_DEVICE";
-    case kCuIllegalAddress:
+    case api::kIllegalAddress:
       return "CUDA_ERROR_ILLEGAL_ADDRESS";
-    case kCuLaunchFailed:
+    case api::kLaunchFailed:
       return "CUDA_ERROR_LAUNCH_FAILED";
     default:
       return nullptr;
@@ -325,7 +328,7 @@ int reset(const FakeCudaSetup* setup) {
   s.setup = *setup;
   for (int i = 0; i < kMaximumDevices; ++i) {
     s.contexts[i].device = i;
-    s.contexts[i].poison = kCuSuccess;
+    s.contexts[i].poison = api::kSuccess;
   }
   s.faults.clear();
   s.calls.clear();
@@ -381,167 +384,167 @@ extern "C" {
 
 const FakeCudaControl* fake_cuda_control() { return &kControl; }
 
-CuResult cuInit(unsigned /*flags*/) {
+api::Code cuInit(unsigned /*flags*/) {
   ENTER("cuInit");
   s.initialised = true;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDriverGetVersion(int* version) {
+api::Code cuDriverGetVersion(int* version) {
   *version = 13000;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuGetErrorName(CuResult code, const char** name) {
+api::Code cuGetErrorName(api::Code code, const char** name) {
   *name = name_of(code);
-  return *name != nullptr ? kCuSuccess : kCuInvalidValue;
+  return *name != nullptr ? api::kSuccess : api::kInvalidValue;
 }
 
-CuResult cuGetErrorString(CuResult code, const char** text) {
+api::Code cuGetErrorString(api::Code code, const char** text) {
   *text = name_of(code) != nullptr ? "as the test planned" : nullptr;
-  return *text != nullptr ? kCuSuccess : kCuInvalidValue;
+  return *text != nullptr ? api::kSuccess : api::kInvalidValue;
 }
 
-CuResult cuDeviceGetCount(int* count) {
+api::Code cuDeviceGetCount(int* count) {
   ENTER("cuDeviceGetCount");
   *count = s.setup.devices;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDeviceGet(CuDevice* device, int ordinal) {
+api::Code cuDeviceGet(CuDevice* device, int ordinal) {
   ENTER("cuDeviceGet");
-  if (ordinal < 0 || ordinal >= s.setup.devices) return kCuInvalidDevice;
+  if (ordinal < 0 || ordinal >= s.setup.devices) return api::kInvalidDevice;
   *device = ordinal;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDeviceGetName(char* name, int bytes, CuDevice device) {
+api::Code cuDeviceGetName(char* name, int bytes, CuDevice device) {
   ENTER("cuDeviceGetName");
   std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", device);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDeviceGetPCIBusId(char* text, int bytes, CuDevice device) {
+api::Code cuDeviceGetPCIBusId(char* text, int bytes, CuDevice device) {
   ENTER("cuDeviceGetPCIBusId");
   std::snprintf(text, static_cast<std::size_t>(bytes), "FFFF:%02X:00.0", 0xA0 + device);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDeviceTotalMem_v2(std::size_t* bytes, CuDevice /*device*/) {
+api::Code cuDeviceTotalMem_v2(std::size_t* bytes, CuDevice /*device*/) {
   ENTER("cuDeviceTotalMem_v2");
   *bytes = s.setup.memory_bytes;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDeviceGetAttribute(int* value, int attribute, CuDevice /*device*/) {
+api::Code cuDeviceGetAttribute(int* value, int attribute, CuDevice /*device*/) {
   ENTER("cuDeviceGetAttribute");
   switch (attribute) {
     case kCuAttributeVirtualMemory:
       *value = s.setup.virtual_memory ? 1 : 0;
-      return kCuSuccess;
+      return api::kSuccess;
     case kCuAttributeExportDescriptor:
       *value = s.setup.export_descriptors ? 1 : 0;
-      return kCuSuccess;
+      return api::kSuccess;
     case kCuAttributeReadOnlyHostRegister:
       *value = 1;
-      return kCuSuccess;
+      return api::kSuccess;
     default:
-      return kCuInvalidValue;
+      return api::kInvalidValue;
   }
 }
 
-CuResult cuDeviceCanAccessPeer(int* value, CuDevice a, CuDevice b) {
+api::Code cuDeviceCanAccessPeer(int* value, CuDevice a, CuDevice b) {
   ENTER("cuDeviceCanAccessPeer");
   *value = s.setup.peers && a != b ? 1 : 0;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDevicePrimaryCtxRetain(CuContext* context, CuDevice device) {
+api::Code cuDevicePrimaryCtxRetain(CuContext* context, CuDevice device) {
   ENTER("cuDevicePrimaryCtxRetain");
   *context = &s.contexts[device];
   ++s.contexts[device].retained;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuDevicePrimaryCtxRelease_v2(CuDevice device) {
+api::Code cuDevicePrimaryCtxRelease_v2(CuDevice device) {
   ENTER("cuDevicePrimaryCtxRelease_v2");
   if (s.contexts[device].retained == 0) return kCuInvalidContext;
   --s.contexts[device].retained;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuCtxGetCurrent(CuContext* context) {
+api::Code cuCtxGetCurrent(CuContext* context) {
   ENTER("cuCtxGetCurrent");
   *context = current();
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuCtxSetCurrent(CuContext context) {
+api::Code cuCtxSetCurrent(CuContext context) {
   ENTER("cuCtxSetCurrent");
   if (!stack.empty()) stack.pop_back();
   if (context != nullptr) stack.push_back(context);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuCtxPushCurrent_v2(CuContext context) {
+api::Code cuCtxPushCurrent_v2(CuContext context) {
   ENTER("cuCtxPushCurrent_v2");
   stack.push_back(context);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuCtxPopCurrent_v2(CuContext* context) {
+api::Code cuCtxPopCurrent_v2(CuContext* context) {
   ENTER("cuCtxPopCurrent_v2");
   if (stack.empty()) return kCuInvalidContext;
   *context = stack.back();
   stack.pop_back();
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuCtxEnablePeerAccess(CuContext /*peer*/, unsigned /*flags*/) {
+api::Code cuCtxEnablePeerAccess(CuContext /*peer*/, unsigned /*flags*/) {
   ENTER_WITH_CONTEXT("cuCtxEnablePeerAccess");
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemGetInfo_v2(std::size_t* free_bytes, std::size_t* total) {
+api::Code cuMemGetInfo_v2(std::size_t* free_bytes, std::size_t* total) {
   ENTER_WITH_CONTEXT("cuMemGetInfo_v2");
   *total = s.setup.memory_bytes;
   *free_bytes = s.setup.memory_bytes - s.used[current()->device];
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemAlloc_v2(CuAddress* address, std::size_t bytes) {
+api::Code cuMemAlloc_v2(CuAddress* address, std::size_t bytes) {
   ENTER_WITH_CONTEXT("cuMemAlloc_v2");
   const int device = current()->device;
-  if (bytes == 0) return kCuInvalidValue;
-  if (s.used[device] + bytes > s.setup.memory_bytes) return kCuOutOfMemory;
+  if (bytes == 0) return api::kInvalidValue;
+  if (s.used[device] + bytes > s.setup.memory_bytes) return api::kOutOfMemory;
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return kCuOutOfMemory;
+  if (memory == MAP_FAILED) return api::kOutOfMemory;
   std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kGranule));  // fresh memory is not zero
   *address = reinterpret_cast<CuAddress>(memory);
   s.allocations[*address] = {device, bytes};
   s.used[device] += bytes;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemFree_v2(CuAddress address) {
+api::Code cuMemFree_v2(CuAddress address) {
   ENTER_WITH_CONTEXT("cuMemFree_v2");
   const auto allocation = s.allocations.find(address);
-  if (allocation == s.allocations.end()) return kCuInvalidValue;
+  if (allocation == s.allocations.end()) return api::kInvalidValue;
   ::munmap(pointer(address), allocation->second.second);
   s.used[allocation->second.first] -= allocation->second.second;
   s.allocations.erase(allocation);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
 // Of the device whose allocation or mapping it is; whatever is not, is the host's.
-CuResult cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
+api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
   ENTER_WITH_CONTEXT("cuPointerGetAttribute");
-  if (attribute == kCuPointerRangeStart || attribute == kCuPointerRangeBytes) {
+  if (attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes) {
     const auto range = pinned_around(pointer(address), 1);
-    if (range == s.pinned.end()) return kCuInvalidValue;
-    if (attribute == kCuPointerRangeStart) std::memcpy(answer, &range->first, sizeof(void*));
-    if (attribute == kCuPointerRangeBytes) std::memcpy(answer, &range->second, sizeof(std::uint64_t));
-    return kCuSuccess;
+    if (range == s.pinned.end()) return api::kInvalidValue;
+    if (attribute == api::kPointerRangeStart) std::memcpy(answer, &range->first, sizeof(void*));
+    if (attribute == api::kPointerRangeBytes) std::memcpy(answer, &range->second, sizeof(std::uint64_t));
+    return api::kSuccess;
   }
   int device = -1;
   for (int candidate = 0; candidate < s.setup.devices && device < 0; ++candidate) {
@@ -556,180 +559,180 @@ CuResult cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
       if (address < base + shown.bytes && s.physical.at(shown.handle).device == candidate) device = candidate;
     }
   }
-  if (device < 0) return kCuInvalidValue;
-  const auto kind = static_cast<unsigned>(kCuMemoryTypeDevice);
+  if (device < 0) return api::kInvalidValue;
+  const auto kind = static_cast<unsigned>(api::kMemoryTypeDevice);
   const unsigned char managed = s.setup.managed ? 1 : 0;
   if (attribute == kCuPointerMemoryType) std::memcpy(answer, &kind, sizeof kind);
   if (attribute == kCuPointerIsManaged) std::memcpy(answer, &managed, sizeof managed);
   if (attribute == kCuPointerDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
 #ifndef FAKE_CUDA_OLD
-CuResult cuMemHostRegister_v2(void* address, std::size_t bytes, unsigned /*flags*/) {
+api::Code cuMemHostRegister_v2(void* address, std::size_t bytes, unsigned /*flags*/) {
   ENTER_WITH_CONTEXT("cuMemHostRegister_v2");
-  if (pinned_around(address, bytes) != s.pinned.end()) return kCuHostMemoryAlreadyRegistered;
+  if (pinned_around(address, bytes) != s.pinned.end()) return api::kHostMemoryAlreadyRegistered;
   s.pinned.emplace(address, bytes);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 #endif
 
-CuResult cuMemHostUnregister(void* address) {
+api::Code cuMemHostUnregister(void* address) {
   ENTER_WITH_CONTEXT("cuMemHostUnregister");
-  return s.pinned.erase(address) == 1 ? kCuSuccess : kCuHostMemoryNotRegistered;
+  return s.pinned.erase(address) == 1 ? api::kSuccess : api::kHostMemoryNotRegistered;
 }
 
-CuResult cuMemcpyHtoDAsync_v2(CuAddress destination, const void* source, std::size_t bytes, CuStream stream) {
+api::Code cuMemcpyHtoDAsync_v2(CuAddress destination, const void* source, std::size_t bytes, api::Stream stream) {
   ENTER_WITH_CONTEXT("cuMemcpyHtoDAsync_v2");
-  if (const CuResult code = checked({destination}, bytes, stream); code != kCuSuccess) return code;
-  if (const CuResult code = count_host_copy(source, bytes); code != kCuSuccess) return code;
+  if (const api::Code code = checked({destination}, bytes, stream); code != api::kSuccess) return code;
+  if (const api::Code code = count_host_copy(source, bytes); code != api::kSuccess) return code;
   lock.unlock();
   std::memcpy(pointer(destination), source, bytes);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemcpyDtoHAsync_v2(void* destination, CuAddress source, std::size_t bytes, CuStream stream) {
+api::Code cuMemcpyDtoHAsync_v2(void* destination, CuAddress source, std::size_t bytes, api::Stream stream) {
   ENTER_WITH_CONTEXT("cuMemcpyDtoHAsync_v2");
-  if (const CuResult code = checked({source}, bytes, stream); code != kCuSuccess) return code;
-  if (const CuResult code = count_host_copy(destination, bytes); code != kCuSuccess) return code;
+  if (const api::Code code = checked({source}, bytes, stream); code != api::kSuccess) return code;
+  if (const api::Code code = count_host_copy(destination, bytes); code != api::kSuccess) return code;
   lock.unlock();
   std::memcpy(destination, pointer(source), bytes);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemcpyDtoDAsync_v2(CuAddress destination, CuAddress source, std::size_t bytes, CuStream stream) {
+api::Code cuMemcpyDtoDAsync_v2(CuAddress destination, CuAddress source, std::size_t bytes, api::Stream stream) {
   ENTER_WITH_CONTEXT("cuMemcpyDtoDAsync_v2");
-  if (const CuResult code = checked({source, destination}, bytes, stream); code != kCuSuccess) return code;
+  if (const api::Code code = checked({source, destination}, bytes, stream); code != api::kSuccess) return code;
   lock.unlock();
   std::memmove(pointer(destination), pointer(source), bytes);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemcpyPeerAsync(CuAddress destination, CuContext destination_context, CuAddress source,
-                           CuContext source_context, std::size_t bytes, CuStream stream) {
+api::Code cuMemcpyPeerAsync(CuAddress destination, CuContext destination_context, CuAddress source,
+                            CuContext source_context, std::size_t bytes, api::Stream stream) {
   ENTER_WITH_CONTEXT("cuMemcpyPeerAsync");
   if (source_context != current() || destination_context == current()) return kCuInvalidContext;
-  if (destination_context->poison != kCuSuccess) return destination_context->poison;
-  if (!reachable(destination, bytes, destination_context)) return kCuInvalidValue;
-  if (const CuResult code = checked({source, destination}, bytes, stream); code != kCuSuccess) return code;
+  if (destination_context->poison != api::kSuccess) return destination_context->poison;
+  if (!reachable(destination, bytes, destination_context)) return api::kInvalidValue;
+  if (const api::Code code = checked({source, destination}, bytes, stream); code != api::kSuccess) return code;
   std::memcpy(pointer(destination), pointer(source), bytes);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemsetD8Async(CuAddress destination, unsigned char value, std::size_t bytes, CuStream stream) {
+api::Code cuMemsetD8Async(CuAddress destination, unsigned char value, std::size_t bytes, api::Stream stream) {
   ENTER_WITH_CONTEXT("cuMemsetD8Async");
-  if (const CuResult code = checked({destination}, bytes, stream); code != kCuSuccess) return code;
+  if (const api::Code code = checked({destination}, bytes, stream); code != api::kSuccess) return code;
   lock.unlock();
   // Large fills with zero give the pages back instead of touching them all: pieces are hundreds of MiB.
   const bool pages = value == 0 && bytes >= kGranule && destination % kGranule == 0 && bytes % kGranule == 0;
   if (!pages || ::madvise(pointer(destination), bytes, MADV_REMOVE) != 0) {
     std::memset(pointer(destination), value, bytes);
   }
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamCreate(CuStream* stream, unsigned flags) {
+api::Code cuStreamCreate(api::Stream* stream, unsigned flags) {
   ENTER_WITH_CONTEXT("cuStreamCreate");
-  if (flags != kCuStreamNonBlocking) return kCuInvalidValue;
-  *stream = new CuStreamObject(current());
+  if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
+  *stream = new api::StreamObject(current());
   s.streams.insert(*stream);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamDestroy_v2(CuStream stream) {
+api::Code cuStreamDestroy_v2(api::Stream stream) {
   {
     ENTER("cuStreamDestroy_v2");
-    if (s.streams.erase(stream) == 0) return kCuInvalidHandle;
+    if (s.streams.erase(stream) == 0) return api::kInvalidHandle;
   }
   delete stream;  // does what is queued first
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamSynchronize(CuStream stream) {
+api::Code cuStreamSynchronize(api::Stream stream) {
   ENTER_WITH_CONTEXT("cuStreamSynchronize");
-  if (!s.streams.contains(stream) || stream->context != current()) return kCuInvalidHandle;
+  if (!s.streams.contains(stream) || stream->context != current()) return api::kInvalidHandle;
   lock.unlock();
   stream->synchronize();
   return stream->context->poison;
 }
 
 // The functions of all streams are called one after the other, as by a driver that has one thread for them.
-CuResult cuLaunchHostFunc(CuStream handle, void (*function)(void*), void* argument) {
+api::Code cuLaunchHostFunc(api::Stream handle, void (*function)(void*), void* argument) {
   ENTER_WITH_CONTEXT("cuLaunchHostFunc");
-  const CuStream stream = stream_at(handle);
-  if (stream == nullptr) return kCuInvalidHandle;
+  const api::Stream stream = stream_at(handle);
+  if (stream == nullptr) return api::kInvalidHandle;
   stream->queue([function, argument, context = stream->context] {
     static std::mutex one_at_a_time;
     const std::scoped_lock calling(one_at_a_time);
-    if (context->poison == kCuSuccess) function(argument);
+    if (context->poison == api::kSuccess) function(argument);
   });
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamWaitValue32_v2(CuStream handle, CuAddress cell, std::uint32_t value, unsigned flags) {
+api::Code cuStreamWaitValue32_v2(api::Stream handle, CuAddress cell, std::uint32_t value, unsigned flags) {
   ENTER_WITH_CONTEXT("cuStreamWaitValue32_v2");
-  if (!s.setup.stream_waits) return kCuNotSupported;
-  const CuStream stream = stream_at(handle);
-  if (stream == nullptr) return kCuInvalidHandle;
+  if (!s.setup.stream_waits) return api::kNotSupported;
+  const api::Stream stream = stream_at(handle);
+  if (stream == nullptr) return api::kInvalidHandle;
   auto range = s.pinned.upper_bound(pointer(cell));
-  if (flags != kCuWaitValueNotLess || range == s.pinned.begin()) return kCuInvalidValue;
+  if (flags != api::kWaitValueNotLess || range == s.pinned.begin()) return api::kInvalidValue;
   --range;
-  if (reinterpret_cast<CuAddress>(range->first) + range->second < cell + sizeof value) return kCuInvalidValue;
+  if (reinterpret_cast<CuAddress>(range->first) + range->second < cell + sizeof value) return api::kInvalidValue;
   stream->queue([cell, value, context = stream->context] {
     const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(pointer(cell)));
-    while (context->poison == kCuSuccess && static_cast<std::int32_t>(word.load() - value) < 0) {
+    while (context->poison == api::kSuccess && static_cast<std::int32_t>(word.load() - value) < 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   });
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamGetCtx(CuStream handle, CuContext* context) {
+api::Code cuStreamGetCtx(api::Stream handle, CuContext* context) {
   ENTER_WITH_CONTEXT("cuStreamGetCtx");
-  const CuStream stream = stream_at(handle);
-  if (stream == nullptr) return kCuInvalidHandle;
+  const api::Stream stream = stream_at(handle);
+  if (stream == nullptr) return api::kInvalidHandle;
   *context = stream->context;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamIsCapturing(CuStream /*stream*/, int* capturing) {
+api::Code cuStreamIsCapturing(api::Stream /*stream*/, int* capturing) {
   ENTER_WITH_CONTEXT("cuStreamIsCapturing");
   *capturing = s.setup.capturing ? 1 : 0;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemHostGetDevicePointer_v2(CuAddress* seen, void* address, unsigned flags) {
+api::Code cuMemHostGetDevicePointer_v2(CuAddress* seen, void* address, unsigned flags) {
   ENTER_WITH_CONTEXT("cuMemHostGetDevicePointer_v2");
-  if (flags != 0 || !s.pinned.contains(address)) return kCuInvalidValue;
+  if (flags != 0 || !s.pinned.contains(address)) return api::kInvalidValue;
   *seen = reinterpret_cast<CuAddress>(address);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuStreamWaitEvent(CuStream stream, CuEvent event, unsigned /*flags*/) {
+api::Code cuStreamWaitEvent(api::Stream stream, api::Event event, unsigned /*flags*/) {
   ENTER_WITH_CONTEXT("cuStreamWaitEvent");
-  return s.streams.contains(stream) && s.events.contains(event) ? kCuSuccess : kCuInvalidHandle;
+  return s.streams.contains(stream) && s.events.contains(event) ? api::kSuccess : api::kInvalidHandle;
 }
 
-CuResult cuEventCreate(CuEvent* event, unsigned flags) {
+api::Code cuEventCreate(api::Event* event, unsigned flags) {
   ENTER_WITH_CONTEXT("cuEventCreate");
-  if ((flags & kCuEventDisableTiming) == 0) return kCuInvalidValue;
-  *event = new CuEventObject{current()};
+  if ((flags & api::kEventDisableTiming) == 0) return api::kInvalidValue;
+  *event = new api::EventObject{current()};
   s.events.insert(*event);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuEventDestroy_v2(CuEvent event) {
+api::Code cuEventDestroy_v2(api::Event event) {
   ENTER("cuEventDestroy_v2");
-  if (s.events.erase(event) == 0) return kCuInvalidHandle;
+  if (s.events.erase(event) == 0) return api::kInvalidHandle;
   delete event;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuEventRecord(CuEvent event, CuStream handle) {
+api::Code cuEventRecord(api::Event event, api::Stream handle) {
   ENTER_WITH_CONTEXT("cuEventRecord");
-  const CuStream stream = stream_at(handle);
-  if (!s.events.contains(event) || stream == nullptr) return kCuInvalidHandle;
-  if (event->context != stream->context) return kCuInvalidHandle;
+  const api::Stream stream = stream_at(handle);
+  if (!s.events.contains(event) || stream == nullptr) return api::kInvalidHandle;
+  if (event->context != stream->context) return api::kInvalidHandle;
   std::uint64_t number = 0;
   {
     const std::scoped_lock event_lock(event->core->mutex);
@@ -747,119 +750,120 @@ CuResult cuEventRecord(CuEvent event, CuStream handle) {
   } else {
     stream->queue(reached);
   }
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuEventQuery(CuEvent event) {
+api::Code cuEventQuery(api::Event event) {
   ENTER_WITH_CONTEXT("cuEventQuery");
-  if (!s.events.contains(event)) return kCuInvalidHandle;
+  if (!s.events.contains(event)) return api::kInvalidHandle;
   const std::scoped_lock event_lock(event->core->mutex);
-  return s.held || event->core->done < event->core->recorded ? kCuNotReady : kCuSuccess;
+  return s.held || event->core->done < event->core->recorded ? api::kNotReady : api::kSuccess;
 }
 
-CuResult cuEventSynchronize(CuEvent event) {
+api::Code cuEventSynchronize(api::Event event) {
   ENTER_WITH_CONTEXT("cuEventSynchronize");
-  if (!s.events.contains(event)) return kCuInvalidHandle;
-  const std::shared_ptr<CuEventObject::Core> core = event->core;
+  if (!s.events.contains(event)) return api::kInvalidHandle;
+  const std::shared_ptr<api::EventObject::Core> core = event->core;
   s.changed.wait(lock, [&s] { return !s.held; });
   lock.unlock();
   std::unique_lock event_lock(core->mutex);
   const std::uint64_t number = core->recorded;
   core->changed.wait(event_lock, [&] { return core->done >= number; });
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemGetAllocationGranularity(std::size_t* bytes, const CuAllocationProperties* properties,
-                                       unsigned /*option*/) {
+api::Code cuMemGetAllocationGranularity(std::size_t* bytes, const api::AllocationProperties* properties,
+                                        unsigned /*option*/) {
   ENTER("cuMemGetAllocationGranularity");
-  if (properties->type != kCuAllocationPinned || properties->location.type != kCuLocationDevice) return kCuInvalidValue;
+  if (properties->type != api::kAllocationPinned || properties->location.type != api::kLocationDevice)
+    return api::kInvalidValue;
   *bytes = kGranule;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemAddressReserve(CuAddress* address, std::size_t bytes, std::size_t /*alignment*/, CuAddress /*where*/,
-                             unsigned long long /*flags*/) {
+api::Code cuMemAddressReserve(CuAddress* address, std::size_t bytes, std::size_t /*alignment*/, CuAddress /*where*/,
+                              unsigned long long /*flags*/) {
   ENTER("cuMemAddressReserve");
-  if (bytes == 0 || bytes % kGranule != 0) return kCuInvalidValue;
+  if (bytes == 0 || bytes % kGranule != 0) return api::kInvalidValue;
   std::uint64_t reserved = 0;
   for (const auto& reservation : s.reservations) reserved += reservation.second;
-  if (reserved + bytes > s.setup.address_space_bytes) return kCuOutOfMemory;
+  if (reserved + bytes > s.setup.address_space_bytes) return api::kOutOfMemory;
   void* memory = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return kCuOutOfMemory;
+  if (memory == MAP_FAILED) return api::kOutOfMemory;
   *address = reinterpret_cast<CuAddress>(memory);
   s.reservations[*address] = bytes;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemAddressFree(CuAddress address, std::size_t bytes) {
+api::Code cuMemAddressFree(CuAddress address, std::size_t bytes) {
   ENTER("cuMemAddressFree");
   const auto reservation = s.reservations.find(address);
-  if (reservation == s.reservations.end() || reservation->second != bytes) return kCuInvalidValue;
+  if (reservation == s.reservations.end() || reservation->second != bytes) return api::kInvalidValue;
   const auto mapping = s.mappings.lower_bound(address);
-  if (mapping != s.mappings.end() && mapping->first < address + bytes) return kCuInvalidValue;
+  if (mapping != s.mappings.end() && mapping->first < address + bytes) return api::kInvalidValue;
   ::munmap(pointer(address), bytes);
   s.reservations.erase(reservation);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemCreate(CuMemoryHandle* handle, std::size_t bytes, const CuAllocationProperties* properties,
-                     unsigned long long /*flags*/) {
+api::Code cuMemCreate(CuMemoryHandle* handle, std::size_t bytes, const api::AllocationProperties* properties,
+                      unsigned long long /*flags*/) {
   ENTER("cuMemCreate");
   const int device = properties->location.id;
-  if (bytes == 0 || bytes % kGranule != 0 || device < 0 || device >= s.setup.devices) return kCuInvalidValue;
-  if (s.used[device] + bytes > s.setup.memory_bytes) return kCuOutOfMemory;
+  if (bytes == 0 || bytes % kGranule != 0 || device < 0 || device >= s.setup.devices) return api::kInvalidValue;
+  if (s.used[device] + bytes > s.setup.memory_bytes) return api::kOutOfMemory;
   const int fd = ::memfd_create("fake_cuda", MFD_CLOEXEC);
-  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kCuOutOfMemory;
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
   // Fresh memory is not zero, in every granule.
   for (std::uint64_t at = 0; at < bytes; at += kGranule) {
-    if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return kCuOutOfMemory;
+    if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return api::kOutOfMemory;
   }
   *handle = s.next_handle++;
   s.physical[*handle] = Physical{fd, device, bytes, false, 0};
   s.used[device] += bytes;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemRelease(CuMemoryHandle handle) {
+api::Code cuMemRelease(CuMemoryHandle handle) {
   ENTER("cuMemRelease");
   const auto physical = s.physical.find(handle);
-  if (physical == s.physical.end() || physical->second.released) return kCuInvalidValue;
+  if (physical == s.physical.end() || physical->second.released) return api::kInvalidValue;
   physical->second.released = true;
   free_physical_if_unused(physical);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemMap(CuAddress address, std::size_t bytes, std::size_t offset, CuMemoryHandle handle,
-                  unsigned long long /*flags*/) {
+api::Code cuMemMap(CuAddress address, std::size_t bytes, std::size_t offset, CuMemoryHandle handle,
+                   unsigned long long /*flags*/) {
   ENTER("cuMemMap");
   const auto physical = s.physical.find(handle);
   if (physical == s.physical.end() || physical->second.released || offset != 0 || bytes != physical->second.bytes) {
-    return kCuInvalidValue;
+    return api::kInvalidValue;
   }
   const auto next = s.mappings.lower_bound(address);
-  if (next != s.mappings.end() && next->first < address + bytes) return kCuInvalidValue;
+  if (next != s.mappings.end() && next->first < address + bytes) return api::kInvalidValue;
   if (next != s.mappings.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) {
-    return kCuInvalidValue;
+    return api::kInvalidValue;
   }
   auto reservation = s.reservations.upper_bound(address);
-  if (reservation == s.reservations.begin()) return kCuInvalidValue;
+  if (reservation == s.reservations.begin()) return api::kInvalidValue;
   --reservation;
-  if (address + bytes > reservation->first + reservation->second) return kCuInvalidValue;
+  if (address + bytes > reservation->first + reservation->second) return api::kInvalidValue;
   if (::mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->second.fd, 0) == MAP_FAILED) {
-    return kCuOutOfMemory;
+    return api::kOutOfMemory;
   }
   s.mappings[address] = Mapping{bytes, handle, {}};
   ++physical->second.mappings;
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemUnmap(CuAddress address, std::size_t bytes) {
+api::Code cuMemUnmap(CuAddress address, std::size_t bytes) {
   ENTER("cuMemUnmap");
   const CuAddress end = address + bytes;
   CuAddress at = address;
   while (at < end) {
     const auto mapping = s.mappings.find(at);
-    if (mapping == s.mappings.end() || at + mapping->second.bytes > end) return kCuInvalidValue;
+    if (mapping == s.mappings.end() || at + mapping->second.bytes > end) return api::kInvalidValue;
     at += mapping->second.bytes;
   }
   for (auto mapping = s.mappings.find(address); mapping != s.mappings.end() && mapping->first < end;) {
@@ -869,32 +873,32 @@ CuResult cuMemUnmap(CuAddress address, std::size_t bytes) {
     free_physical_if_unused(physical);
     mapping = s.mappings.erase(mapping);
   }
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemSetAccess(CuAddress address, std::size_t bytes, const CuAccess* access, std::size_t count) {
+api::Code cuMemSetAccess(CuAddress address, std::size_t bytes, const api::Access* access, std::size_t count) {
   ENTER("cuMemSetAccess");
   const CuAddress end = address + bytes;
   for (CuAddress at = address; at < end;) {
     const auto mapping = s.mappings.find(at);
-    if (mapping == s.mappings.end() || at + mapping->second.bytes > end) return kCuInvalidValue;
+    if (mapping == s.mappings.end() || at + mapping->second.bytes > end) return api::kInvalidValue;
     at += mapping->second.bytes;
   }
-  if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return kCuInvalidValue;
+  if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return api::kInvalidValue;
   for (auto mapping = s.mappings.find(address); mapping != s.mappings.end() && mapping->first < end; ++mapping) {
     for (std::size_t i = 0; i < count; ++i) mapping->second.devices.insert(access[i].location.id);
   }
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
-CuResult cuMemExportToShareableHandle(void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/) {
+api::Code cuMemExportToShareableHandle(void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/) {
   ENTER("cuMemExportToShareableHandle");
   const auto physical = s.physical.find(handle);
-  if (physical == s.physical.end() || type != kCuHandleDescriptor) return kCuInvalidValue;
+  if (physical == s.physical.end() || type != api::kHandleDescriptor) return api::kInvalidValue;
   const int fd = ::dup(physical->second.fd);
-  if (fd < 0) return kCuOutOfMemory;
+  if (fd < 0) return api::kOutOfMemory;
   std::memcpy(out, &fd, sizeof fd);
-  return kCuSuccess;
+  return api::kSuccess;
 }
 
 }  // extern "C"

@@ -51,16 +51,16 @@ struct EventCore {
 
 }  // namespace
 
-namespace gpufs::hip {
+namespace gpufs::gpu::api {
 
-struct HipEventObject {
+struct EventObject {
   int device = 0;
   std::shared_ptr<EventCore> core = std::make_shared<EventCore>();
 };
 
-struct HipStreamObject {
-  explicit HipStreamObject(int on) : device(on), worker([this] { run(); }) {}
-  ~HipStreamObject() {
+struct StreamObject {
+  explicit StreamObject(int on) : device(on), worker([this] { run(); }) {}
+  ~StreamObject() {
     {
       const std::scoped_lock lock(mutex);
       ending = true;
@@ -68,8 +68,8 @@ struct HipStreamObject {
     changed.notify_all();
     worker.join();
   }
-  HipStreamObject(const HipStreamObject&) = delete;
-  HipStreamObject& operator=(const HipStreamObject&) = delete;
+  StreamObject(const StreamObject&) = delete;
+  StreamObject& operator=(const StreamObject&) = delete;
 
   void queue(std::function<void()> task) {
     {
@@ -114,6 +114,10 @@ struct HipStreamObject {
   bool ending = false;
   std::thread worker;  // last: it uses all the others
 };
+
+}  // namespace gpufs::gpu::api
+
+namespace gpufs::hip {
 
 struct HipMemoryHandleObject {
   int fd = -1;
@@ -160,8 +164,8 @@ struct State {
   std::map<Address, std::uint64_t> reservations;
   std::map<Address, Mapping> mappings;
   std::map<Address, std::pair<int, std::uint64_t>> allocations;
-  std::set<HipStream> streams;
-  std::set<HipEvent> events;
+  std::set<api::Stream> streams;
+  std::set<api::Event> events;
   std::map<const void*, std::uint64_t> pinned;
   unsigned pin_flags = 0;
   std::uint64_t used[kMaximumDevices] = {};
@@ -203,22 +207,22 @@ thread_local int current_device = 0;
 thread_local bool initialised = false;
 
 bool is_fatal(int code) {
-  return code == kHipIllegalAddress || code == kHipLaunchTimeout || code == kHipContextIsDestroyed ||
-         code == kHipEccUncorrectable || code == kHipLaunchFailure || code == kHipAssert ||
+  return code == api::kIllegalAddress || code == api::kLaunchTimeout || code == api::kContextIsDestroyed ||
+         code == api::kEccUncorrectable || code == api::kLaunchFailed || code == api::kAssert ||
          code == kHipPriorLaunchFailure;
 }
 
 // Counts a call and answers its planned failure, if there is one. The state's mutex is held.
-HipResult enter(const char* symbol) {
+api::Code enter(const char* symbol) {
   State& s = state();
   ++s.calls[symbol];
   const auto fault = s.faults.find(symbol);
-  if (fault == s.faults.end()) return kHipSuccess;
+  if (fault == s.faults.end()) return api::kSuccess;
   if (fault->second.skip > 0) {
     --fault->second.skip;
-    return kHipSuccess;
+    return api::kSuccess;
   }
-  const HipResult code = fault->second.code;
+  const api::Code code = fault->second.code;
   if (--fault->second.times <= 0) s.faults.erase(fault);
   if (is_fatal(code)) s.poison[current_device] = code;
   return code;
@@ -227,13 +231,13 @@ HipResult enter(const char* symbol) {
 #define ENTER(symbol)             \
   State& s = state();             \
   std::unique_lock lock(s.mutex); \
-  if (const HipResult planned = enter(symbol); planned != kHipSuccess) return planned
+  if (const api::Code planned = enter(symbol); planned != api::kSuccess) return planned
 
-#define ENTER_ON_DEVICE(symbol)                                    \
-  ENTER(symbol);                                                   \
-  if (!initialised) return kHipNotInitialized;                     \
-  if (current_device >= s.setup.devices) return kHipInvalidDevice; \
-  if (s.poison[current_device] != kHipSuccess) return s.poison[current_device]
+#define ENTER_ON_DEVICE(symbol)                                      \
+  ENTER(symbol);                                                     \
+  if (!initialised) return api::kNotInitialized;                     \
+  if (current_device >= s.setup.devices) return api::kInvalidDevice; \
+  if (s.poison[current_device] != api::kSuccess) return s.poison[current_device]
 
 #ifndef FAKE_HIP_BARE
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -282,47 +286,47 @@ std::map<const void*, std::uint64_t>::iterator pinned_around(const void* address
 }
 
 // Counts a copy from or to host memory by what that is. One that is pinned in part only is refused, as by a driver.
-HipResult count_host_copy(const void* address, std::uint64_t bytes) {
+api::Code count_host_copy(const void* address, std::uint64_t bytes) {
   State& s = state();
   const auto range = pinned_around(address, bytes);
   if (range == s.pinned.end()) {
     ++s.calls["copy, pageable"];
-    return kHipSuccess;
+    return api::kSuccess;
   }
   const auto first = reinterpret_cast<std::uintptr_t>(range->first);
   const auto start = reinterpret_cast<std::uintptr_t>(address);
-  if (start < first || start + bytes > first + range->second) return kHipInvalidValue;
+  if (start < first || start + bytes > first + range->second) return api::kInvalidValue;
   ++s.calls["copy, pinned"];
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 // A stray access takes the device down, as real ones do.
-HipResult checked(std::initializer_list<const void*> addresses, std::uint64_t bytes, HipStream stream) {
+api::Code checked(std::initializer_list<const void*> addresses, std::uint64_t bytes, api::Stream stream) {
   State& s = state();
-  if (!s.streams.contains(stream) || stream->device != current_device) return kHipInvalidHandle;
+  if (!s.streams.contains(stream) || stream->device != current_device) return api::kInvalidHandle;
   for (const void* address : addresses) {
     if (reachable(number(address), bytes, current_device)) continue;
-    s.poison[current_device] = kHipIllegalAddress;
-    return kHipIllegalAddress;
+    s.poison[current_device] = api::kIllegalAddress;
+    return api::kIllegalAddress;
   }
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-const char* name_of(HipResult code) {
+const char* name_of(api::Code code) {
   switch (code) {
-    case kHipSuccess:
+    case api::kSuccess:
       return "hipSuccess";
-    case kHipInvalidValue:
+    case api::kInvalidValue:
       return "hipErrorInvalidValue";
-    case kHipOutOfMemory:
+    case api::kOutOfMemory:
       return "hipErrorOutOfMemory";
-    case kHipNotInitialized:
+    case api::kNotInitialized:
       return "hipErrorNotInitialized";
-    case kHipNoDevice:
+    case api::kNoDevice:
       return "hipErrorNoDevice";
-    case kHipIllegalAddress:
+    case api::kIllegalAddress:
       return "hipErrorIllegalAddress";
-    case kHipNotSupported:
+    case api::kNotSupported:
       return "hipErrorNotSupported";
     default:
       return "hipErrorUnknown";
@@ -366,7 +370,7 @@ std::int32_t move(bool write, int fd, void* device, std::uint64_t bytes, std::in
   return 0;
 }
 
-HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
+api::Code file_call(bool write, HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
                     std::uint64_t* size_copied, std::int32_t* status) {
   FakeHipFileCall call{};
   call.write = write;
@@ -379,8 +383,8 @@ HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_
   call.errno_zeroed = errno == 0;
   const char* const symbol = write ? "hipAmdFileWrite" : "hipAmdFileRead";
   ENTER_ON_DEVICE(symbol);
-  if (bytes == 0) return kHipSuccess;
-  if (number(handle.handle) >> 32 != 0) return kHipInvalidValue;  // only the descriptor may be set
+  if (bytes == 0) return api::kSuccess;
+  if (number(handle.handle) >> 32 != 0) return api::kInvalidValue;  // only the descriptor may be set
   FakeHipFilePlan plan;
   if (!s.file_plans.empty()) {
     plan = s.file_plans.front();
@@ -388,7 +392,7 @@ HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_
   }
   if (!reachable(number(device), bytes, current_device)) {
     plan = {};
-    plan.result = kHipInvalidValue;
+    plan.result = api::kInvalidValue;
     plan.outputs_untouched = true;
   }
   if (plan.outputs_untouched) {
@@ -400,7 +404,7 @@ HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_
   lock.unlock();
   call.status = move(write, handle.fd, device, std::min(bytes, plan.bytes), offset, &call.copied);
   if (call.status != 0) {
-    call.result = kHipUnknown;
+    call.result = api::kUnknown;
   } else {
     call.status = plan.status;
     call.result = plan.result;
@@ -414,12 +418,12 @@ HipResult file_call(bool write, HipFileHandle handle, void* device, std::uint64_
   return call.result;
 }
 
-HipResult file_read(HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
+api::Code file_read(HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
                     std::uint64_t* size_copied, std::int32_t* status) {
   return file_call(false, handle, device, bytes, offset, size_copied, status);
 }
 
-HipResult file_write(HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
+api::Code file_write(HipFileHandle handle, void* device, std::uint64_t bytes, std::int64_t offset,
                      std::uint64_t* size_copied, std::int32_t* status) {
   return file_call(true, handle, device, bytes, offset, size_copied, status);
 }
@@ -433,13 +437,13 @@ int reset(const FakeHipSetup* setup) {
   const int leaked = open - s.leaked;
   s.leaked = open;
   s.setup = *setup;
-  std::fill(std::begin(s.poison), std::end(s.poison), kHipSuccess);
+  std::fill(std::begin(s.poison), std::end(s.poison), api::kSuccess);
   s.faults.clear();
   s.calls.clear();
   s.file_plans.clear();
   s.file_calls.clear();
   s.held = false;
-  for (HipStream stream : s.streams) stream->hold(false);
+  for (api::Stream stream : s.streams) stream->hold(false);
   return leaked;
 }
 
@@ -474,7 +478,7 @@ void hold(bool held) {
   State& s = state();
   const std::scoped_lock lock(s.mutex);
   s.held = held;
-  for (HipStream stream : s.streams) stream->hold(held);
+  for (api::Stream stream : s.streams) stream->hold(held);
 }
 
 int read_current() { return current_device; }
@@ -508,133 +512,133 @@ extern "C" {
 
 const FakeHipControl* fake_hip_control() { return &kControl; }
 
-HipResult hipInit(unsigned /*flags*/) {
+api::Code hipInit(unsigned /*flags*/) {
   ENTER("hipInit");
   initialised = true;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-const char* hipGetErrorName(HipResult code) { return name_of(code); }
+const char* hipGetErrorName(api::Code code) { return name_of(code); }
 
-const char* hipGetErrorString(HipResult code) {
+const char* hipGetErrorString(api::Code code) {
   return std::strcmp(name_of(code), "hipErrorUnknown") != 0 ? "as the test planned" : name_of(code);
 }
 
-HipResult hipGetDeviceCount(int* count) {
+api::Code hipGetDeviceCount(int* count) {
   ENTER("hipGetDeviceCount");
   *count = s.setup.devices;
-  return s.setup.devices == 0 ? kHipNoDevice : kHipSuccess;
+  return s.setup.devices == 0 ? api::kNoDevice : api::kSuccess;
 }
 
-HipResult hipDeviceGetName(char* name, int bytes, int device) {
+api::Code hipDeviceGetName(char* name, int bytes, int device) {
   ENTER("hipDeviceGetName");
   std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", device);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipDeviceGetPCIBusId(char* text, int bytes, int device) {
+api::Code hipDeviceGetPCIBusId(char* text, int bytes, int device) {
   ENTER("hipDeviceGetPCIBusId");
   std::snprintf(text, static_cast<std::size_t>(bytes), "FFFF:%02X:00.0", 0xC0 + device);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipDeviceTotalMem(std::size_t* bytes, int /*device*/) {
+api::Code hipDeviceTotalMem(std::size_t* bytes, int /*device*/) {
   ENTER("hipDeviceTotalMem");
   *bytes = s.setup.memory_bytes;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipDeviceGetAttribute(int* value, int attribute, int /*device*/) {
+api::Code hipDeviceGetAttribute(int* value, int attribute, int /*device*/) {
   ENTER("hipDeviceGetAttribute");
-  if (attribute != kHipAttributeVirtualMemory) return kHipInvalidValue;
+  if (attribute != kHipAttributeVirtualMemory) return api::kInvalidValue;
   *value = s.setup.virtual_memory ? 1 : 0;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipGetDevice(int* device) {
+api::Code hipGetDevice(int* device) {
   ENTER("hipGetDevice");
   *device = current_device;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipSetDevice(int device) {
+api::Code hipSetDevice(int device) {
   ENTER("hipSetDevice");
-  if (device < 0 || device >= s.setup.devices) return kHipInvalidDevice;
+  if (device < 0 || device >= s.setup.devices) return api::kInvalidDevice;
   current_device = device;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
+api::Code hipMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
   ENTER_ON_DEVICE("hipMemGetInfo");
   *total = s.setup.memory_bytes;
   *free_bytes = s.setup.memory_bytes - s.used[current_device];
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMalloc(void** address, std::size_t bytes) {
+api::Code hipMalloc(void** address, std::size_t bytes) {
   ENTER_ON_DEVICE("hipMalloc");
-  if (bytes == 0) return kHipInvalidValue;
-  if (s.used[current_device] + bytes > s.setup.memory_bytes) return kHipOutOfMemory;
+  if (bytes == 0) return api::kInvalidValue;
+  if (s.used[current_device] + bytes > s.setup.memory_bytes) return api::kOutOfMemory;
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return kHipOutOfMemory;
+  if (memory == MAP_FAILED) return api::kOutOfMemory;
   std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kGranule));  // fresh memory is not zero
   *address = memory;
   s.allocations[number(memory)] = {current_device, bytes};
   s.used[current_device] += bytes;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipFree(void* address) {
+api::Code hipFree(void* address) {
   ENTER_ON_DEVICE("hipFree");
   const auto allocation = s.allocations.find(number(address));
-  if (allocation == s.allocations.end()) return kHipInvalidValue;
+  if (allocation == s.allocations.end()) return api::kInvalidValue;
   ::munmap(address, allocation->second.second);
   s.used[allocation->second.first] -= allocation->second.second;
   s.allocations.erase(allocation);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 #ifndef FAKE_HIP_OLD
-HipResult hipHostRegister(void* address, std::size_t bytes, unsigned flags) {
+api::Code hipHostRegister(void* address, std::size_t bytes, unsigned flags) {
   ENTER_ON_DEVICE("hipHostRegister");
-  if (pinned_around(address, bytes) != s.pinned.end()) return kHipHostMemoryAlreadyRegistered;
+  if (pinned_around(address, bytes) != s.pinned.end()) return api::kHostMemoryAlreadyRegistered;
   s.pinned.emplace(address, bytes);
   s.pin_flags = flags;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 #endif
 
-HipResult hipHostUnregister(void* address) {
+api::Code hipHostUnregister(void* address) {
   ENTER_ON_DEVICE("hipHostUnregister");
-  return s.pinned.erase(address) == 1 ? kHipSuccess : kHipHostMemoryNotRegistered;
+  return s.pinned.erase(address) == 1 ? api::kSuccess : api::kHostMemoryNotRegistered;
 }
 
-HipResult hipMemcpyHtoDAsync(void* destination, const void* source, std::size_t bytes, HipStream stream) {
+api::Code hipMemcpyHtoDAsync(void* destination, const void* source, std::size_t bytes, api::Stream stream) {
   ENTER_ON_DEVICE("hipMemcpyHtoDAsync");
-  if (const HipResult code = checked({destination}, bytes, stream); code != kHipSuccess) return code;
-  if (const HipResult code = count_host_copy(source, bytes); code != kHipSuccess) return code;
+  if (const api::Code code = checked({destination}, bytes, stream); code != api::kSuccess) return code;
+  if (const api::Code code = count_host_copy(source, bytes); code != api::kSuccess) return code;
   stream->queue([=] { std::memcpy(destination, source, bytes); });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemcpyDtoHAsync(void* destination, void* source, std::size_t bytes, HipStream stream) {
+api::Code hipMemcpyDtoHAsync(void* destination, void* source, std::size_t bytes, api::Stream stream) {
   ENTER_ON_DEVICE("hipMemcpyDtoHAsync");
-  if (const HipResult code = checked({source}, bytes, stream); code != kHipSuccess) return code;
-  if (const HipResult code = count_host_copy(destination, bytes); code != kHipSuccess) return code;
+  if (const api::Code code = checked({source}, bytes, stream); code != api::kSuccess) return code;
+  if (const api::Code code = count_host_copy(destination, bytes); code != api::kSuccess) return code;
   stream->queue([=] { std::memcpy(destination, source, bytes); });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemcpyDtoDAsync(void* destination, void* source, std::size_t bytes, HipStream stream) {
+api::Code hipMemcpyDtoDAsync(void* destination, void* source, std::size_t bytes, api::Stream stream) {
   ENTER_ON_DEVICE("hipMemcpyDtoDAsync");
-  if (const HipResult code = checked({source, destination}, bytes, stream); code != kHipSuccess) return code;
+  if (const api::Code code = checked({source, destination}, bytes, stream); code != api::kSuccess) return code;
   stream->queue([=] { std::memmove(destination, source, bytes); });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemsetD8Async(void* destination, unsigned char value, std::size_t bytes, HipStream stream) {
+api::Code hipMemsetD8Async(void* destination, unsigned char value, std::size_t bytes, api::Stream stream) {
   ENTER_ON_DEVICE("hipMemsetD8Async");
-  if (const HipResult code = checked({destination}, bytes, stream); code != kHipSuccess) return code;
+  if (const api::Code code = checked({destination}, bytes, stream); code != api::kSuccess) return code;
   stream->queue([=] {
     // Memory that nobody looks at need not really be there: whole pages are given back, which makes them zero.
     auto* at = static_cast<char*>(destination);
@@ -643,114 +647,115 @@ HipResult hipMemsetD8Async(void* destination, unsigned char value, std::size_t b
       std::memset(at, value, bytes);
     }
   });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipStreamCreateWithFlags(HipStream* stream, unsigned flags) {
+api::Code hipStreamCreateWithFlags(api::Stream* stream, unsigned flags) {
   ENTER_ON_DEVICE("hipStreamCreateWithFlags");
-  if (flags != kHipStreamNonBlocking) return kHipInvalidValue;
-  *stream = new HipStreamObject(current_device);
+  if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
+  *stream = new api::StreamObject(current_device);
   (*stream)->hold(s.held);
   s.streams.insert(*stream);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipStreamDestroy(HipStream stream) {
+api::Code hipStreamDestroy(api::Stream stream) {
   {
     ENTER("hipStreamDestroy");
-    if (s.streams.erase(stream) == 0) return kHipInvalidHandle;
+    if (s.streams.erase(stream) == 0) return api::kInvalidHandle;
   }
   delete stream;  // does what is queued first
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 // One that was planned to fail waits all the same: the work that was queued is real.
-HipResult hipStreamSynchronize(HipStream stream) {
+api::Code hipStreamSynchronize(api::Stream stream) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  const HipResult planned = enter("hipStreamSynchronize");
-  if (!initialised || !s.streams.contains(stream)) return kHipInvalidHandle;
-  const HipResult outcome = planned != kHipSuccess ? planned : s.poison[current_device];
+  const api::Code planned = enter("hipStreamSynchronize");
+  if (!initialised || !s.streams.contains(stream)) return api::kInvalidHandle;
+  const api::Code outcome = planned != api::kSuccess ? planned : s.poison[current_device];
   lock.unlock();
   stream->synchronize();
   return outcome;
 }
 
-HipResult hipStreamWaitEvent(HipStream stream, HipEvent event, unsigned /*flags*/) {
+api::Code hipStreamWaitEvent(api::Stream stream, api::Event event, unsigned /*flags*/) {
   ENTER_ON_DEVICE("hipStreamWaitEvent");
-  if (!s.streams.contains(stream) || !s.events.contains(event)) return kHipInvalidHandle;
+  if (!s.streams.contains(stream) || !s.events.contains(event)) return api::kInvalidHandle;
   const std::scoped_lock event_lock(event->core->mutex);
   stream->queue([core = event->core, number = event->core->recorded] { core->wait(number); });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 #ifndef FAKE_HIP_BARE
 // The functions of all streams are called one after the other, as by a runtime that has one thread for them.
-HipResult hipLaunchHostFunc(HipStream stream, void (*function)(void*), void* argument) {
+api::Code hipLaunchHostFunc(api::Stream stream, void (*function)(void*), void* argument) {
   ENTER_ON_DEVICE("hipLaunchHostFunc");
-  if (!s.streams.contains(stream)) return kHipInvalidHandle;
+  if (!s.streams.contains(stream)) return api::kInvalidHandle;
   stream->queue([function, argument] {
     static std::mutex one_at_a_time;
     const std::scoped_lock calling(one_at_a_time);
     function(argument);
   });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipStreamWaitValue32(HipStream stream, void* cell, std::uint32_t value, unsigned flags, std::uint32_t mask) {
+api::Code hipStreamWaitValue32(api::Stream stream, void* cell, std::uint32_t value, unsigned flags,
+                               std::uint32_t mask) {
   ENTER_ON_DEVICE("hipStreamWaitValue32");
-  if (!s.streams.contains(stream)) return kHipInvalidHandle;
-  if (!s.setup.stream_waits) return kHipInvalidValue;
-  if (flags != kHipWaitValueNotLess || mask != kHipWholeValue) return kHipInvalidValue;
+  if (!s.streams.contains(stream)) return api::kInvalidHandle;
+  if (!s.setup.stream_waits) return api::kInvalidValue;
+  if (flags != api::kWaitValueNotLess || mask != kHipWholeValue) return api::kInvalidValue;
   stream->queue([cell, value] {
     const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(cell));
     while (static_cast<std::int32_t>(word.load() - value) < 0)
       std::this_thread::sleep_for(std::chrono::microseconds(20));
   });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipStreamGetDevice(HipStream stream, int* device) {
+api::Code hipStreamGetDevice(api::Stream stream, int* device) {
   ENTER("hipStreamGetDevice");
-  if (!s.streams.contains(stream)) return kHipInvalidHandle;
+  if (!s.streams.contains(stream)) return api::kInvalidHandle;
   *device = stream->device;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipStreamIsCapturing(HipStream /*stream*/, int* capturing) {
+api::Code hipStreamIsCapturing(api::Stream /*stream*/, int* capturing) {
   ENTER("hipStreamIsCapturing");
   *capturing = s.setup.capturing ? 1 : 0;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipHostGetDevicePointer(void** seen, void* address, unsigned flags) {
+api::Code hipHostGetDevicePointer(void** seen, void* address, unsigned flags) {
   ENTER_ON_DEVICE("hipHostGetDevicePointer");
-  if (flags != 0 || !s.pinned.contains(address)) return kHipInvalidValue;
+  if (flags != 0 || !s.pinned.contains(address)) return api::kInvalidValue;
   *seen = address;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 #endif
 
-HipResult hipEventCreateWithFlags(HipEvent* event, unsigned flags) {
+api::Code hipEventCreateWithFlags(api::Event* event, unsigned flags) {
   ENTER_ON_DEVICE("hipEventCreateWithFlags");
-  if ((flags & kHipEventDisableTiming) == 0) return kHipInvalidValue;
-  *event = new HipEventObject;
+  if ((flags & api::kEventDisableTiming) == 0) return api::kInvalidValue;
+  *event = new api::EventObject;
   (*event)->device = current_device;
   s.events.insert(*event);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipEventDestroy(HipEvent event) {
+api::Code hipEventDestroy(api::Event event) {
   ENTER("hipEventDestroy");
-  if (s.events.erase(event) == 0) return kHipInvalidHandle;
+  if (s.events.erase(event) == 0) return api::kInvalidHandle;
   delete event;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipEventRecord(HipEvent event, HipStream stream) {
+api::Code hipEventRecord(api::Event event, api::Stream stream) {
   ENTER_ON_DEVICE("hipEventRecord");
-  if (!s.events.contains(event) || !s.streams.contains(stream)) return kHipInvalidHandle;
-  if (event->device != stream->device) return kHipInvalidHandle;
+  if (!s.events.contains(event) || !s.streams.contains(stream)) return api::kInvalidHandle;
+  if (event->device != stream->device) return api::kInvalidHandle;
   std::uint64_t number = 0;
   {
     const std::scoped_lock event_lock(event->core->mutex);
@@ -763,19 +768,19 @@ HipResult hipEventRecord(HipEvent event, HipStream stream) {
     }
     core->changed.notify_all();
   });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipEventQuery(HipEvent event) {
+api::Code hipEventQuery(api::Event event) {
   ENTER_ON_DEVICE("hipEventQuery");
-  if (!s.events.contains(event)) return kHipInvalidHandle;
+  if (!s.events.contains(event)) return api::kInvalidHandle;
   const std::scoped_lock event_lock(event->core->mutex);
-  return event->core->done >= event->core->recorded ? kHipSuccess : kHipNotReady;
+  return event->core->done >= event->core->recorded ? api::kSuccess : api::kNotReady;
 }
 
-HipResult hipEventSynchronize(HipEvent event) {
+api::Code hipEventSynchronize(api::Event event) {
   ENTER_ON_DEVICE("hipEventSynchronize");
-  if (!s.events.contains(event)) return kHipInvalidHandle;
+  if (!s.events.contains(event)) return api::kInvalidHandle;
   const std::shared_ptr<EventCore> core = event->core;
   lock.unlock();
   std::uint64_t number = 0;
@@ -784,202 +789,202 @@ HipResult hipEventSynchronize(HipEvent event) {
     number = core->recorded;
   }
   core->wait(number);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 #ifndef FAKE_HIP_BARE
 
-HipResult hipRuntimeGetVersion(int* version) {
+api::Code hipRuntimeGetVersion(int* version) {
   ENTER("hipRuntimeGetVersion");
   *version = s.setup.version;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipGetProcAddress(const char* symbol, void** address, int version, std::uint64_t flags, int* status) {
+api::Code hipGetProcAddress(const char* symbol, void** address, int version, std::uint64_t flags, int* status) {
   ENTER("hipGetProcAddress");
   *address = nullptr;
   *status = 1;  // not found
-  if (version != s.setup.version || flags != 0) return kHipInvalidValue;
-  if (!s.setup.file_calls) return kHipSuccess;
+  if (version != s.setup.version || flags != 0) return api::kInvalidValue;
+  if (!s.setup.file_calls) return api::kSuccess;
   const std::string wanted = symbol;
   if (wanted == "hipAmdFileRead") *address = reinterpret_cast<void*>(file_read);
   if (wanted == "hipAmdFileWrite" && s.setup.file_write) *address = reinterpret_cast<void*>(file_write);
   if (*address != nullptr) *status = kHipSymbolFound;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipPointerGetAttribute(void* value, int attribute, void* address) {
+api::Code hipPointerGetAttribute(void* value, int attribute, void* address) {
   ENTER_ON_DEVICE("hipPointerGetAttribute");
   const auto range = pinned_around(address, 1);
-  if (range == s.pinned.end()) return kHipInvalidValue;
-  if (attribute == kHipPointerRangeStart) {
+  if (range == s.pinned.end()) return api::kInvalidValue;
+  if (attribute == api::kPointerRangeStart) {
     std::memcpy(value, &range->first, sizeof(void*));
-  } else if (attribute == kHipPointerRangeBytes) {
+  } else if (attribute == api::kPointerRangeBytes) {
     std::memcpy(value, &range->second, sizeof(std::uint64_t));
   } else {
-    return kHipInvalidValue;
+    return api::kInvalidValue;
   }
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipPointerGetAttributes(HipPointerAttributes* attributes, const void* address) {
+api::Code hipPointerGetAttributes(HipPointerAttributes* attributes, const void* address) {
   ENTER("hipPointerGetAttributes");
   if (s.pinned.contains(address)) {
     attributes->type = 1;
-    return kHipSuccess;
+    return api::kSuccess;
   }
   const Address where = number(address);
   const auto allocation = s.allocations.upper_bound(where);
   const auto mapping = s.mappings.upper_bound(where);
-  attributes->type = kHipMemoryTypeDevice;
+  attributes->type = api::kMemoryTypeDevice;
   if (allocation != s.allocations.begin() &&
       where < std::prev(allocation)->first + std::prev(allocation)->second.second) {
     attributes->device = std::prev(allocation)->second.first;
-    return kHipSuccess;
+    return api::kSuccess;
   }
   if (mapping != s.mappings.begin() && where < std::prev(mapping)->first + std::prev(mapping)->second.bytes) {
     attributes->device = std::prev(mapping)->second.handle->device;
-    return kHipSuccess;
+    return api::kSuccess;
   }
-  return kHipInvalidValue;
+  return api::kInvalidValue;
 }
 
-HipResult hipDeviceCanAccessPeer(int* value, int a, int b) {
+api::Code hipDeviceCanAccessPeer(int* value, int a, int b) {
   ENTER("hipDeviceCanAccessPeer");
   *value = s.setup.peers && a != b ? 1 : 0;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipDeviceEnablePeerAccess(int /*peer*/, unsigned /*flags*/) {
+api::Code hipDeviceEnablePeerAccess(int /*peer*/, unsigned /*flags*/) {
   ENTER_ON_DEVICE("hipDeviceEnablePeerAccess");
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemcpyPeerAsync(void* destination, int destination_device, const void* source, int source_device,
-                             std::size_t bytes, HipStream stream) {
+api::Code hipMemcpyPeerAsync(void* destination, int destination_device, const void* source, int source_device,
+                             std::size_t bytes, api::Stream stream) {
   ENTER_ON_DEVICE("hipMemcpyPeerAsync");
-  if (source_device != current_device || destination_device == current_device) return kHipInvalidDevice;
-  if (const HipResult code = checked({source, destination}, bytes, stream); code != kHipSuccess) return code;
+  if (source_device != current_device || destination_device == current_device) return api::kInvalidDevice;
+  if (const api::Code code = checked({source, destination}, bytes, stream); code != api::kSuccess) return code;
   stream->queue([=] { std::memcpy(destination, source, bytes); });
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemGetAllocationGranularity(std::size_t* bytes, const HipAllocationProperties* properties,
+api::Code hipMemGetAllocationGranularity(std::size_t* bytes, const api::AllocationProperties* properties,
                                          int /*option*/) {
   ENTER("hipMemGetAllocationGranularity");
-  if (properties->type != kHipAllocationPinned || properties->location.type != kHipLocationDevice) {
-    return kHipInvalidValue;
+  if (properties->type != api::kAllocationPinned || properties->location.type != api::kLocationDevice) {
+    return api::kInvalidValue;
   }
   *bytes = kPage;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemAddressReserve(void** address, std::size_t bytes, std::size_t /*alignment*/, void* /*where*/,
+api::Code hipMemAddressReserve(void** address, std::size_t bytes, std::size_t /*alignment*/, void* /*where*/,
                                unsigned long long /*flags*/) {
   ENTER("hipMemAddressReserve");
-  if (bytes == 0 || bytes % kPage != 0) return kHipInvalidValue;
+  if (bytes == 0 || bytes % kPage != 0) return api::kInvalidValue;
   std::uint64_t reserved = 0;
   for (const auto& reservation : s.reservations) reserved += reservation.second;
-  if (reserved + bytes > s.setup.address_space_bytes) return kHipOutOfMemory;
+  if (reserved + bytes > s.setup.address_space_bytes) return api::kOutOfMemory;
   // Ranges of device memory lie at multiples of large pages.
   void* memory = ::mmap(nullptr, bytes + kGranule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return kHipOutOfMemory;
+  if (memory == MAP_FAILED) return api::kOutOfMemory;
   const Address base = (number(memory) + kGranule - 1) / kGranule * kGranule;
   if (base > number(memory)) ::munmap(memory, base - number(memory));
   ::munmap(pointer(base + bytes), number(memory) + kGranule - base);
   *address = pointer(base);
   s.reservations[base] = bytes;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemAddressFree(void* address, std::size_t bytes) {
+api::Code hipMemAddressFree(void* address, std::size_t bytes) {
   ENTER("hipMemAddressFree");
   const auto reservation = s.reservations.find(number(address));
-  if (reservation == s.reservations.end() || reservation->second != bytes) return kHipInvalidValue;
+  if (reservation == s.reservations.end() || reservation->second != bytes) return api::kInvalidValue;
   const auto mapping = s.mappings.lower_bound(number(address));
-  if (mapping != s.mappings.end() && mapping->first < number(address) + bytes) return kHipInvalidValue;
+  if (mapping != s.mappings.end() && mapping->first < number(address) + bytes) return api::kInvalidValue;
   ::munmap(address, bytes);
   s.reservations.erase(reservation);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemCreate(HipMemoryHandle* handle, std::size_t bytes, const HipAllocationProperties* properties,
+api::Code hipMemCreate(HipMemoryHandle* handle, std::size_t bytes, const api::AllocationProperties* properties,
                        unsigned long long /*flags*/) {
   ENTER("hipMemCreate");
   const int device = properties->location.id;
-  if (bytes == 0 || bytes % kPage != 0 || device < 0 || device >= s.setup.devices) return kHipInvalidValue;
-  if (s.used[device] + bytes > s.setup.memory_bytes) return kHipOutOfMemory;
+  if (bytes == 0 || bytes % kPage != 0 || device < 0 || device >= s.setup.devices) return api::kInvalidValue;
+  if (s.used[device] + bytes > s.setup.memory_bytes) return api::kOutOfMemory;
   const int fd = ::memfd_create("fake_hip", MFD_CLOEXEC);
-  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kHipOutOfMemory;
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
   // Fresh memory is not zero, in every granule.
   for (std::uint64_t at = 0; at < bytes; at += kGranule) {
-    if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return kHipOutOfMemory;
+    if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return api::kOutOfMemory;
   }
   *handle = new HipMemoryHandleObject{fd, device, bytes, false, 0};
   s.physical.insert(*handle);
   s.used[device] += bytes;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemRelease(HipMemoryHandle handle) {
+api::Code hipMemRelease(HipMemoryHandle handle) {
   ENTER("hipMemRelease");
-  if (!s.physical.contains(handle) || handle->released) return kHipInvalidValue;
+  if (!s.physical.contains(handle) || handle->released) return api::kInvalidValue;
   handle->released = true;
   free_physical_if_unused(handle);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemMap(void* address, std::size_t bytes, std::size_t offset, HipMemoryHandle handle,
+api::Code hipMemMap(void* address, std::size_t bytes, std::size_t offset, HipMemoryHandle handle,
                     unsigned long long /*flags*/) {
   ENTER("hipMemMap");
   if (!s.physical.contains(handle) || handle->released || offset != 0 || bytes != handle->bytes) {
-    return kHipInvalidValue;
+    return api::kInvalidValue;
   }
   const Address at = number(address);
   const auto next = s.mappings.lower_bound(at);
-  if (next != s.mappings.end() && next->first < at + bytes) return kHipInvalidValue;
+  if (next != s.mappings.end() && next->first < at + bytes) return api::kInvalidValue;
   if (next != s.mappings.begin() && std::prev(next)->first + std::prev(next)->second.bytes > at) {
-    return kHipInvalidValue;
+    return api::kInvalidValue;
   }
   auto reservation = s.reservations.upper_bound(at);
-  if (reservation == s.reservations.begin()) return kHipInvalidValue;
+  if (reservation == s.reservations.begin()) return api::kInvalidValue;
   --reservation;
-  if (at + bytes > reservation->first + reservation->second) return kHipInvalidValue;
-  if (::mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->fd, 0) == MAP_FAILED) return kHipOutOfMemory;
+  if (at + bytes > reservation->first + reservation->second) return api::kInvalidValue;
+  if (::mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->fd, 0) == MAP_FAILED) return api::kOutOfMemory;
   s.mappings[at] = Mapping{bytes, handle, {}};
   ++handle->mappings;
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 // One piece a call, as the real runtime.
-HipResult hipMemUnmap(void* address, std::size_t bytes) {
+api::Code hipMemUnmap(void* address, std::size_t bytes) {
   ENTER("hipMemUnmap");
   const auto mapping = s.mappings.find(number(address));
-  if (mapping == s.mappings.end() || mapping->second.bytes != bytes) return kHipInvalidValue;
+  if (mapping == s.mappings.end() || mapping->second.bytes != bytes) return api::kInvalidValue;
   ::mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   HipMemoryHandle handle = mapping->second.handle;
   s.mappings.erase(mapping);
   --handle->mappings;
   free_physical_if_unused(handle);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemSetAccess(void* address, std::size_t bytes, const HipAccess* access, std::size_t count) {
+api::Code hipMemSetAccess(void* address, std::size_t bytes, const api::Access* access, std::size_t count) {
   ENTER("hipMemSetAccess");
   const auto mapping = s.mappings.find(number(address));
-  if (mapping == s.mappings.end() || mapping->second.bytes != bytes) return kHipInvalidValue;
-  if (::mprotect(address, bytes, PROT_READ | PROT_WRITE) != 0) return kHipInvalidValue;
+  if (mapping == s.mappings.end() || mapping->second.bytes != bytes) return api::kInvalidValue;
+  if (::mprotect(address, bytes, PROT_READ | PROT_WRITE) != 0) return api::kInvalidValue;
   for (std::size_t i = 0; i < count; ++i) mapping->second.devices.insert(access[i].location.id);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
-HipResult hipMemExportToShareableHandle(void* out, HipMemoryHandle handle, int type, unsigned long long /*flags*/) {
+api::Code hipMemExportToShareableHandle(void* out, HipMemoryHandle handle, int type, unsigned long long /*flags*/) {
   ENTER("hipMemExportToShareableHandle");
-  if (!s.physical.contains(handle) || type != kHipHandleDescriptor) return kHipInvalidValue;
+  if (!s.physical.contains(handle) || type != api::kHandleDescriptor) return api::kInvalidValue;
   const int fd = ::dup(handle->fd);
-  if (fd < 0) return kHipOutOfMemory;
+  if (fd < 0) return api::kOutOfMemory;
   std::memcpy(out, &fd, sizeof fd);
-  return kHipSuccess;
+  return api::kSuccess;
 }
 
 #endif

@@ -33,55 +33,38 @@ Result<std::shared_ptr<const Library>> Library::load(const std::string& path) {
   GPUFS_CUDA_OPTIONAL(GPUFS_CUDA_RESOLVE)
 #undef GPUFS_CUDA_RESOLVE
 
-  const CuResult code = library->call<&Functions::init>(0U);
-  if (code != kCuSuccess) return unavailable("cuInit: " + library->describe(code), code);
+  const api::Code code = library->call<&Functions::init>(0U);
+  if (code != api::kSuccess) return unavailable("cuInit: " + library->describe(code), code);
   static const Status watching = gpu::watch_process_end();
   if (!watching.ok()) return watching.with_context("cuda");
   return std::shared_ptr<const Library>(std::move(library));
 }
 
-std::string Library::describe(CuResult code) const {
+std::string Library::describe(api::Code code) const {
   const char* name = nullptr;
   const char* text = nullptr;
-  if (call<&Functions::error_name>(code, &name) != kCuSuccess || name == nullptr) name = "unknown CUDA error";
+  if (call<&Functions::error_name>(code, &name) != api::kSuccess || name == nullptr) name = "unknown CUDA error";
   std::string description = std::string(name) + " (" + std::to_string(code) + ")";
-  if (call<&Functions::error_text>(code, &text) == kCuSuccess && text != nullptr) {
+  if (call<&Functions::error_text>(code, &text) == api::kSuccess && text != nullptr) {
     description += ": ";
     description += text;
   }
   return description;
 }
 
-int errno_of(CuResult code, gpu::Purpose purpose) {
+bool Library::is_fatal(api::Code code) {
   switch (code) {
-    case kCuSuccess:
-      return 0;
-    case kCuOutOfMemory:
-      return purpose == gpu::Purpose::kMemory ? ENOSPC : ENOMEM;
-    case kCuHostMemoryAlreadyRegistered:
-      return EEXIST;
-    case kCuHostMemoryNotRegistered:
-      return ENOENT;
-    case kCuNotSupported:
-      return EOPNOTSUPP;
-    default:
-      return EIO;
-  }
-}
-
-bool is_fatal(CuResult code) {
-  switch (code) {
-    case kCuEccUncorrectable:
+    case api::kEccUncorrectable:
     case kCuNvlinkUncorrectable:
     case kCuContained:
-    case kCuIllegalAddress:
-    case kCuLaunchTimeout:
-    case kCuContextIsDestroyed:
-    case kCuAssert:
-    case kCuUnknown:
+    case api::kIllegalAddress:
+    case api::kLaunchTimeout:
+    case api::kContextIsDestroyed:
+    case api::kAssert:
+    case api::kUnknown:
       return true;
     default:
-      return code >= kCuHardwareStackError && code <= kCuLaunchFailed;
+      return code >= kCuHardwareStackError && code <= api::kLaunchFailed;
   }
 }
 

@@ -36,6 +36,27 @@ Status watch_process_end() {
   return {};
 }
 
+Status failure_of(api::Code code, Purpose purpose, const std::string& text) {
+  switch (code) {
+    case api::kOutOfMemory:
+      if (purpose == Purpose::kMemory) return {ENOSPC, "No space left on device (" + text + ")", code};
+      return {ENOMEM, text, code};
+    case api::kHostMemoryAlreadyRegistered:
+      return {EEXIST, text, code};
+    case api::kHostMemoryNotRegistered:
+      return {ENOENT, text, code};
+    case api::kNotSupported:
+      return {EOPNOTSUPP, text, code};
+    default:
+      return {EIO, text, code};
+  }
+}
+
+std::string public_name(std::string symbol) {
+  if (symbol.ends_with("_v2")) symbol.resize(symbol.size() - 3);
+  return symbol;
+}
+
 std::string kernel_pci_address(std::string address) {
   std::transform(address.begin(), address.end(), address.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });

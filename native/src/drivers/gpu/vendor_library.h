@@ -1,12 +1,15 @@
-// What every vendor's library needs that is opened at run time: its symbols, a look at the process's end, and where a
-// PCI device is attached.
-// Owned by nobody (functions only).
+// What every vendor's library needs that is opened at run time: its symbols and the one way to call them, what its
+// codes mean, a look at the process's end, and where a PCI device is attached.
+// Owned by shared pointers: everything of a driver that could still make a call holds its library.
 // Any thread.
 #pragma once
 
 #include <string>
+#include <utility>
 
 #include "base/status.h"
+#include "drivers/gpu/api.h"
+#include "drivers/gpu/context.h"
 
 namespace gpufs::gpu {
 
@@ -26,6 +29,39 @@ bool resolve(void* library, const char* symbol, Function& function) {
 // called once for each library, when that has registered its own.
 bool process_is_ending();
 Status watch_process_end();
+
+// The vendor's functions, from Functions, a struct of pointers to them.
+template <typename FunctionTable>
+class VendorLibrary {
+ public:
+  using Functions = FunctionTable;
+
+  // library.call<&Functions::init>(0). Once the process has begun to run its exit handlers nothing is called any more:
+  // the answer is kDeinitialized.
+  template <auto Function, typename... Arguments>
+  api::Code call(Arguments&&... arguments) const {
+    if (process_is_ending()) return api::kDeinitialized;
+    return (functions_.*Function)(std::forward<Arguments>(arguments)...);
+  }
+  // Whether an optional function is there.
+  template <auto Function>
+  [[nodiscard]] bool has() const {
+    return functions_.*Function != nullptr;
+  }
+  [[nodiscard]] bool has_virtual_memory() const { return has_virtual_memory_; }
+
+ protected:
+  VendorLibrary() = default;
+
+  Functions functions_;
+  bool has_virtual_memory_ = false;
+};
+
+// The Status of a failed call: the errno says what the caller can do about it.
+Status failure_of(api::Code code, Purpose purpose, const std::string& text);
+
+// A function as the vendor's manuals call it: "cuMemAlloc", of which "cuMemAlloc_v2" is the symbol today.
+std::string public_name(std::string symbol);
 
 // "FFFF:A0:00.0" as the kernel writes it.
 std::string kernel_pci_address(std::string address);

@@ -35,27 +35,15 @@ Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::stri
   const std::shared_ptr<const hip::Library> library = loaded.take();
 
   int found = 0;
-  const hip::HipResult code = library->call<&hip::Functions::device_count>(&found);
-  if (code != hip::kHipSuccess && code != hip::kHipNoDevice) {
+  const gpu::api::Code code = library->call<&hip::Functions::device_count>(&found);
+  if (code != gpu::api::kSuccess && code != gpu::api::kNoDevice) {
     return Status{ENODEV,
                   "hip is not available: " + library->name() + ": hipGetDeviceCount: " + library->describe(code), code};
   }
-  if (code == hip::kHipNoDevice || found == 0) {
+  if (code == gpu::api::kNoDevice || found == 0) {
     return Status{ENODEV, "hip is not available: no device: " + library->name() + " shows none" + kernel_side(), code};
   }
-  Result<int> count = gpu::wanted_devices("hip", options, found);
-  if (!count.ok()) return count.status();
-
-  std::vector<std::shared_ptr<hip::HipContext>> contexts;
-  for (int index = 0; index < count.value(); ++index) {
-    Result<std::shared_ptr<hip::HipContext>> context = hip::HipContext::open(library, index, options.memory_bytes);
-    if (!context.ok()) return context.status();
-    context.value()->keep_spares(options.keep_freed);
-    contexts.push_back(context.take());
-  }
-  for (const auto& context : contexts) context->open_to(contexts);
-  return std::unique_ptr<Driver>(std::make_unique<gpu::GpuDriver>(
-      "hip", std::vector<std::shared_ptr<gpu::Context>>(contexts.begin(), contexts.end())));
+  return gpu::open_devices<hip::HipContext>("hip", library, found, options);
 }
 
 }  // namespace gpufs

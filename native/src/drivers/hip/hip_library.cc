@@ -43,9 +43,9 @@ Result<std::shared_ptr<const Library>> Library::load(const std::vector<std::stri
       note(std::move(status));
       continue;
     }
-    const HipResult code = library->prepare_thread();
+    const api::Code code = library->prepare_thread();
     // Without a device hipInit fails in one version and not in the other; counting the devices says it clearly.
-    if (code != kHipSuccess && code != kHipNoDevice && code != kHipInvalidDevice) {
+    if (code != api::kSuccess && code != api::kNoDevice && code != api::kInvalidDevice) {
       note(unavailable(name + ": hipInit: " + library->describe(code), code));
       continue;
     }
@@ -78,7 +78,7 @@ Status Library::resolve(void* handle) {
   GPUFS_HIP_PEERS(GPUFS_HIP_RESOLVE)
 #undef GPUFS_HIP_RESOLVE
 
-  if (functions_.runtime_version == nullptr || call<&Functions::runtime_version>(&version_) != kHipSuccess) {
+  if (functions_.runtime_version == nullptr || call<&Functions::runtime_version>(&version_) != api::kSuccess) {
     version_ = 0;
   }
   // The interface was there before, in another form.
@@ -86,11 +86,11 @@ Status Library::resolve(void* handle) {
   return {};
 }
 
-HipResult Library::prepare_thread() const {
-  thread_local HipResult (*prepared)(unsigned) = nullptr;
-  if (prepared == functions_.init) return kHipSuccess;
-  const HipResult code = call<&Functions::init>(0U);
-  if (code == kHipSuccess) prepared = functions_.init;
+api::Code Library::prepare_thread() const {
+  thread_local api::Code (*prepared)(unsigned) = nullptr;
+  if (prepared == functions_.init) return api::kSuccess;
+  const api::Code code = call<&Functions::init>(0U);
+  if (code == api::kSuccess) prepared = functions_.init;
   return code;
 }
 
@@ -98,11 +98,11 @@ void* Library::find_hidden(const char* symbol) const {
   if (functions_.symbol_address == nullptr || version_ == 0) return nullptr;
   void* address = nullptr;
   int found = kHipSymbolFound;
-  if (call<&Functions::symbol_address>(symbol, &address, version_, 0ULL, &found) != kHipSuccess) return nullptr;
+  if (call<&Functions::symbol_address>(symbol, &address, version_, 0ULL, &found) != api::kSuccess) return nullptr;
   return found == kHipSymbolFound ? address : nullptr;
 }
 
-std::string Library::describe(HipResult code) const {
+std::string Library::describe(api::Code code) const {
   if (gpu::process_is_ending()) return "code " + std::to_string(code);
   const char* const name = functions_.error_name(code);
   const char* const text = functions_.error_text(code);
@@ -113,32 +113,15 @@ std::string Library::describe(HipResult code) const {
   return description;
 }
 
-int errno_of(HipResult code, gpu::Purpose purpose) {
-  switch (code) {
-    case kHipSuccess:
-      return 0;
-    case kHipOutOfMemory:
-      return purpose == gpu::Purpose::kMemory ? ENOSPC : ENOMEM;
-    case kHipHostMemoryAlreadyRegistered:
-      return EEXIST;
-    case kHipHostMemoryNotRegistered:
-      return ENOENT;
-    case kHipNotSupported:
-      return EOPNOTSUPP;
-    default:
-      return EIO;
-  }
-}
-
-bool is_fatal(HipResult code) {
+bool Library::is_fatal(api::Code code) {
   switch (code) {
     case kHipPriorLaunchFailure:
-    case kHipEccUncorrectable:
-    case kHipIllegalAddress:
-    case kHipLaunchTimeout:
-    case kHipContextIsDestroyed:
-    case kHipAssert:
-    case kHipLaunchFailure:
+    case api::kEccUncorrectable:
+    case api::kIllegalAddress:
+    case api::kLaunchTimeout:
+    case api::kContextIsDestroyed:
+    case api::kAssert:
+    case api::kLaunchFailed:
       return true;
     default:
       return false;
