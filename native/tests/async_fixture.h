@@ -64,9 +64,9 @@ class Rig {
   // Goes last: the fakes count anew what is open, without what tests leave behind on purpose.
   struct Recount {
     ~Recount() {
-      const FakeCudaSetup cuda;
+      const FakeGpuSetup cuda;
       cuda_test::fake().reset(&cuda);
-      const FakeHipSetup hip;
+      const FakeGpuSetup hip;
       hip_test::fake().reset(&hip);
     }
   };
@@ -82,12 +82,12 @@ class Rig {
     if (kind == Kind::kHost || kind == Kind::kHostCalls) {
       driver = testing::make_faulty_driver(plan, 512 * kMiB, devices);
     } else if (kind == Kind::kCuda || kind == Kind::kCudaCalls) {
-      FakeCudaSetup setup;
+      FakeGpuSetup setup;
       setup.devices = devices;
       cuda_test::fake().reset(&setup);
       driver = must(open_cuda_driver_from(GPUFS_FAKE_CUDA, {}));
     } else {
-      FakeHipSetup setup;
+      FakeGpuSetup setup;
       setup.devices = devices;
       hip_test::fake().reset(&setup);
       driver = must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}));

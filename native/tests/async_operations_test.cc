@@ -643,11 +643,11 @@ TEST(AsyncFaults, DevicesThatDoNotWaitForValuesAreFoundOut) {
     Rig rig(kind);
     rig.plan->waits_for_values = false;
     if (kind == Kind::kCuda) {
-      const FakeCudaSetup setup{.stream_waits = false};
+      const FakeGpuSetup setup{.stream_waits = false};
       cuda_test::fake().reset(&setup);
     }
     if (kind == Kind::kHip) {
-      const FakeHipSetup setup{.stream_waits = false};
+      const FakeGpuSetup setup{.stream_waits = false};
       hip_test::fake().reset(&setup);
     }
     rig.fill_file(pattern(1'000, 21));
@@ -665,13 +665,13 @@ TEST(AsyncFaults, DevicesThatDoNotWaitForValuesAreFoundOut) {
 TEST(AsyncFaults, StreamsThatAreCapturedIntoAGraphAreRefused) {
   {
     Rig rig(Kind::kCuda);
-    const FakeCudaSetup setup{.capturing = true};
+    const FakeGpuSetup setup{.capturing = true};
     ProgramStream own = rig.program_stream();
     cuda_test::fake().reset(&setup);
     EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);
   }
   Rig rig(Kind::kHip);
-  const FakeHipSetup setup{.capturing = true};
+  const FakeGpuSetup setup{.capturing = true};
   ProgramStream own = rig.program_stream();
   hip_test::fake().reset(&setup);
   EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);

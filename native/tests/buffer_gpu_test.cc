@@ -30,7 +30,7 @@ constexpr int kInvalidValue = 1;
 
 class BufferGpuTest : public FakeCuda {
  protected:
-  void start(const FakeCudaSetup& setup = {}) {
+  void start(const FakeGpuSetup& setup = {}) {
     open(setup);
     shared_ = std::shared_ptr<Driver>(std::move(driver_));
     DeviceContextOptions options;
@@ -178,7 +178,7 @@ TEST_F(BufferGpuTest, HolesAndGrowthInTheMiddleOfACopy) {
 }
 
 TEST_F(BufferGpuTest, AFullDeviceEndsACopyWithWhatFitted) {
-  FakeCudaSetup setup;
+  FakeGpuSetup setup;
   setup.memory_bytes = 16 * kMiB;
   start(setup);
   const auto data = pattern(9 * kMiB, 1);
@@ -232,7 +232,7 @@ TEST_F(BufferGpuTest, MemoryIsTakenAwayBesideACopy) {
 // driver then moves.
 TEST_F(BufferGpuTest, AFailedGrowthMovesNothingUnderAReader) {
   for (int round = 0; round < 20; ++round) {
-    FakeCudaSetup setup;
+    FakeGpuSetup setup;
     setup.memory_bytes = 16 * kMiB;
     start(setup);
     {
@@ -261,7 +261,7 @@ TEST_F(BufferGpuTest, AFailedGrowthMovesNothingUnderAReader) {
 
 // What is ahead shares a piece of memory with the file's end, and goes back all the same: also when the device is full.
 TEST_F(BufferGpuTest, MemoryAheadGoesBackFromAFullDevice) {
-  FakeCudaSetup setup;
+  FakeGpuSetup setup;
   setup.memory_bytes = 1024 * kMiB;
   start(setup);
   const auto data = pattern(kMiB, 1);
@@ -280,7 +280,7 @@ TEST_F(BufferGpuTest, MemoryAheadGoesBackFromAFullDevice) {
 
 TEST_F(BufferGpuTest, CopiesBetweenDevicesDirectlyAndStaged) {
   for (const bool peers : {true, false}) {
-    FakeCudaSetup setup;
+    FakeGpuSetup setup;
     setup.devices = 2;
     setup.peers = peers;
     start(setup);

@@ -36,10 +36,7 @@ const FakeCufileControl& cufile() {
   return control;
 }
 
-bool has_context() {
-  int depth = 0;
-  return fake().current(&depth) == 0;
-}
+bool has_context() { return fake().current() == 0; }
 
 class CufileFiles : public FakeCuda {
  protected:

@@ -34,8 +34,8 @@ class GpuContract : public ::testing::TestWithParam<Library> {
   void TearDown() override {
     driver_.reset();
     if (real()) return;
-    const FakeCudaSetup cuda;
-    const FakeHipSetup hip;
+    const FakeGpuSetup cuda;
+    const FakeGpuSetup hip;
     EXPECT_EQ(of_cuda() ? cuda_test::fake().reset(&cuda) : hip_control().reset(&hip), 0) << "something was left open";
   }
 
@@ -43,13 +43,13 @@ class GpuContract : public ::testing::TestWithParam<Library> {
     if (GetParam() == Library::kCuda) return open_cuda_driver(options);
     if (GetParam() == Library::kHip) return open_hip_driver(options);
     if (of_cuda()) {
-      FakeCudaSetup setup;
+      FakeGpuSetup setup;
       setup.devices = 2;
       setup.virtual_memory = GetParam() == Library::kFakeCuda;
       cuda_test::fake().reset(&setup);
       return open_cuda_driver_from(GPUFS_FAKE_CUDA, options);
     }
-    FakeHipSetup setup;
+    FakeGpuSetup setup;
     setup.devices = 2;
     setup.virtual_memory = GetParam() != Library::kFakeHipPlain;
     hip_control().reset(&setup);

@@ -1,5 +1,4 @@
-// The HIP driver's error paths, planned through the fake library: the right errno and text, everything as it was,
-// nothing left open.
+// The HIP driver's own error paths, beside those that all GPU drivers have (gpu_faults_test.cc).
 #include <cerrno>
 #include <functional>
 #include <thread>
@@ -12,33 +11,7 @@ namespace {
 
 using namespace gpufs::hip;
 
-class HipFaults : public FakeHip {
- protected:
-  // Memory of `granules` with a known content, mapped in two ranges.
-  struct Filled {
-    std::unique_ptr<DeviceMemory> memory;
-    std::shared_ptr<AddressRange> earlier;
-    std::shared_ptr<AddressRange> range;
-    std::vector<std::byte> data;
-  };
-  Filled fill(std::uint64_t granules) {
-    Filled filled;
-    filled.memory = must(device().create_memory());
-    filled.earlier = must(filled.memory->reserve(granules * kGranule));
-    EXPECT_OK(filled.memory->populate(0, granules * kGranule));
-    filled.range = must(filled.memory->reserve(4 * granules * kGranule));
-    filled.data = pattern(granules * kGranule, 77);
-    EXPECT_OK(device().copy_in(filled.range->base(), filled.data.data(), filled.data.size()));
-    return filled;
-  }
-  void expect_content(const Filled& filled, std::uint64_t offset, std::uint64_t bytes) {
-    for (const auto& range : {filled.earlier, filled.range}) {
-      std::vector<std::byte> back(bytes);
-      EXPECT_OK(device().copy_out(back.data(), range->base() + offset, bytes));
-      EXPECT_TRUE(std::equal(back.begin(), back.end(), filled.data.begin() + static_cast<std::ptrdiff_t>(offset)));
-    }
-  }
-};
+using HipFaults = FakeHip;
 
 TEST(HipLibrary, IsNotThere) {
   Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({"libamdhip64.so.99"}, {});
@@ -67,13 +40,13 @@ TEST(HipLibrary, LacksASymbol) {
 }
 
 TEST(HipLibrary, ABetterOneIsTakenWhereTheFirstLacksSomething) {
-  EXPECT_EQ(fake().reset(std::make_unique<FakeHipSetup>().get()), 0);
+  EXPECT_EQ(fake().reset(std::make_unique<FakeGpuSetup>().get()), 0);
   EXPECT_TRUE(open_hip_driver_from({"libamdhip64.so.99", GPUFS_FAKE_HIP_OLD, GPUFS_FAKE_HIP}, {}).ok());
 }
 
 TEST(HipLibrary, WhatMayBeMissingIsDoneWithout) {
   const FakeHipControl& bare = control_of(GPUFS_FAKE_HIP_BARE);
-  FakeHipSetup setup;
+  FakeGpuSetup setup;
   setup.devices = 2;
   EXPECT_EQ(bare.reset(&setup), 0);
   {
@@ -92,7 +65,7 @@ TEST(HipLibrary, WhatMayBeMissingIsDoneWithout) {
 }
 
 TEST_F(HipFaults, VirtualMemoryOfEarlierVersionsIsAnotherInterface) {
-  FakeHipSetup setup;
+  FakeGpuSetup setup;
   setup.version = 50'700'000;
   EXPECT_TRUE(open(setup).info().reserve_copies);
   EXPECT_EQ(fake().calls("hipMemGetAllocationGranularity"), 0);
@@ -156,280 +129,8 @@ TEST_F(HipFaults, EachThreadCallsInitOnce) {
   }).join();
 }
 
-TEST_F(HipFaults, EveryStepOfOpeningMayFail) {
-  setup_.devices = 2;
-  fake().reset(&setup_);
-  for (const char* symbol : {"hipGetDeviceCount", "hipDeviceGetName", "hipDeviceGetPCIBusId", "hipDeviceTotalMem",
-                             "hipMemGetAllocationGranularity"}) {
-    for (const int n : {1, 2}) {
-      if (n == 2 && std::string(symbol) == "hipGetDeviceCount") continue;
-      fake().fail(symbol, n, api::kNotInitialized, 1);
-      EXPECT_FALSE(open_hip_driver_from({GPUFS_FAKE_HIP}, {}).ok()) << symbol;
-    }
-  }
-}
-
-TEST_F(HipFaults, DevicesAreCounted) {
-  setup_.devices = 2;
-  fake().reset(&setup_);
-  DriverOptions options;
-  options.devices = 3;
-  EXPECT_EQ(open_hip_driver_from({GPUFS_FAKE_HIP}, options).error(), ENODEV);
-  options.devices = 1;
-  EXPECT_EQ(must(open_hip_driver_from({GPUFS_FAKE_HIP}, options))->devices().size(), 1U);
-  options.devices = 0;
-  EXPECT_EQ(must(open_hip_driver_from({GPUFS_FAKE_HIP}, options))->devices().size(), 2U);
-  options.devices = -1;
-  EXPECT_EQ(open_hip_driver_from({GPUFS_FAKE_HIP}, options).error(), EINVAL);
-  setup_.devices = 0;
-  fake().reset(&setup_);
-  EXPECT_EQ(open_hip_driver_from({GPUFS_FAKE_HIP}, {}).error(), ENODEV);
-}
-
-TEST_F(HipFaults, PopulateIsAllOrNothing) {
-  open();
-  auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(1024 * kMiB));
-  ASSERT_OK(memory->populate(0, kGranule));
-  const FakeHipState before = fake_state();
-  struct Plan {
-    const char* symbol;
-    int n;
-    api::Code code;
-    int error;
-  };
-  for (const Plan& plan :
-       {Plan{"hipMemCreate", 1, api::kOutOfMemory, ENOSPC}, Plan{"hipMemCreate", 3, api::kOutOfMemory, ENOSPC},
-        Plan{"hipMemMap", 1, api::kInvalidValue, EIO}, Plan{"hipMemMap", 3, api::kOutOfMemory, ENOSPC},
-        Plan{"hipMemSetAccess", 1, api::kInvalidValue, EIO}, Plan{"hipMemsetD8Async", 1, api::kInvalidValue, EIO},
-        Plan{"hipStreamSynchronize", 1, api::kInvalidValue, EIO}}) {
-    fake().fail(plan.symbol, plan.n, plan.code, 1);
-    const Status status = memory->populate(kGranule, 700 * kMiB);
-    EXPECT_EQ(status.error(), plan.error) << plan.symbol;
-    EXPECT_EQ(status.device_code(), plan.code) << plan.symbol;
-    EXPECT_NE(status.message().find("gpu 0: hip"), std::string::npos) << status.message();
-    const FakeHipState after = fake_state();
-    EXPECT_EQ(after.bytes_used, before.bytes_used) << plan.symbol;
-    EXPECT_EQ(after.handles, before.handles) << plan.symbol;
-    EXPECT_EQ(after.mappings, before.mappings) << plan.symbol;
-  }
-  EXPECT_OK(device().health());
-  EXPECT_OK(memory->populate(kGranule, 700 * kMiB));
-  EXPECT_EQ(fake_state().handles, 4);  // 256 + 256 + 188 MiB beside the first
-}
-
-TEST_F(HipFaults, ReserveFailsAndTheEarlierRangeStays) {
-  open();
-  Filled filled = fill(8);
-  const FakeHipState before = fake_state();
-  fake().fail("hipMemAddressReserve", 1, api::kOutOfMemory, 1);
-  EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), ENOMEM);
-  for (const char* symbol : {"hipMemMap", "hipMemSetAccess"}) {
-    fake().fail(symbol, 1, api::kInvalidValue, 1);
-    EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), EIO);
-    EXPECT_EQ(fake_state().mappings, before.mappings);
-    EXPECT_EQ(fake_state().reservations, before.reservations);
-  }
-  EXPECT_EQ(filled.memory->reserve(kGranule).error(), EINVAL);  // smaller than what is there
-  EXPECT_EQ(filled.memory->reserve(0).error(), EINVAL);
-  expect_content(filled, 0, 8 * kGranule);
-  EXPECT_OK(filled.memory->populate(8 * kGranule, kGranule));
-}
-
-TEST_F(HipFaults, NoAddressSpaceIsNoMemory) {
-  FakeHipSetup setup;
-  setup.address_space_bytes = 64 * kMiB;
-  open(setup);
-  auto memory = must(device().create_memory());
-  EXPECT_EQ(memory->reserve(65 * kMiB).error(), ENOMEM);
-  EXPECT_OK(memory->reserve(64 * kMiB).status());
-}
-
-TEST_F(HipFaults, SplittingFallsBackToKeepingThePiece) {
-  open();
-  struct Plan {
-    const char* symbol;
-    int n;
-    api::Code code;
-  };
-  // Out of memory for the copy is no failure: the memory goes back when all of the piece has been released.
-  for (const Plan& plan : {Plan{"hipMemCreate", 1, api::kOutOfMemory}, Plan{"hipMemCreate", 2, api::kOutOfMemory},
-                           Plan{"hipMemMap", 1, api::kOutOfMemory}, Plan{"hipMemMap", 4, api::kOutOfMemory},
-                           Plan{"hipMemMap", 6, api::kOutOfMemory}, Plan{"hipMemSetAccess", 5, api::kOutOfMemory}}) {
-    SCOPED_TRACE(std::string(plan.symbol) + " " + std::to_string(plan.n));
-    Filled filled = fill(8);
-    const FakeHipState before = fake_state();
-    fake().fail(plan.symbol, plan.n, plan.code, 1);
-    EXPECT_OK(filled.memory->release(3 * kGranule, kGranule));
-    EXPECT_EQ(fake_state().bytes_used, before.bytes_used);
-    EXPECT_EQ(fake_state().mappings, before.mappings);
-    EXPECT_EQ(fake_state().reservations, before.reservations);
-    expect_content(filled, 0, 3 * kGranule);
-    expect_content(filled, 4 * kGranule, 4 * kGranule);
-    // The next release of a part tries again, and succeeds.
-    EXPECT_OK(filled.memory->release(6 * kGranule, kGranule));
-    EXPECT_EQ(fake_state().bytes_used, 6 * kGranule);
-    expect_content(filled, 0, 3 * kGranule);
-    expect_content(filled, 4 * kGranule, 2 * kGranule);
-    expect_content(filled, 7 * kGranule, kGranule);
-    EXPECT_OK(filled.memory->populate(3 * kGranule, kGranule));
-    std::vector<std::byte> fresh(kGranule);
-    EXPECT_OK(device().copy_out(fresh.data(), filled.range->base() + 3 * kGranule, kGranule));
-    EXPECT_EQ(fresh, std::vector<std::byte>(kGranule));
-  }
-}
-
-TEST_F(HipFaults, SplittingReportsOtherFailures) {
-  open();
-  struct Plan {
-    const char* symbol;
-    int n;
-  };
-  // The first two unmappings are those of the place where the copy was made.
-  for (const auto& [symbol, n] :
-       {Plan{"hipMemcpyDtoDAsync", 1}, Plan{"hipStreamSynchronize", 1}, Plan{"hipMemUnmap", 3}}) {
-    SCOPED_TRACE(symbol);
-    Filled filled = fill(8);
-    fake().fail(symbol, n, api::kInvalidValue, 1);
-    EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
-    expect_content(filled, 0, 3 * kGranule);
-    expect_content(filled, 4 * kGranule, 4 * kGranule);
-    EXPECT_OK(device().health());
-  }
-}
-
-TEST_F(HipFaults, AMappingThatIsLostPutsTheDeviceOutOfService) {
-  open();
-  Filled filled = fill(8);
-  fake().fail("hipMemMap", 3, api::kInvalidValue, 100);  // two for the copy, and then none any more
-  EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
-  EXPECT_EQ(device().health().error(), EIO);
-  EXPECT_NE(device().health().message().find("a mapping could not be restored"), std::string::npos);
-}
-
-TEST_F(HipFaults, CopiesReportTheCode) {
-  open();
-  Filled filled = fill(2);
-  std::byte byte{};
-  fake().fail("hipMemcpyDtoHAsync", 1, 900, 1);
-  const Status status = device().copy_out(&byte, filled.range->base(), 1);
-  EXPECT_EQ(status.error(), EIO);
-  EXPECT_EQ(status.device_code(), 900);
-  EXPECT_EQ(status.message(), "gpu 0: hipMemcpyDtoHAsync: hipErrorUnknown (900)");
-  EXPECT_OK(device().health());
-  EXPECT_OK(device().copy_out(&byte, filled.range->base(), 1));
-}
-
-TEST_F(HipFaults, AFatalFailureStaysWithItsDevice) {
-  FakeHipSetup setup;
-  setup.devices = 2;
-  open(setup);
-  Filled filled = fill(2);
-  auto stream = must(device().create_stream());
-  auto event = must(device().create_event());
-  std::byte byte{};
-  fake().fail("hipStreamSynchronize", 1, api::kIllegalAddress, 1);
-  const Status status = device().copy_out(&byte, filled.range->base(), 1);
-  EXPECT_EQ(status.error(), EIO);
-  EXPECT_EQ(status.device_code(), api::kIllegalAddress);
-  const Status health = device().health();
-  EXPECT_EQ(health.error(), EIO);
-  EXPECT_EQ(health.device_code(), api::kIllegalAddress);
-  EXPECT_EQ(health.message(),
-            "out of service since gpu 0: hipStreamSynchronize: hipErrorIllegalAddress (700): as the test planned");
-  const int copies = fake().calls("hipMemcpyDtoHAsync");
-  EXPECT_EQ(device().copy_out(&byte, filled.range->base(), 1).error(), EIO);
-  EXPECT_EQ(fake().calls("hipMemcpyDtoHAsync"), copies);  // the device is not asked any more
-  EXPECT_EQ(filled.memory->populate(4 * kGranule, kGranule).error(), EIO);
-  EXPECT_EQ(filled.memory->release(0, kGranule).error(), EIO);
-  EXPECT_EQ(event->query().error(), EIO);
-  EXPECT_EQ(stream->synchronize().error(), EIO);
-  EXPECT_EQ(device().memory().error(), EIO);
-  EXPECT_EQ(device().create_memory().error(), EIO);
-
-  EXPECT_OK(device(1).health());
-  auto memory = must(device(1).create_memory());
-  auto range = must(memory->reserve(kGranule));
-  ASSERT_OK(memory->populate(0, kGranule));
-  EXPECT_OK(device(1).copy_out(&byte, range->base(), 1));
-}
-
-TEST_F(HipFaults, EveryFatalCodeIsSticky) {
-  for (const api::Code code : {53, 214, 700, 702, 709, 710, 719}) {
-    driver_.reset();
-    open();
-    fake().fail("hipStreamCreateWithFlags", 1, code, 1);
-    EXPECT_EQ(device().create_stream().error(), EIO);
-    EXPECT_EQ(device().health().device_code(), code);
-    driver_.reset();
-  }
-  for (const api::Code code : {1, 2, 400, 701, 801, 999}) {
-    driver_.reset();
-    open();
-    fake().fail("hipStreamCreateWithFlags", 1, code, 1);
-    EXPECT_FALSE(device().create_stream().ok());
-    EXPECT_OK(device().health());
-  }
-}
-
-TEST_F(HipFaults, PinningReportsWhatWentWrong) {
-  open();
-  std::vector<std::byte> memory(kMiB);
-  fake().fail("hipHostRegister", 1, api::kOutOfMemory, 1);
-  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), ENOMEM);
-  fake().fail("hipHostRegister", 1, api::kNotSupported, 1);
-  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), EOPNOTSUPP);
-  EXPECT_OK(device().pin(memory.data(), memory.size()));
-  EXPECT_EQ(fake().last_pin_flags(), 1U);  // portable: every device may use it
-  EXPECT_OK(device().unpin(memory.data()));
-  // There is no such thing, and the flag that is CUDA's for it means something else.
-  const int calls = fake().calls("hipHostRegister");
-  EXPECT_EQ(device().pin_read_only(memory.data(), memory.size()).error(), EOPNOTSUPP);
-  EXPECT_EQ(fake().calls("hipHostRegister"), calls);
-  EXPECT_OK(device().health());
-}
-
-TEST_F(HipFaults, EventsWaitUntilTheWorkIsDone) {
-  open();
-  Filled filled = fill(1);
-  auto stream = must(device().create_stream());
-  auto event = must(device().create_event());
-  std::vector<std::byte> back(64);
-  fake().hold(true);
-  ASSERT_OK(stream->copy_to_host(back.data(), filled.range->base(), back.size()));
-  ASSERT_OK(stream->record(*event));
-  EXPECT_FALSE(must(event->query()));
-  EXPECT_EQ(back, std::vector<std::byte>(64));  // queued, and not done
-  std::thread waiter([&] { EXPECT_OK(event->synchronize()); });
-  fake().hold(false);
-  waiter.join();
-  EXPECT_TRUE(must(event->query()));
-  EXPECT_TRUE(std::equal(back.begin(), back.end(), filled.data.begin()));
-  fake().fail("hipEventQuery", 1, api::kLaunchFailed, 1);
-  EXPECT_EQ(event->query().error(), EIO);
-  EXPECT_EQ(device().health().device_code(), api::kLaunchFailed);
-}
-
-TEST_F(HipFaults, AStreamWaitsForAnothersEvent) {
-  open();
-  Filled filled = fill(1);
-  auto one = must(device().create_stream());
-  auto two = must(device().create_stream());
-  auto event = must(device().create_event());
-  std::vector<std::byte> data = pattern(4096, 5);
-  std::vector<std::byte> back(data.size());
-  fake().hold(true);
-  ASSERT_OK(one->copy_to_device(filled.range->base(), data.data(), data.size()));
-  ASSERT_OK(one->record(*event));
-  ASSERT_OK(two->wait(*event));
-  ASSERT_OK(two->copy_to_host(back.data(), filled.range->base(), back.size()));
-  fake().hold(false);
-  ASSERT_OK(two->synchronize());
-  EXPECT_EQ(back, data);
-}
-
 TEST_F(HipFaults, ThreadsKeepTheDeviceTheyHad) {
-  FakeHipSetup setup;
+  FakeGpuSetup setup;
   setup.devices = 2;
   open(setup);
   Filled filled = fill(2);
@@ -453,27 +154,6 @@ TEST_F(HipFaults, ThreadsKeepTheDeviceTheyHad) {
   other.join();
 }
 
-TEST_F(HipFaults, PeersWithoutADirectWay) {
-  FakeHipSetup setup;
-  setup.devices = 2;
-  setup.peers = false;
-  open(setup);
-  Filled filled = fill(2);
-  EXPECT_EQ(device(0).copy_to_peer(device(1), 0, filled.range->base(), 1).error(), EOPNOTSUPP);
-}
-
-TEST_F(HipFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
-  open();
-  Filled filled = fill(2);
-  ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
-  fake().fail("hipMemExportToShareableHandle", 2, api::kInvalidValue, 1);
-  EXPECT_EQ(filled.memory->export_memory().error(), EIO);
-  // Nothing was exported, so nothing is fixed yet.
-  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
-  EXPECT_EQ(must(filled.memory->export_memory()).size(), 2U);
-  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
-}
-
 TEST_F(HipFaults, WhoseMemoryItIsMustBeSaid) {
   open();
   const Filled filled = fill(1);
@@ -486,22 +166,17 @@ TEST_F(HipFaults, WhoseMemoryItIsMustBeSaid) {
   EXPECT_TRUE(device().holds(address));
 }
 
-TEST_F(HipFaults, PlainMemoryReportsNoSpace) {
-  FakeHipSetup setup;
-  setup.virtual_memory = false;
-  setup.memory_bytes = 64 * kMiB;
-  open(setup);
-  EXPECT_TRUE(device().info().reserve_copies);
-  auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(32 * kMiB));
-  ASSERT_OK(memory->populate(0, 32 * kMiB));
-  EXPECT_EQ(memory->reserve(40 * kMiB).error(), ENOSPC);
-  fake().fail("hipMemcpyDtoDAsync", 1, api::kInvalidValue, 1);
-  EXPECT_EQ(memory->reserve(32 * kMiB).error(), EIO);
-  EXPECT_EQ(fake_state().allocations, 1);
-  EXPECT_OK(memory->reserve(32 * kMiB).status());
-  EXPECT_EQ(memory->reserve(kGranule).error(), EINVAL);
-  EXPECT_EQ(fake_state().allocations, 2);  // `range` still shows the earlier one
+TEST_F(HipFaults, MemoryIsPinnedForEveryDevice) {
+  open();
+  std::vector<std::byte> memory(kMiB);
+  EXPECT_OK(device().pin(memory.data(), memory.size()));
+  EXPECT_EQ(fake().last_pin_flags(), 1U);
+  EXPECT_OK(device().unpin(memory.data()));
+  // There is no read-only pinning, and the flag that is CUDA's for it means something else.
+  const int calls = fake().calls("hipHostRegister");
+  EXPECT_EQ(device().pin_read_only(memory.data(), memory.size()).error(), EOPNOTSUPP);
+  EXPECT_EQ(fake().calls("hipHostRegister"), calls);
+  EXPECT_OK(device().health());
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ class HipFiles : public FakeHip {
   // False where the file system here has no O_DIRECT.
   bool start(const std::vector<std::byte>& contents, const IoOptions& options = DirectRig::small_options(),
              bool kernel_driver = true) {
-    FakeHipSetup setup;
+    FakeGpuSetup setup;
     setup.devices = 2;
     open(setup);
     rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_driver), options);
@@ -104,7 +104,7 @@ TEST_F(HipFiles, BothCallsAndTheKernelsDriverAreNeeded) {
   EXPECT_EQ(open_path(false)->refusals(), no_kernel);
   EXPECT_EQ(open_hip_file_path_from({"libamdhip64.so.99"}, true)->refusals(), no_call);
   EXPECT_EQ(open_hip_file_path_from({"libamdhip64.so.99"}, false)->refusals(), no_call | no_kernel);
-  FakeHipSetup bare_setup;
+  FakeGpuSetup bare_setup;
   control_of(GPUFS_FAKE_HIP_BARE).reset(&bare_setup);
   EXPECT_EQ(open_hip_file_path_from({GPUFS_FAKE_HIP_BARE}, true)->refusals(), no_call);
 

@@ -446,8 +446,8 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     }
   }
 
-  FakeCudaSetup cuda_{.devices = 2};
-  FakeHipSetup hip_{.devices = 2};
+  FakeGpuSetup cuda_{.devices = 2};
+  FakeGpuSetup hip_{.devices = 2};
   std::shared_ptr<FaultPlan> plan_ = std::make_shared<FaultPlan>();
   PlannedFileOps operations_;
   std::shared_ptr<Driver> driver_;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace gpufs::gpu::api {
 
@@ -93,5 +94,15 @@ namespace gpufs::gpu {
 // The symbol of each member of a vendor's table of functions; the vendor's header gives them.
 template <auto Function>
 inline constexpr const char* kSymbol = nullptr;
+
+// One of the vendor's objects or addresses as another type for the same bits: a number, or a pointer.
+template <typename To, typename From>
+To as(From from) {
+  if constexpr (std::is_pointer_v<To> == std::is_pointer_v<From>) {
+    return static_cast<To>(from);
+  } else {
+    return reinterpret_cast<To>(from);
+  }
+}
 
 }  // namespace gpufs::gpu

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -22,16 +21,6 @@
 #include "drivers/gpu/vendor_library.h"
 
 namespace gpufs::gpu {
-
-// One of the vendor's objects or addresses as another type for the same bits: a number, or a pointer.
-template <typename To, typename From>
-To as(From from) {
-  if constexpr (std::is_pointer_v<To> == std::is_pointer_v<From>) {
-    return static_cast<To>(from);
-  } else {
-    return reinterpret_cast<To>(from);
-  }
-}
 
 // Library: what loads the vendor's functions. It names their table (Functions), the types of addresses and of physical
 // memory (Address, Memory), and what texts for users call the vendor's software (kSoftware).

@@ -1,0 +1,719 @@
+// The devices behind a fake library: memory, streams and events over host memory, planned faults, and an account of
+// everything that is open. Streams are really asynchronous: each has a thread that does its work in order. A stray
+// access, or a planned fault of that kind, poisons its device: every later call on it fails.
+// Owned by the library that is built with it, which has one for the process.
+// Any thread: what a vendor's function does, it does with the mutex held (ENTER), but for what waits.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <initializer_list>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "drivers/gpu/api.h"
+#include "fake_gpu/fake_gpu.h"
+
+namespace gpufs::gpu::api {
+
+// A point in a stream's order: `recorded` counts the recordings, `done` those that the streams have come to.
+struct EventObject {
+  struct Core {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::uint64_t recorded = 0;
+    std::uint64_t done = 0;
+
+    void wait(std::uint64_t number) {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] { return done >= number; });
+    }
+  };
+
+  explicit EventObject(int on) : device(on) {}
+
+  const int device;
+  const std::shared_ptr<Core> core = std::make_shared<Core>();
+};
+
+struct StreamObject {
+  explicit StreamObject(int on) : device(on), worker([this] { run(); }) {}
+  ~StreamObject() {
+    {
+      const std::scoped_lock lock(mutex);
+      ending = true;
+    }
+    changed.notify_all();
+    worker.join();
+  }
+  StreamObject(const StreamObject&) = delete;
+  StreamObject& operator=(const StreamObject&) = delete;
+
+  void queue(std::function<void()> task) {
+    {
+      const std::scoped_lock lock(mutex);
+      tasks.push_back(std::move(task));
+    }
+    changed.notify_all();
+  }
+  void synchronize() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return tasks.empty() && !busy; });
+  }
+  void hold(bool now) {
+    {
+      const std::scoped_lock lock(mutex);
+      held = now;
+    }
+    changed.notify_all();
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return (!tasks.empty() && !held) || (ending && tasks.empty()); });
+      if (tasks.empty()) return;
+      const std::function<void()> task = std::move(tasks.front());
+      tasks.pop_front();
+      busy = true;
+      lock.unlock();
+      task();
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+
+  const int device;
+  std::mutex mutex;  // guards all below but the thread
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  bool busy = false;
+  bool held = false;
+  bool ending = false;
+  std::thread worker;  // last: it uses all the others
+};
+
+}  // namespace gpufs::gpu::api
+
+namespace fake_gpu {
+
+namespace api = gpufs::gpu::api;
+using gpufs::gpu::as;
+
+using Address = std::uint64_t;
+using Handle = std::uint64_t;  // of physical memory
+
+constexpr std::uint64_t kLargePage = std::uint64_t{2} << 20;
+constexpr std::uint64_t kPage = 4096;
+constexpr int kMaximumDevices = 8;
+
+// How the fakes differ.
+struct Vendor {
+  std::string prefix;         // of the environment's variables: "FAKE_CUDA_"
+  std::uint64_t granularity;  // of memory, as the library states it
+  unsigned first_bus;         // of the devices' PCI addresses
+  bool piece_by_piece;        // whether a call unmaps or opens one mapping alone, or several side by side
+  bool (*is_fatal)(api::Code code);
+  int (*current)();  // the device current on the calling thread, -1 if none
+};
+
+inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+inline Address number(const void* address) { return reinterpret_cast<Address>(address); }
+
+// "A,B" as "A", "B"; nothing for null.
+inline std::vector<std::string> split(const char* text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text == nullptr ? "" : text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+class Machine {
+ public:
+  // Where no test is in the same process the environment sets it up.
+  explicit Machine(Vendor vendor) : vendor_(std::move(vendor)) {
+    if (const char* devices = variable("DEVICES")) setup.devices = std::atoi(devices);
+    if (const char* memory = variable("MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
+    for (const std::string& plan : split(variable("FAULTS"), ',')) {
+      const std::vector<std::string> part = split(plan.c_str(), ':');
+      if (part.size() == 4) faults_[part[0]] = Fault{std::stoi(part[1]) - 1, std::stoi(part[2]), std::stoi(part[3])};
+    }
+  }
+
+  [[nodiscard]] const char* variable(const char* name) const { return std::getenv((vendor_.prefix + name).c_str()); }
+
+  // ---- what tests do ----
+
+  // more: what the vendor has open besides.
+  int reset(const FakeGpuSetup& wanted, int more = 0) {
+    const std::scoped_lock lock(mutex);
+    const auto open = static_cast<int>(physical_.size() + mappings_.size() + reservations_.size() +
+                                       allocations_.size() + streams_.size() + events_.size() + pinned_.size()) +
+                      more;
+    const int leaked = open - leaked_;
+    leaked_ = open;
+    setup = wanted;
+    for (std::atomic<api::Code>& poison : poison_) poison = api::kSuccess;
+    faults_.clear();
+    calls_.clear();
+    hold_streams(false);
+    return leaked;
+  }
+  void fail(const char* symbol, int n, int code, int times) {
+    const std::scoped_lock lock(mutex);
+    faults_[symbol] = Fault{n - 1, code, times};
+  }
+  int calls(const char* symbol) {
+    const std::scoped_lock lock(mutex);
+    const auto found = calls_.find(symbol);
+    return found == calls_.end() ? 0 : found->second;
+  }
+  FakeGpuState state() {
+    const std::scoped_lock lock(mutex);
+    FakeGpuState state{};
+    for (const std::uint64_t used : used_) state.bytes_used += used;
+    for (const auto& [handle, physical] : physical_) state.handles += physical.released ? 0 : 1;
+    state.mappings = static_cast<int>(mappings_.size());
+    state.reservations = static_cast<int>(reservations_.size());
+    state.allocations = static_cast<int>(allocations_.size());
+    state.streams = static_cast<int>(streams_.size());
+    state.events = static_cast<int>(events_.size());
+    state.pinned = static_cast<int>(pinned_.size());
+    return state;
+  }
+  void hold(bool held) {
+    const std::scoped_lock lock(mutex);
+    hold_streams(held);
+  }
+
+  // ---- what the vendor's functions do, with the mutex held ----
+
+  std::mutex mutex;
+  FakeGpuSetup setup;
+
+  // Counts a call and answers its planned failure, if there is one.
+  api::Code enter(const char* symbol) {
+    ++calls_[symbol];
+    const auto fault = faults_.find(symbol);
+    if (fault == faults_.end()) return api::kSuccess;
+    if (fault->second.skip > 0) {
+      --fault->second.skip;
+      return api::kSuccess;
+    }
+    const api::Code code = fault->second.code;
+    if (--fault->second.times <= 0) faults_.erase(fault);
+    if (vendor_.is_fatal(code) && current() >= 0) poison(current()) = code;
+    return code;
+  }
+  [[nodiscard]] int current() const { return vendor_.current(); }
+  // What every call on the device answers since a fatal failure.
+  std::atomic<api::Code>& poison(int device) { return poison_.at(static_cast<std::size_t>(device)); }
+
+  api::Code device_name(char* name, int bytes, int device) const {
+    std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", device);
+    return api::kSuccess;
+  }
+  api::Code pci_address(char* text, int bytes, int device) const {
+    std::snprintf(text, static_cast<std::size_t>(bytes), "FFFF:%02X:00.0",
+                  vendor_.first_bus + static_cast<unsigned>(device));
+    return api::kSuccess;
+  }
+  api::Code total_memory(std::size_t* bytes) const {
+    *bytes = setup.memory_bytes;
+    return api::kSuccess;
+  }
+  api::Code can_access_peer(int* value, int a, int b) const {
+    *value = setup.peers && a != b ? 1 : 0;
+    return api::kSuccess;
+  }
+  api::Code is_capturing(int* capturing) const {
+    *capturing = setup.capturing ? 1 : 0;
+    return api::kSuccess;
+  }
+  api::Code memory_info(std::size_t* free_bytes, std::size_t* total) {
+    *total = setup.memory_bytes;
+    *free_bytes = setup.memory_bytes - used(current());
+    return api::kSuccess;
+  }
+
+  template <typename Pointer>
+  api::Code allocate(Pointer* address, std::size_t bytes) {
+    if (bytes == 0) return api::kInvalidValue;
+    if (used(current()) + bytes > setup.memory_bytes) return api::kOutOfMemory;
+    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return api::kOutOfMemory;
+    std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kLargePage));  // fresh memory is not zero
+    *address = as<Pointer>(memory);
+    allocations_[number(memory)] = {current(), bytes};
+    used(current()) += bytes;
+    return api::kSuccess;
+  }
+  api::Code free(Address address) {
+    const auto allocation = allocations_.find(address);
+    if (allocation == allocations_.end()) return api::kInvalidValue;
+    ::munmap(pointer(address), allocation->second.bytes);
+    used(allocation->second.device) -= allocation->second.bytes;
+    allocations_.erase(allocation);
+    return api::kSuccess;
+  }
+
+  api::Code granularity(std::size_t* bytes, const api::AllocationProperties& properties) const {
+    if (properties.type != api::kAllocationPinned || properties.location.type != api::kLocationDevice) {
+      return api::kInvalidValue;
+    }
+    *bytes = vendor_.granularity;
+    return api::kSuccess;
+  }
+  template <typename Pointer>
+  api::Code reserve(Pointer* address, std::size_t bytes) {
+    if (bytes == 0 || bytes % vendor_.granularity != 0) return api::kInvalidValue;
+    std::uint64_t reserved = 0;
+    for (const auto& reservation : reservations_) reserved += reservation.second;
+    if (reserved + bytes > setup.address_space_bytes) return api::kOutOfMemory;
+    // Ranges of device memory lie at multiples of large pages.
+    void* memory = ::mmap(nullptr, bytes + kLargePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return api::kOutOfMemory;
+    const Address base = (number(memory) + kLargePage - 1) / kLargePage * kLargePage;
+    if (base > number(memory)) ::munmap(memory, base - number(memory));
+    ::munmap(pointer(base + bytes), number(memory) + kLargePage - base);
+    *address = as<Pointer>(base);
+    reservations_[base] = bytes;
+    return api::kSuccess;
+  }
+  api::Code unreserve(Address address, std::size_t bytes) {
+    const auto reservation = reservations_.find(address);
+    if (reservation == reservations_.end() || reservation->second != bytes) return api::kInvalidValue;
+    const auto mapping = mappings_.lower_bound(address);
+    if (mapping != mappings_.end() && mapping->first < address + bytes) return api::kInvalidValue;
+    ::munmap(pointer(address), bytes);
+    reservations_.erase(reservation);
+    return api::kSuccess;
+  }
+  template <typename VendorsHandle>
+  api::Code create(VendorsHandle* handle, std::size_t bytes, const api::AllocationProperties& properties) {
+    const int device = properties.location.id;
+    if (bytes == 0 || bytes % vendor_.granularity != 0 || device < 0 || device >= setup.devices) {
+      return api::kInvalidValue;
+    }
+    if (used(device) + bytes > setup.memory_bytes) return api::kOutOfMemory;
+    const int fd = ::memfd_create("fake_gpu", MFD_CLOEXEC);
+    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
+    // Fresh memory is not zero, in every large page.
+    for (std::uint64_t at = 0; at < bytes; at += kLargePage) {
+      if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return api::kOutOfMemory;
+    }
+    *handle = as<VendorsHandle>(next_handle_);
+    physical_[next_handle_++] = Physical{fd, device, bytes, false, 0};
+    used(device) += bytes;
+    return api::kSuccess;
+  }
+  api::Code release(Handle handle) {
+    const auto physical = physical_.find(handle);
+    if (physical == physical_.end() || physical->second.released) return api::kInvalidValue;
+    physical->second.released = true;
+    free_if_unused(physical);
+    return api::kSuccess;
+  }
+  api::Code export_memory(void* out, Handle handle, int type) {
+    const auto physical = physical_.find(handle);
+    if (physical == physical_.end() || type != api::kHandleDescriptor) return api::kInvalidValue;
+    const int fd = ::dup(physical->second.fd);
+    if (fd < 0) return api::kOutOfMemory;
+    std::memcpy(out, &fd, sizeof fd);
+    return api::kSuccess;
+  }
+  api::Code map(Address address, std::size_t bytes, std::size_t offset, Handle handle) {
+    const auto physical = physical_.find(handle);
+    if (physical == physical_.end() || physical->second.released || offset != 0 || bytes != physical->second.bytes) {
+      return api::kInvalidValue;
+    }
+    const auto next = mappings_.lower_bound(address);
+    if (next != mappings_.end() && next->first < address + bytes) return api::kInvalidValue;
+    if (next != mappings_.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) {
+      return api::kInvalidValue;
+    }
+    auto reservation = reservations_.upper_bound(address);
+    if (reservation == reservations_.begin()) return api::kInvalidValue;
+    --reservation;
+    if (address + bytes > reservation->first + reservation->second) return api::kInvalidValue;
+    if (::mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->second.fd, 0) == MAP_FAILED) {
+      return api::kOutOfMemory;
+    }
+    mappings_[address] = Mapping{bytes, handle, {}};
+    ++physical->second.mappings;
+    return api::kSuccess;
+  }
+  api::Code unmap(Address address, std::size_t bytes) {
+    if (!are_mapped(address, bytes)) return api::kInvalidValue;
+    for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;) {
+      ::mmap(pointer(mapping->first), mapping->second.bytes, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+      const auto physical = physical_.find(mapping->second.handle);
+      --physical->second.mappings;
+      free_if_unused(physical);
+      mapping = mappings_.erase(mapping);
+    }
+    return api::kSuccess;
+  }
+  api::Code set_access(Address address, std::size_t bytes, const api::Access* access, std::size_t count) {
+    if (!are_mapped(address, bytes)) return api::kInvalidValue;
+    if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return api::kInvalidValue;
+    for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;
+         ++mapping) {
+      for (std::size_t i = 0; i < count; ++i) mapping->second.devices.insert(access[i].location.id);
+    }
+    return api::kSuccess;
+  }
+
+  // Whether the device may touch all of [address, address + bytes).
+  [[nodiscard]] bool reachable(Address address, std::uint64_t bytes, int device) const {
+    const Address end = address + bytes;
+    while (address < end) {
+      if (const auto mapping = around(mappings_, address); mapping != mappings_.end()) {
+        if (!mapping->second.devices.contains(device)) return false;
+        address = mapping->first + mapping->second.bytes;
+      } else if (const auto allocation = around(allocations_, address); allocation != allocations_.end()) {
+        address = allocation->first + allocation->second.bytes;
+      } else {
+        return false;
+      }
+    }
+    return true;
+  }
+  // The device whose memory an address lies in, -1 for none.
+  [[nodiscard]] int owner_of(Address address) const {
+    if (const auto found = around(allocations_, address); found != allocations_.end()) return found->second.device;
+    const auto mapping = around(mappings_, address);
+    return mapping == mappings_.end() ? -1 : physical_.at(mapping->second.handle).device;
+  }
+
+  api::Code pin(void* address, std::size_t bytes) {
+    if (pinned_around(address, bytes) != pinned_.end()) return api::kHostMemoryAlreadyRegistered;
+    pinned_.emplace(number(address), Range{bytes});
+    return api::kSuccess;
+  }
+  api::Code unpin(void* address) {
+    return pinned_.erase(number(address)) == 1 ? api::kSuccess : api::kHostMemoryNotRegistered;
+  }
+  [[nodiscard]] bool is_pinned_at(const void* address) const { return pinned_.contains(number(address)); }
+  template <typename Pointer>
+  api::Code address_of_pinned(Pointer* seen, void* address, unsigned flags) const {
+    if (flags != 0 || !is_pinned_at(address)) return api::kInvalidValue;
+    *seen = as<Pointer>(address);
+    return api::kSuccess;
+  }
+  // Start or size of the pinned range around an address.
+  api::Code pinned_attribute(void* answer, int attribute, Address address) const {
+    const auto range = pinned_around(pointer(address), 1);
+    if (range == pinned_.end()) return api::kInvalidValue;
+    if (attribute == api::kPointerRangeStart) {
+      std::memcpy(answer, &range->first, sizeof range->first);
+    } else if (attribute == api::kPointerRangeBytes) {
+      std::memcpy(answer, &range->second.bytes, sizeof range->second.bytes);
+    } else {
+      return api::kInvalidValue;
+    }
+    return api::kSuccess;
+  }
+
+  api::Code copy_in(Address destination, const void* source, std::size_t bytes, api::Stream handle) {
+    return copy(handle, {destination}, pointer(destination), source, bytes, source);
+  }
+  api::Code copy_out(void* destination, Address source, std::size_t bytes, api::Stream handle) {
+    return copy(handle, {source}, destination, pointer(source), bytes, destination);
+  }
+  api::Code copy_within(Address destination, Address source, std::size_t bytes, api::Stream handle) {
+    return copy(handle, {source, destination}, pointer(destination), pointer(source), bytes, nullptr);
+  }
+  api::Code fill(Address destination, unsigned char value, std::size_t bytes, api::Stream handle) {
+    api::Stream stream = nullptr;
+    if (const api::Code code = checked({destination}, bytes, handle, &stream); code != api::kSuccess) return code;
+    stream->queue([=] {
+      // Memory that nobody looks at need not really be there: whole pages are given back, which makes them zero.
+      const bool pages = value == 0 && destination % kPage == 0 && bytes % kPage == 0;
+      if (!pages || ::madvise(pointer(destination), bytes, MADV_REMOVE) != 0) {
+        std::memset(pointer(destination), value, bytes);
+      }
+    });
+    return api::kSuccess;
+  }
+
+  api::Code create_stream(api::Stream* stream, unsigned flags) {
+    if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
+    *stream = new api::StreamObject(current());
+    (*stream)->hold(held_);
+    streams_.insert(*stream);
+    return api::kSuccess;
+  }
+  // What is queued is done first, with the mutex let go.
+  api::Code destroy_stream(std::unique_lock<std::mutex>& lock, api::Stream stream) {
+    if (streams_.erase(stream) == 0) return api::kInvalidHandle;
+    lock.unlock();
+    delete stream;
+    return api::kSuccess;
+  }
+  // One that was planned to fail waits all the same: the work that was queued is real.
+  api::Code synchronize_stream(std::unique_lock<std::mutex>& lock, api::Stream handle, api::Code planned) {
+    const api::Stream stream = stream_at(handle);
+    if (stream == nullptr) return api::kInvalidHandle;
+    const int device = stream->device;
+    lock.unlock();
+    stream->synchronize();
+    return planned != api::kSuccess ? planned : poison(device).load();
+  }
+  // The stream of a handle: the current device's default stream for the first numbers, null for what is none.
+  api::Stream stream_at(api::Stream handle) {
+    if (number(handle) > api::kLastDefaultStream) return streams_.contains(handle) ? handle : nullptr;
+    std::unique_ptr<api::StreamObject>& stream = defaults_.at(static_cast<std::size_t>(current()));
+    if (stream == nullptr) stream = std::make_unique<api::StreamObject>(current());
+    return stream.get();
+  }
+  api::Code wait_for_event(api::Stream handle, api::Event event) {
+    const api::Stream stream = stream_at(handle);
+    if (stream == nullptr || !events_.contains(event)) return api::kInvalidHandle;
+    const std::scoped_lock event_lock(event->core->mutex);
+    stream->queue([core = event->core, number = event->core->recorded] { core->wait(number); });
+    return api::kSuccess;
+  }
+  // The functions of all streams are called one after the other, as by a library that has one thread for them; those on
+  // a device that has failed are dropped.
+  api::Code call_host(api::Stream handle, void (*function)(void*), void* argument) {
+    const api::Stream stream = stream_at(handle);
+    if (stream == nullptr) return api::kInvalidHandle;
+    stream->queue([this, function, argument, device = stream->device] {
+      static std::mutex one_at_a_time;
+      const std::scoped_lock calling(one_at_a_time);
+      if (poison(device) == api::kSuccess) function(argument);
+    });
+    return api::kSuccess;
+  }
+  api::Code wait_for_value(api::Stream handle, Address cell, std::uint32_t value, unsigned flags) {
+    const api::Stream stream = stream_at(handle);
+    if (stream == nullptr) return api::kInvalidHandle;
+    const auto range = around(pinned_, cell);
+    if (flags != api::kWaitValueNotLess || range == pinned_.end()) return api::kInvalidValue;
+    if (range->first + range->second.bytes < cell + sizeof value) return api::kInvalidValue;
+    stream->queue([this, cell, value, device = stream->device] {
+      const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(pointer(cell)));
+      while (poison(device) == api::kSuccess && static_cast<std::int32_t>(word.load() - value) < 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
+    });
+    return api::kSuccess;
+  }
+
+  api::Code create_event(api::Event* event, unsigned flags) {
+    if ((flags & api::kEventDisableTiming) == 0) return api::kInvalidValue;
+    *event = new api::EventObject(current());
+    events_.insert(*event);
+    return api::kSuccess;
+  }
+  api::Code destroy_event(api::Event event) {
+    if (events_.erase(event) == 0) return api::kInvalidHandle;
+    delete event;
+    return api::kSuccess;
+  }
+  api::Code record(api::Event event, api::Stream handle) {
+    const api::Stream stream = stream_at(handle);
+    if (stream == nullptr || !events_.contains(event) || event->device != stream->device) return api::kInvalidHandle;
+    std::uint64_t number = 0;
+    {
+      const std::scoped_lock event_lock(event->core->mutex);
+      number = ++event->core->recorded;
+    }
+    stream->queue([core = event->core, number] {
+      {
+        const std::scoped_lock event_lock(core->mutex);
+        core->done = std::max(core->done, number);
+      }
+      core->changed.notify_all();
+    });
+    return api::kSuccess;
+  }
+  api::Code query(api::Event event) {
+    if (!events_.contains(event)) return api::kInvalidHandle;
+    const std::scoped_lock event_lock(event->core->mutex);
+    return event->core->done < event->core->recorded ? api::kNotReady : api::kSuccess;
+  }
+  api::Code synchronize_event(std::unique_lock<std::mutex>& lock, api::Event event) {
+    if (!events_.contains(event)) return api::kInvalidHandle;
+    const std::shared_ptr<api::EventObject::Core> core = event->core;
+    lock.unlock();
+    std::uint64_t number = 0;
+    {
+      const std::scoped_lock event_lock(core->mutex);
+      number = core->recorded;
+    }
+    core->wait(number);
+    return api::kSuccess;
+  }
+
+ private:
+  struct Physical {
+    int fd = -1;
+    int device = 0;
+    std::uint64_t bytes = 0;
+    bool released = false;
+    int mappings = 0;
+  };
+  struct Mapping {
+    std::uint64_t bytes = 0;
+    Handle handle = 0;
+    std::set<int> devices;  // that have access
+  };
+  struct Allocation {
+    int device = 0;
+    std::uint64_t bytes = 0;
+  };
+  struct Range {
+    std::uint64_t bytes = 0;
+  };
+  struct Fault {
+    int skip = 0;
+    int code = 0;
+    int times = 0;
+  };
+  template <typename Value>
+  using ByAddress = std::map<Address, Value>;
+
+  std::uint64_t& used(int device) { return used_.at(static_cast<std::size_t>(device)); }
+
+  // The entry whose bytes an address lies in, end() for none.
+  template <typename Value>
+  static typename ByAddress<Value>::const_iterator around(const ByAddress<Value>& entries, Address address) {
+    const auto next = entries.upper_bound(address);
+    if (next == entries.begin()) return entries.end();
+    const auto found = std::prev(next);
+    return address < found->first + found->second.bytes ? found : entries.end();
+  }
+  // The pinned range that has a byte of [address, address + bytes), end() for none.
+  [[nodiscard]] ByAddress<Range>::const_iterator pinned_around(const void* address, std::uint64_t bytes) const {
+    const Address start = number(address);
+    return std::find_if(pinned_.begin(), pinned_.end(), [&](const auto& range) {
+      return range.first < start + bytes && start < range.first + range.second.bytes;
+    });
+  }
+
+  // Whether mappings that one call may name make up just [address, address + bytes).
+  [[nodiscard]] bool are_mapped(Address address, std::size_t bytes) const {
+    const Address end = address + bytes;
+    for (Address at = address; at < end;) {
+      const auto mapping = mappings_.find(at);
+      if (mapping == mappings_.end() || at + mapping->second.bytes > end) return false;
+      at += mapping->second.bytes;
+      if (vendor_.piece_by_piece && at != end) return false;
+    }
+    return true;
+  }
+
+  void hold_streams(bool held) {
+    held_ = held;
+    for (api::Stream stream : streams_) stream->hold(held);
+  }
+  void free_if_unused(std::map<Handle, Physical>::iterator it) {
+    if (!it->second.released || it->second.mappings != 0) return;
+    used(it->second.device) -= it->second.bytes;
+    ::close(it->second.fd);
+    physical_.erase(it);
+  }
+
+  // The stream, if it is one of the current device's and that may touch all the addresses.
+  api::Code checked(std::initializer_list<Address> addresses, std::uint64_t bytes, api::Stream handle,
+                    api::Stream* stream) {
+    *stream = stream_at(handle);
+    if (*stream == nullptr || (*stream)->device != current()) return api::kInvalidHandle;
+    for (const Address address : addresses) {
+      if (reachable(address, bytes, current())) continue;
+      poison(current()) = api::kIllegalAddress;
+      return api::kIllegalAddress;
+    }
+    return api::kSuccess;
+  }
+  // host: the side of the copy that is host memory, null for none.
+  api::Code copy(api::Stream handle, std::initializer_list<Address> addresses, void* destination, const void* source,
+                 std::size_t bytes, const void* host) {
+    api::Stream stream = nullptr;
+    api::Code code = checked(addresses, bytes, handle, &stream);
+    if (code == api::kSuccess && host != nullptr) code = count_host_copy(host, bytes);
+    if (code == api::kSuccess) stream->queue([=] { std::memmove(destination, source, bytes); });
+    return code;
+  }
+  // Counts a copy from or to host memory by what that is. One that is pinned in part only is refused, as by a driver.
+  api::Code count_host_copy(const void* address, std::uint64_t bytes) {
+    const auto range = pinned_around(address, bytes);
+    if (range == pinned_.end()) {
+      ++calls_["copy, pageable"];
+      return api::kSuccess;
+    }
+    const Address start = number(address);
+    if (start < range->first || start + bytes > range->first + range->second.bytes) return api::kInvalidValue;
+    ++calls_["copy, pinned"];
+    return api::kSuccess;
+  }
+
+  const Vendor vendor_;
+  std::array<std::atomic<api::Code>, kMaximumDevices> poison_{};
+  std::array<std::uint64_t, kMaximumDevices> used_{};
+  std::map<Handle, Physical> physical_;
+  Handle next_handle_ = 1;
+  ByAddress<std::uint64_t> reservations_;
+  ByAddress<Mapping> mappings_;
+  ByAddress<Allocation> allocations_;
+  ByAddress<Range> pinned_;
+  std::set<api::Stream> streams_;
+  // Default streams are no objects of their own: they are made with the device's first use of one and stay.
+  std::array<std::unique_ptr<api::StreamObject>, kMaximumDevices> defaults_;
+  std::set<api::Event> events_;
+  std::map<std::string, Fault, std::less<>> faults_;
+  std::map<std::string, int, std::less<>> calls_;
+  bool held_ = false;
+  int leaked_ = 0;  // what was open at the last reset
+};
+
+// Each fake's own: the machine, which is never destroyed, for the library may be called until the process ends; and
+// what stands against a call on the current device.
+Machine& machine();
+api::Code readiness(Machine& m);
+
+}  // namespace fake_gpu
+
+// How a function of the library begins: `m` and `lock` are the machine and its mutex. A planned failure ends it.
+#define ENTER(symbol)                         \
+  fake_gpu::Machine& m = fake_gpu::machine(); \
+  std::unique_lock lock(m.mutex);             \
+  if (const api::Code planned = m.enter(symbol); planned != api::kSuccess) return planned
+#define ENTER_ON_DEVICE(symbol) \
+  ENTER(symbol);                \
+  if (const api::Code code = fake_gpu::readiness(m); code != api::kSuccess) return code
+
+// A whole function: CALL(cuMemFree_v2, (CuAddress address), m.free(address)). ON_DEVICE: that needs a current device.
+#define CALL(symbol, parameters, work) \
+  api::Code symbol parameters {        \
+    ENTER(#symbol);                    \
+    return work;                       \
+  }
+#define ON_DEVICE(symbol, parameters, work) \
+  api::Code symbol parameters {             \
+    ENTER_ON_DEVICE(#symbol);               \
+    return work;                            \
+  }

@@ -1,0 +1,404 @@
+// What goes wrong with any GPU driver, planned through the fake of its vendor's library: the right errno and text,
+// everything as it was, nothing left open.
+#include <cerrno>
+#include <string>
+#include <thread>
+
+#include "cuda_test_support.h"
+#include "drivers/cuda/cuda_api.h"
+#include "drivers/gpu/vendor_library.h"
+#include "drivers/hip/hip_api.h"
+#include "hip_test_support.h"
+
+namespace gpufs::gpu_test {
+namespace {
+
+// The symbols of a vendor's functions.
+struct Symbols {
+  const char *device_count, *device_name, *device_pci_address, *device_total_memory, *granularity;
+  const char *address_reserve, *memory_create, *memory_map, *memory_unmap, *memory_set_access, *memory_export;
+  const char *copy_to_host, *copy_on_device, *fill, *host_register;
+  const char *stream_create, *stream_synchronize, *event_query;
+};
+
+template <typename Functions>
+constexpr Symbols symbols_of() {
+  using gpu::kSymbol;
+  return {kSymbol<&Functions::device_count>,       kSymbol<&Functions::device_name>,
+          kSymbol<&Functions::device_pci_address>, kSymbol<&Functions::device_total_memory>,
+          kSymbol<&Functions::granularity>,        kSymbol<&Functions::address_reserve>,
+          kSymbol<&Functions::memory_create>,      kSymbol<&Functions::memory_map>,
+          kSymbol<&Functions::memory_unmap>,       kSymbol<&Functions::memory_set_access>,
+          kSymbol<&Functions::memory_export>,      kSymbol<&Functions::copy_to_host>,
+          kSymbol<&Functions::copy_on_device>,     kSymbol<&Functions::fill>,
+          kSymbol<&Functions::host_register>,      kSymbol<&Functions::stream_create>,
+          kSymbol<&Functions::stream_synchronize>, kSymbol<&Functions::event_query>};
+}
+
+struct Vendor {
+  const char* name;
+  const FakeGpuControl& (*fake)();
+  Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
+  Symbols symbols;
+  std::vector<const char*> more_steps_of_opening;
+  const char* illegal_address;  // as the vendor calls the code
+  const char* unknown;          // a code that it has no name for
+  std::vector<api::Code> fatal;
+  std::vector<api::Code> harmless;
+};
+
+const FakeGpuControl& fake_cuda() { return cuda_test::fake(); }
+const FakeGpuControl& fake_hip() { return hip_test::fake(); }
+
+const std::vector<Vendor>& vendors() {
+  static const std::vector<Vendor> all = {
+      {"Cuda",
+       fake_cuda,
+       cuda_test::open_fake,
+       symbols_of<cuda::Functions>(),
+       {"cuDeviceGet", "cuDevicePrimaryCtxRetain"},
+       "CUDA_ERROR_ILLEGAL_ADDRESS",
+       "unknown CUDA error",
+       {214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999},
+       {1, 2, 400, 701, 800, 801}},
+      {"Hip",
+       fake_hip,
+       hip_test::open_fake,
+       symbols_of<hip::Functions>(),
+       {},
+       "hipErrorIllegalAddress",
+       "hipErrorUnknown",
+       {53, 214, 700, 702, 709, 710, 719},
+       {1, 2, 400, 701, 801, 999}},
+  };
+  return all;
+}
+
+class GpuFaults : public FakeGpu, public ::testing::WithParamInterface<std::size_t> {
+ protected:
+  GpuFaults() : FakeGpu(vendor().fake(), vendor().open) {}
+  static const Vendor& vendor() { return vendors().at(GetParam()); }
+  static const Symbols& symbols() { return vendor().symbols; }
+  [[nodiscard]] const FakeGpuControl& fake() const { return control_; }
+  [[nodiscard]] FakeGpuState fake_state() const { return state_of(control_); }
+};
+
+INSTANTIATE_TEST_SUITE_P(All, GpuFaults, ::testing::Range(std::size_t{0}, vendors().size()),
+                         [](const auto& chosen) { return std::string(vendors().at(chosen.param).name); });
+
+TEST_P(GpuFaults, EveryStepOfOpeningMayFail) {
+  setup_.devices = 2;
+  fake().reset(&setup_);
+  const int before = fake_state().contexts;  // those of devices that other tests left behind
+  std::vector<const char*> steps = vendor().more_steps_of_opening;
+  steps.insert(steps.end(), {symbols().device_count, symbols().device_name, symbols().device_pci_address,
+                             symbols().device_total_memory, symbols().granularity});
+  for (const char* symbol : steps) {
+    for (const int n : {1, 2}) {
+      if (n == 2 && std::string(symbol) == symbols().device_count) continue;
+      fake().fail(symbol, n, api::kNotInitialized, 1);
+      EXPECT_FALSE(open_driver().ok()) << symbol;
+      EXPECT_EQ(fake_state().contexts, before) << symbol;
+    }
+  }
+}
+
+TEST_P(GpuFaults, DevicesAreCounted) {
+  setup_.devices = 2;
+  fake().reset(&setup_);
+  DriverOptions options;
+  options.devices = 3;
+  EXPECT_EQ(open_driver(options).error(), ENODEV);
+  options.devices = 1;
+  EXPECT_EQ(must(open_driver(options))->devices().size(), 1U);
+  options.devices = 0;
+  EXPECT_EQ(must(open_driver(options))->devices().size(), 2U);
+  options.devices = -1;
+  EXPECT_EQ(open_driver(options).error(), EINVAL);
+  setup_.devices = 0;
+  fake().reset(&setup_);
+  EXPECT_EQ(open_driver().error(), ENODEV);
+}
+
+TEST_P(GpuFaults, PopulateIsAllOrNothing) {
+  open();
+  auto memory = must(device().create_memory());
+  auto range = must(memory->reserve(1024 * kMiB));
+  ASSERT_OK(memory->populate(0, kGranule));
+  const FakeGpuState before = fake_state();
+  struct Plan {
+    const char* symbol;
+    int n;
+    api::Code code;
+    int error;
+  };
+  for (const Plan& plan :
+       {Plan{symbols().memory_create, 1, api::kOutOfMemory, ENOSPC},
+        Plan{symbols().memory_create, 3, api::kOutOfMemory, ENOSPC},
+        Plan{symbols().memory_map, 1, api::kInvalidValue, EIO},
+        Plan{symbols().memory_map, 3, api::kOutOfMemory, ENOSPC},
+        Plan{symbols().memory_set_access, 1, api::kInvalidValue, EIO}, Plan{symbols().fill, 1, api::kInvalidValue, EIO},
+        Plan{symbols().stream_synchronize, 1, api::kInvalidValue, EIO}}) {
+    fake().fail(plan.symbol, plan.n, plan.code, 1);
+    const Status status = memory->populate(kGranule, 700 * kMiB);
+    EXPECT_EQ(status.error(), plan.error) << plan.symbol;
+    EXPECT_EQ(status.device_code(), plan.code) << plan.symbol;
+    EXPECT_NE(status.message().find("gpu 0: " + gpu::public_name(plan.symbol) + ": "), std::string::npos)
+        << status.message();
+    const FakeGpuState after = fake_state();
+    EXPECT_EQ(after.bytes_used, before.bytes_used) << plan.symbol;
+    EXPECT_EQ(after.handles, before.handles) << plan.symbol;
+    EXPECT_EQ(after.mappings, before.mappings) << plan.symbol;
+  }
+  EXPECT_OK(device().health());
+  EXPECT_OK(memory->populate(kGranule, 700 * kMiB));
+  EXPECT_EQ(fake_state().handles, 4);  // 256 + 256 + 188 MiB beside the first
+}
+
+TEST_P(GpuFaults, ReserveFailsAndTheEarlierRangeStays) {
+  open();
+  Filled filled = fill(8);
+  const FakeGpuState before = fake_state();
+  fake().fail(symbols().address_reserve, 1, api::kOutOfMemory, 1);
+  EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), ENOMEM);
+  for (const char* symbol : {symbols().memory_map, symbols().memory_set_access}) {
+    fake().fail(symbol, 1, api::kInvalidValue, 1);
+    EXPECT_EQ(filled.memory->reserve(64 * kGranule).error(), EIO);
+    EXPECT_EQ(fake_state().mappings, before.mappings);
+    EXPECT_EQ(fake_state().reservations, before.reservations);
+  }
+  EXPECT_EQ(filled.memory->reserve(kGranule).error(), EINVAL);  // smaller than what is there
+  EXPECT_EQ(filled.memory->reserve(0).error(), EINVAL);
+  expect_content(filled, 0, 8 * kGranule);
+  EXPECT_OK(filled.memory->populate(8 * kGranule, kGranule));
+}
+
+TEST_P(GpuFaults, NoAddressSpaceIsNoMemory) {
+  FakeGpuSetup setup;
+  setup.address_space_bytes = 64 * kMiB;
+  open(setup);
+  auto memory = must(device().create_memory());
+  EXPECT_EQ(memory->reserve(65 * kMiB).error(), ENOMEM);
+  EXPECT_OK(memory->reserve(64 * kMiB).status());
+}
+
+TEST_P(GpuFaults, SplittingFallsBackToKeepingThePiece) {
+  open();
+  struct Plan {
+    const char* symbol;
+    int n;
+    api::Code code;
+  };
+  // Out of memory for the copy is no failure: the memory goes back when all of the piece has been released.
+  for (const Plan& plan :
+       {Plan{symbols().memory_create, 1, api::kOutOfMemory}, Plan{symbols().memory_create, 2, api::kOutOfMemory},
+        Plan{symbols().memory_map, 1, api::kOutOfMemory}, Plan{symbols().memory_map, 4, api::kOutOfMemory},
+        Plan{symbols().memory_map, 6, api::kOutOfMemory}, Plan{symbols().memory_set_access, 5, api::kOutOfMemory}}) {
+    SCOPED_TRACE(std::string(plan.symbol) + " " + std::to_string(plan.n));
+    Filled filled = fill(8);
+    const FakeGpuState before = fake_state();
+    fake().fail(plan.symbol, plan.n, plan.code, 1);
+    EXPECT_OK(filled.memory->release(3 * kGranule, kGranule));
+    EXPECT_EQ(fake_state().bytes_used, before.bytes_used);
+    EXPECT_EQ(fake_state().mappings, before.mappings);
+    EXPECT_EQ(fake_state().reservations, before.reservations);
+    expect_content(filled, 0, 3 * kGranule);
+    expect_content(filled, 4 * kGranule, 4 * kGranule);
+    // The next release of a part tries again, and succeeds.
+    EXPECT_OK(filled.memory->release(6 * kGranule, kGranule));
+    EXPECT_EQ(fake_state().bytes_used, 6 * kGranule);
+    expect_content(filled, 0, 3 * kGranule);
+    expect_content(filled, 4 * kGranule, 2 * kGranule);
+    expect_content(filled, 7 * kGranule, kGranule);
+    EXPECT_OK(filled.memory->populate(3 * kGranule, kGranule));
+    std::vector<std::byte> fresh(kGranule);
+    EXPECT_OK(device().copy_out(fresh.data(), filled.range->base() + 3 * kGranule, kGranule));
+    EXPECT_EQ(fresh, std::vector<std::byte>(kGranule));
+  }
+}
+
+TEST_P(GpuFaults, SplittingReportsOtherFailures) {
+  open();
+  struct Plan {
+    const char* symbol;
+    int n;
+  };
+  // The first two unmappings are those of the place where the copy was made.
+  for (const auto& [symbol, n] :
+       {Plan{symbols().copy_on_device, 1}, Plan{symbols().stream_synchronize, 1}, Plan{symbols().memory_unmap, 3}}) {
+    SCOPED_TRACE(symbol);
+    Filled filled = fill(8);
+    fake().fail(symbol, n, api::kInvalidValue, 1);
+    EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
+    expect_content(filled, 0, 3 * kGranule);
+    expect_content(filled, 4 * kGranule, 4 * kGranule);
+    EXPECT_OK(device().health());
+  }
+}
+
+TEST_P(GpuFaults, AMappingThatIsLostPutsTheDeviceOutOfService) {
+  open();
+  Filled filled = fill(8);
+  fake().fail(symbols().memory_map, 3, api::kInvalidValue, 100);  // two for the copy, and then none any more
+  EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
+  EXPECT_EQ(device().health().error(), EIO);
+  EXPECT_NE(device().health().message().find("a mapping could not be restored"), std::string::npos);
+}
+
+TEST_P(GpuFaults, CopiesReportTheCode) {
+  open();
+  Filled filled = fill(2);
+  constexpr api::Code kNameless = 900;
+  std::byte byte{};
+  fake().fail(symbols().copy_to_host, 1, kNameless, 1);
+  const Status status = device().copy_out(&byte, filled.range->base(), 1);
+  EXPECT_EQ(status.error(), EIO);
+  EXPECT_EQ(status.device_code(), kNameless);
+  EXPECT_EQ(status.message(),
+            "gpu 0: " + gpu::public_name(symbols().copy_to_host) + ": " + vendor().unknown + " (900)");
+  EXPECT_OK(device().health());
+  EXPECT_OK(device().copy_out(&byte, filled.range->base(), 1));
+}
+
+TEST_P(GpuFaults, AFatalFailureStaysWithItsDevice) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  open(setup);
+  Filled filled = fill(2);
+  auto stream = must(device().create_stream());
+  auto event = must(device().create_event());
+  std::byte byte{};
+  fake().fail(symbols().stream_synchronize, 1, api::kIllegalAddress, 1);
+  const Status status = device().copy_out(&byte, filled.range->base(), 1);
+  EXPECT_EQ(status.error(), EIO);
+  EXPECT_EQ(status.device_code(), api::kIllegalAddress);
+  const Status health = device().health();
+  EXPECT_EQ(health.error(), EIO);
+  EXPECT_EQ(health.device_code(), api::kIllegalAddress);
+  EXPECT_EQ(health.message(), "out of service since gpu 0: " + gpu::public_name(symbols().stream_synchronize) + ": " +
+                                  vendor().illegal_address + " (700): as the test planned");
+  const int copies = fake().calls(symbols().copy_to_host);
+  EXPECT_EQ(device().copy_out(&byte, filled.range->base(), 1).error(), EIO);
+  EXPECT_EQ(fake().calls(symbols().copy_to_host), copies);  // the device is not asked any more
+  EXPECT_EQ(filled.memory->populate(4 * kGranule, kGranule).error(), EIO);
+  EXPECT_EQ(filled.memory->release(0, kGranule).error(), EIO);
+  EXPECT_EQ(event->query().error(), EIO);
+  EXPECT_EQ(stream->synchronize().error(), EIO);
+  EXPECT_EQ(device().memory().error(), EIO);
+  EXPECT_EQ(device().create_memory().error(), EIO);
+
+  EXPECT_OK(device(1).health());
+  auto memory = must(device(1).create_memory());
+  auto range = must(memory->reserve(kGranule));
+  ASSERT_OK(memory->populate(0, kGranule));
+  EXPECT_OK(device(1).copy_out(&byte, range->base(), 1));
+}
+
+TEST_P(GpuFaults, EveryFatalCodeIsSticky) {
+  for (const api::Code code : vendor().fatal) {
+    driver_.reset();
+    open();
+    fake().fail(symbols().stream_create, 1, code, 1);
+    EXPECT_EQ(device().create_stream().error(), EIO);
+    EXPECT_EQ(device().health().device_code(), code);
+    driver_.reset();
+  }
+  for (const api::Code code : vendor().harmless) {
+    driver_.reset();
+    open();
+    fake().fail(symbols().stream_create, 1, code, 1);
+    EXPECT_FALSE(device().create_stream().ok());
+    EXPECT_OK(device().health());
+  }
+}
+
+TEST_P(GpuFaults, PinningReportsWhatWentWrong) {
+  open();
+  std::vector<std::byte> memory(kMiB);
+  fake().fail(symbols().host_register, 1, api::kOutOfMemory, 1);
+  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), ENOMEM);
+  fake().fail(symbols().host_register, 1, api::kNotSupported, 1);
+  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), EOPNOTSUPP);
+  EXPECT_OK(device().health());
+}
+
+TEST_P(GpuFaults, EventsWaitUntilTheWorkIsDone) {
+  open();
+  Filled filled = fill(1);
+  auto stream = must(device().create_stream());
+  auto event = must(device().create_event());
+  std::vector<std::byte> back(64);
+  fake().hold(true);
+  ASSERT_OK(stream->copy_to_host(back.data(), filled.range->base(), back.size()));
+  ASSERT_OK(stream->record(*event));
+  EXPECT_FALSE(must(event->query()));
+  EXPECT_EQ(back, std::vector<std::byte>(64));  // queued, and not done
+  std::thread waiter([&] { EXPECT_OK(event->synchronize()); });
+  fake().hold(false);
+  waiter.join();
+  EXPECT_TRUE(must(event->query()));
+  EXPECT_TRUE(std::equal(back.begin(), back.end(), filled.data.begin()));
+  fake().fail(symbols().event_query, 1, api::kLaunchFailed, 1);
+  EXPECT_EQ(event->query().error(), EIO);
+  EXPECT_EQ(device().health().device_code(), api::kLaunchFailed);
+}
+
+TEST_P(GpuFaults, AStreamWaitsForAnothersEvent) {
+  open();
+  Filled filled = fill(1);
+  auto one = must(device().create_stream());
+  auto two = must(device().create_stream());
+  auto event = must(device().create_event());
+  std::vector<std::byte> data = pattern(4096, 5);
+  std::vector<std::byte> back(data.size());
+  fake().hold(true);
+  ASSERT_OK(one->copy_to_device(filled.range->base(), data.data(), data.size()));
+  ASSERT_OK(one->record(*event));
+  ASSERT_OK(two->wait(*event));
+  ASSERT_OK(two->copy_to_host(back.data(), filled.range->base(), back.size()));
+  fake().hold(false);
+  ASSERT_OK(two->synchronize());
+  EXPECT_EQ(back, data);
+}
+
+TEST_P(GpuFaults, PeersWithoutADirectWay) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  setup.peers = false;
+  open(setup);
+  Filled filled = fill(2);
+  EXPECT_EQ(device(0).copy_to_peer(device(1), 0, filled.range->base(), 1).error(), EOPNOTSUPP);
+}
+
+TEST_P(GpuFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
+  open();
+  Filled filled = fill(2);
+  ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
+  fake().fail(symbols().memory_export, 2, api::kInvalidValue, 1);
+  EXPECT_EQ(filled.memory->export_memory().error(), EIO);
+  // Nothing was exported, so nothing is fixed yet.
+  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
+  EXPECT_EQ(must(filled.memory->export_memory()).size(), 2U);
+  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
+}
+
+TEST_P(GpuFaults, PlainMemoryReportsNoSpace) {
+  FakeGpuSetup setup;
+  setup.virtual_memory = false;
+  setup.memory_bytes = 64 * kMiB;
+  open(setup);
+  EXPECT_TRUE(device().info().reserve_copies);
+  auto memory = must(device().create_memory());
+  auto range = must(memory->reserve(32 * kMiB));
+  ASSERT_OK(memory->populate(0, 32 * kMiB));
+  EXPECT_EQ(memory->reserve(40 * kMiB).error(), ENOSPC);
+  fake().fail(symbols().copy_on_device, 1, api::kInvalidValue, 1);
+  EXPECT_EQ(memory->reserve(32 * kMiB).error(), EIO);
+  EXPECT_EQ(fake_state().allocations, 1);
+  EXPECT_OK(memory->reserve(32 * kMiB).status());
+  EXPECT_EQ(memory->reserve(kGranule).error(), EINVAL);
+  EXPECT_EQ(fake_state().allocations, 2);  // `range` still shows the earlier one
+}
+
+}  // namespace
+}  // namespace gpufs::gpu_test
