@@ -80,6 +80,17 @@ Operations::Source Operations::classify(std::uint64_t fh, std::shared_ptr<OpenFi
   return *file ? Source::kNative : Source::kStale;
 }
 
+template <typename Arguments>
+std::shared_ptr<OpenFile> Operations::begin(const Request& request, Responder& responder, Arguments* in,
+                                            const std::uint64_t* fh, bool* answered) {
+  std::shared_ptr<OpenFile> file;
+  const bool whole = read_struct(request.message, sizeof(fuse_in_header), in);
+  const Source source = whole ? classify(*fh, &file) : Source::kStale;
+  *answered = source == Source::kStale;
+  if (*answered) responder.error(whole ? EBADF : EINVAL);
+  return file;
+}
+
 bool Operations::release(Request& request, Responder& responder) {
   fuse_release_in in{};
   if (!read_struct(request.message, sizeof(fuse_in_header), &in)) return false;
@@ -100,20 +111,9 @@ bool Operations::mark_listed(const Request& request) {
 
 bool Operations::read(Request& request, Responder& responder) {
   fuse_read_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  std::shared_ptr<OpenFile> file;
-  switch (classify(in.fh, &file)) {
-    case Source::kControl:
-      return false;
-    case Source::kStale:
-      responder.error(EBADF);
-      return true;
-    case Source::kNative:
-      break;
-  }
+  bool answered = false;
+  const std::shared_ptr<OpenFile> file = begin(request, responder, &in, &in.fh, &answered);
+  if (!file) return answered;
   if (!valid_range(in.offset, in.size)) {
     responder.error(EINVAL);
     return true;
@@ -169,20 +169,9 @@ void Operations::note_read(Inode& inode, std::uint64_t bytes) {
 
 bool Operations::write(Request& request, Responder& responder) {
   fuse_write_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  std::shared_ptr<OpenFile> file;
-  switch (classify(in.fh, &file)) {
-    case Source::kControl:
-      return false;
-    case Source::kStale:
-      responder.error(EBADF);
-      return true;
-    case Source::kNative:
-      break;
-  }
+  bool answered = false;
+  const std::shared_ptr<OpenFile> file = begin(request, responder, &in, &in.fh, &answered);
+  if (!file) return answered;
   const std::span<const std::byte> data = request.message.subspan(kWriteHeaderBytes);
   if (data.size() != in.size) {
     statistics_.bad_requests.add();
@@ -481,20 +470,9 @@ void Operations::end_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t 
 bool Operations::flush_or_fsync(Request& request, Responder& responder) {
   // Both begin with the handle. Memory has nothing to write back.
   std::uint64_t fh = 0;
-  if (!read_struct(request.message, sizeof(fuse_in_header), &fh)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  std::shared_ptr<OpenFile> file;
-  switch (classify(fh, &file)) {
-    case Source::kControl:
-      return false;
-    case Source::kStale:
-      responder.error(EBADF);
-      return true;
-    case Source::kNative:
-      break;
-  }
+  bool answered = false;
+  const std::shared_ptr<OpenFile> file = begin(request, responder, &fh, &fh, &answered);
+  if (!file) return answered;
   const bool writer = (file->flags & O_ACCMODE) != O_RDONLY;
   if (request.header.opcode == FUSE_FLUSH && writer && file->inode->buffer()->bytes_ahead() > 0) {
     // A descriptor is closed: what was taken for more to be written goes back before close(2) returns.

@@ -34,6 +34,11 @@ class Operations {
   enum class Source { kNative, kControl, kStale };
   // Whose handle this is. kNative fills in `file`.
   Source classify(std::uint64_t fh, std::shared_ptr<OpenFile>* file) const;
+  // The arguments of a request about one open file, whose handle they hold at `fh`, and that file. None where there is
+  // nothing more to do here: the request is answered, or it is the control plane's.
+  template <typename Arguments>
+  std::shared_ptr<OpenFile> begin(const Request& request, Responder& responder, Arguments* in, const std::uint64_t* fh,
+                                  bool* answered);
 
   bool mark_listed(const Request& request);  // access time of a directory; the listing itself is the control plane's
   bool read(Request& request, Responder& responder);
