@@ -11,12 +11,14 @@ Should it die otherwise, its guard takes the mount away (gpufs/guard.py).
 
 import argparse
 import errno
+import fcntl
 import functools
 import logging
 import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -41,6 +43,8 @@ _AUTOMATIC = ("cuda", "hip", "host")
 # Seconds at the end: for copies that were cancelled, and until a mount in use is detached instead of unmounted.
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
+# Seconds for another one who is mounting at the same place.
+_LOCK_PATIENCE = 5.0
 _BUSY_PAUSE = 0.05
 # Seconds until the next attempt to wait for other mount flags, where no thread can be started.
 _FLAGS_PAUSE = 1.0
@@ -112,15 +116,35 @@ def _is_there(entry: mounting.MountEntry) -> bool:
 
 
 @contextmanager
+def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
+    """Of two that are started for one place at once, the second finds the first one's mount. StartFailure for it."""
+    with ExitStack() as held:
+        with suppress(OSError):  # that cannot be opened, or locked
+            directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, directory)
+            deadline = time.monotonic() + _LOCK_PATIENCE
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # a lock that stays is somebody's for his own reasons
+                    time.sleep(_BUSY_PAUSE)
+        if mounting.entry_of(mountpoint) is not None:
+            raise StartFailure(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
+        yield
+
+
+@contextmanager
 def _mounted(request: Request) -> Iterator[int]:
     """The descriptor of a fresh mount, which is gone at the end, however that comes."""
     try:
-        fd = mounting.mount(
-            request.mountpoint,
-            source=request.source,
-            allow_other=bool(request.config["allow_other"]),
-            flags=request.flags,
-        )
+        with _nobody_else_mounts(request.mountpoint):
+            fd = mounting.mount(
+                request.mountpoint,
+                source=request.source,
+                allow_other=bool(request.config["allow_other"]),
+                flags=request.flags,
+            )
     except OSError as failure:
         raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
     entry = mounting.entry_of(request.mountpoint)

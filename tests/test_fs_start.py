@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,51 @@ def test_a_mount_that_does_not_answer_is_a_failure(mountpoint: str) -> None:
     assert answers[0]["error"] == errno.EIO
     assert str(answers[0]["message"]).startswith(f"{mountpoint}: mounted, but does not answer: ")
     assert mounting.entry_of(mountpoint) is None
+
+
+def test_of_two_for_one_place_the_second_is_refused(mountpoint: str, tmp_path: Path) -> None:
+    """It has seen nothing there; when its turn comes, the first one's mount stands there."""
+    wait = (
+        "import fcntl, time\n"
+        "from pathlib import Path\n"
+        "def wait_for(name):\n"
+        f"    while not Path({str(tmp_path)!r}, name).exists():\n"
+        "        time.sleep(0.01)\n"
+        f"def tell(name):\n    Path({str(tmp_path)!r}, name).touch()\n"
+    )
+    first = wait + (
+        "old_mount, old_give = mounting.mount, daemon.Answer.give\n"
+        "def mount(*arguments, **named):\n"
+        "    tell('mounting')\n"
+        "    wait_for('waiting')\n"
+        "    return old_mount(*arguments, **named)\n"
+        "def give(self, fields):\n"
+        "    given = old_give(self, fields)\n"
+        "    wait_for('refused')\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return given\n"
+        "mounting.mount, daemon.Answer.give = mount, give"
+    )
+    second = wait + (
+        "wait_for('mounting')\n"
+        "old_flock = fcntl.flock\n"
+        "def flock(*arguments):\n"
+        "    tell('waiting')\n"
+        "    return old_flock(*arguments)\n"
+        "fcntl.flock = flock\n"
+        "daemon._LOCK_PATIENCE = 60"
+    )
+    with ThreadPoolExecutor(1) as executor:
+        started = executor.submit(start, mountpoint, first)
+        try:
+            code, answers, said = start(mountpoint, second)
+        finally:
+            (tmp_path / "refused").touch()
+        assert code == 1, said
+        assert answers == [{"error": errno.EBUSY, "message": f"{mountpoint}: gpufs is mounted there already"}]
+        code, answers, said = started.result()
+    assert code == 0, said
+    assert answers[0]["ok"] is True
 
 
 def test_a_copy_service_that_fails_costs_no_mount(mountpoint: str) -> None:

@@ -10,7 +10,7 @@ from gpufs import mounting
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
 
-_PATIENCE: Final = 2.0  # seconds for the answer of a mount that is in the way
+_PATIENCE: Final = 5.0  # seconds for the answer of a mount that is in the way
 # What the mount's own process, and whoever is to unmount it, must go on finding.
 _NEEDED: Final = ("/bin", "/dev", "/etc", "/lib", "/proc", "/run", "/sbin", "/sys", "/usr")
 # Directories that the kernel makes, and that programs look into for what it says.
