@@ -20,7 +20,7 @@ from gpufs.cli import _mounts
 from gpufs.mounting import mounts
 from support import watchdog
 from support.data import GIB, MIB
-from support.processes import NOBODY, PATIENCE, SESSION_VARIABLE, wait_until
+from support.processes import NOBODY, PATIENCE, PATIENT, SESSION_VARIABLE, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "gpufs-tests-"
@@ -53,6 +53,7 @@ class Session:
         os.environ[SESSION_VARIABLE] = self.name
         # The repository must be importable wherever a test's daemon is started from, also as another user.
         os.environ["PYTHONPATH"] = str(REPOSITORY)
+        os.environ.update(PATIENT)
 
     def tell(self, **command: Any) -> None:
         assert self._process.stdin is not None

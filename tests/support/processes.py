@@ -136,6 +136,8 @@ def unhurried(seconds: float) -> float:
 # What must come about is given this many seconds at least: on a machine that does much else, an end that comes late is
 # no failure, and waiting for one that comes early costs nothing.
 PATIENCE = 60.0
+# The same for commands that wait for a mount: what they say where it does not answer has tests of its own.
+PATIENT = {"GPUFS_STATUS_TIMEOUT": "60", "GPUFS_UMOUNT_TIMEOUT": "60"}
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -239,6 +241,7 @@ def plain_user() -> Iterator[dict[str, str]]:
             "LANG": "C.UTF-8",
             "XDG_RUNTIME_DIR": home,
             "PYTHONDONTWRITEBYTECODE": "1",
+            **PATIENT,
         }
     finally:
         os.chmod("/dev/fuse", before)
