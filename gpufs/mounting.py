@@ -91,7 +91,7 @@ def mounts(pid: str = "self") -> list[MountEntry]:
     OSError where ``pid`` is another's process, or has ended.
     """
     found: dict[str, MountEntry | None] = {}
-    with open(f"/proc/{pid}/mountinfo", encoding=None, errors="surrogateescape") as file:
+    with open(f"/proc/{pid}/mountinfo", errors="surrogateescape", newline="\n") as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
             separator = fields.index("-", 6)
@@ -115,7 +115,7 @@ def mounts(pid: str = "self") -> list[MountEntry]:
 
 def mountpoints() -> list[str]:
     """Where this process can see anything mounted, of whatever kind."""
-    with open("/proc/self/mountinfo", encoding=None, errors="surrogateescape") as file:
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
         return [_undo_escapes(line.split(" ")[4]) for line in file]
 
 
@@ -127,7 +127,7 @@ def entry_of(mountpoint: str) -> MountEntry | None:
 def filesystem_type(device: int) -> str | None:
     """What kind of file system has this st_dev; None where no mount shows it under that number."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
         for line in file:
             fields = line.split(" ")
             if fields[2] == number:

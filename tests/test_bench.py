@@ -13,7 +13,7 @@ from support.mounting import REPOSITORY
 
 def test_a_short_run_of_everything(tmp_path: Path) -> None:
     words = "--trace-rounds 2 --rounds 1 --seconds 0.02 --blocks 4K,1M --streams 1,2 --file-bytes 4M --threads --json"
-    mounts = Path("/proc/self/mountinfo").read_text().count("gpufs-bench-")
+    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-")
     done = subprocess.run(
         [sys.executable, "-m", "bench", *words.split(), str(tmp_path / "out.json")],
         cwd=REPOSITORY,
@@ -33,7 +33,7 @@ def test_a_short_run_of_everything(tmp_path: Path) -> None:
     assert "gpufs/pyfuse3" in done.stdout
     assert {state: len(values) for state, values in document["trace_seconds_per_read"].items()} == {"off": 2, "on": 2}
     assert "while it is recorded" in done.stdout
-    assert Path("/proc/self/mountinfo").read_text().count("gpufs-bench-") <= mounts
+    assert Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-") <= mounts
 
 
 def test_a_short_run_of_submissions(tmp_path: Path) -> None:

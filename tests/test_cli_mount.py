@@ -50,14 +50,17 @@ def test_relative_paths_and_links(mountpoint: Path, tmp_path: Path) -> None:
 
 
 def test_strange_names(tmp_path: Path) -> None:
-    """Blanks, newlines, backslashes and bytes that are no text, as mountinfo escapes them."""
-    path = os.fsencode(tmp_path) + b"/a b\tc\\134\n\xff"
+    """Blanks, newlines, backslashes, which mountinfo escapes; returns and bytes that are no text, which it does not."""
+    path = os.fsencode(tmp_path) + b"/a b\tc\\134\n\r\xff"
     os.mkdir(path)
     try:
         gpufs("mount", os.fsdecode(path), "--driver", "host", "--memory", "64M")
         listed = json.loads(gpufs("status", "--json").stdout)
         assert os.fsdecode(path) in [status["mountpoint"] for status in listed]
         gpufs("status")
+        (tmp_path / "source").write_bytes(bytes(300_000))
+        copied = gpufs("cp", "--json", tmp_path / "source", os.fsdecode(path) + "/gpu0/copy")
+        assert json.loads(copied.stdout)["methods"] == {"transfer": 1}
     finally:
         gpufs("umount", os.fsdecode(path))
 

@@ -24,7 +24,7 @@ pytestmark = [
 
 def flags_of(path: Path) -> set[str]:
     """The flags of the uppermost mount at a path, as the kernel lists them."""
-    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
     return set([fields[5] for fields in lines if fields[4] == str(path)][-1].split(","))
 
 

@@ -77,7 +77,9 @@ def test_a_plain_user_mounts_uses_and_unmounts(mount: Mounter, user: User) -> No
     assert as_other(lambda: errno_of(os.stat, mounted.device)) == EACCES
     assert as_other(lambda: errno_of(os.listdir, mounted.path)) == EACCES
     assert errno_of(os.stat, mounted.device) == EACCES
-    assert "nosuid" in Path("/proc/self/mountinfo").read_text().split(str(mounted.path))[1].split("\n")[0]
+    assert (
+        "nosuid" in Path("/proc/self/mountinfo").read_text(errors="replace").split(str(mounted.path))[1].split("\n")[0]
+    )
     mounted.unmount()
 
 
@@ -151,7 +153,9 @@ def test_a_plain_user_lets_others_in_where_root_allows_it(user: User, mountpoint
 def test_options_of_a_plain_users_mount(user: User, mountpoint: Path) -> None:
     gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M", "-o", "ro,noexec,relatime")
     try:
-        (line,) = [x for x in Path("/proc/self/mountinfo").read_text().splitlines() if str(mountpoint) in x]
+        (line,) = [
+            x for x in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines() if str(mountpoint) in x
+        ]
         assert {"ro", "noexec", "nosuid", "nodev"} <= set(line.split()[5].split(","))
         assert as_nobody(lambda: errno_of((mountpoint / "gpu0/file").write_bytes, b"x")) == EROFS
         done = gpufs(user, "mount-helper", "gpufs", mountpoint, "-o", "remount,rw", check=False)

@@ -37,7 +37,7 @@ def _unescape(text: str) -> str:
 def mount_points() -> list[MountPoint]:
     """Where gpufs is mounted, as this process sees it; asks no mount anything."""
     found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for line in file:
             before, _, after = line.rstrip("\n").partition(" - ")
             words = before.split(" ")

@@ -20,7 +20,7 @@ def file_systems(path: Path) -> set[str]:
     """The types of the mounts on the path's device."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo") as mounts:
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as mounts:
         return {line.split(" - ")[1].split()[0] for line in mounts if line.split()[2] == number}
 
 

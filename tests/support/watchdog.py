@@ -30,9 +30,9 @@ CONNECTIONS = Path("/sys/fs/fuse/connections")
 def mounted_at(path: str) -> list[tuple[str, str]]:
     """The mounts at path, oldest first, as (minor device number, file system type). Never asks the file system."""
     found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
-            fields = line.split()
+            fields = line.split(" ")
             if fields[4].replace("\\040", " ") == path:
                 found.append((fields[2].split(":")[1], fields[fields.index("-") + 1]))
     return found
