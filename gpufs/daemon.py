@@ -185,7 +185,7 @@ class Daemon:
             _refuse_itself(path, self._request.mountpoint)
         runtime = runtime_directory(allow_other=bool(values["allow_other"]))
         with ExitStack() as parts:
-            counters = CountersFile(runtime)
+            counters = CountersFile(runtime, self._request.mountpoint)
             service.sweep(runtime)
             parts.callback(counters.remove)
             opened, driver, notes = _open_engine(values["driver"], values, counters.path)

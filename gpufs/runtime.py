@@ -57,10 +57,10 @@ class CountersFile:
     The engine makes it before there is a mount to name it after.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, mountpoint: str) -> None:
         self._folder = folder
         self.path = os.path.join(folder, statistics.file_name(os.getpid(), "new"))
-        statistics.sweep(Path(folder), [entry.device for entry in mounting.mounts()])
+        statistics.sweep(Path(folder), [entry.device for entry in mounting.mounts()], mountpoint)
 
     def belongs_to(self, device: str) -> None:
         """The mount has this device number, "major:minor"."""

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import struct
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,10 @@ _TEXT: Final = 256
 _SCALARS: Final = 8  # words of a block before its arrays
 _SECOND: Final = 1e9
 _SUFFIX: Final = ".stats"
+_ASIDE: Final = "left"
+_LONGEST_TEXT: Final = 4096
+_KEPT_SECONDS: Final = 3600.0  # of the last counters of a mount whose process died
+_KEPT_FILES: Final = 16
 
 
 class StatisticsError(ValueError):
@@ -371,7 +376,7 @@ def read_mount(device: str, uid: int) -> Statistics:
 def read_left_behind(mountpoint: str, uid: int) -> Statistics | None:
     """The last counters of a user's mount at this path whose process died and that is gone; None where there are none.
 
-    They stay until the user's next mount.
+    They stay until the user's next mount there, or for an hour.
     """
     newest: tuple[int, Statistics] | None = None
     for folder in folders(uid):
@@ -395,24 +400,61 @@ def remove_dead(device: str, uid: int) -> None:
         _remove_if_dead(path)
 
 
-def sweep(folder: Path, devices: Iterable[str]) -> None:
-    """Removes what dead processes left in a folder, except for the mounts with these device numbers."""
+def sweep(folder: Path, devices: Iterable[str], mountpoint: str = "") -> None:
+    """Removes what dead processes left in a folder.
+
+    Except for the mounts with these device numbers; and the last counters of mounts at other places than
+    ``mountpoint`` stay for an hour, so that one who looks why a mount died is not too late because of another one.
+    """
     keep = tuple(f"-{device.replace(':', '-')}{_SUFFIX}" for device in devices)
+    kept: list[tuple[float, Path]] = []
     for path in _listed(folder):
-        if path.name.endswith(_SUFFIX) and not path.name.endswith(keep):
+        if not path.name.endswith(_SUFFIX) or path.name.endswith(keep):
+            continue
+        died = _died_elsewhere(path, mountpoint)
+        if died is not None and time.time() - died < _KEPT_SECONDS:
+            kept.append((died, _put_aside(path)))
+        else:
             _remove_if_dead(path)
+    for _, path in sorted(kept, reverse=True)[_KEPT_FILES:]:
+        _remove_if_dead(path)
+
+
+def _died_elsewhere(path: Path, mountpoint: str) -> float | None:
+    """When a dead process last wrote what it tells beside its counters; None unless it served a mount elsewhere."""
+    try:
+        with open(path, "rb", buffering=0, opener=_open_carefully) as file:
+            data = b"" if _is_locked(file.fileno()) else file.read(_TEXT + _LONGEST_TEXT)
+    except OSError:
+        return None
+    if len(data) < _TEXT or not data.startswith(MAGIC):
+        return None
+    *_, text_bytes, _, updated = _HEADER.unpack_from(data)
+    try:
+        served = json.loads(data[_TEXT : _TEXT + text_bytes])["mountpoint"]
+    except (ValueError, LookupError, TypeError):
+        return None  # it died before there was a mount, or writes another format
+    return None if served == mountpoint else updated / _SECOND
+
+
+def _put_aside(path: Path) -> Path:
+    """Takes the device's number out of the name, which belongs to the next mount that gets it. Returns the new name."""
+    aside = path.with_name(f"{path.name.partition('-')[0]}-{_ASIDE}{_SUFFIX}")
+    try:
+        return path.rename(aside)
+    except OSError:
+        return path  # somebody else's, or gone
+
+
+def _open_carefully(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _remove_if_dead(path: Path) -> None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        # A file whose first bytes are not there yet is of a process that is just making it.
-        if os.pread(fd, len(MAGIC), 0) == MAGIC and not _is_locked(fd):
-            os.unlink(path)
+        with open(path, "rb", buffering=0, opener=_open_carefully) as file:
+            # A file whose first bytes are not there yet is of a process that is just making it.
+            if file.read(len(MAGIC)) == MAGIC and not _is_locked(file.fileno()):
+                os.unlink(path)
     except OSError:
         pass  # somebody else's, or gone
-    finally:
-        os.close(fd)

@@ -48,7 +48,7 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
 
     All of them, or MOUNTPOINT: bytes, operations and failures by device and by the way that the bytes took, pinned
     memory, and why copies did not take the fastpath. The last counters of a mount whose process was killed stay until
-    `gpufs umount` of it or your next mount.
+    `gpufs umount` of it, your next mount there, or for an hour.
     """
     timeout: float = settings("stats", arguments)["status_timeout"]
     pause = None if watch is None else _pause(watch)
