@@ -83,17 +83,26 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
         notes = (
             [f"no GPU was found ({'; '.join(reasons)}): host memory is used"] if driver == "host" and reasons else []
         )
+        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if largest != resource.RLIM_INFINITY:
+            notes.append(f"no file that the mount holds or writes can have more than {largest} bytes (ulimit -f)")
         return opened, driver, notes
     raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
 
 def _set_limits(*, core_dumps: bool) -> None:
-    """Many descriptors, for each buffer may have some; a core file only where it is wanted.
+    """Many descriptors, for each buffer may have some; files of any size; a core file only where it is wanted.
 
+    The size of files: the host driver's devices are made of some, and the kernel holds each client to its own limit.
     The devices' memory and what moves through pinned memory are in no core file: their mappings are marked so.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    except (ValueError, PermissionError):  # without CAP_SYS_RESOURCE
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most if core_dumps else 0, most))
 

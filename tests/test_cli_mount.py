@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.cli import gpufs
-from support.mounting import GpufsMount, Mounter
+from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import has_ended, plain_user, run, wait_until
 from support.users import user_gpufs
 from support.watchdog import mounted_at, rescue
@@ -195,6 +195,31 @@ def test_as_a_plain_user() -> None:
             assert status["state"] == "no permission"
             assert status["pid"] == _mounts.daemons(str(path))[0]
             as_user("umount", path)
+        finally:
+            if mounted_at(str(path)):
+                rescue(str(path), None)
+
+
+def test_limits_on_files_are_not_the_mounts(mountpoint: Path) -> None:
+    """ulimit -f of the shell that mounts. A plain user, who cannot lift a hard limit, is told."""
+    words = ("mount", mountpoint, "--driver", "host", "--memory", "64M")
+    done = run("prlimit", f"--fsize={1 << 20}:", *GPUFS, *words)
+    try:
+        assert done.stderr == ""
+        (mountpoint / "gpu0/file").write_bytes(bytes(3 << 20))
+    finally:
+        gpufs("umount", mountpoint)
+    with plain_user() as environment:
+        command, environment = user_gpufs(environment)
+        path = Path(environment["HOME"]) / "mnt"
+        path.mkdir()
+        os.chown(path, NOBODY, NOBODY)
+        user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
+        try:
+            done = run("prlimit", f"--fsize={1 << 20}", *command, "mount", path, *words[2:], **user)
+            assert "more than 1048576 bytes (ulimit -f)" in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+            run(*command, "umount", path, **user)
         finally:
             if mounted_at(str(path)):
                 rescue(str(path), None)

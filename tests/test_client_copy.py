@@ -425,6 +425,9 @@ def test_cp_no_clobber_and_verbose(fake: FakeMount, cp: Any) -> None:
     assert code == 0
     assert output.startswith(f"{source} -> {target}: {bytes_text(BIG)}, ")
     assert output.endswith(f"/s (fallback {bytes_text(BIG)})\n")
+    code, output, errors = cp("-v", "--json", source, target)
+    assert (code, json.loads(output)["bytes"]) == (0, BIG)  # JSON stands alone
+    assert errors.startswith(f"{source} -> {target}: ")
 
 
 def test_cp_goes_on_after_a_failure(fake: FakeMount, cp: Any) -> None:

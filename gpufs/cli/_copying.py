@@ -123,6 +123,7 @@ class _Run:
         self._copier = copier
         self._recursive: bool = options["recursive"]
         self._verbose: bool = options["verbose"]
+        self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON stands alone
         self._show = show
         self._cancel = Cancellation()
         self._queue: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
@@ -255,7 +256,7 @@ class _Run:
             served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
             rate = f"{bytes_text(int(result.bytes / max(result.seconds, 1e-9)))}/s"
             self._print(
-                f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})", sys.stdout
+                f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})", self._lines
             )
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:

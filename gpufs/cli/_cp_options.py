@@ -38,7 +38,7 @@ OPTIONS: Final = (
         ("auto", "off", "require"),
         "auto|off|require",
     ),
-    Option("-v --verbose", "Print a line for each file copied."),
+    Option("-v --verbose", "Print a line for each file copied, with --json on standard error."),
     Option("--json", "Print a JSON object that tells what was copied, and how."),
     Option("--progress", "Draw a progress bar, also where standard error is not a terminal."),
     Option("--no-progress", "Draw none."),
