@@ -28,7 +28,8 @@ from gpufs import cli
 def test_wrong_command_lines(arguments: list[str], words: str) -> None:
     line = fails(2, *arguments)
     assert words in line
-    assert "--help)" in line
+    named = f"{arguments[0]} " if arguments[0] in ("mount", "umount", "status") else ""
+    assert f"(see gpufs {named}--help)" in line
 
 
 @pytest.mark.parametrize(

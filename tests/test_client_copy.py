@@ -241,6 +241,17 @@ def test_the_daemon_dies_in_the_middle(fake: FakeMount) -> None:
     wait_until(fake.quiet)
 
 
+@pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ECONNABORTED])
+def test_a_mount_that_has_died_is_called_dead(fake: FakeMount, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def dead(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", dead)
+    with pytest.raises(CopyError, match="the daemon of the gpufs mount has died") as failed:
+        client.copy(fake.file("source", b"small"), fake.folder)
+    assert failed.value.errno == code
+
+
 def test_many_threads_share_a_copier(fake: FakeMount) -> None:
     contents = [os.urandom(MIB // 2 + n) for n in range(24)]
     sources = [fake.file(f"s{n}", content) for n, content in enumerate(contents)]

@@ -147,6 +147,21 @@ def test_arguments_of_batches_and_settings_are_named(host: engine.Engine, file: 
         assert file.read(buffer, 10, sparse=1 << 40) == 10  # as true as anything
 
 
+@pytest.mark.parametrize("address", [0, -1, 1 << 64, 1.5, "x", None])
+def test_late_numbers_that_are_nowhere(host: engine.Engine, file: engine.BackingFile, address: Any) -> None:
+    late = engine.Late(address)
+    with engine.Buffer(host) as buffer:
+        calls: list[Callable[[], object]] = [
+            lambda: file.read_async(buffer, late),
+            lambda: file.read_async(buffer, 8, late),
+            lambda: file.read_async(buffer, 8, 0, late),
+            lambda: file.read_async(buffer, 8, count=late),
+        ]
+        for call in calls:
+            with pytest.raises((TypeError, ValueError), match=r"^address: "):
+                call()
+
+
 def test_wrong_objects_are_named(host: engine.Engine, file: engine.BackingFile) -> None:
     wrong: Any = None
     with pytest.raises(TypeError, match="engine: NoneType is not Engine"):

@@ -66,7 +66,9 @@ def _run_program(words: list[str]) -> Any:
         print(error.format_message(), file=sys.stderr)
         return 2
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "gpufs"
+        # Of an option that lacks its value click does not say whose it is.
+        named = f"gpufs {words[0]}" if words and words[0] in program.list_commands(click.Context(program)) else "gpufs"
+        command = error.ctx.command_path if error.ctx else named
         complain(f"{_one_line(error.format_message())} (see {command} --help)")
         return 2
     except ConfigError as error:

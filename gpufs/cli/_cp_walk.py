@@ -10,6 +10,7 @@ import os
 import stat
 
 from gpufs.cli._errors import Failure
+from gpufs.client._outcome import text_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,13 +45,6 @@ def targets(sources: Sequence[str], destination: str, *, no_target_directory: bo
     for source in sources:
         name = os.path.basename(source.rstrip("/")) or "."
         yield source, os.path.join(destination, "." if name == ".." else name) if is_directory else destination
-
-
-def text_of(error: OSError) -> str:
-    """A failure in words."""
-    if error.errno == errno.ENOTCONN:
-        return "the daemon of the gpufs mount has died (gpufs umount cleans up)"
-    return error.strerror or str(error)
 
 
 class Walk:

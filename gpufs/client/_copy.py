@@ -19,7 +19,7 @@ from _thread import allocate_lock
 from gpufs.client import _ends, _find, _linux
 from gpufs.client._connection import Cancellation, Connection
 from gpufs.client._find import MountPoint
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.client._protocol import LOAD, STORE, Progress
 
 TYPE_CHECKING = False
@@ -171,9 +171,8 @@ class Copier:
                 except CopyError:
                     raise
                 except OSError as error:
-                    code, text = error.errno or errno.EIO, error.strerror or str(error)
                     counts = {"bytes_done": moved.done, "bytes_total": moved.total}
-                    raise CopyError(code, text, destination, None, **counts) from None
+                    raise CopyError(error.errno or errno.EIO, text_of(error), destination, None, **counts) from None
         seconds = time.monotonic() - began
         return CopyResult(
             source, destination, moved.done, seconds, moved.method, moved.paths or {}, moved.refusals, digest
@@ -281,13 +280,10 @@ class Copier:
             except OSError:
                 pass  # its mount has died: there is nothing left to keep consistent
         code = error.errno or errno.EIO
-        text = error.strerror or str(error)
-        if code == errno.ENOTCONN:
-            text = "the daemon of the gpufs mount has died (gpufs umount cleans up)"
         names = (one.destination, None) if code in _DESTINATIONS else (one.source, one.destination)
         return CopyError(
             code,
-            text,
+            text_of(error),
             *names,
             bytes_done=moved.done,
             bytes_total=moved.total,

@@ -7,14 +7,11 @@ import os
 import stat
 
 from gpufs.client import _linux
-from gpufs.client._outcome import CopyError
+from gpufs.client._outcome import CopyError, text_of
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
-    text = ""
-    if error.errno == errno.ENOTCONN:
-        text = "the daemon of the gpufs mount has died (gpufs umount cleans up)"
-    return CopyError(error.errno or errno.EIO, text, path)
+    return CopyError(error.errno or errno.EIO, text_of(error), path)
 
 
 def open_source(path: str) -> tuple[int, os.stat_result]:

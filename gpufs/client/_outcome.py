@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 TYPE_CHECKING = False
@@ -10,6 +11,17 @@ if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
     from gpufs.client._record import dataclass
+
+
+# What the kernel answers for a mount whose connection has ended.
+_DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def text_of(error: OSError) -> str:
+    """A failure in words."""
+    if error.errno in _DEAD:
+        return "the daemon of the gpufs mount has died (gpufs umount cleans up)"
+    return error.strerror or str(error)
 
 
 class CopyError(OSError):

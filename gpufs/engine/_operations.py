@@ -241,7 +241,10 @@ def native_handle(stream: StreamLike) -> int:
 def _place(number: Any, *, writable: bool) -> tuple[int, object]:
     """The address of a 64-bit number, and what keeps it there."""
     if isinstance(number, Late):
-        return number.address, number.keep
+        address = unsigned("address", number.address)
+        if address == 0:
+            raise ValueError("address: there is no number at 0")
+        return address, number.keep
     if isinstance(number, ctypes._SimpleCData):
         if ctypes.sizeof(number) != _NUMBER_BYTES:
             raise ValueError("a late number has 64 bits")
