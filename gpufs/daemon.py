@@ -119,8 +119,14 @@ def _set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozens
 
 
 def _is_there(entry: mounting.MountEntry) -> bool:
-    """Whether this very mount can be seen: it may be gone, another may stand in its place, or hide it."""
-    now = mounting.entry_of(entry.mountpoint)
+    """Whether this very mount can be seen: it may be gone, another may stand in its place, or hide it.
+
+    So it seems, too, where nobody can look, for want of descriptors or memory: unmounting it tells.
+    """
+    try:
+        now = mounting.entry_of(entry.mountpoint)
+    except OSError:
+        return True
     return now is not None and now.identity == entry.identity
 
 
@@ -452,14 +458,18 @@ class Daemon:
     async def _watch_flags(self, mount: engine.Mount, entry: mounting.MountEntry) -> None:
         """A remount may change which reads set access times."""
         changes = mounting.Changes()
+        seen = True
         while True:
             try:
-                # Left behind at the end: the unmounting itself lets it go.
-                await threads.run(changes.wait, abandon_on_cancel=True)
-            except OSError:  # no thread can be started: what changes meanwhile is told later
+                if seen:
+                    # Left behind at the end: the unmounting itself lets it go.
+                    await threads.run(changes.wait, abandon_on_cancel=True)
+                seen = False
+                now = mounting.entry_of(entry.mountpoint)
+            except OSError:  # no thread, no descriptor, no memory: what has changed is looked at later
                 await trio.sleep(_FLAGS_PAUSE)
                 continue
-            now = mounting.entry_of(entry.mountpoint)
+            seen = True
             if now is not None and now.identity == entry.identity and now.flags != entry.flags:
                 entry = now
                 _set_access_times(mount, entry.flags)

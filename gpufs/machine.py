@@ -3,6 +3,7 @@
 Reads /proc and /sys alone; nothing here is cached, opened or started.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     """(limit, bytes that could still be used) of every memory cgroup from our own up to the root."""
     found = []
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).rstrip("\n").split("\n")
     except OSError:
         return []
     for line in lines:

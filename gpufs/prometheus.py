@@ -11,6 +11,7 @@ _TIME_BOUNDS: Final = tuple(1 << power for power in range(9, 38))  # 512 ns to 1
 
 
 def _label(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # names of files are bytes, the format is UTF-8
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -62,7 +62,7 @@ _SUFFIX: Final = ".stats"
 _ASIDE: Final = "left"
 _LONGEST_TEXT: Final = 4096
 _KEPT_SECONDS: Final = 3600.0  # of the last counters of a mount whose process died
-_KEPT_FILES: Final = 16
+_KEPT_FILES: Final = 64
 
 
 class StatisticsError(ValueError):

@@ -51,7 +51,7 @@ def test_relative_paths_and_links(mountpoint: Path, tmp_path: Path) -> None:
 
 def test_strange_names(tmp_path: Path) -> None:
     """Blanks, newlines, backslashes, which mountinfo escapes; returns and bytes that are no text, which it does not."""
-    path = os.fsencode(tmp_path) + b"/a b\tc\\134\n\r\xff"
+    path = os.fsencode(tmp_path) + b"/a b\tc\\134\n#\r\v\f\x1c\xc2\x85\xe2\x80\xa8\xff"
     os.mkdir(path)
     try:
         gpufs("mount", os.fsdecode(path), "--driver", "host", "--memory", "64M")
@@ -61,6 +61,9 @@ def test_strange_names(tmp_path: Path) -> None:
         (tmp_path / "source").write_bytes(bytes(300_000))
         copied = gpufs("cp", "--json", tmp_path / "source", os.fsdecode(path) + "/gpu0/copy")
         assert json.loads(copied.stdout)["methods"] == {"transfer": 1}
+        for name in (b"status", b"stats", b"metrics"):
+            with open(path + b"/.gpufs/" + name, encoding="utf-8") as file:
+                assert file.read()
     finally:
         gpufs("umount", os.fsdecode(path))
 

@@ -216,6 +216,11 @@ def test_no_descriptors_for_the_daemon(mount: Mounter, reference: Path) -> None:
         failed = [errno_of((mounted.device / f"file{n}").write_bytes, noise(4 * MIB)) for n in range(30)]
         assert {EMFILE, ENFILE} & set(failed)
         assert set(failed) <= {0, EMFILE, ENFILE}
+        # What others mount meanwhile is nothing to fail for, though it cannot be looked at.
+        (reference / "other").mkdir()
+        for _ in range(3):
+            run("mount", "-t", "tmpfs", "tmpfs", reference / "other")
+            run("umount", reference / "other")
         assert_same(read_all(mounted.device / "kept"), noise(4 * MIB))
         # Without its service a copy goes through the mount, or fails as cp would.
         run(*GPUFS, "cp", mounted.device / "kept", reference / "out")
@@ -224,6 +229,14 @@ def test_no_descriptors_for_the_daemon(mount: Mounter, reference: Path) -> None:
     wait_until(lambda: is_empty(mounted), 20, "all of it to be given back")
     run(*GPUFS, "cp", reference / "source", mounted.device / "again")
     mounted.unmount()
+
+
+def test_the_end_without_descriptors(mount: Mounter) -> None:
+    mounted = mount()
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (3, 3))
+    mounted.signal(signal.SIGTERM)
+    assert mounted.daemon.wait(60) == 0
+    assert not mounted.mounted()
 
 
 def test_no_room_on_the_disk_of_the_log(mount: Mounter, reference: Path) -> None:
