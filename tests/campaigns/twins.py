@@ -310,13 +310,22 @@ def chmod_descriptor(side: Side, slot: int, mode: int) -> None:
     os.fchmod(side.fds[slot], mode)
 
 
+def ask_tmpfs_alone(found: os.stat_result, uid: int, gid: int) -> None:
+    """OSError where chown(2) is to change nothing of somebody else's file, and tmpfs alone is asked for its mode."""
+    marked = found.st_mode & (stat.S_ISGID | stat.S_IXGRP) == stat.S_ISGID
+    if (uid, gid) == (-1, -1) and marked and os.geteuid() not in (0, found.st_uid):
+        raise OSError(errno.ENODATA, "")
+
+
 @operation(8, a_name, an_owner, an_owner, one_of(True, False))
 def chown(side: Side, name: bytes, uid: int, gid: int, follow: bool) -> None:
+    ask_tmpfs_alone(os.stat(side.path(name), follow_symlinks=follow), uid, gid)
     os.chown(side.path(name), uid, gid, follow_symlinks=follow)
 
 
 @operation(2, a_slot, an_owner, an_owner)
 def chown_descriptor(side: Side, slot: int, uid: int, gid: int) -> None:
+    ask_tmpfs_alone(os.fstat(side.fds[slot]), uid, gid)
     os.fchown(side.fds[slot], uid, gid)
 
 
