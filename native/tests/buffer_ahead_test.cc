@@ -219,6 +219,59 @@ TEST_F(BufferAheadTest, WhatIsOnItsWayBackIsWaitedFor) {
   EXPECT_EQ(error, 0);
 }
 
+TEST_F(BufferAheadTest, WhoeverUsesWhatWouldMoveIsNotWaitedForLong) {
+  plan->span = 64 * kGranule;  // giving back a part moves all of a file
+  start(256 * kMiB);
+  const auto used_one = grown(17);
+  const auto idle = grown(17);
+  ASSERT_GT(used_one->bytes_ahead(), 0U);
+  ASSERT_GT(idle->bytes_ahead(), 0U);
+  const std::uint64_t ahead = used_one->bytes_ahead();
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 256 * kMiB - used(), true).ok());
+  auto pin = used_one->pin_for_read(0, kMiB);
+  ASSERT_TRUE(pin.ok());
+  const auto late = make();
+  write(*late, 0, block(0));  // what the other had
+  EXPECT_EQ(idle->bytes_ahead(), 0U);
+  EXPECT_EQ(used_one->bytes_ahead(), ahead);
+  ASSERT_TRUE(filler->allocate(filler->bytes_held(), 256 * kMiB - used(), true).ok());
+  EXPECT_EQ(late->write(kGranule, block(1)).error(), ENOSPC);
+  used_one->trim();
+  EXPECT_EQ(used_one->bytes_ahead(), ahead);
+  EXPECT_EQ(contexts[0]->ahead_bytes(), ahead);
+  // As it was: readable, growing into what is ahead, and given back once nobody is in the way.
+  expect_blocks(*used_one);
+  grow(*used_one, 18);
+  EXPECT_EQ(used_one->bytes_ahead(), ahead - kGranule);
+  pin.value().reset();
+  write(*late, kGranule, block(1));
+  EXPECT_EQ(used_one->bytes_ahead(), 0U);
+  expect_blocks(*used_one);
+  EXPECT_TRUE(contents(*late, 0, kMiB) == block(0));
+  EXPECT_TRUE(contents(*late, kGranule, kMiB) == block(1));
+}
+
+TEST_F(BufferAheadTest, WhoeverWaitsForAUserIsNotWaitedForLong) {
+  plan->span = 64 * kGranule;
+  start(256 * kMiB);
+  const auto growing = grown(17);
+  ASSERT_GT(growing->bytes_ahead(), 0U);
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 256 * kMiB - used(), true).ok());
+  auto pin = growing->pin_for_read(0, kMiB);
+  ASSERT_TRUE(pin.ok());
+  std::thread punching([&] { EXPECT_TRUE(growing->punch(0, kGranule).ok()); });
+  while (growing->try_pin_for_read(0, 1) != nullptr) std::this_thread::yield();
+  const auto late = make();
+  EXPECT_EQ(late->write(0, block(0)).error(), ENOSPC);
+  EXPECT_GT(growing->bytes_ahead(), 0U);
+  pin.value().reset();
+  punching.join();
+  EXPECT_EQ(growing->bytes_ahead(), 0U);
+  write(*late, 0, block(0));
+}
+
 TEST_F(BufferAheadTest, NoRoomForMoreThanIsNeeded) {
   start(1024 * kMiB);
   const auto buffer = grown(1);
@@ -265,6 +318,50 @@ TEST_F(BufferAheadTest, WhatWasMadeInVainGoesBack) {
   EXPECT_TRUE(contents(*buffer, 3 * kGranule, kMiB) == block(1));
   EXPECT_EQ(buffer->bytes_held(), 5 * kGranule);  // and what was allocated before stays
   EXPECT_EQ(used(), 5 * kGranule);
+}
+
+TEST_F(BufferAheadTest, WhatWasAllocatedMeanwhileStays) {
+  start(256 * kMiB);
+  const auto buffer = make();
+  Buffer::Made made;
+  ASSERT_TRUE(buffer->populate(0, 20 * kGranule, &made).ok());
+  ASSERT_TRUE(buffer->allocate(4 * kGranule + 5, kGranule, true).ok());  // two granules
+  ASSERT_TRUE(buffer->zero_range(8 * kGranule, kGranule, true).ok());
+  ASSERT_TRUE(buffer->allocate(10 * kGranule, 6 * kGranule, true).ok());
+  ASSERT_TRUE(buffer->punch(12 * kGranule, kGranule).ok());
+  ASSERT_TRUE(buffer->populate(12 * kGranule, kGranule, &made).ok());
+  ASSERT_TRUE(buffer->punch(18 * kGranule, kGranule).ok());
+  ASSERT_TRUE(buffer->allocate(18 * kGranule, kGranule, true).ok());
+  buffer->release_unused(made);
+  EXPECT_EQ(buffer->bytes_held(), (2 + 1 + 5 + 1) * kGranule);
+  EXPECT_EQ(used(), buffer->bytes_held());
+  // All of that was granted, and needs no room any more.
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 256 * kMiB - used(), true).ok());
+  write(*buffer, 4 * kGranule, block(4));
+  write(*buffer, 6 * kGranule - kMiB, block(5));
+  write(*buffer, 8 * kGranule, block(8));
+  write(*buffer, 15 * kGranule, block(15));
+  write(*buffer, 18 * kGranule, block(18));
+  EXPECT_EQ(buffer->write(12 * kGranule, block(0)).error(), ENOSPC);
+  ASSERT_TRUE(filler->resize(0).ok());
+  ASSERT_TRUE(buffer->resize(0).ok());
+  // Truncation takes what was granted, too.
+  ASSERT_TRUE(buffer->populate(0, 20 * kGranule, &made).ok());
+  buffer->release_unused(made);
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+}
+
+TEST_F(BufferAheadTest, WhatASmallFileGotInVainGoesBack) {
+  start(256 * kMiB, /*slab_file_bytes=*/65536);
+  const auto buffer = make();
+  write(*buffer, 0, pattern(100, 1));
+  Buffer::Made made;
+  ASSERT_TRUE(buffer->populate(0, 10 * kGranule, &made).ok());
+  ASSERT_TRUE(buffer->allocate(7 * kGranule, kGranule, true).ok());
+  buffer->release_unused(made);
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  EXPECT_TRUE(contents(*buffer) == pattern(100, 1));
 }
 
 TEST_F(BufferAheadTest, WhatWasTruncatedSinceIsOthers) {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -142,6 +143,31 @@ TEST_F(LoadMemoryTest, WhatWasAllocatedBeforeStays) {
   EXPECT_EQ(buffer->bytes_held(), 80 * kMiB);
 }
 
+TEST_F(LoadMemoryTest, WhatOthersAllocateMeanwhileStays) {
+  begin(512 * kMiB);
+  std::atomic<bool> allocated{false};
+  operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t* result) {
+    if (offset < 20 * kMiB) return false;
+    while (!allocated) std::this_thread::yield();
+    errno = EIO;
+    *result = -1;
+    return true;
+  };
+  const TransferProgress done = load([&](Transfer&) {
+    while (buffer->bytes_held() < 64 * kMiB) std::this_thread::yield();  // the first step is there
+    EXPECT_TRUE(buffer->allocate(40 * kMiB, 10 * kMiB, true).ok());
+    allocated = true;
+  });
+  operations.on_read = nullptr;
+  EXPECT_EQ(done.status.error(), EIO);
+  EXPECT_EQ(done.prefix, 20 * kMiB);
+  EXPECT_EQ(buffer->bytes_held(), 30 * kMiB);
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 512 * kMiB - used(), true).ok());
+  write(*buffer, 40 * kMiB, pattern(10 * kMiB, 1));
+  EXPECT_EQ(buffer->write(50 * kMiB, pattern(1, 1)).error(), ENOSPC);
+}
+
 TEST_F(LoadMemoryTest, AFullDeviceGetsAllThatFits) {
   for (const std::uint64_t room : {2 * kMiB, 30 * kMiB, 138 * kMiB}) {
     contexts.clear();
@@ -233,6 +259,52 @@ TEST_F(LoadMemoryTest, AnotherFilesMemoryAheadMakesRoom) {
   EXPECT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(growing->bytes_ahead(), 0U);
   EXPECT_EQ(buffer->size(), kFileBytes);
+}
+
+TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
+  plan->span = 128 * kMiB;  // what is ahead shares its memory with what is loaded into
+  begin(256 * kMiB);
+  buffer->take_ahead();
+  for (std::uint64_t at = 0; at < 34 * kMiB; at += kMiB) write(*buffer, at, pattern(kMiB, 1));
+  const std::uint64_t ahead = buffer->bytes_ahead();
+  ASSERT_GT(ahead, 0U);
+  const auto filler = make();
+  ASSERT_TRUE(filler->allocate(0, 256 * kMiB - used(), true).ok());
+  std::atomic<int> hanging{0};
+  std::atomic<bool> over{false};
+  operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t*) {
+    if (offset < 16 * kMiB) return false;
+    ++hanging;
+    while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return false;
+  };
+  TransferRequest wanted;
+  wanted.direction = Direction::kLoad;
+  wanted.file = file;
+  wanted.target = Target::of_buffer(buffer);
+  wanted.bytes = 32 * kMiB;
+  const auto transfer = engine->start(wanted);
+  ASSERT_TRUE(transfer.ok()) << transfer.status().message();
+  while (hanging < 3) std::this_thread::yield();  // all who serve it, with what they copied before still pinned
+  const auto late = make();
+  std::atomic<bool> answered{false};
+  std::thread writing([&] {
+    EXPECT_EQ(late->write(0, pattern(kMiB, 2)).error(), ENOSPC);
+    buffer->trim();  // as the end of a writer does
+    answered = true;
+  });
+  for (int look = 0; look < 60'000 && !answered; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_TRUE(answered);
+  EXPECT_EQ(buffer->bytes_ahead(), ahead);
+  over = true;
+  writing.join();
+  transfer.value()->wait();
+  EXPECT_TRUE(transfer.value()->progress().status.ok());
+  operations.on_read = nullptr;
+  write(*late, 0, pattern(kMiB, 2));
+  EXPECT_EQ(buffer->bytes_ahead(), 0U);
+  EXPECT_EQ(buffer->size(), 34 * kMiB);
+  EXPECT_TRUE(contents(*buffer, 33 * kMiB, kMiB) == pattern(kMiB, 1));
 }
 
 }  // namespace

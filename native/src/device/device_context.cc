@@ -257,10 +257,15 @@ bool DeviceContext::reclaim_ahead(std::uint64_t noted) {
     const std::lock_guard lock(ahead_mutex_);
     holders = ahead_holders_;
   }
+  bool ending = false;  // some holder, which takes along what it has
   for (const auto& [key, weak] : holders) {
-    if (const std::shared_ptr<AheadHolder> holder = weak.lock()) holder->give_back_ahead();
+    if (const std::shared_ptr<AheadHolder> holder = weak.lock()) {
+      holder->give_back_ahead();
+    } else {
+      ending = true;
+    }
   }
-  return !holders.empty() || ahead_returns() != noted;
+  return ending || ahead_returns() != noted;
 }
 
 Result<MemoryInfo> DeviceContext::memory() const {

@@ -37,7 +37,7 @@ struct DeviceContextOptions {
 class AheadHolder {
  public:
   virtual ~AheadHolder() = default;
-  // Gives it back to the device. Any thread; may wait for users of the holder's other memory.
+  // Gives it back to the device. Any thread; may wait for users of the holder's other memory, but not for ever.
   virtual void give_back_ahead() = 0;
 };
 
@@ -83,7 +83,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
   // Memory that is taken ahead of use. hold_ahead() and drop_ahead() list and unlist a holder, account_ahead() counts
-  // what they hold. reclaim_ahead() has all of them give it back; false if there was none, nor has any been given
+  // what they hold. reclaim_ahead() has all of them give it back; false if nothing came of it, nor has any been given
   // back by others since ahead_returns() was `noted`. Its caller holds no lock, pin or other thing that one of them
   // could wait for.
   void hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key);

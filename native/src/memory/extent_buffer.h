@@ -16,6 +16,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -23,6 +24,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/timed_mutex.h"
 #include "device/device_context.h"
 #include "memory/buffer.h"
 #include "memory/extents.h"
@@ -73,6 +75,7 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   Result<std::vector<ExportedMemory>> export_memory() override;
 
  private:
+  using TimePoint = TimedMutex::TimePoint;
   static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
 
   // What growth is for.
@@ -166,9 +169,13 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // Waits until every snapshot but the current one is gone. The caller holds none but so many that were never
   // published.
   void wait_for_old_snapshots(std::uint64_t unpublished = 0);
+  bool wait_for_old_snapshots_until(TimePoint deadline);  // false: some are left
   Status ensure(std::uint64_t offset, std::uint64_t end, const Growth& growth);
   // What was made before the buffer became smaller is not there any more.
   void forget_shrunk(Made* made) const;
+  static Extents made_with(const Growth& growth, const Extents& extents);
+  // Beyond the size, somebody was told that he has this: it is not given back with what was made in vain.
+  void reserve_for_others(std::uint64_t offset, std::uint64_t end);
   Status ensure_slot(SlabPool& slabs, std::uint64_t end);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
@@ -181,14 +188,18 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   [[nodiscard]] std::uint64_t wanted_ahead(std::uint64_t end, std::uint64_t existing);
   void set_ahead(Extents ahead);
   void count_ahead(const Extents& ahead);
-  // Gives back what was taken ahead; what the device does not take back becomes the file's, as zeros.
-  void release_ahead();
+  // Gives back what was taken ahead; what the device does not take back becomes the file's, as zeros. False if somebody
+  // uses memory that would move with it until the deadline, and all is as it was.
+  bool release_ahead(TimePoint deadline = TimePoint::max());
   void give_back_ahead() override { trim(); }
   Status leave_slot(const Extents& populated);
   void drop_unused_memory();
   Status shrink(std::uint64_t size, std::uint64_t highest);
   // Publishes a snapshot of `kept`, waits for the users of `removed` and gives it back.
   Status take_away(const Extents& kept, const Extents& removed);
+  // All of that but the last: nobody uses `removed`, nor what the driver moves with it, until the gate is destroyed.
+  // False if somebody still does at the deadline.
+  bool set_apart(const Extents& kept, const Extents& removed, Exclusion* gate, TimePoint deadline);
   // Releases `removed`, which a published snapshot no longer has; what the device does not take back stays, as zeros.
   Status release_own(const Extents& kept, const Extents& removed);
   // Sets the gate around what the driver moves when it releases `removed`.
@@ -214,12 +225,13 @@ class ExtentBuffer : public Buffer, private AheadHolder {
 
   // One mutation at a time; before state_mutex_. Held over driver calls by intent: only those wait for it who need
   // memory to exist or to go. Guards all up to promised_.
-  mutable std::mutex mutation_mutex_;
+  mutable TimedMutex mutation_mutex_;
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
   std::uint64_t own_held_ = 0;            // bytes of memory_
   bool exported_ = false;                 // others use the memory: it is emptied, but never replaced
   Extents ahead_;                         // exists in range_, as zeros, and is in no snapshot
+  Extents reserved_;                      // of memory_: see reserve_for_others()
   bool takes_ahead_ = false;
   // The most that the buffer may grow to: pin_address(). Written under both mutexes, read under either.
   std::uint64_t promised_ = kNoLimit;
@@ -238,6 +250,7 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   std::atomic<std::uint64_t> size_{0};
   std::atomic<std::uint64_t> held_{0};
   std::atomic<std::uint64_t> ahead_bytes_{0};   // of ahead_; written under mutation_mutex_
+  std::atomic<bool> ahead_in_use_{false};       // it could not be given back, when that was last tried
   std::atomic<std::uint64_t> expected_end_{0};  // expect(), whose callers need not wait for a mutation
 };
 

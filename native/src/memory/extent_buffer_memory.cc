@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -20,6 +21,9 @@ constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
 // one part of so many, since what shares a piece with the file's end needs room to be given back.
 constexpr std::uint64_t kMostAhead = std::uint64_t{64} << 20;
 constexpr std::uint64_t kFreeParts = 16;
+// How long giving it back waits for those who use memory that would move with it: until some copies are over, but not
+// for one whose file hangs.
+constexpr std::chrono::milliseconds kAheadPatience{1000};
 
 }  // namespace
 
@@ -91,6 +95,15 @@ void ExtentBuffer::wait_for_old_snapshots(std::uint64_t unpublished) {
   census_->changed.wait(lock, [&] { return census_->snapshots == 1 + unpublished; });
 }
 
+bool ExtentBuffer::wait_for_old_snapshots_until(TimePoint deadline) {
+  if (deadline == TimePoint::max()) {
+    wait_for_old_snapshots();
+    return true;
+  }
+  std::unique_lock lock(census_->mutex);
+  return census_->changed.wait_until(lock, deadline, [&] { return census_->snapshots == 1; });
+}
+
 void ExtentBuffer::account_own(std::uint64_t bytes) {
   context_->account(static_cast<std::int64_t>(bytes) - static_cast<std::int64_t>(own_held_));
   own_held_ = bytes;
@@ -128,6 +141,16 @@ void ExtentBuffer::forget_shrunk(Made* made) const {
   // Shrinks take the mutation's mutex: there is none before the caller is done.
   const std::lock_guard lock(state_mutex_);
   if (made->shrinks != shrinks_) *made = {{}, shrinks_};
+}
+
+Extents ExtentBuffer::made_with(const Growth& growth, const Extents& extents) {
+  if (growth.made == nullptr) return {};
+  return joined(growth.made->extents, without(extents, growth.made->extents));
+}
+
+void ExtentBuffer::reserve_for_others(std::uint64_t offset, std::uint64_t end) {
+  const Extents asked{{round_down(offset, granule_), round_up(end, granule_) - round_down(offset, granule_)}};
+  reserved_ = joined(reserved_, without(asked, reserved_));
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
@@ -171,8 +194,10 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
     }
     if (in_slot) {
       Extents stuck;
+      Extents made = made_with(growth, without(missing, 0, slot_end));
       status = populate_own(missing, 0, &stuck);
       if (status.ok()) status = leave_slot(missing);
+      if (status.ok() && growth.made != nullptr) growth.made->extents = std::move(made);
     } else if (!missing.empty()) {
       status = grow_own(existing, missing, growth);
     }
@@ -188,8 +213,7 @@ Status ExtentBuffer::grow_own(const Extents& existing, const Extents& missing, c
   const std::uint64_t held = total_bytes(grown->extents);
   Extents ahead = without(ahead_, missing);
   Extents fresh = without(missing, ahead_);
-  Extents made;
-  if (growth.made != nullptr) made = joined(growth.made->extents, without(missing, growth.made->extents));
+  Extents made = made_with(growth, missing);
   if (!fresh.empty()) {
     const std::uint64_t end = end_of(fresh);
     const bool highest = growth.ahead && end > end_of(existing) && end > end_of(ahead_);
@@ -252,19 +276,31 @@ void ExtentBuffer::set_ahead(Extents ahead) {
 }
 
 void ExtentBuffer::trim() {
-  const std::lock_guard mutation(mutation_mutex_);
-  release_ahead();
+  // What is in use for longer may be so for ever: once that was seen, nobody waits for it again until it is over.
+  const TimePoint now = std::chrono::steady_clock::now();
+  const TimePoint deadline = ahead_in_use_.load(std::memory_order_relaxed) ? now : now + kAheadPatience;
+  bool given_back = mutation_mutex_.try_lock_until(deadline);
+  if (given_back) {
+    const std::lock_guard mutation(mutation_mutex_, std::adopt_lock);
+    given_back = release_ahead(deadline);
+  }
+  ahead_in_use_.store(!given_back, std::memory_order_relaxed);
 }
 
-void ExtentBuffer::release_ahead() {
-  if (ahead_.empty()) return;
-  count_ahead({});
-  const Extents ahead = std::exchange(ahead_, {});
+bool ExtentBuffer::release_ahead(TimePoint deadline) {
+  if (ahead_.empty()) return true;
   const Extents kept = current()->extents;  // a copy, since a snapshot in hand would be one to wait for
-  const Status status = take_away(kept, ahead);
-  if (!status.ok()) log_warning(status.with_context("clearing memory that was not taken back").message());
+  {
+    Exclusion gate(*this);
+    if (!set_apart(kept, ahead_, &gate, deadline)) return false;
+    count_ahead({});
+    const Extents ahead = std::exchange(ahead_, {});
+    const Status status = release_own(kept, ahead);
+    if (!status.ok()) log_warning(status.with_context("clearing memory that was not taken back").message());
+  }
   // Not before: who finds the device full meanwhile must wait for this.
   context_->drop_ahead(this);
+  return true;
 }
 
 void ExtentBuffer::expect(std::uint64_t end) {
@@ -399,7 +435,7 @@ void ExtentBuffer::release_unused(const Made& made) {
     const std::lock_guard lock(state_mutex_);
     if (made.shrinks != shrinks_ || snapshot_->slot != nullptr) return;
     const std::uint64_t above = round_up(size_.load(std::memory_order_relaxed), granule_);
-    unused = common(snapshot_->extents, inside(made.extents, above, kNoLimit));
+    unused = without(common(snapshot_->extents, inside(made.extents, above, kNoLimit)), reserved_);
     for (const WriteLease* writer = writers_; writer != nullptr; writer = writer->next_) {
       unused = without(unused, round_down(writer->offset_, granule_), round_up(writer->end_, granule_));
     }
@@ -420,7 +456,7 @@ Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool ke
   return with_reclaiming([&] {
     const std::lock_guard mutation(mutation_mutex_);
     Status allocated = ensure(offset, end, {});
-    if (allocated.ok() && !keep_size) publish(end);
+    if (allocated.ok()) keep_size ? reserve_for_others(offset, end) : publish(end);
     return allocated;
   });
 }
@@ -437,7 +473,7 @@ Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool 
     for (const Extent& extent : existing) {
       if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
     }
-    if (zeroed.ok() && !keep_size) publish(end);
+    if (zeroed.ok()) keep_size ? reserve_for_others(offset, end) : publish(end);
     return zeroed;
   });
 }
@@ -492,7 +528,9 @@ Status ExtentBuffer::resize(std::uint64_t size) {
   if (!status.ok()) {
     const std::lock_guard lock(state_mutex_);
     size_.store(before, std::memory_order_release);
+    return status;
   }
+  reserved_ = without(reserved_, round_up(size, granule_), kNoLimit);
   return status;
 }
 
@@ -559,6 +597,7 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
     replace(std::make_shared<Snapshot>(census_, nullptr, Extents{}));
     wait_for_old_snapshots();
     held_.store(0, std::memory_order_release);
+    reserved_.clear();
     return {};
   }
   const std::uint64_t first = round_up(offset, granule_);
@@ -575,24 +614,29 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
     if (removed.empty()) return {};
     kept = without(now->extents, first, last);
   }
+  reserved_ = without(reserved_, first, last);
   return take_away(kept, removed);
 }
 
 Status ExtentBuffer::take_away(const Extents& kept, const Extents& removed) {
-  SnapshotPointer next = make_snapshot(kept);
   Exclusion gate(*this);
+  (void)set_apart(kept, removed, &gate, TimePoint::max());
+  return release_own(kept, removed);
+}
+
+bool ExtentBuffer::set_apart(const Extents& kept, const Extents& removed, Exclusion* gate, TimePoint deadline) {
+  SnapshotPointer next = make_snapshot(kept);
   bool used = false;
   {
     const std::lock_guard lock(state_mutex_);
-    gate.begin_gate_locked();
+    gate->begin_gate_locked();
     close_gate_locked(removed);
     // What is in no snapshot has no users, unless the driver moves more than that.
     used = gate_end_ > gate_offset_ || total_bytes(kept) != total_bytes(snapshot_->extents);
     snapshot_.swap(next);
   }
   next.reset();
-  if (used) wait_for_old_snapshots();
-  return release_own(kept, removed);
+  return !used || wait_for_old_snapshots_until(deadline);
 }
 
 void ExtentBuffer::close_gate_locked(const Extents& removed) {
