@@ -447,6 +447,44 @@ def test_removing_while_reading(root: Path) -> None:
     assert names(root) == []
 
 
+@pytest.mark.parametrize("change", ["rename", "replace", "add"])
+def test_a_listing_ends_whatever_is_made_meanwhile(root: Path, change: str) -> None:
+    count = 400
+    for number in range(count):
+        os.mknod(root / f"entry{number}")
+    seen: list[bytes] = []
+    with DirectoryStream(root) as stream:
+        while (name := stream.read()) is not None and len(seen) <= 2 * count:
+            if name in (b".", b".."):
+                continue
+            path = os.fsencode(root) + b"/" + name
+            if change == "rename":
+                os.rename(path, root / "elsewhere")
+                os.rename(root / "elsewhere", path)
+            elif change == "replace":
+                os.unlink(path)
+                os.mknod(path)
+            else:
+                os.mknod(root / f"new{len(seen)}")
+            seen.append(name)
+    assert sorted(seen) == sorted(b"entry%d" % number for number in range(count))
+    assert len(names(root)) == (2 * count if change == "add" else count)
+
+
+def test_a_listing_begun_again_shows_what_is_new(root: Path) -> None:
+    os.mknod(root / "old")
+    with DirectoryStream(root) as stream:
+        while stream.read() is not None:
+            pass
+        os.mknod(root / "new")
+        os.rename(root / "old", root / "renamed")
+        stream.rewind()
+        seen = set()
+        while (name := stream.read()) is not None:
+            seen.add(name)
+    assert seen == {b".", b"..", b"new", b"renamed"}
+
+
 def test_directory_positions(root: Path) -> None:
     for number in range(700):
         os.mknod(root / f"entry{number}")

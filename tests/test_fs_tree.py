@@ -366,6 +366,19 @@ def test_listing_goes_on_where_it_stopped_while_names_come_and_go() -> None:
     assert len(seen) == len(set(seen))
 
 
+def test_a_renamed_name_keeps_its_place(world: World) -> None:
+    for name in (b"a", b"b", b"c"):
+        world.file(name)
+    directory = world.tree.directory(world.gpu0)
+    places = {name: cookie for cookie, name, _ in directory.after(0)}
+    last = directory.last_cookie
+    world.tree.rename(world.gpu0, b"b", world.gpu0, b"z", 0)
+    world.file(b"later")
+    assert [name for _, name, _ in directory.after(0, last)] == [b"a", b"z", b"c"]
+    assert [name for _, name, _ in directory.after(places[b"a"])] == [b"z", b"c", b"later"]
+    assert directory.get(b"b") is None
+
+
 def test_cookies_never_come_back(world: World) -> None:
     directory = world.tree.directory(world.gpu0)
     cookies = set()

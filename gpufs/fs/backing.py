@@ -532,7 +532,8 @@ class BackingOperations(Operations):
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         directory = self._listed.get(fh)
         if directory is None:
-            if self._directories.get(fh) is self._shown:
+            opened = self._directories.get(fh)
+            if opened is not None and opened.directory is self._shown:
                 await self._list_shares(start_id, token)
                 return
             await super().readdir(fh, start_id, token)

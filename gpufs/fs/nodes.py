@@ -162,11 +162,30 @@ class Directory(Node):
             self._order = [kept for kept in self._order if kept.node is not None]
             self._gaps = 0
 
-    def after(self, cookie: int) -> Iterator[tuple[int, bytes, Node]]:
-        """(cookie, name, node) of the entries behind a cookie. Not to be used across a change of the directory."""
+    def rename(self, old: bytes, new: bytes) -> None:
+        """Another name, which none has, for an entry; its place in the listing stays. KeyError if there is no such."""
+        entry = self.entries.pop(old)
+        entry.name = new
+        self.entries[new] = entry
+        if entry.node is not None:
+            entry.node.parent = self
+            entry.node.name = new
+
+    @property
+    def last_cookie(self) -> int:
+        """The largest cookie that an entry has had so far."""
+        return self._next_cookie - 1
+
+    def after(self, cookie: int, last: int | None = None) -> Iterator[tuple[int, bytes, Node]]:
+        """(cookie, name, node) of the entries behind a cookie, up to that whose cookie is ``last``.
+
+        Not to be used across a change of the directory.
+        """
         order = self._order
         for index in range(bisect_right(order, cookie, key=_cookie), len(order)):
             entry = order[index]
+            if last is not None and entry.cookie > last:
+                return
             if entry.node is not None:
                 yield entry.cookie, entry.name, entry.node
 

@@ -16,6 +16,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
@@ -62,6 +63,17 @@ def handler(
     return cast(Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], wrapped)
 
 
+@dataclass(slots=True)
+class OpenDirectory:
+    """A directory that a program lists. What comes after its entry ``last`` came later, and is not for this listing:
+
+    it would have no end where the program makes a new name for each that it finds.
+    """
+
+    directory: Directory
+    last: int
+
+
 class Operations(pyfuse3.Operations):
     """The control plane of one mount, for :func:`pyfuse3.init`.
 
@@ -94,7 +106,7 @@ class Operations(pyfuse3.Operations):
         self._contents: dict[int, bytes] = {}
         self._streams: dict[int, Stream] = {}
         self._stream_closed = trio.Event()  # of the next one
-        self._directories: dict[int, Directory] = {}
+        self._directories: dict[int, OpenDirectory] = {}
         # pyfuse3 copies a reply before it runs anything else, so one object serves all.
         self._reply = self._entry_reply(0, 0)
         self._no_entry = self._entry_reply(0, 0)
@@ -202,12 +214,15 @@ class Operations(pyfuse3.Operations):
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
         directory = self._tree.directory(inode)
         handle = self._take_handle()
-        self._directories[handle] = directory
+        self._directories[handle] = OpenDirectory(directory, directory.last_cookie)
         return handle
 
     @handler
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        directory = self._directories[fh]
+        opened = self._directories[fh]
+        directory = opened.directory
+        if start_id == 0:  # also after rewinddir(3)
+            opened.last = directory.last_cookie
         reply, add = self._reply, pyfuse3.readdir_reply
         # "." and ".." are no references for the kernel to forget.
         for cookie, name, node in ((1, b".", directory), (2, b"..", directory.parent or directory)):
@@ -216,7 +231,7 @@ class Operations(pyfuse3.Operations):
                 reply.st_mode = stat.S_IFDIR
                 if not add(token, name, reply, cookie):
                     return
-        for cookie, name, child in directory.after(start_id):
+        for cookie, name, child in directory.after(start_id, opened.last):
             reply.st_ino = child.ino
             reply.st_mode = child.kind
             if not add(token, name, reply, cookie):

@@ -280,14 +280,18 @@ class Tree:
         if target is not None:
             self._check_replaceable(node, target)
 
-        # attach before detach where they are one directory: the order of the two names in it does not matter
-        target_directory.attach(new_name, node)
+        in_place = target is None and target_directory is source_directory and not flags & RENAME_WHITEOUT
+        if in_place:  # nobody who lists the directory meanwhile misses the file or sees it twice
+            source_directory.rename(old_name, new_name)
+        else:
+            # Attached before detached where they are one directory: the order of two names in it does not matter.
+            target_directory.attach(new_name, node)
         if flags & RENAME_WHITEOUT:
             whiteout = Special(self._take_ino(), stat.S_IFCHR, source_directory.device)
             self._add(whiteout, 0, uid, gid, nlink=1, parent=source_directory.ino)
             source_directory.attach(old_name, whiteout)
             whiteout.names = 1
-        else:
+        elif not in_place:
             source_directory.detach(old_name)
         if isinstance(target, Directory):
             self._close_directory(target)
