@@ -127,6 +127,31 @@ def mount_overlay(place: Path, **directories: Path) -> None:
 
 
 @privileged
+def test_mounts_that_map_owners(root: Path, on_gpufs: bool) -> None:
+    holder = subprocess.Popen(["unshare", "-U", "sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        if not holder.stdout.readline():
+            pytest.skip("no user namespaces here")
+        for kind in ("uid_map", "gid_map"):
+            Path(f"/proc/{holder.pid}/{kind}").write_text("0 1000 10")
+        open_tree, mount_setattr, clone, idmap, empty_path = 428, 442, 1, 0x100000, 0x1000
+        with open(f"/proc/{holder.pid}/ns/user", "rb") as owners:
+            tree = libc.syscall(open_tree, -100, os.fsencode(root), clone | os.O_CLOEXEC)
+            assert tree >= 0
+            wanted = struct.pack("QQQQ", idmap, 0, 0, owners.fileno())
+            ctypes.set_errno(0)
+            libc.syscall(mount_setattr, tree, b"", empty_path, wanted, len(wanted))
+            assert ctypes.get_errno() == (EINVAL if on_gpufs else 0)
+            os.close(tree)
+    finally:
+        holder.kill()
+        holder.wait()
+        if holder.stdout is not None:
+            holder.stdout.close()
+
+
+@privileged
 def test_overlays(root: Path, reference: Path) -> None:
     """Below a tmpfs, and above one: the upper directory holds copies, opaque directories and marks of removed names."""
     if "overlay" not in Path("/proc/filesystems").read_text():
