@@ -30,6 +30,8 @@ namespace gpufs::async_test {
 using namespace gpufs::gpu_test;
 using namespace std::chrono_literals;
 
+inline constexpr std::chrono::milliseconds kPatience = 60s;  // which only a hang exceeds
+
 // The drivers; where a device's streams are held by calls of the host, the name says so.
 enum class Kind { kHost, kHostCalls, kCuda, kCudaCalls, kHip, kHipCalls };
 
@@ -153,7 +155,7 @@ class Rig {
   }
   // The next that is over.
   Completion next() {
-    std::vector<Completion> over = queue->collect(1, 1, 20s);
+    std::vector<Completion> over = queue->collect(1, 1, kPatience);
     EXPECT_EQ(over.size(), 1U) << "nothing ended";
     return over.empty() ? Completion{} : over[0];
   }
@@ -179,11 +181,12 @@ inline std::vector<std::byte> contents(Buffer& buffer) {
 
 // True once `condition` is, within a time that only a hang exceeds.
 inline bool soon(const std::function<bool()>& condition) {
-  for (int turn = 0; turn < 20000; ++turn) {
-    if (condition()) return true;
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
     std::this_thread::sleep_for(1ms);
   }
-  return false;
+  return true;
 }
 
 }  // namespace gpufs::async_test

@@ -450,7 +450,7 @@ TEST_P(AsyncOperations, InNoOrderRunSideBySide) {
   EXPECT_EQ(batch->submit({entries[0]}, nullptr, &bad).error(), EAGAIN);
   std::vector<Completion> over;
   while (over.size() < 4) {
-    std::vector<Completion> some = batch->collect(1, 2, 20s);
+    std::vector<Completion> some = batch->collect(1, 2, kPatience);
     ASSERT_FALSE(some.empty());
     ASSERT_LE(some.size(), 2U);
     over.insert(over.end(), some.begin(), some.end());
@@ -467,7 +467,7 @@ TEST_P(AsyncOperations, InNoOrderRunSideBySide) {
                                      bytes.begin() + static_cast<std::ptrdiff_t>((number + 1) * 10'000)));
   }
   // Nothing is under way: asking for more does not wait.
-  EXPECT_TRUE(batch->collect(1, 1, 20s).empty());
+  EXPECT_TRUE(batch->collect(1, 1, kPatience).empty());
 }
 
 TEST_P(AsyncOperations, OfABatchAreSubmittedAllOrNone) {
@@ -483,7 +483,7 @@ TEST_P(AsyncOperations, OfABatchAreSubmittedAllOrNone) {
   EXPECT_EQ(rig.engine->outstanding(), 0U);
   entries[3].request.file_offset.value = 0;
   ASSERT_OK(batch->submit(entries, nullptr, &bad));
-  EXPECT_EQ(batch->collect(5, 8, 20s).size(), 5U);
+  EXPECT_EQ(batch->collect(5, 8, kPatience).size(), 5U);
   // Closing waits for what runs, and tells nobody.
   rig.operations.on_read = [](int, void*, std::size_t, std::uint64_t, ssize_t*) {
     std::this_thread::sleep_for(20ms);
@@ -527,7 +527,7 @@ TEST_P(AsyncOperations, StandUpToThreadsThatSubmitCancelAndCollect) {
   }
   int collected = 0;
   while (collected < 4 * kEach) {
-    const std::vector<Completion> over = rig.queue->collect(1, 16, 20s);
+    const std::vector<Completion> over = rig.queue->collect(1, 16, kPatience);
     if (over.empty() && submitted == 4 * kEach && rig.queue->counts().uncollected == 0) break;
     for (const Completion& each : over) {
       if (!each.status.ok() && each.status.error() != ECANCELED) ++wrong;

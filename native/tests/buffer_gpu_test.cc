@@ -64,8 +64,12 @@ class BufferGpuTest : public FakeCuda {
     return {data.begin(), data.begin() + static_cast<std::ptrdiff_t>(bytes)};
   }
   static bool soon(const std::function<bool()>& condition) {
-    for (int look = 0; look < 2000 && !condition(); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    return condition();
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > end) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return true;
   }
   // Copies while no event is done, until as much is under way as may be; then does `meanwhile` and lets go.
   std::uint64_t copy_held(Buffer& to, Buffer& from, std::uint64_t bytes, const std::atomic<bool>* cancelled,

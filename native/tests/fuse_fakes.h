@@ -40,7 +40,7 @@ namespace gpufs::fuse {
 
 using namespace std::chrono_literals;
 
-inline constexpr auto kPatience = 10s;  // for what must come
+inline constexpr auto kPatience = 60s;  // for what must come, which only a hang exceeds
 inline constexpr auto kQuiet = 100ms;   // for what must not
 
 using Bytes = std::vector<std::byte>;

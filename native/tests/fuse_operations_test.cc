@@ -14,7 +14,7 @@ class OperationsTest : public SessionTest {
   static SessionOptions options() {
     SessionOptions options;
     options.operations.attribute_timeout = 1.5;
-    options.operations.space_patience = 2000ms;
+    options.operations.space_patience = kPatience;
     return options;
   }
 
@@ -404,7 +404,7 @@ TEST_F(OperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
   EXPECT_EQ(kernel->read(3, fresh, 0, 1 << 20).body, data);
 }
 
-TEST_F(OperationsTest, ItDoesNotWaitForEver) {
+TEST_F(OperationsTest, AWriteThatWaitsCanBeInterrupted) {
   const std::uint64_t old = add_file(2);
   const std::uint64_t fresh = add_file(3);
   kernel->write(2, old, 0, pattern(1 << 20, 1));
@@ -413,11 +413,25 @@ TEST_F(OperationsTest, ItDoesNotWaitForEver) {
   gpufs_attributes gone{};
   ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
   const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, pattern(10, 1)));
-  const std::uint64_t interrupted = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, pattern(10, 1)));
   EXPECT_FALSE(kernel->receive(kQuiet));
-  kernel->interrupt(interrupted);
-  EXPECT_EQ(kernel->wait(interrupted).error(), EINTR);
-  EXPECT_EQ(kernel->wait(write).error(), ENOSPC);
+  kernel->interrupt(write);
+  EXPECT_EQ(kernel->wait(write).error(), EINTR);
+}
+
+TEST_F(OperationsTest, ItDoesNotWaitForEver) {
+  TearDown();
+  SessionOptions brief = options();
+  brief.operations.space_patience = 200ms;
+  open_and_initialize(brief);
+  const std::uint64_t old = add_file(2);
+  const std::uint64_t fresh = add_file(3);
+  kernel->write(2, old, 0, pattern(1 << 20, 1));
+  fill_device(0);
+  ASSERT_TRUE(table->release(old).ok());
+  gpufs_attributes gone{};
+  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+  EXPECT_EQ(kernel->write(3, fresh, 0, pattern(10, 1)).error(), ENOSPC);
+  EXPECT_TRUE(counted("\"space_waits\": 1"));
 }
 
 TEST_F(OperationsTest, ManyWritersAndReaders) {

@@ -180,7 +180,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     fd_.reset();
     ::unlink(path_.c_str());
     EXPECT_EQ(entries("/proc/self/fd"), descriptors_);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (entries("/proc/self/task") > threads_ && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // joined threads are listed for a moment
     }

@@ -71,7 +71,7 @@ TEST(BouncePool, ServesInTheOrderOfArrival) {
   std::vector<std::thread> threads;
   for (int number = 0; number < 4; ++number) {
     threads.emplace_back([&, number] {
-      Result<BounceLease> mine = rig.pool->acquire(rig.device, milliseconds(10000));
+      Result<BounceLease> mine = rig.pool->acquire(rig.device, milliseconds(60000));
       ASSERT_TRUE(mine.ok());
       const std::lock_guard lock(mutex);
       order.push_back(number);
@@ -91,13 +91,13 @@ TEST(BouncePool, WaitingCanBeCancelledAndEndsWithThePool) {
     while (rig.pool->statistics().waits < 1) std::this_thread::yield();
     cancelled = true;
   });
-  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(10000), &cancelled).error(), ECANCELED);
+  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(60000), &cancelled).error(), ECANCELED);
   canceller.join();
   std::thread closer([&] {
     while (rig.pool->statistics().waits < 2) std::this_thread::yield();
     rig.pool->close();
   });
-  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(10000)).error(), ESHUTDOWN);
+  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(60000)).error(), ESHUTDOWN);
   closer.join();
   held.reset();
   EXPECT_EQ(rig.plan->pinned, 0);
@@ -112,7 +112,7 @@ TEST(BouncePool, WhenNoMoreCanBePinnedTheExistingOnesServe) {
     while (rig.pool->statistics().waits < 1) std::this_thread::yield();
     held.reset();
   });
-  EXPECT_TRUE(rig.pool->acquire(rig.device, milliseconds(10000)).ok());
+  EXPECT_TRUE(rig.pool->acquire(rig.device, milliseconds(60000)).ok());
   giver.join();
   EXPECT_EQ(rig.pool->statistics().pinned_bytes, kSlot);
   EXPECT_GE(rig.pool->statistics().pin_failures, 1U);
@@ -174,7 +174,7 @@ TEST(WorkerPool, ClientsShareTheThreads) {
   while (first->left > 0 || second->left > 0) std::this_thread::sleep_for(milliseconds(1));
   EXPECT_LE(first->most, 2);
   EXPECT_LE(second->most, 2);
-  EXPECT_EQ(pool->shutdown(milliseconds(5000), milliseconds(50)), 0);
+  EXPECT_EQ(pool->shutdown(milliseconds(60000), milliseconds(50)), 0);
   EXPECT_EQ(pool->submit(first).error(), ESHUTDOWN);
 }
 
