@@ -474,7 +474,8 @@ TEST_P(AsyncOperations, OfABatchAreSubmittedAllOrNone) {
   Rig rig(GetParam());
   rig.fill_file(pattern(1'000, 16));
   const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(8);
-  std::vector<CompletionQueue::Entry> entries(5, rig.entry(Direction::kLoad, rig.buffer(), 1'000));
+  std::vector<CompletionQueue::Entry> entries;  // in no order: each has memory of its own
+  for (int number = 0; number < 5; ++number) entries.push_back(rig.entry(Direction::kLoad, rig.buffer(), 1'000));
   entries[3].request.file_offset.value = static_cast<std::uint64_t>(-1);
   std::size_t bad = 0;
   EXPECT_EQ(batch->submit(entries, nullptr, &bad).error(), EINVAL);
@@ -518,6 +519,7 @@ TEST_P(AsyncOperations, StandUpToThreadsThatSubmitCancelAndCollect) {
         CompletionQueue::Entry entry =
             rig.entry(Direction::kLoad, buffer, random() % 4096, which < 4 ? streams[which].stream : nullptr);
         entry.request.file_offset.value = random() % 60'000;
+        entry.request.target_offset.value = static_cast<std::uint64_t>(count) * 4096;  // nothing orders the streams
         std::uint64_t id = 0;
         if (!rig.submit(std::move(entry), &id).ok()) ++wrong;
         ++submitted;

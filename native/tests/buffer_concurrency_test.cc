@@ -11,15 +11,12 @@
 #include <vector>
 
 #include "buffer_fixture.h"
+#include "bytes.h"
 
 namespace gpufs::testing {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kRounds = 200;
-#else
-constexpr int kRounds = 1500;
-#endif
+constexpr int kRounds = kSanitized ? 200 : 1500;
 
 struct Setting {
   const char* name;
@@ -64,11 +61,11 @@ TEST_P(BufferConcurrencyTest, WritersKeepTheirBytes) {
         const std::uint64_t length = std::min<std::uint64_t>(part - from, 5000);
         const std::vector<std::byte> seen = contents(*buffer, base + from, length);
         // The file may end below, but never below what was written.
-        ASSERT_TRUE(std::equal(seen.begin(), seen.end(), mine.begin() + static_cast<std::ptrdiff_t>(from)));
+        ASSERT_TRUE(same_bytes(seen, std::span(mine).subspan(from, seen.size())));
       }
       std::vector<std::byte> seen = contents(*buffer, base, part);
       seen.resize(part);
-      ASSERT_TRUE(seen == mine);
+      ASSERT_TRUE(same_bytes(seen, mine));
     });
   }
   std::thread disturbing([&] {

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "bytes.h"
 #include "device/device_context.h"
 #include "faulty_driver.h"
 #include "memory/buffer.h"
@@ -58,13 +59,7 @@ class BufferFixture : public ::testing::Test {
   }
 
   static std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
-    std::vector<std::byte> data(bytes);
-    std::uint32_t state = seed * 2654435761U + 1;
-    for (std::byte& value : data) {
-      state = state * 1664525U + 1013904223U;
-      value = static_cast<std::byte>((state >> 24) | 1U);  // never zero
-    }
-    return data;
+    return pattern_bytes(bytes, seed, 1);  // never zero
   }
 
   static std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
@@ -75,13 +70,6 @@ class BufferFixture : public ::testing::Test {
     return data;
   }
   static std::vector<std::byte> contents(Buffer& buffer) { return contents(buffer, 0, buffer.size()); }
-
-  static bool all_zero(std::span<const std::byte> data) {
-    for (const std::byte value : data) {
-      if (value != std::byte{0}) return false;
-    }
-    return true;
-  }
 
   static void write(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
     const Result<std::size_t> count = buffer.write(offset, data);

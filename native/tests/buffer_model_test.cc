@@ -9,19 +9,14 @@
 #include <string>
 
 #include "buffer_fixture.h"
+#include "bytes.h"
 
 namespace gpufs::testing {
 namespace {
 
 // With GPUFS_TEST_LONG in the environment, as scripts/check sets it, ten times the steps. Under a sanitizer, where a
 // step costs many times as much, they stay as they are.
-int steps_of(int steps) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  return steps;
-#else
-  return std::getenv("GPUFS_TEST_LONG") == nullptr ? steps : 10 * steps;
-#endif
-}
+int steps_of(int steps) { return kSanitized || std::getenv("GPUFS_TEST_LONG") == nullptr ? steps : 10 * steps; }
 
 struct Setting {
   const char* name;
@@ -74,7 +69,7 @@ class BufferModelTest : public BufferFixture, public ::testing::WithParamInterfa
   void check(Buffer& buffer, const Model& model) {
     ASSERT_EQ(buffer.size(), model.bytes.size());
     const std::vector<std::byte> all = contents(buffer);
-    ASSERT_TRUE(all == model.bytes);
+    ASSERT_TRUE(same_bytes(all, model.bytes));
   }
 
   // Every byte of the model that is not zero is inside what SEEK_DATA and SEEK_HOLE call data.
@@ -128,8 +123,7 @@ TEST_P(BufferModelTest, RandomSteps) {
         const std::uint64_t size = model.bytes.size();
         const std::uint64_t expected = offset >= size ? 0 : std::min(bytes, size - offset);
         ASSERT_EQ(read.size(), expected);
-        ASSERT_TRUE(std::equal(read.begin(), read.end(),
-                               model.bytes.begin() + static_cast<std::ptrdiff_t>(std::min(offset, size))));
+        ASSERT_TRUE(same_bytes(read, std::span(model.bytes).subspan(std::min(offset, size), expected)));
         break;
       }
       case 4: {

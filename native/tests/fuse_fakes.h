@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "bytes.h"
 #include "fuse/inode_table.h"
 #include "fuse/protocol.h"
 #include "fuse/relay_socket.h"
@@ -63,15 +64,7 @@ Bytes bytes_of(const T& value) {
   return bytes;
 }
 
-inline Bytes pattern(std::size_t count, unsigned seed) {
-  Bytes bytes(count);
-  unsigned state = seed * 2654435761U + 1;
-  for (std::byte& b : bytes) {
-    state = state * 1664525U + 1013904223U;
-    b = static_cast<std::byte>(state >> 24);
-  }
-  return bytes;
-}
+inline Bytes pattern(std::size_t count, unsigned seed) { return testing::pattern_bytes(count, seed); }
 
 inline bool readable(int fd, std::chrono::milliseconds patience) {
   pollfd waiting{fd, POLLIN, 0};

@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "bytes.h"
 #include "cuda_test_support.h"
 #include "hip_test_support.h"
 
@@ -79,10 +80,7 @@ class GpuContract : public ::testing::TestWithParam<Library> {
   void write(DeviceAddress address, const std::vector<std::byte>& data) {
     EXPECT_OK(device_->copy_in(address, data.data(), data.size()));
   }
-  bool all_zero(DeviceAddress address, std::size_t bytes) {
-    const std::vector<std::byte> data = read(address, bytes);
-    return std::all_of(data.begin(), data.end(), [](std::byte byte) { return byte == std::byte{0}; });
-  }
+  bool all_zero(DeviceAddress address, std::size_t bytes) { return testing::all_zero(read(address, bytes)); }
 
   std::unique_ptr<Driver> driver_;
   Device* device_ = nullptr;
@@ -141,7 +139,7 @@ TEST_P(GpuContract, CopiesAndZeroesWithin) {
   const std::vector<std::byte> data = pattern(granule_, 7);
   write(range->base(), data);
   ASSERT_OK(device_->copy_within(range->base() + 2 * granule_ + 3, range->base(), granule_));
-  EXPECT_EQ(read(range->base() + 2 * granule_ + 3, granule_), data);
+  EXPECT_TRUE(testing::same_bytes(read(range->base() + 2 * granule_ + 3, granule_), data));
   ASSERT_OK(device_->zero(range->base() + 100, granule_ - 200));
   EXPECT_TRUE(all_zero(range->base() + 100, granule_ - 200));
   EXPECT_EQ(read(range->base() + 99, 1)[0], data[99]);
@@ -170,8 +168,8 @@ TEST_P(GpuContract, ALargerRangeShowsWhatWasThere) {
   write(first->base() + granule_, data);
   auto second = must(memory->reserve(16 * granule_));
   EXPECT_GE(second->bytes(), 16 * granule_);
-  EXPECT_EQ(read(second->base() + granule_, granule_), data);
-  EXPECT_EQ(read(first->base() + granule_, granule_), data);  // the earlier one keeps showing it
+  EXPECT_TRUE(testing::same_bytes(read(second->base() + granule_, granule_), data));
+  EXPECT_TRUE(testing::same_bytes(read(first->base() + granule_, granule_), data));  // the earlier one keeps showing it
   ASSERT_OK(memory->populate(8 * granule_, granule_));
   EXPECT_TRUE(all_zero(second->base() + 8 * granule_, granule_));
   if (!plain()) {
@@ -195,10 +193,9 @@ TEST_P(GpuContract, ReleasingAPartKeepsTheRest) {
   EXPECT_LE(span.offset, 4 * granule_);
   EXPECT_GE(span.offset + span.bytes, 7 * granule_);
   ASSERT_OK(memory->release(4 * granule_, 3 * granule_));
-  EXPECT_EQ(read(later->base(), 4 * granule_),
-            std::vector<std::byte>(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(4 * granule_)));
-  EXPECT_EQ(read(later->base() + 7 * granule_, 9 * granule_),
-            std::vector<std::byte>(data.begin() + static_cast<std::ptrdiff_t>(7 * granule_), data.end()));
+  EXPECT_TRUE(testing::same_bytes(read(later->base(), 4 * granule_), std::span(data).first(4 * granule_)));
+  EXPECT_TRUE(
+      testing::same_bytes(read(later->base() + 7 * granule_, 9 * granule_), std::span(data).subspan(7 * granule_)));
   if (!plain()) {
     EXPECT_LE(must(device_->memory()).free_bytes, before - 13 * granule_);
   }
@@ -225,9 +222,8 @@ TEST_P(GpuContract, WhatIsFixedIsNotMoved) {
   EXPECT_EQ(span.offset, granule_);
   EXPECT_EQ(span.bytes, granule_);
   ASSERT_OK(memory->release(granule_, granule_));
-  EXPECT_EQ(read(range->base() + 2 * granule_, granule_),
-            std::vector<std::byte>(data.begin() + static_cast<std::ptrdiff_t>(2 * granule_),
-                                   data.begin() + static_cast<std::ptrdiff_t>(3 * granule_)));
+  EXPECT_TRUE(testing::same_bytes(read(range->base() + 2 * granule_, granule_),
+                                  std::span(data).subspan(2 * granule_, granule_)));
   ASSERT_OK(memory->populate(granule_, granule_));
   EXPECT_TRUE(all_zero(range->base() + granule_, granule_));
   ASSERT_OK(memory->release(0, 8 * granule_));
@@ -310,7 +306,7 @@ TEST_P(GpuContract, PinsFileMappingsThatAreReadOnly) {
     auto range = must(memory->reserve(data.size()));
     ASSERT_OK(memory->populate(0, data.size()));
     ASSERT_OK(device_->copy_in(range->base(), mapping, data.size()));
-    EXPECT_EQ(read(range->base(), data.size()), data);
+    EXPECT_TRUE(testing::same_bytes(read(range->base(), data.size()), data));
     EXPECT_OK(device_->unpin(mapping));
   } else {
     EXPECT_TRUE(real() || !of_cuda()) << pinned.message();
@@ -334,7 +330,7 @@ TEST_P(GpuContract, ManyThreadsCopyWithoutBinding) {
         std::vector<std::byte> back(data.size());
         EXPECT_OK(device_->copy_in(address + round, data.data(), data.size()));
         EXPECT_OK(device_->copy_out(back.data(), address + round, back.size()));
-        EXPECT_EQ(data, back);
+        EXPECT_TRUE(testing::same_bytes(data, back));
       }
     });
   }
@@ -404,7 +400,7 @@ TEST_P(GpuContract, CopiesToPeers) {
   ASSERT_OK(copied);
   std::vector<std::byte> back(data.size());
   ASSERT_OK(peer.copy_out(back.data(), there_range->base(), back.size()));
-  EXPECT_EQ(back, data);
+  EXPECT_TRUE(testing::same_bytes(back, data));
   EXPECT_OK(device_->copy_to_peer(*device_, here_range->base() + 16 * kMiB, here_range->base(), 4096));
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "bytes.h"
 #include "drivers/gpu/api.h"
 
 namespace gpufs::gpu_test {
@@ -21,15 +22,7 @@ constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 constexpr std::uint64_t kGranule = 2 * kMiB;
 
 // A pattern that differs between offsets, and between seeds.
-inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
-  std::vector<std::byte> data(bytes);
-  std::uint32_t x = seed * 2654435761U + 1;
-  for (std::byte& byte : data) {
-    x = x * 1664525U + 1013904223U;
-    byte = static_cast<std::byte>(x >> 24);
-  }
-  return data;
-}
+inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) { return testing::pattern_bytes(bytes, seed); }
 
 template <typename T>
 T must(Result<T> result) {

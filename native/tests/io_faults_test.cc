@@ -14,6 +14,7 @@
 #include <mutex>
 #include <thread>
 
+#include "bytes.h"
 #include "cuda_test_support.h"
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
@@ -144,6 +145,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     descriptors_ = entries("/proc/self/fd");
+    std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
     threads_ = entries("/proc/self/task");
     pinned_ = pinned();
     path_ = "/var/tmp/gpufs-io-faults-XXXXXX";
@@ -399,13 +401,12 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       if (lost_) return;
       std::vector<std::byte> found(count);
       EXPECT_EQ(must(buffer_->read(0, found)), count);
-      EXPECT_TRUE(std::equal(found.begin(), found.end(), data_.begin()));
+      EXPECT_TRUE(testing::same_bytes(found, std::span(data_).first(count)));
       // What was moved beyond a failure does not come back with a larger size.
       EXPECT_OK(buffer_->resize(kTotal));
       found.assign(kTotal, std::byte{0xee});
       EXPECT_EQ(must(buffer_->read(0, found)), kTotal);
-      EXPECT_TRUE(std::all_of(found.begin() + static_cast<std::ptrdiff_t>(count), found.end(),
-                              [](std::byte byte) { return byte == std::byte{0}; }));
+      EXPECT_TRUE(testing::all_zero(std::span(found).subspan(count)));
       return;
     }
     struct stat status = {};
@@ -413,7 +414,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), count);
     std::vector<std::byte> found(count);
     EXPECT_EQ(::pread(fd_.get(), found.data(), count, 0), static_cast<ssize_t>(count));
-    EXPECT_TRUE(std::equal(found.begin(), found.end(), data_.begin()));
+    EXPECT_TRUE(testing::same_bytes(found, std::span(data_).first(count)));
   }
 
   // All of it, and nothing at the destination.

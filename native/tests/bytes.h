@@ -1,0 +1,43 @@
+// Bytes that tests move and compare: by words and by the C library, since a sanitizer looks at every access.
+// Owned by the tests that include it.
+// Any thread.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+namespace gpufs::testing {
+
+// Whether this is a build under a sanitizer, where the longest tests take fewer steps.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+// Bytes that differ between offsets and between seeds, with these bits set in each: a shorter pattern is the beginning
+// of a longer one.
+inline std::vector<std::byte> pattern_bytes(std::size_t bytes, unsigned seed, std::uint8_t set = 0) {
+  std::vector<std::byte> data(bytes);
+  std::uint64_t state = seed * std::uint64_t{2654435761} + 1;
+  for (std::size_t at = 0; at < bytes; at += sizeof state) {
+    state = state * 6364136223846793005U + 1442695040888963407U;
+    const std::uint64_t word = (state ^ (state >> 33)) | set * std::uint64_t{0x0101010101010101};
+    std::memcpy(data.data() + at, &word, std::min(sizeof word, bytes - at));
+  }
+  return data;
+}
+
+inline bool same_bytes(std::span<const std::byte> left, std::span<const std::byte> right) {
+  return left.size() == right.size() && (left.empty() || std::memcmp(left.data(), right.data(), left.size()) == 0);
+}
+
+inline bool all_zero(std::span<const std::byte> data) {
+  return data.empty() || (data[0] == std::byte{0} && std::memcmp(data.data(), data.data() + 1, data.size() - 1) == 0);
+}
+
+}  // namespace gpufs::testing
