@@ -6,12 +6,13 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
+#include "bytes.h"
 #include "drivers/driver.h"
 #include "fake_gpu/fake_gpu.h"
 #include "gpu_test_support.h"
@@ -76,7 +77,7 @@ class FakeGpu : public ::testing::Test {
     for (const auto& range : {filled.earlier, filled.range}) {
       std::vector<std::byte> back(bytes);
       EXPECT_OK(device().copy_out(back.data(), range->base() + offset, bytes));
-      EXPECT_TRUE(std::equal(back.begin(), back.end(), filled.data.begin() + static_cast<std::ptrdiff_t>(offset)));
+      EXPECT_TRUE(testing::same_bytes(back, std::span(filled.data).subspan(offset, bytes)));
     }
   }
 

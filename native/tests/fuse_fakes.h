@@ -71,6 +71,15 @@ inline bool readable(int fd, std::chrono::milliseconds patience) {
   return ::poll(&waiting, 1, static_cast<int>(patience.count())) == 1;
 }
 
+// The next message of a socket that keeps them apart; empty at its end.
+inline Bytes receive_message(int fd) {
+  const ssize_t length = ::recv(fd, nullptr, 0, MSG_PEEK | MSG_TRUNC);
+  Bytes message(length > 0 ? static_cast<std::size_t>(length) : 0);
+  const ssize_t got = message.empty() ? 0 : ::recv(fd, message.data(), message.size(), 0);
+  message.resize(got > 0 ? static_cast<std::size_t>(got) : 0);
+  return message;
+}
+
 template <typename Condition>
 bool eventually(Condition condition) {
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -386,10 +395,8 @@ class FakeKernel {
   // The next message of any kind; nothing when none comes.
   std::optional<Reply> receive(std::chrono::milliseconds patience = kPatience) {
     if (!readable(fd_.get(), patience)) return std::nullopt;
-    Bytes buffer(5 << 20);
-    const ssize_t got = ::recv(fd_.get(), buffer.data(), buffer.size(), 0);
-    if (got <= 0) return std::nullopt;
-    buffer.resize(static_cast<std::size_t>(got));
+    const Bytes buffer = receive_message(fd_.get());
+    if (buffer.empty()) return std::nullopt;
     Reply reply;
     EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
     EXPECT_EQ(reply.header.len, buffer.size());
@@ -470,11 +477,9 @@ class FakeControlPlane {
 
   std::optional<RelayedRequest> receive(std::chrono::milliseconds patience = kPatience) {
     if (!readable(fd_.get(), patience)) return std::nullopt;
-    Bytes buffer((1 << 20) + 4096);  // what the library reads with: a longer message would be cut
-    const ssize_t got = ::recv(fd_.get(), buffer.data(), buffer.size(), MSG_TRUNC);
-    if (got <= 0) return std::nullopt;
-    EXPECT_LE(static_cast<std::size_t>(got), buffer.size()) << "the message was cut";
-    buffer.resize(static_cast<std::size_t>(got));
+    const Bytes buffer = receive_message(fd_.get());
+    if (buffer.empty()) return std::nullopt;
+    EXPECT_LE(buffer.size(), (1U << 20) + 4096U) << "the library, which reads no more, would cut the message";
     RelayedRequest request;
     EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &request.header));
     EXPECT_EQ(request.header.len, buffer.size());
