@@ -7,9 +7,11 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -159,6 +161,26 @@ TEST(SpareMemory, ManyThreadsLoseNothingAndReleaseNothingTwice) {
   const std::map<PhysicalHandle, int> counts = released.counts();
   EXPECT_EQ(counts.size(), next - 1);
   for (const auto& [handle, count] : counts) EXPECT_EQ(count, 1) << handle;
+}
+
+TEST(SpareMemory, IsSettledOnceNothingIsBeingReleased) {
+  std::promise<void> ended;
+  const std::shared_future<void> end = ended.get_future().share();
+  SpareMemory spares([end](const std::vector<PhysicalHandle>& /*handles*/) { end.wait(); });
+  spares.set_patience(hours(1));
+  ASSERT_TRUE(spares.keep(1, 4096));
+  const std::optional<std::uint64_t> before = spares.settled(SpareMemory::Clock::now());
+  EXPECT_TRUE(before.has_value());
+  std::thread releasing([&] { EXPECT_TRUE(spares.drop()); });
+  EXPECT_TRUE(eventually([&] { return !spares.changes().has_value(); }));
+  EXPECT_EQ(spares.settled(SpareMemory::Clock::now()), std::nullopt);
+  std::optional<std::uint64_t> after;
+  std::thread waiting([&] { after = spares.settled(SpareMemory::Clock::now() + hours(1)); });
+  ended.set_value();
+  waiting.join();
+  releasing.join();
+  ASSERT_TRUE(after.has_value());
+  EXPECT_GT(*after, *before);
 }
 
 class SparePhysicalTest : public FakeCuda {

@@ -2,12 +2,18 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <optional>
-#include <thread>
 
 #include "base/log.h"
 
 namespace gpufs::gpu {
+namespace {
+
+// More than the release of all of a device's memory takes. Who asks how much is free waits no longer for one.
+constexpr std::chrono::seconds kReleaseTime{1};
+
+}  // namespace
 
 void Context::give_up_pools() {
   spares_.close();
@@ -72,14 +78,14 @@ Result<MemoryInfo> Context::memory() {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
   MemoryInfo info{info_.total_bytes, 0};
-  // Again where memory went from here to the vendor or back meanwhile.
+  // Again where memory went from here to the vendor or back meanwhile. What is on its way is in nobody's count.
   constexpr int kAttempts = 100;
+  const auto deadline = std::chrono::steady_clock::now() + kReleaseTime;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const std::optional<std::uint64_t> before = spares_.changes();
+    const std::optional<std::uint64_t> before = spares_.settled(deadline);
     if (Status status = free_memory(&info.free_bytes); !status.ok()) return status;
     info.free_bytes = std::min(info.free_bytes + spares_.bytes(), info.total_bytes);
-    if (before && spares_.changes() == before) break;
-    std::this_thread::yield();
+    if (!before || spares_.changes() == before) break;
   }
   if (cap_ != 0) {
     const std::uint64_t taken = taken_.load(std::memory_order_relaxed);

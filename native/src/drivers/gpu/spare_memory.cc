@@ -66,6 +66,12 @@ std::optional<std::uint64_t> SpareMemory::changes() const {
   return releasing_ == 0 ? std::optional(changes_) : std::nullopt;
 }
 
+std::optional<std::uint64_t> SpareMemory::settled(Clock::time_point deadline) const {
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_until(lock, deadline, [this] { return releasing_ == 0; })) return std::nullopt;
+  return changes_;
+}
+
 void SpareMemory::work() {
   std::unique_lock lock(mutex_);
   while (!pieces_.empty()) {

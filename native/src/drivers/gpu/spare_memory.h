@@ -24,6 +24,7 @@ using PhysicalHandle = std::uint64_t;
 
 class SpareMemory {
  public:
+  using Clock = std::chrono::steady_clock;
   using Release = std::function<void(const std::vector<PhysicalHandle>&)>;
 
   explicit SpareMemory(Release release) : release_(std::move(release)) {}
@@ -47,9 +48,10 @@ class SpareMemory {
   // How often anything was kept, taken or released. Without an answer while something is being released, which is
   // neither kept nor free for others then.
   [[nodiscard]] std::optional<std::uint64_t> changes() const;
+  // The same once nothing is being released, or without an answer when the time has come.
+  [[nodiscard]] std::optional<std::uint64_t> settled(Clock::time_point deadline) const;
 
  private:
-  using Clock = std::chrono::steady_clock;
   struct Piece {
     PhysicalHandle handle;
     Clock::time_point since;
@@ -66,7 +68,7 @@ class SpareMemory {
   std::chrono::milliseconds patience_{0};
 
   mutable std::mutex mutex_;  // guards what follows; a leaf
-  std::condition_variable changed_;
+  mutable std::condition_variable changed_;
   std::map<std::uint64_t, std::deque<Piece>> pieces_;  // by bytes, the oldest first; no empty ones
   std::uint64_t bytes_ = 0;
   std::uint64_t changes_ = 0;
