@@ -245,6 +245,8 @@ std::string TransferEngine::statistics_json() const {
 }
 
 Result<std::uint64_t> run_transfer(TransferEngine& engine, const TransferRequest& request, CancelToken* cancel) {
+  // A small one could be over before it heard.
+  if (cancel != nullptr && cancel->cancelled()) return Status(ECANCELED, "cancelled");
   Result<std::shared_ptr<Transfer>> started = engine.start(request);
   if (!started.ok()) return started.status();
   Transfer& transfer = *started.value();
