@@ -60,9 +60,11 @@ def launch(request: Request, timeout: float) -> dict[str, Any]:
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
     # A signal that comes while the process is being started waits until there is somebody to end.
     early: list[int] = []
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: early.append(number))}
-    if callable(signal.getsignal(signal.SIGINT)):  # ignored ones stay so
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, _: early.append(number))
+    previous = {
+        number: signal.signal(number, lambda caught, _: early.append(caught))
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if number == signal.SIGTERM or callable(signal.getsignal(number))  # an ignored SIGINT stays so
+    }
     with tempfile.TemporaryFile() as errors, _restored(previous):
         process = subprocess.Popen(
             [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],

@@ -173,9 +173,8 @@ bool AttributeOperations::setattr(Request& request, Responder& responder) {
   wanted.mtime_ns = in.mtimensec;
   // The kernel takes set-id bits by FATTR_MODE, but not those that only a caller outside the group loses.
   SetIdLoss loss = owner && (in.valid & FATTR_MODE) == 0 ? SetIdLoss::kExecutable : SetIdLoss::kNone;
-  if ((owner || size) && has_bare_set_gid(wanted.mode)) {
-    const Caller caller = Caller::of(request.header);
-    if (!caller.in_group(now.gid) && !caller.keeps_set_id()) loss = SetIdLoss::kAll;
+  if ((owner || size) && has_bare_set_gid(wanted.mode) && !Caller::of(request.header).keeps_set_gid_of(now.gid)) {
+    loss = SetIdLoss::kAll;
   }
   wanted.mode = mode_without_set_id(wanted.mode, loss);
   if (wanted.mode != now.mode) changes |= GPUFS_SET_MODE;
@@ -407,8 +406,7 @@ bool AttributeOperations::removexattr(Request& request, Responder& responder) {
   bool kill_set_gid = false;
   if (name == kAccessAcl) {
     const gpufs_attributes now = inode->attributes();
-    const Caller caller = Caller::of(request.header);
-    kill_set_gid = (now.mode & S_ISGID) != 0 && !caller.in_group(now.gid) && !caller.keeps_set_id();
+    kill_set_gid = (now.mode & S_ISGID) != 0 && !Caller::of(request.header).keeps_set_gid_of(now.gid);
   }
   const bool removed =
       inode->with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
