@@ -439,6 +439,7 @@ def mount_together(tmp_path: Path, count: int, together: int = 4) -> None:
             started = [subprocess.Popen([*GPUFS, *map(str, action(path))]) for path in places[first : first + together]]
             assert [process.wait(120) for process in started] == [0] * len(started)
 
+    before = {path.name for path in Path("/run/gpufs").glob("*")}  # of earlier processes, maybe of the same numbers
     for path in places:
         path.mkdir()
     try:
@@ -458,7 +459,7 @@ def mount_together(tmp_path: Path, count: int, together: int = 4) -> None:
                 run(*GPUFS, "umount", "--force", path, check=False)
     left = session_processes(os.environ["GPUFS_TEST_SESSION"])
     assert not [line for line in left.values() if str(tmp_path) in line]
-    files = os.listdir("/run/gpufs") if os.path.isdir("/run/gpufs") else []
+    files = {path.name for path in Path("/run/gpufs").glob("*")} - before
     assert not [name for name in files for pid in pids if name.startswith(f"{pid}-")]
 
 
