@@ -28,16 +28,12 @@ namespace gpufs::testing {
 // What the fake device is to do, and what it has seen.
 struct FakePlan {
   bool cpu_addressable = false;
-  std::atomic<int> fail_copy_in{0};  // the n-th copy fails; 0: none
-  std::atomic<int> fail_event{0};    // creations of events fail from the n-th on
-  std::atomic<int> fail_stream{0};
   std::atomic<int> pins_possible{1 << 30};
   std::atomic<int> read_only_pins_possible{0};
 
   std::atomic<int> pinned{0};
   std::atomic<int> pins{0};
   std::atomic<int> read_only_pins{0};
-  std::atomic<int> copies{0};
   std::atomic<int> events{0};
   std::atomic<int> streams{0};
 };
@@ -52,10 +48,10 @@ class FakeStream final : public Stream {
   }
 
   Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override {
-    return copy(reinterpret_cast<void*>(destination), source, bytes, true);
+    return copy(reinterpret_cast<void*>(destination), source, bytes);
   }
   Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override {
-    return copy(destination, reinterpret_cast<const void*>(source), bytes, false);
+    return copy(destination, reinterpret_cast<const void*>(source), bytes);
   }
   Status copy_on_device(DeviceAddress, DeviceAddress, std::size_t) override { return Status(ENOSYS, "not here"); }
   Status fill_zero(DeviceAddress, std::size_t) override { return Status(ENOSYS, "not here"); }
@@ -83,10 +79,7 @@ class FakeStream final : public Stream {
   }
 
  private:
-  Status copy(void* destination, const void* source, std::size_t bytes, bool in) {
-    const int number = ++plan_->copies;
-    const int failing = in ? plan_->fail_copy_in.load() : 0;
-    if (failing != 0 && number == failing) return Status(EIO, "the copy was refused", 700);
+  Status copy(void* destination, const void* source, std::size_t bytes) {
     const std::lock_guard lock(mutex_);
     work_.push_back([=]() -> Status {
       std::memcpy(destination, source, bytes);
@@ -141,11 +134,9 @@ class FakeDevice final : public Device {
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override { return Status(ENOSYS, "not here"); }
   Result<std::unique_ptr<Stream>> create_stream() override {
-    if (plan_->fail_stream != 0) return Status(ENOMEM, "no stream");
     return std::unique_ptr<Stream>(std::make_unique<FakeStream>(plan_));
   }
   Result<std::unique_ptr<Event>> create_event() override {
-    if (plan_->fail_event != 0 && plan_->events + 1 >= plan_->fail_event) return Status(ENOMEM, "no event");
     return std::unique_ptr<Event>(std::make_unique<FakeEvent>(plan_));
   }
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream, bool) override { return Status(ENOSYS, "not here"); }
@@ -222,7 +213,6 @@ class FakeBuffer final : public Buffer {
   using Buffer::pin_for_write;
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Made*) override {
     const std::lock_guard lock(mutex_);
-    if (offset + bytes > room_) return Status(ENOSPC, "the device is full");
     if (bytes > 0) {
       for (std::uint64_t g = offset / kGranule; g <= (offset + bytes - 1) / kGranule; ++g) populated_[g] = true;
     }
@@ -250,7 +240,6 @@ class FakeBuffer final : public Buffer {
     const std::lock_guard lock(mutex_);
     const std::uint64_t start = std::max(offset, size_);
     if (start < offset + bytes) std::memset(memory_ + start, 0, offset + bytes - start);
-    ++discards;
     return {};
   }
   Result<std::size_t> read(std::uint64_t, std::span<std::byte>) override { return Status(ENOSYS, ""); }
@@ -289,9 +278,7 @@ class FakeBuffer final : public Buffer {
     populated_[granule] = false;
     std::memset(memory_ + granule * kGranule, 0x5a, kGranule);  // must never be read
   }
-  void set_room(std::uint64_t bytes) { room_ = bytes; }
   std::atomic<int> pins{0};
-  std::atomic<int> discards{0};
 
  private:
   class Pin final : public Pinned {
@@ -326,7 +313,6 @@ class FakeBuffer final : public Buffer {
   const std::shared_ptr<DeviceContext> device_;
   const std::uint64_t capacity_;
   std::byte* memory_ = nullptr;
-  std::uint64_t room_ = ~std::uint64_t{0};
   mutable std::mutex mutex_;
   std::vector<bool> populated_;
   std::uint64_t size_ = 0;

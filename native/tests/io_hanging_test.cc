@@ -1,0 +1,301 @@
+// Transfers that are cancelled, that hang in their files, and that are many: who waits for whom, and who does not.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fake_transfer_rig.h"
+#include "io/cancel_token.h"
+
+namespace gpufs {
+namespace {
+
+using namespace testing;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kPatience{60000};  // which only a hang exceeds
+
+class TransferEnds : public EitherWay {};
+INSTANTIATE_TEST_SUITE_P(, TransferEnds, ::testing::Bool(), EitherWay::name);
+
+TEST_P(TransferEnds, CancelEndsAtTheNextPiece) {
+  for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
+    FakeRig rig(GetParam(), FakeRig::without_fastpath());
+    const auto data = pattern(16 * kMiB);
+    rig.make_ends(direction, data);
+    std::atomic<bool> cancelled{false};
+    const auto slow = [&](int, auto, std::size_t, std::uint64_t offset, ssize_t*) {
+      do {
+        std::this_thread::sleep_for(milliseconds(5));
+      } while (offset >= 12 * kChunk && !cancelled);
+      return false;
+    };
+    rig.operations.on_read = slow;
+    rig.operations.on_write = slow;
+    Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.request(direction));
+    ASSERT_TRUE(started.ok());
+    while (started.value()->progress().prefix < kChunk) std::this_thread::sleep_for(milliseconds(1));
+    started.value()->cancel();
+    started.value()->cancel();
+    cancelled = true;
+    started.value()->wait();
+    const TransferProgress done = started.value()->progress();
+    EXPECT_EQ(done.status.error(), ECANCELED);
+    EXPECT_GE(done.prefix, kChunk);
+    EXPECT_LT(done.prefix, data.size());
+    if (direction == Direction::kLoad) {
+      EXPECT_EQ(rig.buffer->size(), done.prefix);
+      EXPECT_EQ(std::memcmp(rig.buffer->contents(), data.data(), done.prefix), 0);
+    } else {
+      EXPECT_EQ(rig.file_size(), done.prefix);
+      EXPECT_EQ(std::memcmp(rig.file_contents().data(), data.data(), done.prefix), 0);
+    }
+    EXPECT_EQ(rig.details(direction).cancelled, 1U);
+  }
+}
+
+TEST(Cancel, TokenStopsARunningTransfer) {
+  FakeRig rig(true, FakeRig::without_fastpath());
+  rig.make_file(pattern(4 * kMiB));
+  rig.make_buffer(16 * kMiB);
+  CancelToken before;
+  before.cancel();
+  EXPECT_EQ(run_transfer(*rig.engine, rig.load(), &before).error(), ECANCELED);
+
+  Door door;
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t*) {
+    if (offset >= 2 * kChunk) door.pass();
+    return false;
+  };
+  CancelToken token;
+  std::thread canceller([&] {
+    door.await(3);  // all threads: what is before is moved
+    token.cancel();
+    door.open();
+  });
+  const Result<std::uint64_t> count = run_transfer(*rig.engine, rig.load(), &token);
+  canceller.join();
+  ASSERT_TRUE(count.ok()) << count.status().message();
+  EXPECT_GE(count.value(), 2 * kChunk);
+  EXPECT_LT(count.value(), 4 * kMiB);
+}
+
+TEST_P(TransferEnds, HungFileIsLeftBehind) {
+  for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
+    FakeRig rig(GetParam(), FakeRig::without_fastpath());
+    const auto data = pattern(4 * kMiB);
+    rig.make_ends(direction, data, /*may_hang=*/true);
+    Door door;
+    const auto hang = [&](int, auto, std::size_t, std::uint64_t offset, ssize_t*) {
+      if (offset >= 2 * kChunk) door.pass();
+      return false;
+    };
+    rig.operations.on_read = hang;
+    rig.operations.on_write = hang;
+    Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.request(direction));
+    ASSERT_TRUE(started.ok());
+    door.await(3);
+    started.value()->cancel();
+    ASSERT_TRUE(started.value()->wait(kPatience));
+    const TransferProgress done = started.value()->progress();
+    EXPECT_EQ(done.status.error(), ECANCELED);
+    EXPECT_EQ(done.prefix, 2 * kChunk);
+    EXPECT_EQ(rig.details(direction).abandoned, 1U);
+    // The memory is free although the threads still hang.
+    EXPECT_EQ(rig.buffer->pins, 0);
+    if (direction == Direction::kLoad) {
+      EXPECT_EQ(rig.buffer->size(), 2 * kChunk);
+      EXPECT_EQ(rig.buffer.use_count(), 1);
+      std::memset(rig.buffer->contents(), 0x11, data.size());
+      door.open();
+      while (door.waiting() > 0) std::this_thread::sleep_for(milliseconds(1));
+      rig.engine->shutdown();
+      for (std::uint64_t at = 0; at < data.size(); ++at) ASSERT_EQ(rig.buffer->contents()[at], std::byte{0x11});
+    } else {
+      door.open();
+    }
+  }
+}
+
+TEST(Hanging, ShutdownLeavesThreadsBehind) {
+  std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
+  const std::set<std::string> before = names_in("/proc/self/task");
+  IoOptions options = FakeRig::without_fastpath();
+  options.shutdown_grace = milliseconds(200);
+  Door door;
+  std::shared_ptr<Transfer> transfer;
+  auto operations = std::make_shared<PlannedFileOps>();
+  {
+    auto plan = std::make_shared<FakePlan>();
+    Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(std::make_shared<FakeDriver>(plan), 0);
+    ASSERT_TRUE(device.ok());
+    Result<std::shared_ptr<TransferEngine>> engine =
+        TransferEngine::create(options, {device.value()}, std::make_shared<PlannedDirectPath>());
+    ASSERT_TRUE(engine.ok());
+    char path[] = "/tmp/gpufs-io-test-XXXXXX";
+    const UniqueFd fd(::mkostemp(path, O_CLOEXEC));
+    ::unlink(path);
+    ASSERT_EQ(::ftruncate(fd.get(), kMiB), 0);
+    operations->on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+      door.pass();
+      return false;
+    };
+    Result<std::shared_ptr<BackingFile>> opened = BackingFile::open(fd.get(), *operations);
+    ASSERT_TRUE(opened.ok());
+    BackingFacts facts = opened.value()->facts();
+    facts.may_hang = true;
+    TransferRequest wanted;
+    wanted.file = BackingFile::adopt(UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 3)), UniqueFd(), facts, *operations);
+    wanted.target = Target::of_buffer(std::make_shared<FakeBuffer>(device.value(), 4 * kMiB));
+    Result<std::shared_ptr<Transfer>> started = engine.value()->start(wanted);
+    ASSERT_TRUE(started.ok());
+    transfer = started.take();
+    door.await(1);
+    engine.value()->shutdown();
+    EXPECT_TRUE(transfer->wait(milliseconds(0)));
+    EXPECT_EQ(transfer->progress().status.error(), ECANCELED);
+  }
+  door.open();
+  // The threads end by themselves; the last things they hold go with them.
+  const std::weak_ptr<Transfer> watch = transfer;
+  transfer.reset();
+  const auto all_ended = [&] {
+    const std::set<std::string> now = names_in("/proc/self/task");
+    return std::includes(before.begin(), before.end(), now.begin(), now.end());
+  };
+  for (int tries = 0; tries < 60000 && !all_ended(); ++tries) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(all_ended());
+  EXPECT_TRUE(watch.expired());
+}
+
+// Loads of a file whose server does not answer, one by each of these clients; cancelled at the end.
+class HungLoads {
+ public:
+  HungLoads(FakeRig& rig, const std::vector<std::byte>& data, const std::vector<std::uint64_t>& clients) {
+    rig.make_ends(Direction::kLoad, data, /*may_hang=*/true);
+    file_ = rig.file;  // so that no other gets its descriptor
+    rig.operations.on_read = [this](int fd, void*, std::size_t, std::uint64_t, ssize_t*) {
+      if (fd == file_->buffered_fd()) door_.pass();
+      return false;
+    };
+    for (const std::uint64_t client : clients) {
+      TransferRequest wanted = rig.load();
+      wanted.client = client;
+      transfers_.push_back(gpu_test::must(rig.engine->start(wanted)));
+    }
+    door_.await(2);
+    std::this_thread::sleep_for(milliseconds(20));
+    EXPECT_EQ(door_.waiting(), 2);  // of the threads that there are, as many as one client may have
+  }
+  ~HungLoads() {
+    for (const auto& transfer : transfers_) transfer->cancel();
+    for (const auto& transfer : transfers_) EXPECT_TRUE(transfer->wait(kPatience));
+    door_.open();
+    while (door_.waiting() > 0) std::this_thread::sleep_for(milliseconds(1));
+  }
+  HungLoads(const HungLoads&) = delete;
+  HungLoads& operator=(const HungLoads&) = delete;
+
+ private:
+  Door door_;
+  std::shared_ptr<BackingFile> file_;
+  std::vector<std::shared_ptr<Transfer>> transfers_;
+};
+
+TEST(Hanging, NeitherOneClientNorManyServersStopTheOthers) {
+  const std::vector<std::uint64_t> one_client(5, 1000);
+  const std::vector<std::uint64_t> many_servers = {1000, 1001, 1002, 1003, 1004, 1005};
+  for (const auto& clients : {one_client, many_servers}) {
+    IoOptions options = FakeRig::without_fastpath();
+    options.workers = 2;
+    FakeRig rig(false, options);
+    const auto data = pattern(2 * kMiB);
+    const HungLoads hung(rig, data, clients);
+    rig.open_file();
+    rig.make_buffer(4 * kMiB);
+    for (std::uint64_t client = 0; client < 3; ++client) {
+      TransferRequest wanted = rig.load();
+      wanted.client = client;
+      const std::shared_ptr<Transfer> transfer = gpu_test::must(rig.engine->start(wanted));
+      ASSERT_TRUE(transfer->wait(kPatience));
+      EXPECT_EQ(transfer->progress().prefix, data.size());
+    }
+    EXPECT_TRUE(rig.buffer_has(data));
+  }
+}
+
+TEST(Sharing, ManyTransfersTakeTurns) {
+  IoOptions options = FakeRig::without_fastpath();
+  options.workers = 2;
+  FakeRig rig(true, options);
+  rig.make_file(pattern(64 * kChunk));
+  rig.make_buffer(128 * kMiB);
+  std::atomic<bool> looked{false};
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t*) {
+    do {
+      std::this_thread::sleep_for(milliseconds(5));
+    } while (offset >= 63 * kChunk && !looked);
+    return false;
+  };
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  for (std::uint64_t client = 0; client < 6; ++client) {
+    TransferRequest wanted = rig.load();
+    wanted.client = client;
+    wanted.target_offset = client * 16 * kMiB;
+    transfers.push_back(rig.engine->start(wanted).take());
+  }
+  // Three threads and six clients: all have moved something long before the first comes to its last piece.
+  const auto end = Clock::now() + std::chrono::seconds(60);
+  const auto moved = [](const std::shared_ptr<Transfer>& transfer) { return transfer->progress().moved > 0; };
+  while (!std::all_of(transfers.begin(), transfers.end(), moved) && Clock::now() < end) {
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  EXPECT_TRUE(std::all_of(transfers.begin(), transfers.end(), moved));
+  const auto done = [](const std::shared_ptr<Transfer>& transfer) {
+    return transfer->progress().state == TransferState::kDone;
+  };
+  EXPECT_TRUE(std::none_of(transfers.begin(), transfers.end(), done));
+  for (const auto& transfer : transfers) transfer->cancel();
+  looked = true;
+  for (const auto& transfer : transfers) transfer->wait();
+}
+
+TEST(Parallel, ManyTransfersAtOnce) {
+  for (const bool host : {true, false}) {
+    FakeRig rig(host);
+    const auto data = pattern(8 * kMiB + 5);
+    rig.make_file(data);
+    rig.make_buffer(32 * kMiB);
+    std::vector<std::thread> threads;
+    std::atomic<int> good{0};
+    for (std::uint64_t part = 0; part < 8; ++part) {
+      threads.emplace_back([&, part] {
+        TransferRequest wanted = rig.load();
+        wanted.file_offset = wanted.target_offset = part * kMiB;
+        wanted.bytes = part == 7 ? kToTheEnd : kMiB;
+        wanted.client = part % 3;
+        const Result<std::uint64_t> count = run_transfer(*rig.engine, wanted, nullptr);
+        if (count.ok() && count.value() == (part == 7 ? kMiB + 5 : kMiB)) ++good;
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(good, 8);
+    EXPECT_TRUE(rig.buffer_has(data));
+    EXPECT_EQ(rig.buffer->size(), data.size());
+  }
+}
+
+}  // namespace
+}  // namespace gpufs

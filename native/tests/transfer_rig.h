@@ -1,0 +1,145 @@
+// What tests of transfers stand on: a device, a transfer engine over it, a buffer, and a real file whose system calls a
+// test can plan. Owned by the test that makes it, and checks at its end that nothing is left over. The test's thread.
+#pragma once
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/device_context.h"
+#include "device/event_pool.h"
+#include "device/stream_pool.h"
+#include "gpu_test_support.h"
+#include "io/transfer.h"
+#include "io_fakes.h"
+
+namespace gpufs::testing {
+
+constexpr std::uint64_t kChunk = std::uint64_t{1} << 18;
+
+// The names in a directory; of /proc/self/fd and /proc/self/task: what this process has open, and its threads.
+inline std::set<std::string> names_in(const char* path) {
+  std::set<std::string> names;
+  DIR* const directory = ::opendir(path);
+  while (const dirent* const entry = ::readdir(directory)) names.insert(entry->d_name);
+  ::closedir(directory);
+  return names;
+}
+
+template <typename BufferType>
+class TransferRig {
+ public:
+  static IoOptions small_options() {
+    IoOptions options;
+    options.chunk_bytes = kChunk;
+    options.workers = 3;
+    options.slots = 2;
+    return options;
+  }
+
+  TransferRig(std::shared_ptr<Driver> driver, std::shared_ptr<DirectPath> direct, const IoOptions& options,
+              const std::string& directory)
+      : device(gpu_test::must(DeviceContext::create(std::move(driver), 0))),
+        engine(gpu_test::must(TransferEngine::create(options, {device}, std::move(direct)))),
+        name_(directory + "/gpufs-transfer-XXXXXX"),
+        fd_(::mkostemp(name_.data(), O_CLOEXEC)) {
+    EXPECT_TRUE(fd_.valid());
+  }
+  ~TransferRig() {
+    engine->shutdown();
+    EXPECT_EQ(engine->active(), 0U);
+    EXPECT_EQ(engine->bounce_pool()->statistics().pinned_bytes, 0U);
+    engine.reset();
+    EXPECT_EQ(device->events().idle(), device->events().existing());
+    EXPECT_EQ(device->streams().idle(), device->streams().existing());
+    buffer.reset();
+    file.reset();
+    device.reset();
+    fd_.reset();
+    ::unlink(name_.c_str());
+  }
+  TransferRig(const TransferRig&) = delete;
+  TransferRig& operator=(const TransferRig&) = delete;
+
+  // The file, opened for transfers; may_hang as one on a network would be.
+  void open_file(bool may_hang = false) {
+    file = gpu_test::must(BackingFile::open(fd_.get(), operations));
+    if (!may_hang) return;
+    BackingFacts facts = file->facts();
+    facts.may_hang = true;
+    facts.fastpath_refusals |= mask_of(Refusal::kFileSystem);
+    file =
+        BackingFile::adopt(UniqueFd(::fcntl(file->buffered_fd(), F_DUPFD_CLOEXEC, 3)), UniqueFd(), facts, operations);
+  }
+  void make_file(const std::vector<std::byte>& contents, bool may_hang = false) {
+    EXPECT_EQ(::pwrite(fd_.get(), contents.data(), contents.size(), 0), static_cast<ssize_t>(contents.size()));
+    open_file(may_hang);
+  }
+
+  [[nodiscard]] TransferRequest load() const { return request(Direction::kLoad); }
+  [[nodiscard]] TransferRequest store() const { return request(Direction::kStore); }
+  [[nodiscard]] TransferRequest request(Direction direction) const {
+    TransferRequest wanted;
+    wanted.direction = direction;
+    wanted.file = file;
+    wanted.target = Target::of_buffer(buffer);
+    return wanted;
+  }
+  TransferProgress finish(const TransferRequest& wanted) {
+    Result<std::shared_ptr<Transfer>> started = engine->start(wanted);
+    EXPECT_TRUE(started.ok()) << started.status().message();
+    if (!started.ok()) return {};
+    started.value()->wait();
+    return started.value()->progress();
+  }
+  // One thread serves it: its pieces come in order.
+  TransferProgress finish_in_order(TransferRequest wanted) {
+    wanted.share = 1;
+    return finish(wanted);
+  }
+
+  [[nodiscard]] std::uint64_t file_size() const {
+    struct stat status = {};
+    EXPECT_EQ(::fstat(fd_.get(), &status), 0);
+    return static_cast<std::uint64_t>(status.st_size);
+  }
+  [[nodiscard]] std::vector<std::byte> file_contents() const {
+    std::vector<std::byte> data(file_size());
+    EXPECT_EQ(::pread(fd_.get(), data.data(), data.size(), 0), static_cast<ssize_t>(data.size()));
+    return data;
+  }
+  [[nodiscard]] std::uint64_t counted(Direction direction, Path way, Counter observe::Block::*member) const {
+    return device->counters().region()->sum(0, backend_of(way), flow_of(direction), member);
+  }
+  [[nodiscard]] observe::TransferDetails& details(Direction direction) const {
+    return device->counters().region()->details(0, flow_of(direction));
+  }
+  [[nodiscard]] std::uint64_t refused(Direction direction, Refusal reason) const {
+    std::size_t bit = 0;
+    while (mask_of(reason) >> bit != 1U) ++bit;
+    return device->counters().region()->refusals(0, observe::Backend::kFastpath, flow_of(direction), bit);
+  }
+  [[nodiscard]] int fd() const { return fd_.get(); }
+
+  PlannedFileOps operations;
+  std::shared_ptr<DeviceContext> device;
+  std::shared_ptr<TransferEngine> engine;
+  std::shared_ptr<BackingFile> file;
+  std::shared_ptr<BufferType> buffer;
+
+ private:
+  std::string name_;
+  UniqueFd fd_;
+};
+
+}  // namespace gpufs::testing
