@@ -1,6 +1,7 @@
 // A libcufile over host memory. Compiled twice: complete, and FAKE_CUFILE_OLD, without cuFileWrite. Where no test is in
 // the same process the environment sets it up:
-//   FAKE_CUFILE_MAJOR=2  FAKE_CUFILE_SUPPORTED=BITS  FAKE_CUFILE_CONTROL=BITS  FAKE_CUFILE_FAULTS=SYMBOL:N:CODE,...
+//   FAKE_CUFILE_MAJOR=2  FAKE_CUFILE_SUPPORTED=BITS  FAKE_CUFILE_CONTROL=BITS
+//   FAKE_CUFILE_FAULTS=SYMBOL:N:CODE[:TIMES],...   which calls fail
 //   FAKE_CUFILE_PLANS=RESULT:ERRNO:BYTES,...   how the first reads and writes end, in order
 //   FAKE_CUFILE_RECORDS=FILE   a line for each read and write: name, the descriptor's file, bytes, offset, result
 #include "fake_cufile.h"
@@ -41,6 +42,7 @@ struct Handle {
 struct Fault {
   int skip = 0;
   int code = 0;
+  int times = 1;
 };
 
 std::vector<std::string> split(const char* text, char separator) {
@@ -72,7 +74,8 @@ struct State {
     setup.control = number_of("FAKE_CUFILE_CONTROL", setup.control);
     for (const std::string& fault : split(std::getenv("FAKE_CUFILE_FAULTS"), ',')) {
       const std::vector<std::string> part = split(fault.c_str(), ':');
-      if (part.size() == 3) faults[part[0]] = Fault{std::stoi(part[1]) - 1, std::stoi(part[2])};
+      if (part.size() < 3) continue;
+      faults[part[0]] = Fault{std::stoi(part[1]) - 1, std::stoi(part[2]), part.size() > 3 ? std::stoi(part[3]) : 1};
     }
     for (const std::string& text : split(std::getenv("FAKE_CUFILE_PLANS"), ',')) {
       const std::vector<std::string> part = split(text.c_str(), ':');
@@ -95,7 +98,7 @@ int enter(const char* symbol) {
   if (fault == s.faults.end()) return 0;
   if (fault->second.skip-- > 0) return 0;
   const int code = fault->second.code;
-  s.faults.erase(fault);
+  if (--fault->second.times == 0) s.faults.erase(fault);
   return code;
 }
 

@@ -1,0 +1,148 @@
+"""The vendors' ways of moving files, over fakes of their libraries: mounts that use them, and what was called."""
+
+from __future__ import annotations
+
+import errno
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.mounting import REPOSITORY, GpufsMount
+
+BUILT = next(iter(REPOSITORY.glob("build/cmake/**/fake_kernel/libgpufs_fake_kernel.so")), Path("/")).parents[1]
+WHOLE = 1 << 62  # as much as is asked for
+
+
+@dataclass(frozen=True)
+class Call:
+    """A line of the records that the vendors' fakes write: what was called, on which file, and what it moved."""
+
+    name: str
+    path: str
+    bytes: int
+    offset: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class VendorMount:
+    """A mount over a vendor's fake, with a directory of the host below backing/there."""
+
+    mount: GpufsMount
+    there: Path
+    records: Path
+
+    @property
+    def shown(self) -> Path:
+        return self.mount.path / "backing" / "there"
+
+    def calls(self) -> list[Call]:
+        """The fake's records, in order."""
+        lines = self.records.read_text().splitlines() if self.records.exists() else []
+        fields = [line.split() for line in lines]
+        return [Call(f[0], f[1], int(f[2]), int(f[3]), int(f[4])) for f in fields]
+
+    def counters(self, direction: str) -> dict[str, Any]:
+        """Those of the first device's transfers, "load" or "store"."""
+        status = json.loads((self.mount.path / ".gpufs" / "status").read_text())
+        found: dict[str, Any] = status["io"]["devices"][0][direction]
+        return found
+
+
+def kernel_shows(root: Path, *paths: str) -> dict[str, str]:
+    """The environment in which programs see files of these absolute paths, whatever the kernel here has."""
+    for path in paths:
+        there = root / path.lstrip("/")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.touch()
+    return {
+        "LD_PRELOAD": str(BUILT / "fake_kernel" / "libgpufs_fake_kernel.so"),
+        "FAKE_KERNEL_ROOT": str(root),
+    }
+
+
+class Vendor(ABC):
+    """A vendor's calls for files."""
+
+    driver: str
+    read: str  # the calls' names
+    write: str
+    partial: bool  # a call that fails may have moved something
+
+    @abstractmethod
+    def answer(self, error: int = 0, count: int = WHOLE) -> str:
+        """How a call ends, well or with this errno, and how many bytes it moves at most."""
+
+    @abstractmethod
+    def environment(
+        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
+    ) -> dict[str, str]:
+        """That of a program over the fakes, whose files lie below `at`: the first calls end as planned.
+
+        kernel: as if the vendor's part of the kernel were there. library: which of its fakes is found; "" is none.
+        more: variables for it.
+        """
+
+
+class Cufile(Vendor):
+    """NVIDIA's cuFile."""
+
+    driver, read, write = "cuda", "cuFileRead", "cuFileWrite"
+    partial = False
+    own_failure = 5030
+
+    def answer(self, error: int = 0, count: int = WHOLE) -> str:
+        """EREMOTEIO is the library's own failure: it has numbers of its own for them."""
+        if error == errno.EREMOTEIO:
+            return f"{-self.own_failure}:0:{count}"
+        return f"{-1 if error else 0}:{error}:{count}"
+
+    def environment(
+        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
+    ) -> dict[str, str]:
+        libraries = at / "libraries"
+        libraries.mkdir(exist_ok=True)
+        (libraries / "libcuda.so.1").symlink_to(BUILT / "fake_cuda" / "libgpufs_fake_cuda.so")
+        if library != "":
+            fake = BUILT / "fake_cufile" / (library or "gpufs_fake_cufile")
+            (libraries / "libcufile.so.0").symlink_to(fake / "libcufile.so.0")
+        module = ("/proc/driver/nvidia-fs/version", "/dev/nvidia-fs0") if kernel else ()
+        return {
+            **kernel_shows(at / "kernel", *module),
+            "LD_LIBRARY_PATH": str(libraries),
+            "FAKE_CUFILE_RECORDS": str(at / "records"),
+            "FAKE_CUFILE_PLANS": ",".join(plans),
+            **more,
+        }
+
+
+class HipFile(Vendor):
+    """AMD's hipAmdFileRead and hipAmdFileWrite."""
+
+    driver, read, write = "hip", "hipAmdFileRead", "hipAmdFileWrite"
+    partial = True
+    unknown = 999  # hipErrorUnknown
+
+    def answer(self, error: int = 0, count: int = WHOLE) -> str:
+        """ENOTTY is a kernel without the interface: garbage is where it should say how much it has moved."""
+        if error == errno.ENOTTY:
+            return f"{self.unknown}:1234567:{error}:0"
+        return f"{self.unknown if error else 0}:{-error}:0:{count}"
+
+    def environment(
+        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
+    ) -> dict[str, str]:
+        return {
+            **kernel_shows(at / "kernel", *(["/dev/kfd"] if kernel else [])),
+            "LD_LIBRARY_PATH": str(BUILT / "fake_hip" / (library or "rocm7")),
+            "FAKE_HIP_DEVICES": "1",
+            "FAKE_HIP_RECORDS": str(at / "records"),
+            "FAKE_HIP_FILE_PLANS": ",".join(plans),
+            **more,
+        }
+
+
+CUFILE, HIP_FILE = Cufile(), HipFile()

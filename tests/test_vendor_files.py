@@ -1,0 +1,297 @@
+"""The vendors' calls for files as the fastpath of real mounts, over fakes of their libraries, which record them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data import KIB, MIB, assert_same, noise
+from support.fastpath import file_systems
+from support.mounting import GPUFS, Mounter
+from support.processes import errno_of, run
+from support.vendors import CUFILE, HIP_FILE, Vendor, VendorMount
+
+CHUNK = 256 * KIB
+MAY_COPY_THROUGH_HOST = "2"
+
+Maker = Callable[..., VendorMount]
+
+
+@pytest.fixture(params=[CUFILE, HIP_FILE], ids=["cuFile", "hipAmdFile"])
+def vendor(request: pytest.FixtureRequest) -> Vendor:
+    """Both; or the one that a test is about, which it is parametrized with."""
+    found: Vendor = request.param
+    return found
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gpufs-vendor-", dir="/var/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def make(mount: Mounter, tmp_path: Path, disk: Path, vendor: Vendor) -> Maker:
+    if not file_systems(disk) & {"ext4", "xfs"}:
+        pytest.skip(f"no file system for the fastpath at {disk}: {file_systems(disk)}")
+
+    def made(*plans: str, backing: Path = disk, **named: Any) -> VendorMount:
+        words = ["--backing", f"there={backing}", "--io-chunk-bytes", str(CHUNK), "--io-workers", "1"]
+        environment = vendor.environment(tmp_path, plans, **named)
+        one = mount(*words, driver=vendor.driver, memory=256 * MIB, environment=environment)
+        return VendorMount(one, backing, tmp_path / "records")
+
+    return made
+
+
+def copy_range(source: Path, target: Path, count: int, at: int = 0) -> int:
+    """copy_file_range(2) at one offset in both, until nothing comes any more."""
+    with open(source, "rb") as reader, open(os.open(target, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as writer:
+        done = 0
+        while done < count:
+            part = os.copy_file_range(reader.fileno(), writer.fileno(), count - done, at + done, at + done)
+            if part == 0:
+                break
+            done += part
+        return done
+
+
+def test_plain_cp_both_ways(make: Maker, vendor: Vendor) -> None:
+    """No byte by way of the host: the calls cover the file, and the other way has moved none."""
+    one = make()
+    (one.there / "source").write_bytes(noise(4 * MIB))
+    run("cp", one.shown / "source", one.mount.device / "copied")
+    run("cp", one.mount.device / "copied", one.shown / "back")
+    assert_same((one.there / "back").read_bytes(), noise(4 * MIB))
+    calls = one.calls()
+    for name, path in ((vendor.read, "source"), (vendor.write, "back")):
+        own = [call for call in calls if call.name == name]
+        assert {call.path for call in own} == {str(one.there / path)}
+        assert [(call.offset, call.bytes, call.moved) for call in own] == [(n * CHUNK, CHUNK, CHUNK) for n in range(16)]
+    assert len(calls) == 32
+    for direction in ("load", "store"):
+        found = one.counters(direction)
+        assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (4 * MIB, 0)
+        assert found["fastpath"]["operations"] == 16
+        assert found["refusals"] == {}
+
+
+def test_gpufs_cp_says_by_which_path(make: Maker) -> None:
+    one = make()
+    (one.there / "source").write_bytes(noise(2 * MIB + 777))
+    done = run(*GPUFS, "cp", "--json", "--fastpath", "require", one.there / "source", one.mount.device / "file")
+    assert json.loads(done.stdout)["paths"] == {"fastpath": 2 * MIB, "fallback": 777}
+    assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB + 777))
+    assert {call.path for call in one.calls()} == {str(one.there / "source")}
+
+
+def test_unaligned_requests_are_split(make: Maker) -> None:
+    one = make()
+    data = noise(2 * MIB)
+    (one.there / "source").write_bytes(data)
+    assert copy_range(one.shown / "source", one.mount.device / "file", MIB + 50, at=100) == MIB + 50
+    assert_same((one.mount.device / "file").read_bytes(), bytes(100) + data[100 : MIB + 150])
+    calls = one.calls()
+    assert calls[0].offset == 4096
+    assert sum(call.bytes for call in calls) == MIB - 4096
+    assert calls[-1].offset + calls[-1].bytes == MIB
+    found = one.counters("load")
+    assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (MIB - 4096, 4096 - 100 + 150)
+    assert found["refusals"] == {"offset_unaligned": 1, "size_unaligned": 1}
+
+
+@pytest.mark.parametrize("error", [errno.ENODEV, errno.EREMOTEIO, errno.EOPNOTSUPP])
+def test_what_is_left_goes_by_fallback(make: Maker, vendor: Vendor, error: int) -> None:
+    one = make(vendor.answer(), vendor.answer(), vendor.answer(error, CHUNK // 2))
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    run("cp", one.shown / "source", one.mount.device / "file")
+    assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
+    assert len(one.calls()) == 3
+    found = one.counters("load")
+    direct = 2 * CHUNK + (CHUNK // 2 if vendor.partial else 0)
+    assert found["fastpath"] == {"bytes": direct, "operations": 3, "errors": 1}
+    assert found["fallback"]["bytes"] == 2 * MIB - direct
+    assert found["refusals"] == {"failed_before": 1}
+    assert found["failed"] == 0
+    assert f"fastpath gave up on a load: {vendor.read}" in one.mount.log.read_text()
+    # Another request tries again.
+    run("cp", one.mount.device / "file", one.shown / "back")
+    assert one.counters("store")["fastpath"]["bytes"] == 2 * MIB
+
+
+def test_other_errors_are_the_copys(make: Maker, vendor: Vendor) -> None:
+    one = make(vendor.answer(), vendor.answer(errno.EIO, CHUNK // 2))
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    done = run(*GPUFS, "cp", one.there / "source", one.mount.device / "file", check=False)
+    assert done.returncode == 1
+    assert os.strerror(errno.EIO) in done.stderr
+    assert len(one.calls()) == 2
+    found = one.counters("load")
+    assert (found["fastpath"]["errors"], found["fallback"]["bytes"], found["failed"]) == (1, 0, 1)
+    moved = CHUNK + (CHUNK // 2 if vendor.partial else 0)
+    assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB)[:moved])
+
+
+def test_errors_of_the_system_call(make: Maker, vendor: Vendor) -> None:
+    """What a program sees that copies by itself: the error, where not a byte has been moved."""
+    one = make(vendor.answer(errno.EIO, 0))
+    (one.there / "source").write_bytes(noise(MIB))
+    assert errno_of(copy_range, one.shown / "source", one.mount.device / "file", MIB) == errno.EIO
+
+
+def test_where_it_alone_is_allowed_nothing_goes_another_way(make: Maker, vendor: Vendor) -> None:
+    one = make(vendor.answer(), vendor.answer(errno.ENODEV, 0))
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    done = run(*GPUFS, "cp", "--fastpath", "require", one.there / "source", one.mount.device / "file", check=False)
+    assert done.returncode == 1
+    assert f"fastpath alone is allowed but failed: {vendor.read}: No such device" in done.stderr
+    found = one.counters("load")
+    assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (CHUNK, 0)
+    assert (one.mount.device / "file").stat().st_size == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("vendor", "named", "reasons"),
+    [
+        (CUFILE, {"kernel": False}, ["no_gpudirect"]),
+        (CUFILE, {"FAKE_CUFILE_MAJOR": "0"}, ["no_gpudirect"]),
+        (CUFILE, {"FAKE_CUFILE_SUPPORTED": "0x204"}, ["no_gpudirect"]),  # network file systems alone
+        (CUFILE, {"FAKE_CUFILE_FAULTS": "cuFileDriverOpen:1:5007"}, ["no_gpudirect"]),
+        (CUFILE, {"library": ""}, ["no_vendor_call"]),
+        (CUFILE, {"library": "gpufs_fake_cufile_old"}, ["no_vendor_call"]),
+        (CUFILE, {"FAKE_CUFILE_FAULTS": "cuFileHandleRegister:1:5030:2"}, ["not_accepted"]),
+        (
+            CUFILE,
+            {"FAKE_CUFILE_SUPPORTED": "0x20", "FAKE_CUFILE_CONTROL": MAY_COPY_THROUGH_HOST},
+            ["not_accepted"],
+        ),
+        (CUFILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
+        (HIP_FILE, {"library": "rocm5"}, ["no_vendor_call"]),  # it has no hipGetProcAddress, and more is missing
+        (HIP_FILE, {"kernel": False}, ["no_kernel_support"]),
+        (HIP_FILE, {"library": "rocm5", "kernel": False}, ["no_vendor_call", "no_kernel_support"]),
+        (HIP_FILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
+    ],
+    ids=[
+        "cuFile, module",
+        "cuFile, module's version",
+        "cuFile, its storage",
+        "cuFile, driver",
+        "cuFile, library",
+        "cuFile, function",
+        "cuFile, file",
+        "cuFile, the file's storage",
+        "cuFile, tmpfs",
+        "hipAmdFile, old runtime",
+        "hipAmdFile, no kernel driver",
+        "hipAmdFile, neither",
+        "hipAmdFile, tmpfs",
+    ],
+)
+def test_what_is_missing_is_said_and_done_without(make: Maker, named: dict[str, Any], reasons: list[str]) -> None:
+    """Without GPUDirect cuFile would copy through the host, which the fallback does faster."""
+    one = make(**named)
+    source = one.there / f"gpufs-vendor-{os.getpid()}"
+    source.write_bytes(noise(2 * MIB))
+    try:
+        done = run(*GPUFS, "cp", "--fastpath", "require", source, one.mount.device / "other", check=False)
+        assert done.returncode == 1
+        assert all(reason in done.stderr for reason in reasons), done.stderr
+        assert (one.mount.device / "other").stat().st_size == 0
+        run("cp", one.shown / source.name, one.mount.device / "file")
+        assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
+        found = one.counters("load")
+        assert (found["fastpath"]["operations"], found["fallback"]["bytes"]) == (0, 2 * MIB)
+        assert {reason: found["refusals"].get(reason) for reason in reasons} == dict.fromkeys(reasons, 2)
+        assert one.calls() == []
+    finally:
+        source.unlink()
+
+
+@pytest.mark.parametrize("vendor", [CUFILE], ids=["cuFile"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "../../devices/pci0000:00/0000:00:1f.0/nvme/nvme0/nvme0n1/nvme0n1p1",
+        "../../devices/virtual/nvme-subsystem/nvme-subsys0/nvme0n1",
+    ],
+)
+def test_storage_that_cufile_serves(make: Maker, tmp_path: Path, disk: Path, place: str) -> None:
+    """Taken, although the library may copy other files through the host."""
+    device = os.stat(disk).st_dev
+    link = tmp_path / "kernel/sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(place)
+    one = make(FAKE_CUFILE_CONTROL=MAY_COPY_THROUGH_HOST)
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    run("cp", one.shown / "source", one.mount.device / "file")
+    assert one.counters("load")["fastpath"]["bytes"] == 2 * MIB
+
+
+@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
+def test_a_kernel_without_the_interface_is_asked_once(make: Maker, vendor: Vendor) -> None:
+    one = make(vendor.answer(errno.ENOTTY))
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    for target in ("first", "second"):
+        run("cp", one.shown / "source", one.mount.device / target)
+        assert_same((one.mount.device / target).read_bytes(), noise(2 * MIB))
+    assert len(one.calls()) == 1
+    found = one.counters("load")
+    assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (0, 4 * MIB)
+    assert found["refusals"] == {"failed_before": 1, "no_kernel_support": 1}
+    done = run(*GPUFS, "cp", "--fastpath", "require", one.there / "source", one.mount.device / "third", check=False)
+    assert (done.returncode, "no_kernel_support" in done.stderr) == (1, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize(("journal", "refused"), [("ordered", False), ("writeback", True)])
+@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
+def test_the_journals_mode_decides_on_ext4(make: Maker, tmp_path: Path, journal: str, refused: bool) -> None:
+    image, there = tmp_path / "image", tmp_path / "mounted"
+    there.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 64 * MIB)
+    run("mkfs.ext4", "-q", image)
+    mounted = run("mount", "-o", f"loop,data={journal}", image, there, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no loop devices: {mounted.stderr.strip()}")
+    try:
+        one = make(backing=there)
+        (there / "source").write_bytes(noise(2 * MIB))
+        run("cp", one.shown / "source", one.mount.device / "file")
+        assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
+        found = one.counters("load")
+        assert found["refusals"] == ({"mount_options": 1} if refused else {})
+        assert found["fastpath"]["bytes"] == (0 if refused else 2 * MIB)
+        one.mount.close()
+    finally:
+        run("umount", "--lazy", there)
+
+
+def test_doctor_shows_it(tmp_path: Path, disk: Path) -> None:
+    path = disk / "file"
+    path.write_bytes(bytes(4096))
+
+    def findings(**named: Any) -> dict[str, Any]:
+        words = {**os.environ, **HIP_FILE.environment(tmp_path, **named)}
+        said = json.loads(run(*GPUFS, "doctor", "--json", path, env=words).stdout)
+        return {f"{found['group']} {found['name']}": found for found in said["findings"]}
+
+    if not file_systems(disk) & {"ext4", "xfs"}:
+        pytest.skip("no file system for the fastpath")
+    found = findings()
+    assert found["drivers hip"]["text"].startswith("fake device 0 (4 GiB, ffff:c0:00.0)")
+    assert found["fastpath hip"]["state"] == "ok"
+    assert found[f"paths {path} on hip"]["text"].startswith("fastpath (")
+    (tmp_path / "kernel" / "dev" / "kfd").unlink()
+    found = findings(kernel=False)
+    assert found["fastpath hip"]["text"].startswith("no_kernel_support: ")
+    assert "render" in found["fastpath hip"]["advice"]
+    assert found[f"paths {path} on hip"]["text"].startswith("fallback (")
