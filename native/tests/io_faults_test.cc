@@ -1,6 +1,5 @@
 // Whatever goes wrong in a transfer, on every driver and in both directions: the right errno, the right count, memory
 // and file as far as the count says and no further, nothing left open, and the next transfer as if nothing had been.
-#include <dirent.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -12,6 +11,8 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <set>
+#include <string>
 #include <thread>
 
 #include "bytes.h"
@@ -23,6 +24,7 @@
 #include "hip_test_support.h"
 #include "io/transfer.h"
 #include "io_fakes.h"
+#include "transfer_rig.h"
 
 namespace gpufs {
 namespace {
@@ -32,9 +34,10 @@ using gpu_test::kMiB;
 using gpu_test::must;
 using gpu_test::pattern;
 using testing::FaultPlan;
+using testing::kChunk;
+using testing::names_in;
 using testing::PlannedFileOps;
 
-constexpr std::uint64_t kChunk = 256 << 10;
 constexpr std::uint64_t kTotal = 5 * kMiB + 4321;
 constexpr std::uint64_t kBad = 5 * kChunk + 1000;  // where a file's failure lies
 constexpr std::uint64_t kShort = kMiB + 17;        // where a file ends that is cut off
@@ -125,14 +128,6 @@ std::string name_of(const ::testing::TestParamInfo<Case>& tested) {
          kFaultNames.at(static_cast<std::size_t>(tested.param.fault));
 }
 
-std::size_t entries(const char* path) {
-  DIR* const directory = ::opendir(path);
-  std::size_t count = 0;
-  while (::readdir(directory) != nullptr) ++count;
-  ::closedir(directory);
-  return count;
-}
-
 // How it must end: with this errno and device code, after so many bytes.
 struct Outcome {
   int error = 0;
@@ -144,9 +139,9 @@ struct Outcome {
 class IoFaults : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
-    descriptors_ = entries("/proc/self/fd");
+    descriptors_ = names_in("/proc/self/fd");
     std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
-    threads_ = entries("/proc/self/task");
+    threads_ = names_in("/proc/self/task").size();
     pinned_ = pinned();
     path_ = "/var/tmp/gpufs-io-faults-XXXXXX";
     fd_ = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
@@ -181,12 +176,12 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     }
     fd_.reset();
     ::unlink(path_.c_str());
-    EXPECT_EQ(entries("/proc/self/fd"), descriptors_);
+    EXPECT_EQ(names_in("/proc/self/fd"), descriptors_);
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (entries("/proc/self/task") > threads_ && std::chrono::steady_clock::now() < end) {
+    while (names_in("/proc/self/task").size() > threads_ && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // joined threads are listed for a moment
     }
-    EXPECT_LE(entries("/proc/self/task"), threads_);
+    EXPECT_LE(names_in("/proc/self/task").size(), threads_);
   }
 
   static int pinned() {
@@ -465,7 +460,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
   UniqueFd fd_;
 
  private:
-  std::size_t descriptors_ = 0;
+  std::set<std::string> descriptors_;
   std::size_t threads_ = 0;
   int pinned_ = 0;
   std::string path_;
