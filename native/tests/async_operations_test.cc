@@ -281,9 +281,39 @@ TEST_P(AsyncOperations, ManyAreInFlightOnStreamsThatStand) {
     }
   }
   EXPECT_EQ(rig.engine->outstanding(), kStreams * kEach);
+  if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
   gate.open();
   for (std::size_t count = 0; count < kStreams * kEach; ++count) ASSERT_OK(rig.next().status);
   for (const std::shared_ptr<Buffer>& buffer : buffers) EXPECT_EQ(contents(*buffer), bytes);
+}
+
+// More than the device's own queues would take (StreamHolds), the rest held by calls of the host.
+TEST_P(AsyncOperations, OfOneStreamAreMoreThanADevicesQueueTakes) {
+  constexpr std::size_t kCount = 200;
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(kCount * 333, 12);
+  rig.fill_file(bytes);
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  gate.hold(*own.program);
+  if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
+  for (std::size_t piece = 0; piece < kCount; ++piece) {
+    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, 333, own.stream);
+    entry.request.file_offset.value = entry.request.target_offset.value = piece * 333;
+    entry.request.cookie = piece;
+    ASSERT_OK(rig.submit(std::move(entry)));
+  }
+  if (GetParam() == Kind::kCuda) {
+    EXPECT_EQ(cuda_test::fake().calls("cuStreamWaitValue32_v2"), StreamHolds::kWaitsOfStream + 2);  // gate, probe
+  }
+  gate.open();
+  for (std::size_t piece = 0; piece < kCount; ++piece) {
+    const Completion over = rig.next();
+    ASSERT_OK(over.status);
+    EXPECT_EQ(over.cookie, piece);
+  }
+  EXPECT_EQ(contents(*buffer), bytes);
 }
 
 TEST_P(AsyncOperations, AreBoundedAndSubmissionNeverWaitsForEver) {

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <optional>
 #include <thread>
 
@@ -291,6 +293,63 @@ TEST_P(GpuContract, StreamsAndEventsKeepOrder) {
   ASSERT_OK(one->synchronize());
   EXPECT_OK(device_->unpin(pinned));
   EXPECT_EQ(device_->unpin(pinned).error(), ENOENT);
+  ::munmap(pinned, 2 * bytes);
+}
+
+TEST_P(GpuContract, WorkGoesOnBesideStreamsThatStand) {
+  if (!of_cuda()) GTEST_SKIP() << "no way beside them is known for hip";
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(64 * kMiB));
+  ASSERT_OK(memory->populate(0, 32 * kMiB));
+  const std::size_t bytes = 4 * kMiB;
+  void* const pinned = ::mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(pinned, MAP_FAILED);
+  ASSERT_OK(device_->pin(pinned, 2 * bytes));
+  auto* const host = static_cast<std::byte*>(pinned);
+  ASSERT_OK(device_->prepare_to_stand(4));
+  auto* const word = reinterpret_cast<std::uint32_t*>(host + 2 * bytes - 64);
+  const DeviceAddress cell = must(device_->address_of_pinned(host)) + 2 * bytes - 64;
+  const auto open = [word] { std::atomic_ref<std::uint32_t>(*word).store(1); };
+
+  // More than there are queues.
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (int number = 0; number < 64; ++number) streams.push_back(must(device_->create_stream()));
+  if (!real()) cuda_test::fake().share_queues();
+  std::promise<void> over;
+  std::atomic<bool> late{false};
+  std::thread watch([&, ended = over.get_future()] {
+    late = ended.wait_for(std::chrono::seconds(20)) == std::future_status::timeout;
+    open();
+  });
+  device_->streams_stand(1);
+  for (const auto& stream : streams) EXPECT_OK(stream->wait_for_value(cell, 1));
+
+  const DeviceAddress base = range->base();
+  for (const std::size_t size :
+       {2UL, 3UL, 7UL, 4095UL, 4096UL, 24576UL, 24577UL, 32767UL, 32768UL, 32769UL, 1048577UL}) {
+    const std::vector<std::byte> data = pattern(size + 2, static_cast<unsigned>(size));
+    std::memcpy(host, data.data(), data.size());
+    EXPECT_OK(device_->copy_in(base, host, size + 2));
+    EXPECT_OK(device_->zero(base + 1, size));
+    EXPECT_OK(device_->copy_in(base + 8 * kMiB, host, size));
+    EXPECT_OK(device_->copy_within(base + 16 * kMiB, base + 8 * kMiB, size));
+    EXPECT_OK(device_->copy_out(host + bytes, base, size + 2));
+    EXPECT_EQ(host[bytes], data[0]);
+    EXPECT_EQ(host[bytes + size + 1], data[size + 1]);
+    EXPECT_TRUE(testing::all_zero({host + bytes + 1, host + bytes + 1 + size})) << size;
+    EXPECT_OK(device_->copy_out(host + bytes, base + 16 * kMiB, size));
+    EXPECT_EQ(std::memcmp(host + bytes, data.data(), size), 0) << size;
+  }
+  EXPECT_OK(memory->populate(32 * kMiB, 4 * kMiB));
+  EXPECT_OK(device_->copy_out(host + bytes, base + 33 * kMiB, kMiB));
+  EXPECT_TRUE(testing::all_zero({host + bytes, host + bytes + kMiB}));
+  EXPECT_FALSE(late) << "some of it came behind what stood";
+
+  over.set_value();
+  watch.join();
+  streams.clear();
+  device_->streams_stand(-1);
+  EXPECT_OK(device_->unpin(pinned));
   ::munmap(pinned, 2 * bytes);
 }
 

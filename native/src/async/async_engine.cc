@@ -77,6 +77,7 @@ AsyncEngine::AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEn
   for (std::shared_ptr<DeviceContext>& device : devices) {
     auto state = std::make_unique<DeviceState>();
     state->counters = std::make_shared<StreamCounters>(device);
+    state->holds = std::make_shared<StreamHolds>(device);
     state->context = std::move(device);
     devices_.push_back(std::move(state));
   }
@@ -84,6 +85,12 @@ AsyncEngine::AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEn
 
 std::shared_ptr<AsyncEngine> AsyncEngine::create(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
                                                  std::vector<std::shared_ptr<DeviceContext>> devices) {
+  for (const std::shared_ptr<DeviceContext>& device : devices) {
+    // Now, for it waits for streams that stand, and the program may be about to have one stand.
+    const Status prepared = device->prepare_to_stand();
+    if (!prepared.ok())
+      log_warning(name_of(*device) + ": operations on streams may delay each other: " + prepared.message());
+  }
   return std::shared_ptr<AsyncEngine>(new AsyncEngine(options, std::move(transfers), std::move(devices)));
 }
 
@@ -137,8 +144,9 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
     // Without one the stream is held by calls of the host.
     if (taken.ok()) counter = taken.value();
   }
-  auto added = std::make_shared<OperationStream>(shared_from_this(), state.context, std::move(stream),
-                                                 std::move(passed), state.counters, counter, promises, origin);
+  auto added =
+      std::make_shared<OperationStream>(shared_from_this(), state.context, std::move(stream), std::move(passed),
+                                        state.counters, counter, state.holds, promises, origin);
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
@@ -522,7 +530,7 @@ void AsyncEngine::keep_streams() {
     std::move(first, streams_.end(), std::back_inserter(going));
     streams_.erase(first, streams_.end());
   }
-  std::erase_if(going, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
+  std::erase_if(going, [](const std::shared_ptr<OperationStream>& stream) { return stream->can_go(); });
   if (going.empty()) return;
   const std::lock_guard lock(mutex_);
   std::move(going.begin(), going.end(), std::back_inserter(streams_));
@@ -568,7 +576,7 @@ void AsyncEngine::shutdown() {
   const Clock::time_point enough = Clock::now() + kStreamGrace;
   for (const std::shared_ptr<OperationStream>& stream : streams) stream->close();
   for (;;) {
-    std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
+    std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->can_go(); });
     if (streams.empty() || Clock::now() >= enough) break;
     std::this_thread::sleep_for(kStep);
   }

@@ -73,6 +73,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   struct DeviceState {
     std::shared_ptr<DeviceContext> context;
     std::shared_ptr<StreamCounters> counters;
+    std::shared_ptr<StreamHolds> holds;
     std::mutex mutex;  // guards the two below, also while they are found out
     bool probed = false;
     bool waits_for_values = false;

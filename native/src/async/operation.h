@@ -70,6 +70,7 @@ class Operation {
   // Set before anybody else has it, and constant then.
   std::shared_ptr<OperationStream> stream_;  // null: it has no order
   std::uint32_t sequence_ = 0;               // in its stream
+  bool waits_ = false;                       // the stream waits for it by its counter; otherwise the host's call does
   bool may_hang_ = false;                    // in its file
 
   // Guards all below. Nothing is called under it and no other lock taken.

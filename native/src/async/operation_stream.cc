@@ -12,13 +12,14 @@ namespace gpufs {
 OperationStream::OperationStream(std::shared_ptr<AsyncEngine> engine, std::shared_ptr<DeviceContext> device,
                                  std::unique_ptr<Stream> stream, std::shared_ptr<Event> passed,
                                  std::shared_ptr<StreamCounters> counters, StreamCounter counter,
-                                 StreamPromises promises, Origin origin)
+                                 std::shared_ptr<StreamHolds> holds, StreamPromises promises, Origin origin)
     : engine_(std::move(engine)),
       device_(std::move(device)),
       stream_(std::move(stream)),
       passed_(std::move(passed)),
       counters_(std::move(counters)),
       counter_(counter),
+      holds_(std::move(holds)),
       promises_(promises),
       origin_(origin),
       last_(counter.word == nullptr ? 0 : std::atomic_ref<std::uint32_t>(*counter.word).load()),
@@ -66,9 +67,16 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     ++calling_;
     used_ = std::chrono::steady_clock::now();
   }
+  operation->waits_ = take_wait();
+  holds_->begin();
   status = stream_->call(&OperationStream::reached, operation.get());
   if (!status.ok()) {
+    holds_->end();
     const std::lock_guard lock(mutex_);
+    if (operation->waits_) {
+      --waits_;
+      holds_->give_wait_back();
+    }
     queued_.erase(std::find(queued_.begin(), queued_.end(), operation));
     --calling_;
     --outstanding_;
@@ -76,27 +84,48 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     return status.with_context("an operation on a stream");
   }
   ++last_;
-  bool holds = true;
-  if (counter_.word != nullptr) {
-    {
-      const std::lock_guard lock(mutex_);
-      recorded_ = false;
-    }
-    const Status held = stream_->wait_for_value(counter_.address, operation->sequence_);
-    holds = held.ok();
-    if (!holds) {
-      // What is queued behind would not wait: it must have stopped before that can be.
-      {
-        const std::lock_guard lock(operation->mutex_);
-        operation->unheld_ = held.with_context("an operation on a stream");
-      }
-      if (engine_->cancel(operation)) AsyncEngine::wait(*operation);
-    }
+  if (operation->waits_) {
+    hold(operation);
+  } else if (counter_.word == nullptr) {
+    // One at a time tells of a failure as well as many, which would fill the device's queues.
+    const Result<bool> passed = passed_->query();
+    if (!passed.ok() || passed.value()) record();
   }
+  return {};
+}
+
+bool OperationStream::take_wait() {
+  if (counter_.word == nullptr || !holds_->take_wait()) return false;
+  const std::lock_guard lock(mutex_);
+  if (waits_ < StreamHolds::kWaitsOfStream) {
+    ++waits_;
+    return true;
+  }
+  holds_->give_wait_back();
+  return false;
+}
+
+void OperationStream::hold(const std::shared_ptr<Operation>& operation) {
+  {
+    const std::lock_guard lock(mutex_);
+    recorded_ = false;
+  }
+  const Status held = stream_->wait_for_value(counter_.address, operation->sequence_);
+  if (!held.ok()) {
+    // What is queued behind would not wait: it must have stopped before that can be.
+    {
+      const std::lock_guard lock(operation->mutex_);
+      operation->unheld_ = held.with_context("an operation on a stream");
+    }
+    if (engine_->cancel(operation)) AsyncEngine::wait(*operation);
+  }
+  record();
+}
+
+void OperationStream::record() {
   const Status recorded = stream_->record(*passed_);
   const std::lock_guard lock(mutex_);
   if (recorded.ok()) recorded_ = ever_recorded_ = true;
-  return {};
 }
 
 void OperationStream::reached(void* operation) {
@@ -124,7 +153,7 @@ void OperationStream::reach(const Operation* operation) {
     release(*self);
   } else {
     engine_->bind(self);
-    if (counter_.word == nullptr) AsyncEngine::wait(*self);
+    if (!self->waits_) AsyncEngine::wait(*self);
   }
   self.reset();
   // The last that this thread does here: whoever destroys the stream waits for it.
@@ -134,7 +163,13 @@ void OperationStream::reach(const Operation* operation) {
 }
 
 void OperationStream::release(const Operation& operation) {
+  // Before the stream goes on: whoever finds that it has may count on it.
+  holds_->end();
   const std::lock_guard lock(mutex_);
+  if (operation.waits_) {
+    --waits_;
+    holds_->give_wait_back();
+  }
   if (counter_.word != nullptr) {
     const std::atomic_ref<std::uint32_t> word(*counter_.word);
     if (static_cast<std::int32_t>(operation.sequence_ - word.load(std::memory_order_relaxed)) > 0) {

@@ -4,9 +4,10 @@
 //
 // An operation is three things on the stream: a call of the host, which binds it and hands it to the engine's threads;
 // a wait until the stream's counter has come to its number, which whoever ends it sees to; and an event, which tells
-// that the device looks at the counter no more. Where the device cannot wait for a value the call of the host itself
-// waits instead: then the driver's thread, which streams may share, is kept for as long as the bytes move. It depends
-// on nothing that such a thread does, so streams delay each other but never lock each other up.
+// that the device looks at the counter no more. Where the device cannot wait for a value, or has as many waits in its
+// queues as they can take (StreamHolds), the call of the host itself waits instead: then the driver's thread, which
+// streams may share, is kept for as long as the bytes move. They depend on nothing that such a thread does, so streams
+// delay each other but never lock each other up.
 #pragma once
 
 #include <chrono>
@@ -18,6 +19,7 @@
 
 #include "async/operation.h"
 #include "async/stream_counters.h"
+#include "async/stream_holds.h"
 #include "device/device_context.h"
 
 namespace gpufs {
@@ -41,8 +43,8 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
 
   OperationStream(std::shared_ptr<AsyncEngine> engine, std::shared_ptr<DeviceContext> device,
                   std::unique_ptr<Stream> stream, std::shared_ptr<Event> passed,
-                  std::shared_ptr<StreamCounters> counters, StreamCounter counter, StreamPromises promises,
-                  Origin origin);
+                  std::shared_ptr<StreamCounters> counters, StreamCounter counter, std::shared_ptr<StreamHolds> holds,
+                  StreamPromises promises, Origin origin);
   // Not on a driver's thread. What is queued on a stream of the engine's own is waited for.
   ~OperationStream();
   OperationStream(const OperationStream&) = delete;
@@ -74,12 +76,20 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   // The operation is over and the stream has come to it: it goes on.
   void release(const Operation& operation);
   Status room(std::size_t depth, std::chrono::milliseconds patience);
+  // Whether the stream is to wait for the next operation by its counter. submit_mutex_ is held.
+  bool take_wait();
+  // Has the stream wait for the operation, which is queued; what cannot wait is ended. submit_mutex_ is held.
+  void hold(const std::shared_ptr<Operation>& operation);
+  // Records passed_ behind what is queued. submit_mutex_ is held.
+  void record();
   // Those that the stream has not come to yet.
   std::deque<std::shared_ptr<Operation>> queued() const;
   // The failure of the device, if it will come to nothing any more; success otherwise.
   Status failure();
   // Neither the driver nor the device looks at it any more.
   bool idle();
+  // And to destroy it waits for nothing.
+  bool can_go() { return idle() && (origin_ != Origin::kOwn || !holds_->any()); }
   // For this long nothing was submitted.
   [[nodiscard]] bool unused(std::chrono::milliseconds duration) const;
 
@@ -89,6 +99,7 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   const std::shared_ptr<Event> passed_;  // recorded behind the last operation
   const std::shared_ptr<StreamCounters> counters_;
   const StreamCounter counter_;
+  const std::shared_ptr<StreamHolds> holds_;
   const StreamPromises promises_;
   const Origin origin_;
 
@@ -101,6 +112,7 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Operation>> queued_;
   std::size_t outstanding_ = 0;  // submitted, and not both reached and over
+  std::size_t waits_ = 0;        // of those, for whom the counter is waited
   std::size_t calling_ = 0;      // host calls that have not returned
   bool recorded_ = true;         // passed_ stands behind all that waits for the counter
   bool ever_recorded_ = false;

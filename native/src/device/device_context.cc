@@ -199,7 +199,12 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
   streams.reset = [on_worker](Stream& stream) {
     return on_worker([&stream](Device&) { return stream.synchronize(); });
   };
-  streams.destroy = [on_worker](std::vector<std::unique_ptr<Stream>> doomed) {
+  streams.destroy = [on_worker, standing = context->standing_](std::vector<std::unique_ptr<Stream>> doomed) {
+    // What stands may wait for whoever destroys these.
+    if (*standing > 0) {
+      for (std::unique_ptr<Stream>& stream : doomed) (void)stream.release();
+      return;
+    }
     (void)on_worker([&doomed](Device&) {
       doomed.clear();
       return Status();
@@ -236,6 +241,23 @@ void DeviceContext::shutdown() {
   } else {
     worker_->thread.join();
   }
+}
+
+Status DeviceContext::prepare_to_stand() {
+  if (!info().streams_share_queues) return {};
+  // One each for the threads of the transfers, those included that stand in for threads which hang.
+  constexpr std::size_t kStreams = 16;
+  constexpr std::size_t kEvents = 64;
+  Status status = run([](Device& target) { return target.prepare_to_stand(kStreams); });
+  if (status.ok()) status = streams_->make(kStreams);
+  if (status.ok()) status = events_->make(kEvents);
+  return status;
+}
+
+void DeviceContext::streams_stand(int change) {
+  if (!info().streams_share_queues) return;
+  standing_->fetch_add(change);
+  device_->streams_stand(change);
 }
 
 void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }

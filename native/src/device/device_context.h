@@ -70,6 +70,13 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   // Refuses new submissions, runs what is queued and ends the worker. Called by the destructor; may be called twice.
   void shutdown();
 
+  // For streams that stand until bytes have been moved, where work of others may come behind what stands: makes all
+  // that moving them needs, so that nothing has to be made then. What making it gave.
+  Status prepare_to_stand();
+  // Of those that may stand now: 1, -1. Meanwhile streams_stand() where that matters.
+  void streams_stand(int change);
+  [[nodiscard]] bool streams_stand() const { return standing_->load(std::memory_order_relaxed) > 0; }
+
   [[nodiscard]] EventPool& events() const { return *events_; }
   [[nodiscard]] StreamPool& streams() const { return *streams_; }
 
@@ -126,6 +133,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
   std::atomic<std::uint64_t> ahead_bytes_{0};
+  const std::shared_ptr<std::atomic<int>> standing_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<std::uint64_t> ahead_returns_{0};  // how often a holder was unlisted
 
   std::mutex ahead_mutex_;  // guards ahead_holders_; a leaf

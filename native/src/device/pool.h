@@ -50,6 +50,17 @@ class DevicePool {
     return acquire_until(&end);
   }
 
+  // Makes objects until so many exist (or the limit), if nobody else has made them.
+  Status make(std::size_t count) {
+    std::vector<std::shared_ptr<T>> taken;
+    while (existing() < std::min(count, state_->limit)) {
+      Result<std::shared_ptr<T>> object = acquire_for({});
+      if (!object.ok()) return object.status();
+      taken.push_back(object.take());
+    }
+    return {};
+  }
+
   // Ends the pool: waiting callers get ESHUTDOWN, idle objects are destroyed now and those in use when they come back.
   void close() {
     std::vector<std::unique_ptr<T>> idle;

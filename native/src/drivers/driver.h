@@ -34,6 +34,8 @@ struct DeviceInfo {
   // Calls below that are not for any thread need bind_thread() first. False: every call may come from any thread, and
   // the engine makes it where it stands instead of handing it to the device's worker.
   bool binds_threads = true;
+  // Work on one stream may come behind work on another that stands (Device::streams_stand).
+  bool streams_share_queues = false;
 };
 
 struct MemoryInfo {
@@ -160,6 +162,14 @@ class Device {
   // the caller knows that it is this device's, which for the runtime's default streams nothing else says but what is
   // current on the calling thread. EXDEV: it is another device's. EINVAL: it is none. Any thread.
   virtual Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) = 0;
+
+  // Where streams share queues: from streams_stand(1) to as many streams_stand(-1), streams may stand until work queued
+  // on others, or done by the functions below, is over. That work then goes ways on which nothing stands, but for
+  // copies and zeros of a single byte. prepare_to_stand() makes what that needs, once, with so many streams for the
+  // functions below; without it, or where it failed, the work may wait for those streams. Streams that are made or
+  // destroyed meanwhile, and pinned memory that is given back, wait in any case. Any thread.
+  virtual Status prepare_to_stand(std::size_t /*streams*/) { return {}; }
+  virtual void streams_stand(int /*change*/) {}
 
   // Synchronous copies by the calling thread, which this binds itself: any thread. The thread waits for its own copy
   // only, not for work that others queued.

@@ -606,6 +606,8 @@ class Session {
   bool load_from_pagecache(Slot& slot, const Chunk& chunk) {
     const std::uint64_t bytes = chunk.bytes - chunk.done;
     if (!job_.pagecache() || bytes < kSmallestMapping || !hot(chunk)) return false;
+    // To unregister the pages would wait for streams that stand, of which one may wait for this transfer.
+    if (device_->streams_stand()) return false;
     const std::uint64_t offset = file_offset(chunk);
     const std::uint64_t lead = offset % kPage;
     const auto length = static_cast<std::size_t>(round_up(lead + bytes, kPage));

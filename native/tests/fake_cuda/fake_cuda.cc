@@ -80,8 +80,9 @@ void read_state(FakeGpuState* state) {
   state->contexts = retained_contexts();
 }
 void hold(bool held) { fake_gpu::machine().hold(held); }
+void share_queues() { fake_gpu::machine().share_queues(); }
 
-constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, current_device}, depth};
+constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, share_queues, current_device}, depth};
 
 api::Code attribute_of(const FakeGpuSetup& setup, int attribute, int* value) {
   switch (attribute) {
@@ -208,12 +209,16 @@ api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) 
 #ifndef FAKE_CUDA_OLD
 ON_DEVICE(cuMemHostRegister_v2, (void* address, std::size_t bytes, unsigned /*flags*/), m.pin(address, bytes))
 #endif
-ON_DEVICE(cuMemHostUnregister, (void* address), m.unpin(address))
+ON_DEVICE(cuMemHostUnregister, (void* address), m.unpin(lock, address))
 ON_DEVICE(cuMemHostGetDevicePointer_v2, (CuAddress * seen, void* address, unsigned flags),
           m.address_of_pinned(seen, address, flags))
 
 ON_DEVICE(cuMemcpyHtoDAsync_v2, (CuAddress destination, const void* source, std::size_t bytes, api::Stream stream),
           m.copy_in(destination, source, bytes, stream))
+ON_DEVICE(cuMemcpy2DAsync_v2, (const CuCopyOfRows* copy, api::Stream stream),
+          copy->source.pitch == copy->width && copy->destination.pitch == copy->width
+              ? m.copy_rows_in(copy->destination.device, copy->source.host, copy->width, copy->rows, stream)
+              : api::kInvalidValue)
 ON_DEVICE(cuMemcpyDtoHAsync_v2, (void* destination, CuAddress source, std::size_t bytes, api::Stream stream),
           m.copy_out(destination, source, bytes, stream))
 ON_DEVICE(cuMemcpyDtoDAsync_v2, (CuAddress destination, CuAddress source, std::size_t bytes, api::Stream stream),
@@ -230,7 +235,7 @@ api::Code cuMemcpyPeerAsync(CuAddress destination, CuContext peer, CuAddress sou
   return m.copy_within(destination, source, bytes, stream);
 }
 
-ON_DEVICE(cuStreamCreate, (api::Stream * stream, unsigned flags), m.create_stream(stream, flags))
+ON_DEVICE(cuStreamCreate, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(cuStreamDestroy_v2, (api::Stream stream), m.destroy_stream(lock, stream))
 
 api::Code cuStreamSynchronize(api::Stream stream) {

@@ -48,6 +48,9 @@ struct FakeGpuControl {
   void (*state)(FakeGpuState* state);
   // While held, no stream does any of its work.
   void (*hold)(bool held);
+  // From now on, until reset(), work that has no queue of its own in the hardware waits for all streams that stand, and
+  // so do streams that are made or destroyed and memory that is unpinned: as if every queue had one that stands.
+  void (*share_queues)();
   // The device current on the calling thread, -1 if none.
   int (*current)();
 };

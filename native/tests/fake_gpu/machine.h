@@ -125,6 +125,7 @@ using Handle = std::uint64_t;  // of physical memory
 
 constexpr std::uint64_t kLargePage = std::uint64_t{2} << 20;
 constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kInline = 24576;  // the largest copy that travels in a queue of the hardware itself
 constexpr int kMaximumDevices = 8;
 
 // How the fakes differ.
@@ -177,6 +178,7 @@ class Machine {
     faults_.clear();
     calls_.clear();
     hold_streams(false);
+    shared_queues_ = false;
     return leaked;
   }
   void fail(const char* symbol, int n, int code, int times) {
@@ -200,6 +202,10 @@ class Machine {
     state.events = static_cast<int>(events_.size());
     state.pinned = static_cast<int>(pinned_.size());
     return state;
+  }
+  void share_queues() {
+    const std::scoped_lock lock(mutex);
+    shared_queues_ = true;
   }
   void hold(bool held) {
     const std::scoped_lock lock(mutex);
@@ -412,7 +418,8 @@ class Machine {
     pinned_.emplace(number(address), Range{bytes});
     return api::kSuccess;
   }
-  api::Code unpin(void* address) {
+  api::Code unpin(std::unique_lock<std::mutex>& lock, void* address) {
+    wait_for_standing(lock);
     return pinned_.erase(number(address)) == 1 ? api::kSuccess : api::kHostMemoryNotRegistered;
   }
   [[nodiscard]] bool is_pinned_at(const void* address) const { return pinned_.contains(number(address)); }
@@ -437,17 +444,26 @@ class Machine {
   }
 
   api::Code copy_in(Address destination, const void* source, std::size_t bytes, api::Stream handle) {
+    if (bytes <= kInline) come_behind_standing(handle);
     return copy(handle, {destination}, pointer(destination), source, bytes, source);
+  }
+  // Of rows without gaps between them.
+  api::Code copy_rows_in(Address destination, const void* source, std::size_t width, std::size_t rows,
+                         api::Stream handle) {
+    if (rows < 2) come_behind_standing(handle);
+    return copy(handle, {destination}, pointer(destination), source, width * rows, source);
   }
   api::Code copy_out(void* destination, Address source, std::size_t bytes, api::Stream handle) {
     return copy(handle, {source}, destination, pointer(source), bytes, destination);
   }
   api::Code copy_within(Address destination, Address source, std::size_t bytes, api::Stream handle) {
+    come_behind_standing(handle);
     return copy(handle, {source, destination}, pointer(destination), pointer(source), bytes, nullptr);
   }
   api::Code fill(Address destination, unsigned char value, std::size_t bytes, api::Stream handle) {
     api::Stream stream = nullptr;
     if (const api::Code code = checked({destination}, bytes, handle, &stream); code != api::kSuccess) return code;
+    come_behind_standing(handle);
     stream->queue([=] {
       // Memory that nobody looks at need not really be there: whole pages are given back, which makes them zero.
       const bool pages = value == 0 && destination % kPage == 0 && bytes % kPage == 0;
@@ -458,8 +474,9 @@ class Machine {
     return api::kSuccess;
   }
 
-  api::Code create_stream(api::Stream* stream, unsigned flags) {
+  api::Code create_stream(std::unique_lock<std::mutex>& lock, api::Stream* stream, unsigned flags) {
     if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
+    wait_for_standing(lock);
     *stream = new api::StreamObject(current());
     (*stream)->hold(held_);
     streams_.insert(*stream);
@@ -468,6 +485,7 @@ class Machine {
   // What is queued is done first, with the mutex let go.
   api::Code destroy_stream(std::unique_lock<std::mutex>& lock, api::Stream stream) {
     if (streams_.erase(stream) == 0) return api::kInvalidHandle;
+    wait_for_standing(lock);
     lock.unlock();
     delete stream;
     return api::kSuccess;
@@ -503,7 +521,9 @@ class Machine {
     stream->queue([this, function, argument, device = stream->device] {
       static std::mutex one_at_a_time;
       const std::scoped_lock calling(one_at_a_time);
+      ++standing_;
       if (poison(device) == api::kSuccess) function(argument);
+      --standing_;
     });
     return api::kSuccess;
   }
@@ -515,9 +535,11 @@ class Machine {
     if (range->first + range->second.bytes < cell + sizeof value) return api::kInvalidValue;
     stream->queue([this, cell, value, device = stream->device] {
       const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(pointer(cell)));
+      ++standing_;
       while (poison(device) == api::kSuccess && static_cast<std::int32_t>(word.load() - value) < 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(20));
       }
+      --standing_;
     });
     return api::kSuccess;
   }
@@ -626,6 +648,21 @@ class Machine {
     return true;
   }
 
+  // With shared queues: what is queued next on the stream comes behind whatever stands by then.
+  void come_behind_standing(api::Stream handle) {
+    api::Stream stream = shared_queues_ ? stream_at(handle) : nullptr;
+    if (stream == nullptr) return;
+    stream->queue([this] {
+      while (standing_ > 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    });
+  }
+  void wait_for_standing(std::unique_lock<std::mutex>& lock) {
+    while (shared_queues_ && standing_ > 0) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      lock.lock();
+    }
+  }
   void hold_streams(bool held) {
     held_ = held;
     for (api::Stream stream : streams_) stream->hold(held);
@@ -687,7 +724,9 @@ class Machine {
   std::map<std::string, Fault, std::less<>> faults_;
   std::map<std::string, int, std::less<>> calls_;
   bool held_ = false;
-  int leaked_ = 0;  // what was open at the last reset
+  bool shared_queues_ = false;
+  std::atomic<int> standing_{0};  // streams that wait for a value or for a call of the host
+  int leaked_ = 0;                // what was open at the last reset
 };
 
 // Each fake's own: the machine, which is never destroyed, for the library may be called until the process ends; and

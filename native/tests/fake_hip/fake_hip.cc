@@ -202,6 +202,7 @@ void fail(const char* symbol, int n, int code, int times) { fake_gpu::machine().
 int calls(const char* symbol) { return fake_gpu::machine().calls(symbol); }
 void read_state(FakeGpuState* state) { *state = fake_gpu::machine().state(); }
 void hold(bool held) { fake_gpu::machine().hold(held); }
+void share_queues() { fake_gpu::machine().share_queues(); }
 
 void plan_file_call(const FakeHipFilePlan* plan) {
   const std::scoped_lock lock(fake_gpu::machine().mutex);
@@ -220,8 +221,10 @@ unsigned last_pin_flags() {
   return files().pin_flags;
 }
 
-constexpr FakeHipControl kControl{
-    {reset, fail, calls, read_state, hold, read_current}, plan_file_call, read_file_calls, last_pin_flags};
+constexpr FakeHipControl kControl{{reset, fail, calls, read_state, hold, share_queues, read_current},
+                                  plan_file_call,
+                                  read_file_calls,
+                                  last_pin_flags};
 
 api::Code give(int* out, int value) {
   *out = value;
@@ -278,7 +281,7 @@ api::Code hipHostRegister(void* address, std::size_t bytes, unsigned flags) {
   return code;
 }
 #endif
-ON_DEVICE(hipHostUnregister, (void* address), m.unpin(address))
+ON_DEVICE(hipHostUnregister, (void* address), m.unpin(lock, address))
 
 ON_DEVICE(hipMemcpyHtoDAsync, (void* destination, const void* source, std::size_t bytes, api::Stream stream),
           m.copy_in(number(destination), source, bytes, stream))
@@ -289,7 +292,7 @@ ON_DEVICE(hipMemcpyDtoDAsync, (void* destination, void* source, std::size_t byte
 ON_DEVICE(hipMemsetD8Async, (void* destination, unsigned char value, std::size_t bytes, api::Stream stream),
           m.fill(number(destination), value, bytes, stream))
 
-ON_DEVICE(hipStreamCreateWithFlags, (api::Stream * stream, unsigned flags), m.create_stream(stream, flags))
+ON_DEVICE(hipStreamCreateWithFlags, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(hipStreamDestroy, (api::Stream stream), m.destroy_stream(lock, stream))
 
 api::Code hipStreamSynchronize(api::Stream stream) {

@@ -19,6 +19,7 @@ void Context::give_up_pools() {
   spares_.close();
   // Nothing can be done about failures here, and after a fatal one all of these fail.
   const Current current(*this);
+  standing_.give_up();
   for (StreamHandle stream : idle_streams_) destroy_stream(stream);
   idle_streams_.clear();
 }
@@ -111,6 +112,21 @@ Result<StreamHandle> Context::borrow_stream() {
 void Context::return_stream(StreamHandle stream) {
   const std::scoped_lock lock(streams_mutex_);
   idle_streams_.push_back(stream);
+}
+
+Status Context::copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) {
+  return standing_.any() ? standing_.copy_in(destination, source, bytes, stream)
+                         : plain_copy_in(destination, source, bytes, stream);
+}
+
+Status Context::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) {
+  return standing_.any() ? standing_.copy_within(destination, source, bytes, stream)
+                         : plain_copy_within(destination, source, bytes, stream);
+}
+
+Status Context::fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) {
+  return standing_.any() ? standing_.fill_zero(destination, bytes, stream)
+                         : plain_fill_zero(destination, bytes, stream);
 }
 
 Current::Current(Context& context) : context_(context), status_(context.health()) {
