@@ -256,6 +256,7 @@ def test_ten_thousand_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engi
         cuda.destroy(stream)
 
 
+@pytest.mark.parametrize("gpu", ["waits"], indirect=True)
 @pytest.mark.parametrize("into", [False, True], ids=["out", "in"])
 def test_copies_of_the_program_behind_many_held_streams(
     cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, into: bool

@@ -17,7 +17,7 @@ class StreamHolds {
   // A hardware queue of an H200 takes 55 calls of the host with a wait behind each, and makes whoever queues more wait
   // inside the driver; streams are spread over 8 queues, and the program's own work needs room there, too.
   static constexpr std::size_t kWaitsOfStream = 16;
-  static constexpr std::size_t kWaitsOfDevice = 128;
+  static constexpr std::size_t kWaitsOfDevice = 256;
 
   explicit StreamHolds(std::shared_ptr<DeviceContext> device) : device_(std::move(device)) {}
   StreamHolds(const StreamHolds&) = delete;
