@@ -337,7 +337,8 @@ void AsyncEngine::launch(const std::shared_ptr<Operation>& operation) {
     if (operation->phase_ == Operation::Phase::kRunning) {
       operation->request_.transfer.file = std::move(request.file);
       operation->request_.transfer.target = std::exchange(request.target, Target{});
-      operation->transfer_ = cancelled ? transfer : std::move(transfer);
+      operation->transfer_ = transfer;
+      if (!cancelled) transfer.reset();  // nobody here needs it any more
     }
   }
   if (transfer == nullptr) return;

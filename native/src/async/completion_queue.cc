@@ -18,7 +18,7 @@ CompletionQueue::CompletionQueue(std::shared_ptr<AsyncEngine> engine, std::size_
 Status CompletionQueue::submit(std::vector<Entry> entries, std::vector<std::uint64_t>* ids, std::size_t* bad) {
   for (std::size_t number = 0; number < entries.size(); ++number) {
     *bad = number;
-    const Status checked = engine_->check(entries[number].request, entries[number].stream.get());
+    Status checked = engine_->check(entries[number].request, entries[number].stream.get());
     if (!checked.ok()) return checked;
   }
   *bad = 0;

@@ -180,7 +180,7 @@ class Session {
   }
 
   Status move_fast_in_use(Chunk& chunk, bool* rest, Status* gave_up) {
-    const Status bound = device_->device().bind_thread();
+    Status bound = device_->device().bind_thread();
     if (!bound.ok()) return bound;
     Result<PinnedRange> pinned = pin(chunk, chunk.bytes);
     if (!pinned.ok()) return pinned.status();
@@ -228,8 +228,8 @@ class Session {
   Moved call_vendor(const Chunk& chunk, const Buffer::Piece& piece) {
     observe::Span span(observe::TraceKind::kFastpath, device_->info().index, file_offset(chunk), piece.bytes,
                        job_.trace_id());
-    const Moved moved = load_ ? job_.direct_file()->load(piece.address, piece.bytes, file_offset(chunk))
-                              : job_.direct_file()->store(piece.address, piece.bytes, file_offset(chunk));
+    Moved moved = load_ ? job_.direct_file()->load(piece.address, piece.bytes, file_offset(chunk))
+                        : job_.direct_file()->store(piece.address, piece.bytes, file_offset(chunk));
     span.set_bytes(moved.bytes);
     span.set_error(moved.status.error());
     return moved;
@@ -304,16 +304,16 @@ class Session {
 
   Moved write_out(const std::byte* memory, std::uint64_t bytes, std::uint64_t offset, bool direct) {
     observe::Span span(observe::TraceKind::kFileWrite, device_->info().index, offset, bytes, job_.trace_id());
-    const Moved moved = direct            ? write_split(file_, memory, bytes, offset)
-                        : job_.by_pages() ? write_pages(file_, memory, bytes, offset)
-                                          : write_buffered(file_, memory, bytes, offset);
+    Moved moved = direct            ? write_split(file_, memory, bytes, offset)
+                  : job_.by_pages() ? write_pages(file_, memory, bytes, offset)
+                                    : write_buffered(file_, memory, bytes, offset);
     count_way(direct, moved.bytes);
     return moved;
   }
 
   Moved store_hole(std::uint64_t bytes, std::uint64_t offset) {
     std::uint64_t holed = 0;
-    const Moved moved = write_zeros(file_, bytes, offset, job_.request().sparse, &holed);
+    Moved moved = write_zeros(file_, bytes, offset, job_.request().sparse, &holed);
     count(job_.details().hole_bytes, moved.bytes);
     return moved;
   }
@@ -350,7 +350,7 @@ class Session {
   }
 
   Status open_lane() {
-    const Status bound = device_->device().bind_thread();
+    Status bound = device_->device().bind_thread();
     if (!bound.ok() || stream_) return bound;
     Result<std::shared_ptr<Stream>> stream = device_->streams().acquire();
     if (!stream.ok()) return stream.status().with_context("a stream for the transfer");

@@ -107,7 +107,7 @@ std::shared_ptr<WorkerPool> TransferEngine::pool_for(int node) {
     int share =
         options_.workers > 0 ? options_.workers : std::clamp(usable_cpus(node), kFewestAutomatic, kMostAutomatic);
     // Each thread must find a slot, also those of others while a client's hang with theirs.
-    const auto slots = static_cast<int>(std::min<std::size_t>(bounce_pool_->capacity(), kMostWorkers * 2));
+    const auto slots = static_cast<int>(std::min(bounce_pool_->capacity(), std::size_t{2} * kMostWorkers));
     share = std::min(share, std::max(slots * 2 / 3, 1));
     const int spare = std::min((share + 1) / 2, std::max(slots - share, 1));
     pool = WorkerPool::create(node, share, spare);

@@ -441,7 +441,7 @@ Status TransferJob::populate(std::uint64_t needed, const std::function<void()>& 
       continue;
     }
     if (needed <= populated_end_) break;
-    const Status status = populate_step(lock, needed);
+    Status status = populate_step(lock, needed);
     if (!status.ok()) return status;
   }
   return {};

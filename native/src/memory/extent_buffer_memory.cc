@@ -129,7 +129,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, const Growt
   SlabPool* const slabs = context_->slabs();
   if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
     // A slab that cannot be had does not mean that the file cannot have memory of its own, unless the device is full.
-    const Status status = ensure_slot(*slabs, end);
+    Status status = ensure_slot(*slabs, end);
     if (status.ok() || status.error() == ENOSPC) return status;
     log_debug(status.with_context("a small file gets memory of its own").message());
   }
@@ -176,7 +176,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   const std::uint64_t slot_end = in_slot ? round_up(current()->slot->bytes(), granule_) : 0;
   if (memory_ == nullptr) {
     Result<std::unique_ptr<DeviceMemory>> made = Status(EIO, "");
-    const Status status = context_->run([&made](Device& device) {
+    Status status = context_->run([&made](Device& device) {
       made = device.create_memory();
       return made.status();
     });
@@ -352,7 +352,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
 Status ExtentBuffer::populate_own(const Extents& missing, std::uint64_t unpublished, Extents* stuck) {
   stuck->reserve(missing.size());
   std::size_t made = 0;
-  const Status status = context_->run([&](Device&) -> Status {
+  Status status = context_->run([&](Device&) -> Status {
     for (; made < missing.size(); ++made) {
       Status populated = memory_->populate(missing[made].offset, missing[made].bytes);
       if (!populated.ok()) return populated;

@@ -41,7 +41,7 @@ class HostLocks {
   struct Range {
     std::uintptr_t start = 0;
     std::uintptr_t end = 0;
-    auto operator<=>(const Range&) const = default;
+    auto operator<=>(const Range&) const = default;  // NOLINT(modernize-use-nullptr): no pointer
     [[nodiscard]] bool contains(const Range& other) const { return start <= other.start && other.end <= end; }
     [[nodiscard]] std::uint64_t bytes() const { return end - start; }
   };
