@@ -8,7 +8,9 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,38 @@ def test_trusted_attributes_are_the_administrators(places: Places) -> None:
     assert places.agree(act) == [["trusted.secret"], [], errno.ENODATA]
 
 
+def test_creating_and_replacing_attributes(places: Places) -> None:
+    def act(place: Path) -> list[int]:
+        file = place / "file"
+        file.touch()
+        os.chown(file, NOBODY, NOBODY)
+        file.chmod(0o200)  # whoever sets need not be able to look
+
+        def errors() -> list[int]:
+            create, replace = os.XATTR_CREATE, os.XATTR_REPLACE
+            steps = (("a", replace), ("a", create), ("a", create), ("a", replace), ("b", create | replace))
+            return [errno_of(os.setxattr, file, f"user.{name}", b"1", flags) for name, flags in (*steps, ("a", 0))]
+
+        found: list[int] = as_nobody(errors)
+        return found
+
+    assert places.agree(act) == [errno.ENODATA, 0, errno.EEXIST, 0, errno.ENODATA, 0]
+
+
+def test_of_those_who_create_an_attribute_at_once_one_succeeds(places: Places) -> None:
+    file = places.both[0] / "file"
+    file.touch()
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(50):
+            together = threading.Barrier(8)
+
+            def create(value: int, name: str = f"user.{number}", together: threading.Barrier = together) -> int:
+                together.wait()
+                return errno_of(os.setxattr, file, name, b"%d" % value, os.XATTR_CREATE)
+
+            assert sorted(pool.map(create, range(8))) == [0] + 7 * [errno.EEXIST]
+
+
 def test_who_may_set_times(places: Places) -> None:
     """Who may write to a file may set both times to the present, and nothing else."""
 
@@ -200,6 +234,23 @@ def test_changes_of_contents_take_set_id_bits(places: Places, mode: int) -> None
     # Before Linux 6.2 allocation and copies left a set-gid bit without execution for the group where it was.
     found = places.agree(act) if kernel_version() >= (6, 2) else act(places.both[0])
     assert found == [oct(mode & 0o777)] * 4
+
+
+@pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755, 0o2755])
+@pytest.mark.parametrize("group", [NOBODY, -1])
+def test_a_new_group_takes_set_id_bits(places: Places, mode: int, group: int) -> None:
+    """By an owner outside the file's group, where a set-gid bit without execution for the group goes too."""
+
+    def act(place: Path) -> tuple[int, int, int]:
+        file = place / "file"
+        file.touch()
+        os.chown(file, NOBODY, OTHER)
+        file.chmod(mode)
+        error = as_nobody(lambda: errno_of(os.chown, file, NOBODY, group))
+        found = file.stat()
+        return error, stat.S_IMODE(found.st_mode), found.st_gid
+
+    assert places.agree(act)[:2] == (0, mode & 0o777)
 
 
 def test_searches_for_data_before_the_beginning(places: Places) -> None:

@@ -628,7 +628,11 @@ class BackingOperations(Operations):
             if fields.update_uid or fields.update_gid:
                 os.chown(node.link, uid if fields.update_uid else -1, gid if fields.update_gid else -1)
             if fields.update_mode and not fields.update_size:
-                self._change_mode(node, stat.S_IMODE(mode))
+                wanted = stat.S_IMODE(mode)
+                if fields.update_uid or fields.update_gid:
+                    # What the kernel thinks that a new owner leaves of set-id bits; the host has seen to them.
+                    wanted &= os.fstat(node.fd).st_mode | ~_SET_ID
+                self._change_mode(node, wanted)
             if fields.update_atime or fields.update_mtime:
                 now = os.fstat(node.fd)
                 times = (
@@ -657,7 +661,8 @@ class BackingOperations(Operations):
             await super().setxattr(inode, name, value, ctx)
             return
         self._changeable(node)
-        await self._as_caller(node, ctx, lambda: os.setxattr(node.link, name, value))
+        flags, name = int(name[:1]), name[1:]  # the engine has put them together, see Session::relay_setxattr
+        await self._as_caller(node, ctx, lambda: os.setxattr(node.link, name, value, flags))
 
     @handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:

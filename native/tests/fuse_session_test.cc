@@ -1,6 +1,7 @@
 // The two planes together: what is relayed and how it is amended, and how everything ends.
 
 #include <gtest/gtest.h>
+#include <sys/xattr.h>
 
 #include "fuse_fakes.h"
 
@@ -85,16 +86,16 @@ TEST_F(RelayTest, StatxOfWhatTheTableDoesNotKnowIsAskedAsGetattr) {
   EXPECT_EQ(kernel->call(kOpcodeStatx, 9, Bytes(8)).error(), EINVAL);
 }
 
-TEST_F(RelayTest, SetxattrIsRelayedInItsShortForm) {
-  Bytes body = bytes_of(SetxattrIn{3, 1, 1, 0});
+TEST_F(RelayTest, SetxattrIsRelayedInItsShortFormWithItsFlagsBeforeTheName) {
+  Bytes body = bytes_of(SetxattrIn{3, XATTR_REPLACE, 1, 0});
   append_text(body, "user.a");
   append_text(body, "xy");
   const std::uint64_t unique = kernel->send(FUSE_SETXATTR, 9, body);
   const RelayedRequest request = control->expect(FUSE_SETXATTR);
   EXPECT_EQ(request.as<std::uint32_t>(), 3U);
-  EXPECT_EQ(request.as<std::uint32_t>(4), 1U);
+  EXPECT_EQ(request.as<std::uint32_t>(4), 0U);
   Bytes rest;
-  append_text(rest, "user.a");
+  append_text(rest, "2user.a");
   append_text(rest, "xy");
   EXPECT_EQ(Bytes(request.body.begin() + 8, request.body.end()), rest);
   control->reply(unique, 0);

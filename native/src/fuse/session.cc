@@ -4,12 +4,15 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstring>
 #include <utility>
+#include <vector>
 
 #include "base/log.h"
 #include "fuse/device_transport.h"
@@ -224,15 +227,24 @@ void Session::relay_statx(Request& request, Responder responder) {
 }
 
 void Session::relay_setxattr(Request& request, Responder responder) {
-  constexpr std::size_t kLong = sizeof(fuse_in_header) + sizeof(SetxattrIn);
-  constexpr std::size_t kShort = sizeof(fuse_in_header) + kSetxattrShort;
-  if (init_->granted(kInitSetxattrExt)) {
-    if (request.message.size() < kLong) return responder.error(EINVAL);
-    std::memmove(request.message.data() + kShort, request.message.data() + kLong, request.message.size() - kLong);
-    request.header.len -= static_cast<std::uint32_t>(kLong - kShort);
-    request.message = request.message.first(request.header.len);
-    write_struct(request.message, 0, request.header);
-  }
+  // pyfuse3 knows the short form alone, and would make two requests of XATTR_CREATE and XATTR_REPLACE, which others can
+  // come between. So the flags go as a digit before the name, where the control plane takes them from.
+  constexpr std::size_t kHeader = sizeof(fuse_in_header);
+  const std::size_t fixed = init_->granted(kInitSetxattrExt) ? sizeof(SetxattrIn) : kSetxattrShort;
+  if (request.message.size() < kHeader + fixed) return responder.error(EINVAL);
+  SetxattrIn in{};
+  std::memcpy(static_cast<void*>(&in), request.message.data() + kHeader, kSetxattrShort);
+  const auto flags = static_cast<std::byte>('0' + (in.flags & (XATTR_CREATE | XATTR_REPLACE)));
+  in.flags = 0;
+
+  const std::span<const std::byte> rest = request.message.subspan(kHeader + fixed);
+  std::vector<std::byte> message(kHeader + kSetxattrShort + 1 + rest.size());
+  request.header.len = static_cast<std::uint32_t>(message.size());
+  write_struct(message, 0, request.header);
+  std::memcpy(message.data() + kHeader, static_cast<const void*>(&in), kSetxattrShort);
+  message[kHeader + kSetxattrShort] = flags;
+  std::ranges::copy(rest, message.begin() + kHeader + kSetxattrShort + 1);
+  request.message = message;
   relay_->forward(request, std::move(responder));
 }
 
