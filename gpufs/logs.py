@@ -1,5 +1,6 @@
 """Where a daemon's log goes."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,6 +21,19 @@ def _open_log(path: str) -> int:
     return fd
 
 
+class _Lines(logging.Handler):
+    """Writes lines to a descriptor. One that cannot be written (a full disk) is lost, as those of the engine are."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n".encode(errors="surrogateescape")  # names of files are bytes
+        with contextlib.suppress(OSError):
+            os.write(self._fd, line)
+
+
 class Log:
     """Where log lines of both planes go: a file that can be reopened, standard error, or nowhere."""
 
@@ -38,7 +52,7 @@ class Log:
         for old in list(root.handlers):
             root.removeHandler(old)
         if self._fd >= 0:
-            handler = logging.StreamHandler(os.fdopen(os.dup(self._fd), "w", buffering=1))
+            handler = _Lines(self._fd)
             handler.setFormatter(logging.Formatter(_LOG_FORMAT, _LOG_DATE))
             root.addHandler(handler)
             engine.log_configure(self._fd, self._level)
@@ -60,9 +74,6 @@ class Log:
         except OSError as failure:
             log.error("the log stays in the old file: %s: %s", self._path, failure.strerror)
             return
-        # The same descriptor numbers, so that nobody who writes there has to be told.
+        # The same descriptor number, so that nobody who writes there has to be told.
         os.dup2(fresh, self._fd, inheritable=False)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler):
-                os.dup2(fresh, handler.stream.fileno(), inheritable=False)
         os.close(fresh)

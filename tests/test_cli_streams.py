@@ -1,12 +1,13 @@
 """Standard streams that are closed, full or gone."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS, GpufsMount
-from support.processes import run
+from support.processes import run, wait_until
 
 
 def shell(script: str, *words: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -24,6 +25,32 @@ def test_output_that_is_closed_is_a_failure(words: tuple[str, ...]) -> None:
 def test_output_that_is_full_is_a_failure(words: tuple[str, ...]) -> None:
     done = shell('exec "$@" >/dev/full', *words)
     assert (done.returncode, done.stderr) == (1, "gpufs: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize(("where", "why"), [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")])
+def test_a_trace_that_cannot_be_written_is_not_told_of(shared_mount: GpufsMount, where: str, why: str) -> None:
+    done = shell(f'exec "$@" {where}', "trace", shared_mount.path, "-o", "-", "--duration", "0.1")
+    assert (done.returncode, done.stderr) == (1, f"gpufs: standard output: {why}\n")
+
+
+def test_a_log_that_cannot_be_written_costs_its_lines_alone(mountpoint: Path) -> None:
+    words = ("mount", mountpoint, "--driver", "host", "--memory", "64M", "--foreground", "--log-file", "/dev/full")
+    process = subprocess.Popen([*GPUFS, *map(str, words)], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
+    (mountpoint / "gpu0/x").write_bytes(b"hello")
+    assert shell('exec "$@"', "umount", mountpoint).returncode == 0
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
+
+
+def test_a_log_has_names_of_any_bytes(tmp_path: Path) -> None:
+    script = (
+        "import sys, logging; from gpufs.logs import Log; Log(sys.argv[1], 'info', foreground=False);"
+        "logging.getLogger('x').warning('%s: gone', sys.argv[2])"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    run(sys.executable, "-c", script, tmp_path / "log", os.fsdecode(b"n\xff\xc3\xa9"), env=environment)
+    assert (tmp_path / "log").read_bytes().endswith(b"WARNING x: n\xff\xc3\xa9: gone\n")
 
 
 def test_messages_never_go_where_output_belongs(tmp_path: Path) -> None:

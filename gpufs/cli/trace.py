@@ -168,6 +168,8 @@ class _Output:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is None:
+            if kind is None:
+                sys.stdout.flush()  # before anybody is told that it is there
             return
         try:
             try:
