@@ -28,6 +28,8 @@ def make_target(folder: Path) -> None:
 def make_source(folder: Path) -> None:
     (folder / "t/a/b").mkdir(parents=True)
     (folder / "t/a").chmod(0o700)
+    (folder / "t/for-all").mkdir()
+    (folder / "t/for-all").chmod(0o3777)
     (folder / "t/a/b/deep").write_text("2")
     (folder / "t/f").write_text("1" * 300_000)
     (folder / "t/f").chmod(0o4755)

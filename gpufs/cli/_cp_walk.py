@@ -174,7 +174,7 @@ class Walk:
         mode = stat.S_IMODE(status.st_mode)
         try:
             # The copy must be able to write there, whatever the mode will be in the end.
-            os.mkdir(path, mode & 0o777 | stat.S_IRWXU)
+            os.mkdir(path, mode & 0o1777 | stat.S_IRWXU)
         except FileExistsError:
             # A link that somebody has put there would lead the copy out of its tree.
             if not stat.S_ISDIR(os.lstat(path).st_mode):
