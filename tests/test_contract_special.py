@@ -14,12 +14,13 @@ import stat
 import struct
 import threading
 import time
-from errno import EACCES, EAGAIN, EFAULT, EINVAL, ENODEV, ENOTTY, ENXIO, EPERM, EWOULDBLOCK
+from errno import EACCES, EAGAIN, EFAULT, EINVAL, ENODEV, ENOSYS, ENOTTY, ENXIO, EOPNOTSUPP, EPERM, EWOULDBLOCK
 from pathlib import Path
 
 import pytest
+from support import linux
 from support.data import noise
-from support.processes import as_nobody, errno_of, in_child, start_children, wait_children, wait_until
+from support.processes import NOBODY, OTHER, as_nobody, errno_of, in_child, start_children, wait_children, wait_until
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -184,13 +185,15 @@ def test_changes_are_notified(root: Path) -> None:
         assert wanted in events
 
 
-def test_ioctls_are_refused(root: Path) -> None:
+def test_ioctls_are_refused(root: Path, on_gpufs: bool) -> None:
     (root / "file").write_bytes(b"x")
     fd = os.open(root / "file", os.O_RDWR)
     for request in (0x5401, 0x40046601, 0x12345678):  # TCGETS, FS_IOC_SETFLAGS, nobody's
         assert errno_of(fcntl.ioctl, fd, request, bytes(64)) in (25, 95, EINVAL)  # ENOTTY, EOPNOTSUPP
     assert os.isatty(fd) is False
     os.close(fd)
+    if on_gpufs:  # ENOSYS before Linux 6.17
+        assert errno_of(linux.file_attributes, root / "file") in (EOPNOTSUPP, ENOSYS)
 
 
 def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool, cached: bool) -> None:
@@ -264,6 +267,10 @@ def test_what_the_kernel_does_differently_on_fuse(root: Path, on_gpufs: bool, ca
         refused = as_nobody(lambda: errno_of(os.chown, root / "file", -1, -1))
         assert refused == (0 if on_gpufs else EPERM)
         assert stat.S_IMODE((root / "file").stat().st_mode) == 0o2706
+        os.chown(root / "file", NOBODY, OTHER)
+        (root / "file").chmod(0o2706)
+        as_nobody(lambda: os.chown(root / "file", -1, -1))
+        assert stat.S_IMODE((root / "file").stat().st_mode) == (0o2706 if on_gpufs else 0o706)
 
 
 def test_what_the_kernel_checks_first_on_fuse(root: Path, on_gpufs: bool, cached: bool) -> None:

@@ -87,6 +87,14 @@ def link_descriptor(fd: int, target: str | bytes | os.PathLike[str]) -> None:
     _checked(_libc.linkat(AT_FDCWD, b"/proc/self/fd/%d" % fd, AT_FDCWD, os.fsencode(target), AT_SYMLINK_FOLLOW))
 
 
+def file_attributes(path: str | os.PathLike[str]) -> bytes:
+    """What file_getattr(2) says: flags as chattr(1) sets them, and others."""
+    answer = ctypes.create_string_buffer(24)
+    number = 468  # on all architectures
+    _checked(_libc.syscall(number, AT_FDCWD, os.fsencode(path), answer, ctypes.c_size_t(len(answer)), 0))
+    return answer.raw
+
+
 def write_from_address(fd: int, address: int, length: int, offset: int) -> int:
     return _checked(_libc.pwrite(fd, address, length, offset))
 
