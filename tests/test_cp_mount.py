@@ -301,7 +301,7 @@ def test_interrupted(mount: Mounter, host: Path) -> None:
     big = mount(memory=2 * GIB, environment={"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K"})
     size = 3 * GIB // 2
     with open(host / "source", "wb") as file:
-        file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
     command = [*GPUFS_CP, "--json", "--fastpath", "off", str(host / "source"), str(big.device / "file")]
     for pause in (0.15, 0.05, 0.01, *[0] * 40):  # a busy machine may let us send the signal too late
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -322,7 +322,7 @@ def test_interrupted(mount: Mounter, host: Path) -> None:
 def test_a_killed_client_leaves_nothing(shared_mount: GpufsMount, root: Path, host: Path) -> None:
     size = 200 * MIB
     with open(host / "source", "wb") as file:
-        file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
     (root / "warm").write_bytes(b"x")
     before = Snapshot.of(shared_mount.pid)
     for pause in (0.0, 0.02, 0.05):
@@ -350,7 +350,7 @@ def test_umount_with_a_copy_under_way(mount: Mounter, host: Path) -> None:
     """Plainly it is refused; SIGTERM to the daemon cancels the copy, tells its client, and unmounts."""
     own = mount(memory=2 * GIB)
     with open(host / "source", "wb") as file:
-        file.truncate(GIB)
+        os.posix_fallocate(file.fileno(), 0, GIB)
     with opened(host / "source") as source, opened(own.device / "file", WRITE | os.O_CREAT) as target:
         daemon = connect(own.path)
         results: list[Any] = []
@@ -388,7 +388,7 @@ def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
     """SIGKILL while it holds the descriptors of copies: nobody hangs, the client fails with one line."""
     own = mount(memory=2 * GIB)
     with open(host / "source", "wb") as file:
-        file.truncate(GIB)
+        os.posix_fallocate(file.fileno(), 0, GIB)
     command = [*GPUFS_CP, "--fastpath", "off", str(host / "source"), str(own.device / "file")]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started(own, child)

@@ -615,7 +615,7 @@ def test_a_full_device(disk: Place) -> None:
         pytest.skip("more device memory than a test should fill")
     size = free + 16 * MIB
     with open(disk.there / "large", "wb") as file:
-        file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
     target = disk.mount.device / "copy"
     done = copy(disk.shown / "large", target, size)
     assert 0 < done <= free

@@ -400,11 +400,21 @@ class _One:
         self.through_mount()
 
     def through_mount(self) -> None:
-        """Reads and writes, from where the copy is up to the end of the source."""
+        """Reads and writes, from where the copy is up to the end of the source; its holes stay holes."""
         buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.moved.total - self.moved.done, 4096))))
+        holes = _ends.may_have_holes(self.source_fd, self.destination_fd)
+        data_end = self.moved.done
         while True:
             self._check_cancelled()
-            count = os.preadv(self.source_fd, [buffer], self.moved.done)
+            if holes and self.moved.done == data_end:
+                start, data_end = _ends.next_data(self.source_fd, self.moved.done)
+                if start > self.moved.done:
+                    # Its size is as far as it was copied, also where nothing follows.
+                    os.ftruncate(self.destination_fd, start)
+                    self._count("hole", start - self.moved.done)
+                    continue
+            room = buffer[: data_end - self.moved.done] if holes else buffer
+            count = os.preadv(self.source_fd, [room], self.moved.done)
             if not count:
                 return
             written = 0

@@ -77,6 +77,33 @@ def _check_destination(path: str, there: os.stat_result, source: os.stat_result)
         raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
 
 
+def may_have_holes(source: int, destination: int) -> bool:
+    """Whether a copy may leave something out: the source takes up less than its size, the destination can have holes.
+
+    The destination is empty where the copy has not been yet.
+    """
+    status = os.fstat(source)
+    regular = stat.S_ISREG(status.st_mode) and stat.S_ISREG(os.fstat(destination).st_mode)
+    return regular and status.st_blocks * 512 < status.st_size
+
+
+def next_data(fd: int, offset: int) -> tuple[int, int]:
+    """The data at or after a place: its start and its end, both the file's end where none is left."""
+    end = os.fstat(fd).st_size
+    if offset >= end:
+        return offset, offset
+    try:
+        start = os.lseek(fd, offset, os.SEEK_DATA)
+        return start, os.lseek(fd, start, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            end = max(offset, os.fstat(fd).st_size)  # it may have been cut off just now
+            return end, end
+        if error.errno == errno.EINVAL:  # its file system does not tell
+            return offset, end
+        raise
+
+
 def settle_on_mount(fd: int) -> None:
     """After a change that the kernel did not make: what it has cached of the file goes, before success is reported."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

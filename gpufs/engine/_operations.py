@@ -339,6 +339,7 @@ class OperationResult:
     error: TransferError | None
     fastpath_bytes: int
     fallback_bytes: int
+    hole_bytes: int  # moved by neither: holes that stayed holes
     refusals: tuple[str, ...]  # why the fastpath did not take all of it
 
     @property
@@ -353,7 +354,13 @@ def _result(operation: Operation, ended: Any) -> OperationResult:
         text = ffi.string(ended.message).decode(errors="replace")
         error = TransferError(ended.error, text, ended.device_code, ended.bytes)
     return OperationResult(
-        operation, ended.bytes, error, ended.fastpath_bytes, ended.fallback_bytes, tuple(refusal_names(ended.refusals))
+        operation=operation,
+        bytes=ended.bytes,
+        error=error,
+        fastpath_bytes=ended.fastpath_bytes,
+        fallback_bytes=ended.fallback_bytes,
+        hole_bytes=ended.hole_bytes,
+        refusals=tuple(refusal_names(ended.refusals)),
     )
 
 

@@ -128,6 +128,7 @@ class TransferProgress:
     fastpath_bytes: int
     fallback_bytes: int
     pagecache_bytes: int  # of fallback_bytes
+    hole_bytes: int  # moved by neither: holes that stayed holes
     refusals: tuple[str, ...]  # why the fastpath did not take all of it
 
 
@@ -316,7 +317,8 @@ class Transfer(Handle):
     """A copy between a file and device memory, queued by making this object, which keeps both alive.
 
     ``size`` None: to the end of the source. ``fastpath``, ``fallback``: "auto" is as configured. ``sync``: what a store
-    makes durable before it is done. ``sparse``: holes of the buffer become holes of the file where it can have them.
+    makes durable before it is done. ``sparse``: holes of the source become holes of the file or buffer that can have
+    them, and are zeros that take memory otherwise.
     ``share``: threads at most, 0 for the client's share; ``client`` says whose it is: threads are shared evenly between
     clients. Device memory that is not a buffer must stay valid, and free of the program's own queued work, until the
     transfer is done; arrays are kept alive. EngineError when it cannot be queued, TypeError or ValueError for memory
@@ -387,6 +389,7 @@ class Transfer(Handle):
             fastpath_bytes=p.fastpath_bytes,
             fallback_bytes=p.fallback_bytes,
             pagecache_bytes=p.pagecache_bytes,
+            hole_bytes=p.hole_bytes,
             refusals=tuple(refusal_names(p.refusals)),
         )
 

@@ -94,6 +94,7 @@ class _EngineTransfer:
             "fastpath": now.fastpath_bytes,
             "fallback": now.fallback_bytes - now.pagecache_bytes,
             "page_cache": now.pagecache_bytes,
+            "hole": now.hole_bytes,
         }
         return State(
             now.total,

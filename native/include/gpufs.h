@@ -328,7 +328,7 @@ typedef struct {
   uint64_t bytes;         /* UINT64_MAX: to the end of the source */
   int32_t direction;
   int32_t sync;     /* after a store */
-  int32_t sparse;   /* store: holes of the buffer become holes of the file where it can have them */
+  int32_t sparse;   /* holes of the source become holes of a file or buffer that can have them */
   int32_t fastpath; /* GPUFS_AUTO: as configured; GPUFS_ON: auto; GPUFS_OFF, GPUFS_REQUIRE */
   int32_t fallback; /* GPUFS_AUTO: as configured; GPUFS_ON, GPUFS_OFF */
   int32_t share;    /* threads at most, 0: the client's share */
@@ -346,6 +346,7 @@ typedef struct {
   uint64_t fastpath_bytes;
   uint64_t fallback_bytes;
   uint64_t pagecache_bytes; /* of fallback_bytes */
+  uint64_t hole_bytes;      /* moved by neither: holes that stayed holes */
   uint32_t refusals;        /* why fastpath did not take all of it */
 } gpufs_transfer_progress;
 
@@ -437,10 +438,11 @@ typedef struct {
   uint64_t bytes; /* from the start without a gap, also after a failure */
   uint64_t fastpath_bytes;
   uint64_t fallback_bytes;
-  int32_t error; /* 0 or an errno; ECANCELED if it was cancelled before its end */
+  uint64_t hole_bytes; /* moved by neither: holes that stayed holes */
+  int32_t error;       /* 0 or an errno; ECANCELED if it was cancelled before its end */
   int32_t device_code;
   uint32_t refusals;
-  char message[164]; /* the failure's text as far as it fits */
+  char message[156]; /* the failure's text as far as it fits */
 } gpufs_completion;
 
 /* A queue of operations: a batch. capacity: under way or not collected, at most; 0: as many as the engine has. */

@@ -226,7 +226,7 @@ TEST_F(BackingTest, CopiesThatCannotBe) {
 }
 
 TEST_F(BackingTest, InterruptEndsACopyWithTheBytesDone) {
-  ASSERT_EQ(::ftruncate(fd.get(), static_cast<off_t>(48 * kMiB)), 0);
+  ASSERT_EQ(::posix_fallocate(fd.get(), 0, static_cast<off_t>(48 * kMiB)), 0);
   const std::uint64_t file = open_backing(O_RDONLY);
   const std::uint64_t memory = add_file(2);
   const std::uint64_t unique = kernel->send(FUSE_COPY_FILE_RANGE, 50, copy_body(file, memory, 48 * kMiB));
@@ -243,7 +243,7 @@ TEST_F(BackingTest, InterruptEndsACopyWithTheBytesDone) {
 }
 
 TEST_F(BackingTest, AFullDevice) {
-  ASSERT_EQ(::ftruncate(fd.get(), static_cast<off_t>(100 * kMiB)), 0);
+  ASSERT_EQ(::posix_fallocate(fd.get(), 0, static_cast<off_t>(100 * kMiB)), 0);
   const std::uint64_t file = open_backing(O_RDONLY);
   const std::uint64_t memory = add_file(2);
   const std::uint32_t count = copied(copy_body(file, memory, 100 * kMiB));

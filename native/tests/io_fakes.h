@@ -202,7 +202,10 @@ class FakeBuffer final : public Buffer {
     const std::lock_guard lock(mutex_);
     return size_;
   }
-  [[nodiscard]] std::uint64_t bytes_held() const override { return 0; }
+  [[nodiscard]] std::uint64_t bytes_held() const override {
+    const std::lock_guard lock(mutex_);
+    return static_cast<std::uint64_t>(std::count(populated_.begin(), populated_.end(), true)) * kGranule;
+  }
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override {
@@ -252,9 +255,20 @@ class FakeBuffer final : public Buffer {
     return {};
   }
   Status allocate(std::uint64_t, std::uint64_t, bool) override { return Status(ENOSYS, ""); }
-  Status punch(std::uint64_t, std::uint64_t) override { return Status(ENOSYS, ""); }
+  Status punch(std::uint64_t offset, std::uint64_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    std::memset(memory_ + offset, 0, bytes);
+    const std::uint64_t end = offset + bytes >= size_ ? populated_.size() * kGranule : offset + bytes;
+    for (std::uint64_t g = (offset + kGranule - 1) / kGranule; (g + 1) * kGranule <= end; ++g) populated_[g] = false;
+    return {};
+  }
   Status zero_range(std::uint64_t, std::uint64_t, bool) override { return Status(ENOSYS, ""); }
-  Result<std::uint64_t> seek_data(std::uint64_t) override { return Status(ENOSYS, ""); }
+  Result<std::uint64_t> seek_data(std::uint64_t offset) override {
+    const std::lock_guard lock(mutex_);
+    while (offset < size_ && !populated_[offset / kGranule]) offset = (offset / kGranule + 1) * kGranule;
+    if (offset >= size_) return Status(ENXIO, "no data at or above the offset");
+    return offset;
+  }
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override {
     const std::lock_guard lock(mutex_);
     while (offset < size_ && populated_[offset / kGranule]) offset = (offset / kGranule + 1) * kGranule;
@@ -333,6 +347,8 @@ class PlannedFileOps : public FileOps {
   std::function<int(int, std::uint64_t, std::uint64_t)> on_allocate;
   std::function<int(std::uint64_t*)> on_size;
   std::function<int(std::uint64_t, std::uint64_t*)> on_cached;  // bytes asked, bytes found
+  std::function<int(std::uint64_t, int, std::uint64_t*)> on_seek;
+  std::atomic<int> seeks{0};
 
   ssize_t read_at(int fd, void* destination, std::size_t bytes, std::uint64_t offset) override {
     ssize_t result = 0;
@@ -359,6 +375,11 @@ class PlannedFileOps : public FileOps {
   }
   int size(int fd, std::uint64_t* bytes) override {
     return on_size ? on_size(bytes) : FileOps::system().size(fd, bytes);
+  }
+  int stored_bytes(int fd, std::uint64_t* bytes) override { return FileOps::system().stored_bytes(fd, bytes); }
+  int seek(int fd, std::uint64_t offset, int whence, std::uint64_t* found) override {
+    ++seeks;
+    return on_seek ? on_seek(offset, whence, found) : FileOps::system().seek(fd, offset, whence, found);
   }
   int cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) override {
     return on_cached ? on_cached(bytes, cached) : FileOps::system().cached_bytes(fd, offset, bytes, cached);

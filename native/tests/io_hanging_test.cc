@@ -147,7 +147,7 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
     char path[] = "/tmp/gpufs-io-test-XXXXXX";
     const UniqueFd fd(::mkostemp(path, O_CLOEXEC));
     ::unlink(path);
-    ASSERT_EQ(::ftruncate(fd.get(), kMiB), 0);
+    ASSERT_EQ(::posix_fallocate(fd.get(), 0, kMiB), 0);
     operations->on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
       door.pass();
       return false;

@@ -110,6 +110,7 @@ void fill_completion(const Completion& from, gpufs_completion& to) {
   to.bytes = from.bytes;
   to.fastpath_bytes = from.fastpath_bytes;
   to.fallback_bytes = from.fallback_bytes;
+  to.hole_bytes = from.hole_bytes;
   to.error = from.status.error();
   to.device_code = from.status.device_code();
   to.refusals = from.refusals;

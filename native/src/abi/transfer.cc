@@ -102,6 +102,7 @@ void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
   to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
   to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
   to.pagecache_bytes = from.pagecache_bytes;
+  to.hole_bytes = from.hole_bytes;
   to.refusals = from.refusals;
 }
 

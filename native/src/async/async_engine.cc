@@ -356,6 +356,7 @@ void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const Trans
   completion.status = progress.status;
   completion.fastpath_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
   completion.fallback_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFallback)];
+  completion.hole_bytes = progress.hole_bytes;
   completion.refusals = progress.refusals;
   (void)end(operation, std::move(completion));
   Lane& lane = lane_of(*operation);

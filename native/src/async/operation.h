@@ -48,6 +48,7 @@ struct Completion {
   Status status;
   std::uint64_t fastpath_bytes = 0;
   std::uint64_t fallback_bytes = 0;
+  std::uint64_t hole_bytes = 0;
   RefusalMask refusals = 0;
 };
 

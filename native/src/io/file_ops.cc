@@ -76,6 +76,19 @@ class SystemFileOps final : public FileOps {
     return 0;
   }
 
+  int stored_bytes(int fd, std::uint64_t* bytes) override {
+    struct stat status = {};
+    if (::fstat(fd, &status) != 0) return -1;
+    *bytes = static_cast<std::uint64_t>(status.st_blocks) * 512;
+    return 0;
+  }
+  int seek(int fd, std::uint64_t offset, int whence, std::uint64_t* found) override {
+    const off_t position = ::lseek(fd, static_cast<off_t>(offset), whence);
+    if (position < 0) return -1;
+    *found = static_cast<std::uint64_t>(position);
+    return 0;
+  }
+
   int cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) override {
     if (has_cachestat_.load(std::memory_order_relaxed)) {
       const CachestatRange range{offset, bytes};

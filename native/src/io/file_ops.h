@@ -25,6 +25,10 @@ class FileOps {
   virtual int allocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) = 0;
   // The size of a regular file or a block device.
   virtual int size(int fd, std::uint64_t* bytes) = 0;
+  // What a regular file takes up where it is stored: less than its size if it has holes (or is compressed).
+  virtual int stored_bytes(int fd, std::uint64_t* bytes) = 0;
+  // lseek(2) with SEEK_DATA or SEEK_HOLE.
+  virtual int seek(int fd, std::uint64_t offset, int whence, std::uint64_t* found) = 0;
   // How many bytes of the range the page cache holds, counted in whole pages.
   virtual int cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) = 0;
 

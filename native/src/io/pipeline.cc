@@ -118,6 +118,7 @@ class Session {
   // ---- one piece ----
 
   void process(Chunk chunk) {
+    if (chunk.hole) return skip_hole(chunk);
     observe::Span span(observe::TraceKind::kPiece, device_->info().index, file_offset(chunk), chunk.bytes,
                        job_.trace_id(), job_.trace_name());
     job_.start_path(chunk);
@@ -130,6 +131,20 @@ class Session {
     } else {
       store_bounced(chunk);
     }
+  }
+
+  // Nothing to move, where the file still reaches so far.
+  void skip_hole(Chunk& chunk) {
+    std::uint64_t size = 0;
+    if (file_.operations().size(file_.buffered_fd(), &size) != 0) {
+      job_.complete(chunk, Status::from_errno(errno, "the backing file's size"));
+      return;
+    }
+    const std::uint64_t start = file_offset(chunk);
+    chunk.done = size <= start ? 0 : std::min(chunk.bytes, size - start);
+    job_.count_skipped(chunk, chunk.done);
+    count(job_.details().hole_bytes, chunk.done);
+    job_.complete(chunk, Status{});
   }
 
   [[nodiscard]] std::uint64_t file_offset(const Chunk& chunk) const {
@@ -254,7 +269,7 @@ class Session {
     for (const Buffer::Piece& piece : pinned.value().pieces) {
       const Moved moved = load_ ? load_straight(chunk, piece, direct) : store_straight(chunk, piece, direct);
       chunk.done += moved.bytes;
-      job_.count_moved(Path::kFallback, moved.bytes);
+      if (piece.address != 0) job_.count_moved(Path::kFallback, moved.bytes);
       if (!moved.status.ok() || moved.bytes < piece.bytes) return moved.status;
     }
     return {};
@@ -277,8 +292,8 @@ class Session {
     return Moved{moved.bytes + rest.bytes, rest.status};
   }
 
-  Moved store_straight(const Chunk& chunk, const Buffer::Piece& piece, bool direct) {
-    if (piece.address == 0) return store_hole(piece.bytes, file_offset(chunk));
+  Moved store_straight(Chunk& chunk, const Buffer::Piece& piece, bool direct) {
+    if (piece.address == 0) return store_hole(chunk, piece.bytes);
     return write_out(reinterpret_cast<const std::byte*>(piece.address), piece.bytes, file_offset(chunk), direct);
   }
 
@@ -311,10 +326,13 @@ class Session {
     return moved;
   }
 
-  Moved store_hole(std::uint64_t bytes, std::uint64_t offset) {
+  // From chunk.done on; counts how.
+  Moved store_hole(Chunk& chunk, std::uint64_t bytes) {
     std::uint64_t holed = 0;
-    Moved moved = write_zeros(file_, bytes, offset, job_.request().sparse, &holed);
+    Moved moved = write_zeros(file_, bytes, file_offset(chunk), job_.request().sparse, &holed);
     count(job_.details().hole_bytes, moved.bytes);
+    job_.count_skipped(chunk, holed);
+    job_.count_moved(Path::kFallback, moved.bytes - holed);
     return moved;
   }
 
@@ -576,10 +594,10 @@ class Session {
     const bool direct = wants_direct(chunk);
     Status status;
     std::uint64_t position = 0;
-    const auto advance = [&](std::uint64_t bytes, const Moved& moved) {
+    const auto advance = [&](std::uint64_t bytes, const Moved& moved, bool hole = false) {
       position += moved.bytes;
       chunk.done += moved.bytes;
-      job_.count_moved(Path::kFallback, moved.bytes);
+      if (!hole) job_.count_moved(Path::kFallback, moved.bytes);
       status = moved.status;
       return status.ok() && moved.bytes == bytes;
     };
@@ -592,7 +610,7 @@ class Session {
       }
       const std::uint64_t data = hole.offset - position;
       going = data == 0 || advance(data, write_out(slot.memory + position, data, file_offset(chunk), direct));
-      going = going && advance(hole.bytes, store_hole(hole.bytes, file_offset(chunk)));
+      going = going && advance(hole.bytes, store_hole(chunk, hole.bytes), true);
       if (!going) break;
     }
     const std::uint64_t data = slot.bytes - position;

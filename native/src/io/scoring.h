@@ -53,6 +53,7 @@ struct Segment {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
   Path path = Path::kFallback;
+  bool hole = false;  // nothing to move: by neither path
 };
 using Plan = std::vector<Segment>;  // in order, covering the request
 // Cuts an unaligned request into head, body and tail so that the body can take the fastpath. *refusals: why all of it

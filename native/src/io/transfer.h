@@ -46,8 +46,8 @@ struct TransferRequest {
   std::uint64_t bytes = kToTheEnd;
 
   SyncMode sync = SyncMode::kNone;
-  // A store of a buffer with holes: leave holes in the file too where its file system can, instead of writing zeros.
-  // What the file held there before reads as zeros either way.
+  // Holes of the source become holes of the destination, where both can have them, instead of zeros that are read and
+  // written. What the destination held there before reads as zeros either way. Not for memory of the program's own.
   bool sparse = true;
   std::optional<FastpathMode> fastpath;  // instead of the engine's option
   std::optional<bool> fallback;
@@ -71,6 +71,7 @@ struct TransferProgress {
   std::uint64_t prefix = 0;
   std::array<std::uint64_t, kPathCount> path_bytes{};
   std::uint64_t pagecache_bytes = 0;  // the part of fallback's that was copied straight from the page cache
+  std::uint64_t hole_bytes = 0;       // moved by no path: holes that stayed holes
   RefusalMask refusals = 0;           // why fastpath did not take all of it
   // Once done: what went wrong, also after progress. ECANCELED if it was cancelled before its end.
   Status status;

@@ -10,6 +10,7 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "io/file_holes.h"
 #include "io/file_moves.h"
 #include "io/pipeline.h"
 #include "memory/extents.h"
@@ -35,6 +36,7 @@ bool allocation_unsupported(int error) {
   return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM || error == ENODEV;
 }
 
+bool is_hole(const Segment& segment) { return segment.hole; }
 bool by_fastpath(const Segment& segment) { return segment.path == Path::kFastpath; }
 
 bool has_hole(const Target& target, std::uint64_t offset, std::uint64_t bytes) {
@@ -84,6 +86,7 @@ TransferProgress TransferJob::progress() const {
     progress.path_bytes[path] = path_bytes_[path].load(std::memory_order_relaxed);
   }
   progress.pagecache_bytes = pagecache_bytes_.load(std::memory_order_relaxed);
+  progress.hole_bytes = hole_bytes_.load(std::memory_order_relaxed);
   progress.refusals = refusals_;
   progress.sync_failed = sync_failed_;
   return progress;
@@ -178,13 +181,15 @@ Status TransferJob::prepare() {
   if (total.value() > 0) {
     plan = make_plan(total.value());
     if (!plan.ok()) return plan.status();
-    if (request_.direction == Direction::kStore) {
-      Status room = preallocate(total.value(), plan.value());
-      if (!room.ok()) return room;
-    }
+    const Status ready = request_.direction == Direction::kStore ? preallocate(total.value(), plan.value())
+                                                                 : leave_holes_out(total.value(), &plan.value());
+    if (!ready.ok()) return ready;
   }
+  std::uint64_t data = 0;
+  for (const Segment& segment : plan.value()) data += segment.hole ? 0 : segment.bytes;
   const std::lock_guard lock(mutex_);
   total_ = stop_ = total.value();
+  unclaimed_ = data;
   largest_step_ = kLargestStep;
   plan_ = plan.take();
   return {};
@@ -230,6 +235,41 @@ Result<std::uint64_t> TransferJob::extent() {
   }
   original_file_size_ = file_size;
   return total;
+}
+
+// Of a load: what is a hole in the file is neither read nor given memory.
+Status TransferJob::leave_holes_out(std::uint64_t total, Plan* plan) {
+  if (!request_.sparse || request_.target.buffer() == nullptr) return {};
+  HoleSearch search;
+  search.file_offset = request_.file_offset;
+  search.file_size = original_file_size_;
+  search.target_offset = request_.target_offset;
+  search.bytes = total;
+  search.granule = device_->info().granule;
+  Result<std::vector<HoleRange>> holes = holes_of(file(), search, cancelled_);
+  if (!holes.ok()) return holes.status();
+  if (holes.value().empty()) return {};
+  *plan = without_holes(*plan, holes.value());
+  if (!begin_use()) return Status(ECANCELED, "cancelled");
+  const Status cleared = clear_holes(*plan);
+  end_use();
+  return cleared;
+}
+
+// What the buffer held there goes. Before the first piece is claimed: who takes memory away waits for its users.
+Status TransferJob::clear_holes(const Plan& plan) {
+  Buffer& buffer = *target().buffer();
+  for (const Segment& segment : plan) {
+    const std::uint64_t start = request_.target_offset + segment.offset;
+    const std::uint64_t end = std::min(start + segment.bytes, buffer.size());
+    if (!segment.hole || start >= end) continue;
+    if (cancelled_) return Status(ECANCELED, "cancelled");
+    const Result<std::uint64_t> held = buffer.seek_data(start);
+    if (!held.ok() || held.value() >= end) continue;
+    const Status punched = buffer.punch(start, end - start);
+    if (!punched.ok()) return punched;
+  }
+  return {};
 }
 
 // The size for a store to a file in memory, whose pages several threads can then write at once; and room for a store by
@@ -326,9 +366,12 @@ std::optional<Chunk> TransferJob::claim() {
   const std::uint64_t unit = chunk_bytes(segment.path);
   const std::uint64_t position = request_.file_offset + cursor_;
   const std::uint64_t edge = position - position % unit + unit - request_.file_offset;
-  chunk.bytes = std::min({edge, segment.offset + segment.bytes, stop_}) - cursor_;
+  const std::uint64_t end = std::min(segment.offset + segment.bytes, stop_);
+  chunk.hole = segment.hole;
+  chunk.bytes = (segment.hole ? end : std::min(edge, end)) - cursor_;
   chunk.path = fastpath_given_up_ ? Path::kFallback : segment.path;
   cursor_ += chunk.bytes;
+  if (!segment.hole) unclaimed_ -= chunk.bytes;
   in_flight_.insert(chunk.offset);
   update_wanted_locked();
   return chunk;
@@ -336,7 +379,7 @@ std::optional<Chunk> TransferJob::claim() {
 
 void TransferJob::complete(const Chunk& chunk, const Status& status) {
   moved_.fetch_add(chunk.done, std::memory_order_relaxed);
-  end_path(chunk, !status.ok() && status.error() != ECANCELED);
+  if (!chunk.hole) end_path(chunk, !status.ok() && status.error() != ECANCELED);
   const std::lock_guard lock(mutex_);
   in_flight_.erase(chunk.offset);
   if (chunk.done < chunk.bytes && chunk.offset + chunk.done < stop_) {
@@ -359,7 +402,8 @@ void TransferJob::update_wanted_locked() {
     return;
   }
   const std::uint64_t chunk = options().chunk_bytes;
-  const std::uint64_t rest = claimable_locked() ? (stop_ - cursor_ + chunk - 1) / chunk : 0;
+  // Holes are nobody's work.
+  const std::uint64_t rest = claimable_locked() ? (std::min(stop_ - cursor_, unclaimed_) + chunk - 1) / chunk : 0;
   const int limit = request_.share > 0 ? std::min(request_.share, pool_->share()) : pool_->share();
   const auto useful = static_cast<int>(std::min<std::uint64_t>(rest, static_cast<std::uint64_t>(limit)));
   // Never 0 before the end: the last session still has to finish it.
@@ -401,7 +445,7 @@ Status TransferJob::populate_step(std::unique_lock<std::mutex>& lock, std::uint6
   for (;;) {
     const std::uint64_t end = std::min(total_, std::max(start + next_step_locked(), needed));
     lock.unlock();
-    status = target().buffer()->populate(request_.target_offset + start, end - start, &made_);
+    status = populate_data(start, end);
     lock.lock();
     if (status.ok()) populated_end_ = end;
     if (status.error() != ENOSPC && status.error() != EFBIG) break;
@@ -412,6 +456,26 @@ Status TransferJob::populate_step(std::unique_lock<std::mutex>& lock, std::uint6
   populating_ = false;
   memory_changed_.notify_all();
   return status;
+}
+
+Plan::const_iterator TransferJob::segment_at(std::uint64_t offset) const {
+  return std::partition_point(plan_.begin(), plan_.end(),
+                              [&](const Segment& segment) { return segment.offset + segment.bytes <= offset; });
+}
+
+// Holes stay without memory.
+Status TransferJob::populate_data(std::uint64_t start, std::uint64_t end) {
+  for (auto segment = segment_at(start); segment != plan_.end() && segment->offset < end;) {
+    const auto hole = std::find_if(segment, plan_.cend(), is_hole);
+    const std::uint64_t from = std::max(start, segment->offset);
+    const std::uint64_t to = std::min(end, hole == plan_.end() ? total_ : hole->offset);
+    if (to > from) {
+      const Status status = target().buffer()->populate(request_.target_offset + from, to - from, &made_);
+      if (!status.ok()) return status;
+    }
+    segment = std::find_if_not(hole, plan_.cend(), is_hole);
+  }
+  return {};
 }
 
 void TransferJob::take_ahead(const std::function<void()>& settle) {
@@ -468,10 +532,15 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
     memory_changed_.wait(lock, [&] { return !pinning_; });
   }
   pinning_ = true;
-  // What there is no memory for yet is no part of it.
+  // What there is no memory for yet is no part of it, nor are holes.
+  const auto here = segment_at(start);
+  const auto before = std::find_if(std::make_reverse_iterator(here), plan_.crend(), is_hole);
+  const auto after = std::find_if(here, plan_.cend(), is_hole);
+  const std::uint64_t first = before == plan_.crend() ? 0 : before->offset + before->bytes;
+  const std::uint64_t last = after == plan_.cend() ? total_ : after->offset;
   const std::uint64_t limit = load && target().buffer() != nullptr ? std::max(populated_end_, end) : total_;
-  std::uint64_t from = round_down(start, kWindowBytes);
-  std::uint64_t to = std::min(limit, std::max(from + kWindowBytes, end));
+  std::uint64_t from = std::max(first, round_down(start, kWindowBytes));
+  std::uint64_t to = std::min({limit, last, std::max(round_down(start, kWindowBytes) + kWindowBytes, end)});
   lock.unlock();
   const auto pin = [&] {
     const std::uint64_t offset = request_.target_offset + from;
@@ -515,7 +584,7 @@ void TransferJob::start_path(Chunk& chunk) const {
 }
 
 void TransferJob::end_path(const Chunk& chunk, bool failed) const {
-  const std::uint64_t moved = chunk.done - chunk.before;
+  const std::uint64_t moved = chunk.done - chunk.before - chunk.skipped;
   counters_.end(backend_of(chunk.path), flow_, moved, failed, observe::now_ns() - chunk.started);
   if (const auto& buffer = request_.target.buffer()) buffer->activity().note(backend_of(chunk.path), flow_, moved);
 }
@@ -534,6 +603,11 @@ void TransferJob::give_up_fastpath(const Status& why) {
 
 void TransferJob::count_moved(Path path, std::uint64_t bytes) {
   path_bytes_[static_cast<std::size_t>(path)].fetch_add(bytes, std::memory_order_relaxed);
+}
+
+void TransferJob::count_skipped(Chunk& chunk, std::uint64_t bytes) {
+  chunk.skipped += bytes;
+  hole_bytes_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void TransferJob::count_pagecache(std::uint64_t bytes) {

@@ -26,6 +26,8 @@ struct Chunk {
   std::uint64_t bytes = 0;
   std::uint64_t done = 0;
   Path path = Path::kFallback;
+  bool hole = false;          // all of it is a hole of a load's file
+  std::uint64_t skipped = 0;  // of done: holes that stayed holes
   // For the statistics: when the path took it over, and how much of it was done by then.
   std::uint64_t started = 0;
   std::uint64_t before = 0;
@@ -83,6 +85,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }
 
   void count_moved(Path path, std::uint64_t bytes);
+  void count_skipped(Chunk& chunk, std::uint64_t bytes);
   void count_pagecache(std::uint64_t bytes);
 
   // In traces.
@@ -122,10 +125,14 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
 
   Status prepare();
   Result<std::uint64_t> extent();
+  Status leave_holes_out(std::uint64_t total, Plan* plan);
+  Status clear_holes(const Plan& plan);
   Status populate(std::uint64_t needed, const std::function<void()>& settle);
   [[nodiscard]] bool short_of_memory_locked(std::uint64_t needed) const;
   [[nodiscard]] std::uint64_t next_step_locked() const;
   Status populate_step(std::unique_lock<std::mutex>& lock, std::uint64_t needed);
+  Status populate_data(std::uint64_t start, std::uint64_t end);
+  [[nodiscard]] Plan::const_iterator segment_at(std::uint64_t offset) const;
   Status preallocate(std::uint64_t total, const Plan& plan);
   Result<Plan> make_plan(std::uint64_t total);
   void leave();
@@ -168,19 +175,21 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   std::atomic<std::uint64_t> moved_{0};
   std::array<std::atomic<std::uint64_t>, kPathCount> path_bytes_{};
   std::atomic<std::uint64_t> pagecache_bytes_{0};
+  std::atomic<std::uint64_t> hole_bytes_{0};
 
   // Guards all below; nothing but memory is touched under it.
   mutable std::mutex mutex_;
   std::condition_variable done_;            // phase_ is kDone
   std::condition_variable memory_changed_;  // populating_ or pinning_ is false again
   Phase phase_ = Phase::kQueued;
-  Plan plan_;
+  Plan plan_;  // constant once prepared, as is total_
   RefusalMask refusals_ = 0;
   bool fastpath_given_up_ = false;
-  std::uint64_t total_ = 0;   // constant once prepared, before there is a second session
-  std::size_t segment_ = 0;   // the one that cursor_ is in
-  std::uint64_t cursor_ = 0;  // all before it is claimed
-  std::uint64_t stop_ = 0;    // nothing at or after it is claimed; where the transfer ends as known so far
+  std::uint64_t total_ = 0;      // before there is a second session
+  std::uint64_t unclaimed_ = 0;  // of the plan, holes aside
+  std::size_t segment_ = 0;      // the one that cursor_ is in
+  std::uint64_t cursor_ = 0;     // all before it is claimed
+  std::uint64_t stop_ = 0;       // nothing at or after it is claimed; where the transfer ends as known so far
   Status stop_status_;
   std::set<std::uint64_t> in_flight_;  // starts of claimed pieces that are not complete
   std::uint64_t populated_end_ = 0;

@@ -71,7 +71,7 @@ struct alignas(64) TransferDetails {
   Counter buffered_bytes;   // through the page cache
   Counter direct_bytes;     // by O_DIRECT
   Counter pagecache_bytes;  // copied straight from the page cache's pages
-  Counter hole_bytes;       // holes of a buffer, never read from the device
+  Counter hole_bytes;       // beside them: holes of the source, never read
   std::array<Counter, 9> reserved;
 };
 static_assert(sizeof(TransferDetails) == 128);

@@ -1,0 +1,291 @@
+// Loads of files with holes: what is left out, what is cleared, what is counted, and when it ends early.
+#include "io/file_holes.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/math.h"
+#include "fake_transfer_rig.h"
+
+namespace gpufs {
+namespace {
+
+using namespace testing;
+
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kGranule = 16 * kPage;
+
+// A file of runs of data; pages are what it has holes in.
+class SparseFile {
+ public:
+  explicit SparseFile(std::uint64_t size) {
+    std::string path = "/dev/shm/gpufs-holes-test-XXXXXX";
+    fd_ = UniqueFd(::mkostemp(path.data(), O_CLOEXEC));
+    EXPECT_TRUE(fd_.valid());
+    ::unlink(path.c_str());
+    EXPECT_EQ(::ftruncate(fd_.get(), static_cast<off_t>(size)), 0);
+    pages_.resize((size + kPage - 1) / kPage);
+    size_ = size;
+  }
+  void write(std::uint64_t page) {
+    const char byte = 1;
+    ASSERT_EQ(::pwrite(fd_.get(), &byte, 1, static_cast<off_t>(page * kPage)), 1);
+    pages_[page] = true;
+  }
+  // Whether a byte of the file is in a page that was written.
+  [[nodiscard]] bool data(std::uint64_t offset) const { return pages_[offset / kPage]; }
+  [[nodiscard]] std::uint64_t size() const { return size_; }
+  std::shared_ptr<BackingFile> open() {
+    Result<std::shared_ptr<BackingFile>> opened = BackingFile::open(fd_.get(), operations);
+    EXPECT_TRUE(opened.ok()) << opened.status().message();
+    return opened.take();
+  }
+  PlannedFileOps operations;
+
+ private:
+  UniqueFd fd_;
+  std::vector<bool> pages_;
+  std::uint64_t size_ = 0;
+};
+
+std::vector<HoleRange> search(SparseFile& file, HoleSearch wanted) {
+  std::atomic<bool> cancelled{false};
+  wanted.file_size = file.size();
+  Result<std::vector<HoleRange>> holes = holes_of(*file.open(), wanted, cancelled);
+  EXPECT_TRUE(holes.ok()) << holes.status().message();
+  return holes.take();
+}
+
+// Against the plain rule: no byte of data is left out; every granule of the target without data is.
+TEST(FileHoles, AsTheRuleHasIt) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 60; ++round) {
+    SparseFile file(random() % (40 * kGranule) + 1);
+    const std::uint64_t pages = (file.size() + kPage - 1) / kPage;
+    for (auto count = random() % 12; count > 0; --count) file.write(random() % pages);
+    HoleSearch wanted;
+    wanted.granule = kGranule;
+    wanted.file_offset = round % 3 == 0 ? 0 : random() % file.size();
+    wanted.target_offset = round % 2 == 0 ? wanted.file_offset : random() % (3 * kGranule);
+    wanted.bytes = random() % (file.size() - wanted.file_offset) + 1;
+    std::vector<bool> left_out(wanted.bytes);
+    std::uint64_t before = 0;
+    for (const HoleRange& hole : search(file, wanted)) {
+      ASSERT_GT(hole.bytes, 0U);
+      ASSERT_TRUE(hole.offset > before || hole.offset == 0) << "holes meet, or are out of order";
+      before = hole.offset + hole.bytes;
+      ASSERT_LE(before, wanted.bytes);
+      std::fill_n(left_out.begin() + static_cast<std::ptrdiff_t>(hole.offset), hole.bytes, true);
+    }
+    // Aligned alike: the granules that hold data are exactly those that are not left out.
+    const bool alike = wanted.target_offset % kPage == wanted.file_offset % kPage;
+    for (std::uint64_t start = 0; start < wanted.bytes;) {
+      const std::uint64_t granule_end =
+          std::min(wanted.bytes, round_down(wanted.target_offset + start, kGranule) + kGranule - wanted.target_offset);
+      bool data = false;
+      bool out = true;
+      for (std::uint64_t at = start; at < granule_end; ++at) {
+        data = data || file.data(wanted.file_offset + at);
+        out = out && left_out[at];
+        ASSERT_FALSE(left_out[at] && file.data(wanted.file_offset + at)) << "data at " << at << " is left out";
+      }
+      if (alike) {
+        EXPECT_EQ(out, !data) << start;
+      }
+      start = granule_end;
+    }
+  }
+}
+
+TEST(FileHoles, ADenseFileIsNotSearched) {
+  SparseFile file(8 * kGranule);
+  for (std::uint64_t page = 0; page < 8 * kGranule / kPage; ++page) file.write(page);
+  EXPECT_TRUE(search(file, {.bytes = 8 * kGranule, .granule = kGranule}).empty());
+  EXPECT_EQ(file.operations.seeks, 0);
+}
+
+TEST(FileHoles, SmallRunsAreTakenTogether) {
+  constexpr std::uint64_t kGranules = 64;
+  SparseFile file(kGranules * kGranule);
+  for (std::uint64_t page = 0; page < kGranules * 16; page += 2) file.write(page);  // every other page
+  EXPECT_TRUE(search(file, {.bytes = file.size(), .granule = kGranule}).empty());
+  EXPECT_LE(file.operations.seeks, static_cast<int>(2 * kGranules));
+}
+
+TEST(FileHoles, WhereTheFileSystemDoesNotTellAllIsData) {
+  SparseFile file(8 * kGranule);
+  file.operations.on_seek = [](std::uint64_t, int, std::uint64_t*) {
+    errno = EINVAL;
+    return -1;
+  };
+  EXPECT_TRUE(search(file, {.bytes = file.size(), .granule = kGranule}).empty());
+}
+
+TEST(FileHoles, AnAnswerThatLeadsNowhereEnds) {
+  SparseFile file(8 * kGranule);
+  file.operations.on_seek = [](std::uint64_t offset, int, std::uint64_t* found) {
+    *found = offset;  // data and a hole at once
+    return 0;
+  };
+  EXPECT_TRUE(search(file, {.bytes = file.size(), .granule = kGranule}).empty());
+}
+
+TEST(FileHoles, ASearchIsCancelled) {
+  SparseFile file(8 * kGranule);
+  std::atomic<bool> cancelled{true};
+  const auto holes =
+      holes_of(*file.open(), {.file_size = file.size(), .bytes = file.size(), .granule = kGranule}, cancelled);
+  EXPECT_EQ(holes.status().error(), ECANCELED);
+}
+
+TEST(FileHoles, PlansAreCut) {
+  const Plan plan = {{0, 100, Path::kFallback}, {100, 800, Path::kFastpath}, {900, 100, Path::kFallback}};
+  const Plan cut = without_holes(plan, {{50, 100}, {300, 10}, {850, 150}});
+  struct Expected {
+    std::uint64_t offset, bytes;
+    Path path;
+    bool hole;
+  };
+  const std::vector<Expected> expected = {{0, 50, Path::kFallback, false},    {50, 100, Path::kFallback, true},
+                                          {150, 150, Path::kFastpath, false}, {300, 10, Path::kFallback, true},
+                                          {310, 540, Path::kFastpath, false}, {850, 150, Path::kFallback, true}};
+  ASSERT_EQ(cut.size(), expected.size());
+  for (std::size_t index = 0; index < cut.size(); ++index) {
+    EXPECT_EQ(cut[index].offset, expected[index].offset) << index;
+    EXPECT_EQ(cut[index].bytes, expected[index].bytes) << index;
+    EXPECT_EQ(cut[index].hole, expected[index].hole) << index;
+    if (!cut[index].hole) {
+      EXPECT_EQ(cut[index].path, expected[index].path) << index;
+    }
+  }
+}
+
+// ---- transfers ----
+
+class HoleTransfers : public EitherWay {};
+INSTANTIATE_TEST_SUITE_P(, HoleTransfers, ::testing::Bool(), EitherWay::name);
+
+// `file` with data in the granules that are named, and holes elsewhere.
+std::vector<std::byte> make_sparse(FakeRig& rig, std::uint64_t bytes, const std::vector<std::uint64_t>& granules) {
+  std::vector<std::byte> data(bytes);
+  EXPECT_EQ(::ftruncate(rig.fd(), static_cast<off_t>(bytes)), 0);
+  for (const std::uint64_t granule : granules) {
+    const std::uint64_t start = granule * FakeBuffer::kGranule;
+    const auto part = pattern(std::min(FakeBuffer::kGranule, bytes - start), static_cast<unsigned>(granule) + 1);
+    std::copy(part.begin(), part.end(), data.begin() + static_cast<std::ptrdiff_t>(start));
+    EXPECT_EQ(::pwrite(rig.fd(), part.data(), part.size(), static_cast<off_t>(start)),
+              static_cast<ssize_t>(part.size()));
+  }
+  rig.open_file();
+  return data;
+}
+
+TEST_P(HoleTransfers, HolesOfAFileAreLeftOut) {
+  for (const auto mode : {FastpathMode::kOff, FastpathMode::kRequire}) {
+    IoOptions options = FakeRig::small_options();
+    options.fastpath = mode;
+    FakeRig rig(GetParam(), options, mode == FastpathMode::kOff ? "/dev/shm" : "/tmp");
+    const std::uint64_t size = 400 * FakeBuffer::kGranule + (mode == FastpathMode::kOff ? 77 : 0);
+    const auto data = make_sparse(rig, size, {0, 1, 2, 50, 52, 120, 121, 399});
+    rig.make_buffer(2 * size);
+    std::atomic<std::uint64_t> read{0};
+    rig.operations.on_read = [&](int, void*, std::size_t bytes, std::uint64_t, ssize_t*) {
+      read += bytes;
+      return false;
+    };
+    const TransferProgress done = rig.finish(rig.load());
+    ASSERT_TRUE(done.status.ok()) << done.status.message();
+    EXPECT_EQ(done.prefix, size);
+    EXPECT_EQ(done.moved, size);
+    EXPECT_EQ(done.hole_bytes, size - 8 * FakeBuffer::kGranule);
+    EXPECT_EQ(done.path_bytes[0] + done.path_bytes[1] + done.hole_bytes, size);
+    EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::bytes), done.path_bytes[1]);
+    EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFastpath, &observe::Block::bytes), done.path_bytes[0]);
+    EXPECT_EQ(rig.details(Direction::kLoad).hole_bytes, done.hole_bytes);
+    EXPECT_LE(read, 8 * FakeBuffer::kGranule);
+    EXPECT_EQ(rig.buffer->bytes_held(), 8 * FakeBuffer::kGranule);
+    EXPECT_EQ(rig.buffer->size(), size);
+    EXPECT_TRUE(rig.buffer_has(data));
+  }
+}
+
+TEST_P(HoleTransfers, HolesOfAFileClearWhatTheBufferHeld) {
+  for (const bool sparse : {true, false}) {
+    FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
+    const std::uint64_t size = 40 * FakeBuffer::kGranule;
+    const auto data = make_sparse(rig, size, {3, 20});
+    rig.make_buffer(2 * size);
+    auto expected = pattern(size + 3 * FakeBuffer::kGranule, 9);
+    rig.buffer->fill(expected);
+    TransferRequest wanted = rig.load();
+    wanted.sparse = sparse;
+    wanted.target_offset = 100;  // pieces of granules at both ends
+    const TransferProgress done = rig.finish(wanted);
+    ASSERT_TRUE(done.status.ok()) << done.status.message();
+    EXPECT_EQ(done.hole_bytes > 0, sparse);
+    std::copy(data.begin(), data.end(), expected.begin() + 100);
+    EXPECT_EQ(rig.buffer->size(), expected.size());
+    EXPECT_TRUE(rig.buffer_has(expected));
+    const std::uint64_t all = expected.size();
+    EXPECT_EQ(rig.buffer->bytes_held() < all, sparse);
+  }
+}
+
+TEST_P(HoleTransfers, AFileOfOneHole) {
+  FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
+  const std::uint64_t size = (std::uint64_t{1} << 33) + 5;
+  ASSERT_EQ(::ftruncate(rig.fd(), static_cast<off_t>(size)), 0);
+  rig.open_file();
+  rig.make_buffer(size + kMiB);
+  const TransferProgress done = rig.finish(rig.load());
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.prefix, size);
+  EXPECT_EQ(done.hole_bytes, size);
+  EXPECT_EQ(rig.buffer->size(), size);
+  EXPECT_EQ(rig.buffer->bytes_held(), 0U);
+  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::ended), 0U);
+}
+
+TEST_P(HoleTransfers, AFileThatIsCutOffInAHole) {
+  FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
+  const std::uint64_t size = 64 * FakeBuffer::kGranule;
+  const std::uint64_t left = 30 * FakeBuffer::kGranule + 1000;
+  (void)make_sparse(rig, size, {0, 1, 60});
+  rig.make_buffer(2 * size);
+  rig.operations.on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+    EXPECT_EQ(::ftruncate(rig.fd(), static_cast<off_t>(left)), 0);
+    return false;
+  };
+  TransferRequest wanted = rig.load();
+  wanted.share = 1;
+  const TransferProgress done = rig.finish(wanted);
+  EXPECT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.prefix, left);
+  EXPECT_EQ(rig.buffer->size(), left);
+}
+
+TEST_P(HoleTransfers, AProgramsOwnMemoryGetsZerosForHoles) {
+  FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
+  const auto data = make_sparse(rig, 40 * FakeBuffer::kGranule, {7});
+  rig.make_buffer(kMiB);
+  std::vector<std::byte> memory(data.size(), std::byte{0x5a});
+  TransferRequest wanted = rig.load();
+  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size(), nullptr);
+  const TransferProgress done = rig.finish(wanted);
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.hole_bytes, 0U);
+  EXPECT_EQ(memory, data);
+}
+
+}  // namespace
+}  // namespace gpufs

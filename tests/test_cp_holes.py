@@ -1,0 +1,339 @@
+"""Copies of files with holes, against a plain model: the bytes, and the granules of memory that may be held."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from support import linux
+from support.data import GIB, GRANULE, KIB, MIB, noise
+from support.mounting import GPUFS, GpufsMount, Session
+from support.processes import run, wait_until
+
+from gpufs import client, engine
+from gpufs.client import _find
+
+pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
+
+CP = (*GPUFS, "cp")
+PAGE = 4 * KIB
+
+
+@dataclass
+class Model:
+    """A file as its size and its runs of data, which do not overlap."""
+
+    size: int
+    runs: dict[int, bytes] = field(default_factory=dict)
+
+    def write(self, path: Path) -> Path:
+        with open(path, "wb") as file:
+            file.truncate(self.size)
+            for offset, data in self.runs.items():
+                file.seek(offset)
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return path
+
+    def granules(self) -> int:
+        """Bytes of memory that the data needs, in whole granules. Pages that it shares with a hole are data."""
+        numbers: set[int] = set()
+        for offset, data in self.runs.items():
+            start = offset // PAGE * PAGE
+            end = min(self.size, -(-(offset + len(data)) // PAGE) * PAGE)
+            numbers.update(range(start // GRANULE, -(-end // GRANULE)))
+        return len(numbers) * GRANULE
+
+    def check(self, path: Path) -> None:
+        """Its size, its bytes, and zeros in its holes: those that are not holes of the file as well are read."""
+        with open(path, "rb", buffering=0) as file:
+            assert os.fstat(file.fileno()).st_size == self.size
+            position = 0
+            for offset, data in [*sorted(self.runs.items()), (self.size, b"")]:
+                self._zeros(file.fileno(), position, offset)
+                assert os.pread(file.fileno(), len(data), offset) == data, offset
+                position = offset + len(data)
+
+    @staticmethod
+    def _zeros(fd: int, start: int, end: int) -> None:
+        while start < end:
+            found = linux.find_data(fd, start)
+            if found is None or found >= end:
+                return
+            stop = min(os.lseek(fd, found, os.SEEK_HOLE), end)
+            for place in range(found, stop, 4 * MIB):
+                part = os.pread(fd, min(4 * MIB, stop - place), place)
+                assert part.count(0) == len(part), f"no zeros in the hole after {place}"
+            start = stop
+
+
+def random_model(seed: int) -> Model:
+    chance = random.Random(seed)
+    size = chance.choice([1, PAGE, 100 * KIB, GRANULE - 1, GRANULE, 9 * MIB + 5, 70 * MIB, 300 * MIB + 77])
+    model = Model(size)
+    position = 0
+    for number in range(chance.randrange(9)):
+        position += chance.choice([0, 1, PAGE, 100 * KIB, GRANULE, 3 * GRANULE, 30 * MIB])
+        count = min(chance.choice([1, PAGE, 64 * KIB, GRANULE, 3 * MIB + 1]), size - position)
+        if count <= 0:
+            break
+        model.runs[position] = noise(count, seed + number).replace(b"\0", b"\1")
+        position += count
+    return model
+
+
+@contextmanager
+def directory(parent: str) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gpufs-holes-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def places(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Path]]:
+    with directory("/var/tmp") as disk, directory("/dev/shm") as memory:
+        words = ["--backing", f"disk={disk}", "--backing", f"memory={memory}"]
+        with GpufsMount(session, *words, driver=driver, memory=256 * MIB, devices=2) as mount:
+            yield mount, disk, memory
+
+
+@pytest.fixture
+def mounted(places: tuple[GpufsMount, Path, Path]) -> Iterator[GpufsMount]:
+    mount, *hosts = places
+    mount.complaints()
+    yield mount
+    for folder in (mount.device, *hosts):
+        for path in folder.iterdir():
+            path.unlink()
+    assert not mount.complaints()
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest) -> str:
+    """A name of the test's own: for a second the mount may show what the host had by another's."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def host(places: tuple[GpufsMount, Path, Path], name: str) -> Path:
+    _, disk, memory = places
+    return disk if name == "disk" else memory
+
+
+def file_size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def held(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_there_and_back_and_between(mounted: GpufsMount, host: Path, name: str, source: str, seed: int) -> None:
+    model = random_model(seed)
+    model.write(host / source)
+    device = mounted.device
+    loaded = client.copy(host / source, device / "loaded", verify=seed % 3 == 0)
+    between = client.copy(device / "loaded", device / "between")
+    stored = client.copy(device / "between", host / "stored")
+    run("cp", "--sparse=auto", mounted.path / "backing" / name / source, device / "by-cp")
+    client.copy(mounted.path / "backing" / name / source, device / "by-kernel")
+    for path in (device / "loaded", device / "between", device / "by-cp", device / "by-kernel"):
+        model.check(path)
+        if model.size > 128 * KIB:  # smaller ones share memory
+            assert held(path) <= model.granules(), path
+    model.check(host / "stored")
+    assert held(host / "stored") <= model.granules() + MIB
+    for result in (loaded, between, stored):
+        assert result.bytes == model.size
+        assert sum(result.paths.values()) == model.size
+    data = sum(map(len, model.runs.values()))
+    assert loaded.bytes - loaded.paths.get("hole", 0) <= max(model.granules(), data)
+
+
+@pytest.mark.parametrize("way", ["gpufs cp", "cp"])
+def test_a_large_file_with_little_in_it(mounted: GpufsMount, host: Path, name: str, source: str, way: str) -> None:
+    model = Model(10 * GIB, {5 * GIB + 12345: noise(3 * MIB)})
+    model.write(host / source)
+    if way == "cp":
+        run("cp", mounted.path / "backing" / name / source, mounted.device / "file")
+    else:
+        summary = json.loads(run(*CP, "--json", "--fsync", host / source, mounted.device / "file").stdout)
+        assert summary["bytes"] == 10 * GIB
+        assert summary["paths"]["hole"] >= 10 * GIB - 6 * MIB
+        assert sum(summary["paths"].values()) == 10 * GIB
+    model.check(mounted.device / "file")
+    assert 4 * MIB <= held(mounted.device / "file") <= 6 * MIB
+    run(*CP, "--fsync", mounted.device / "file", host / "back")
+    model.check(host / "back")
+    assert held(host / "back") <= 7 * MIB
+
+
+def test_what_was_there_is_gone(mounted: GpufsMount, host: Path, name: str, source: str) -> None:
+    """By name, where the file is emptied first, and by copy_file_range into what a file holds."""
+    target = mounted.device / "file"
+    target.write_bytes(noise(40 * MIB))
+    model = Model(33 * MIB + 9, {20 * MIB: noise(100)})
+    client.copy(model.write(host / source), target)
+    model.check(target)
+    assert held(target) == GRANULE
+    other = mounted.device / "other"
+    other.write_bytes(noise(40 * MIB))
+    with open(mounted.path / "backing" / name / source, "rb") as there, open(other, "r+b") as to:
+        done = 0
+        while count := os.copy_file_range(there.fileno(), to.fileno(), GIB, done, done):
+            done += count
+        assert done == model.size
+        content = bytearray(noise(40 * MIB))
+        content[: model.size] = bytes(model.size)
+        content[20 * MIB : 20 * MIB + 100] = model.runs[20 * MIB]
+        assert other.read_bytes() == content
+        assert held(other) == 10 * MIB  # the granule of data, and those from 32 MiB on
+
+
+def test_between_mounts_and_without_the_daemon(
+    mounted: GpufsMount, session: Session, driver: str, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(200 * MIB, {0: noise(10), 60 * MIB: noise(MIB), 150 * MIB - 1: noise(2)})
+    client.copy(model.write(host / "source"), mounted.device / "file")
+    with GpufsMount(session, driver=driver, memory=64 * MIB) as other:
+        result = client.copy(mounted.device / "file", other.device / "file")
+        model.check(other.device / "file")
+        assert held(other.device / "file") <= 10 * MIB
+        assert result.paths["hole"] + result.paths["mount"] == model.size
+
+        def nobody(*_: object) -> None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+
+        monkeypatch.setattr(_find, "connect", nobody)
+        with pytest.warns(RuntimeWarning, match="copy service"):
+            client.copy(other.device / "file", host / "back")
+        model.check(host / "back")
+        assert held(host / "back") <= 12 * MIB
+
+
+def test_small_files(mounted: GpufsMount, host: Path) -> None:
+    """Those that are read and written through the mount."""
+    for number, model in enumerate(
+        [
+            Model(100 * KIB),
+            Model(100 * KIB, {50 * KIB: b"middle"}),
+            Model(128 * KIB, {0: b"start"}),
+            Model(77 * KIB + 3, {77 * KIB: b"end"}),
+        ]
+    ):
+        target = mounted.device / str(number)
+        result = client.copy(model.write(host / str(number)), target)
+        assert result.method == "mount"
+        assert result.bytes == sum(result.paths.values()) == model.size
+        model.check(target)
+        client.copy(target, host / f"back-{number}")
+        model.check(host / f"back-{number}")
+    assert held(mounted.device / "0") == 0
+
+
+def test_a_dense_file_has_no_holes(mounted: GpufsMount, host: Path) -> None:
+    (host / "source").write_bytes(bytes(20 * MIB))  # zeros that somebody wrote
+    result = client.copy(host / "source", mounted.device / "file")
+    assert "hole" not in result.paths
+    assert held(mounted.device / "file") == 20 * MIB
+
+
+def test_a_full_device_behind_a_hole(mounted: GpufsMount, host: Path) -> None:
+    model = Model(9 * GIB, {0: noise(MIB), 8 * GIB: noise(300 * MIB)})
+    with pytest.raises(client.CopyError) as refused:
+        client.copy(model.write(host / "source"), mounted.device / "file")
+    assert refused.value.errno == errno.ENOSPC
+    assert 8 * GIB < refused.value.bytes_done < 8 * GIB + 256 * MIB
+    assert (mounted.device / "file").stat().st_size == refused.value.bytes_done
+
+
+def test_interrupted(mounted: GpufsMount, host: Path) -> None:
+    """The destination holds what is reported, holes included, and nothing beyond."""
+    # Data in every other granule, so that the copy lasts.
+    model = Model(4 * GIB)
+    for number in range(0, 40, 2):
+        model.runs[number * GRANULE] = noise(GRANULE, number)
+    source = model.write(host / "source")
+    cancel = client.Cancellation()
+
+    def progress(now: client.CopyProgress) -> None:
+        assert 0 <= now.moved <= now.total == model.size
+        cancel.cancel()
+
+    try:
+        done = client.copy(source, mounted.device / "file", progress=progress, cancel=cancel).bytes
+    except client.CopyError as error:
+        done = error.bytes_done if error.errno == errno.ECANCELED else -1
+    assert (mounted.device / "file").stat().st_size == done
+    runs = {start: data for start, data in model.runs.items() if start + len(data) <= done}
+    with open(mounted.device / "file", "r+b") as file:
+        file.truncate(max((start + len(data) for start, data in runs.items()), default=0))
+    Model(file_size(mounted.device / "file"), runs).check(mounted.device / "file")
+    child = subprocess.Popen([*CP, "--verify", str(source), str(mounted.device / "other")])
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) in (0, -signal.SIGINT)
+    size = (mounted.device / "other").stat().st_size if (mounted.device / "other").exists() else 0
+    assert size <= model.size
+
+
+def test_cut_off_under_the_copy(mounted: GpufsMount, host: Path) -> None:
+    """It ends somewhere between what is left and what was there, with the bytes that it says."""
+    model = Model(2 * GIB, {start: noise(MIB, start) for start in range(0, 64 * MIB, 4 * MIB)})
+    for left in (GIB, 3 * MIB):
+        source = model.write(host / "source")
+        child = subprocess.Popen(
+            [*CP, "--json", str(source), str(mounted.device / "file")], stdout=subprocess.PIPE, text=True
+        )
+        wait_until((mounted.device / "file").exists, 20, "the copy's beginning")
+        os.truncate(source, left)
+        summary = json.loads(child.communicate(timeout=60)[0])
+        assert child.returncode == 0
+        assert left <= summary["bytes"] <= model.size
+        assert (mounted.device / "file").stat().st_size == summary["bytes"]
+        cut = Model(left, {at: data for at, data in model.runs.items() if at + len(data) <= left})
+        with open(mounted.device / "file", "r+b") as file:
+            file.truncate(left)
+        cut.check(mounted.device / "file")
+        (mounted.device / "file").unlink()
+
+
+def test_the_engine_alone(host: Path, driver: str) -> None:
+    model = Model(64 * MIB, {10 * MIB: noise(MIB)})
+    path = model.write(host / "source")
+    with (
+        engine.Engine(driver, memory_bytes=256 * MIB) as machine,
+        engine.Buffer(machine) as buffer,
+        open(path, "rb") as file,
+        engine.BackingFile(machine, file.fileno()) as backing,
+    ):
+        for sparse, most in ((True, GRANULE), (False, 64 * MIB)):
+            with engine.Transfer("load", backing, buffer, sparse=sparse) as transfer:
+                assert transfer.finish() == model.size
+                progress = transfer.progress()
+            assert progress.hole_bytes == (model.size - GRANULE if sparse else 0)
+            assert progress.fastpath_bytes + progress.fallback_bytes + progress.hole_bytes == model.size
+            assert buffer.info.held_bytes == most
+            assert buffer.read_bytes(10 * MIB, MIB) == model.runs[10 * MIB]
+            buffer.resize(0)
