@@ -219,7 +219,7 @@ def parse(data: bytes, *, alive: bool = True) -> Statistics:
     stripe_bytes = devices * backends * flows * block_bytes
     columns = [_words(data, blocks_at + stripe * stripe_bytes, stripe_bytes) for stripe in range(stripes)]
     totals = columns[0] if stripes == 1 else array("Q", [sum(row) & _WRAP for row in zip(*columns, strict=True)])
-    names = [str(name) for name in facts.get("refusals", [])]
+    names = [str(name) for name in _list(facts, "refusals")]
     names += [f"reason_{bit}" for bit in range(len(names), reasons)]
     found = []
     for index in range(devices):
@@ -233,7 +233,7 @@ def parse(data: bytes, *, alive: bool = True) -> Statistics:
             flow: _named(data, details_at + (index * flows + side) * details_bytes, _DETAILS)
             for side, flow in enumerate(FLOWS)
         }
-        described = facts.get("devices", [])
+        described = _list(facts, "devices")
         description = str(described[index]) if index < len(described) else ""
         gauges = _named(data, device_gauges_at + index * device_gauges_bytes, _DEVICE_GAUGES)
         found.append(DeviceStatistics(index, f"gpu{index}", description, counts, details, gauges))
@@ -242,6 +242,11 @@ def parse(data: bytes, *, alive: bool = True) -> Statistics:
 
 
 _WRAP: Final = (1 << 64) - 1
+
+
+def _list(facts: Mapping[str, Any], name: str) -> list[Any]:
+    value = facts.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _words(data: bytes, offset: int, size: int) -> "array[int]":

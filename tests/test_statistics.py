@@ -7,13 +7,14 @@ import re
 import signal
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data import MIB
+from support.data import KIB, MIB
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, as_nobody, plain_user, run, wait_until
 from support.users import user_gpufs
@@ -188,6 +189,53 @@ def test_a_mount_counts_reads_and_writes(mount: Mounter) -> None:
     assert found["pid"] == own.pid
     assert found["mountpoint"] == str(own.path)
     assert found["devices"][1]["gauges"]["held_bytes"] == 4 * MIB
+
+
+def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
+    """What each of them has moved, and nothing else, by every way of asking."""
+    count, size, piece = 4, 3 * MIB, 64 * KIB
+    own = mount(memory=64 * MIB)
+    for number in range(count):
+        (tmp_path / str(number)).write_bytes(bytes([number + 1]) * size)
+    script = (
+        "import os, sys\nfrom gpufs import client\n"
+        "mine, source, size, piece = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])\n"
+        "fd = os.open(mine, os.O_RDWR | os.O_CREAT)\n"
+        "for at in range(0, size, piece): assert os.pwrite(fd, bytes(piece), at) == piece\n"
+        "for at in range(0, size, piece): assert len(os.pread(fd, piece, at)) == piece\n"
+        "client.copy(source, mine + '-copy')\n"
+    )
+    words = [(own.device / str(n), tmp_path / str(n), str(size), str(piece)) for n in range(count)]
+    children = [subprocess.Popen([sys.executable, "-c", script, *each]) for each in words]
+    assert [child.wait(60) for child in children] == [0] * count
+    total, operations = count * size, count * size // piece
+    wait_until(lambda: counted(stats(own), "mount", "out")["operations"] == operations, 10, "the last reply")
+    for flow in ("in", "out"):
+        found = counted(stats(own), "mount", flow)
+        assert (found["bytes"], found["operations"], found["errors"], found["in_flight"]) == (total, operations, 0, 0)
+        assert sum(number for _, number in found["sizes"]) == sum(number for _, number in found["times"]) == operations
+    found = counted(stats(own), "transfer", "in")
+    assert (found["bytes"], found["operations"], found["errors"], found["in_flight"]) == (total, count, 0, 0)
+    pieces = [counted(stats(own), backend, "in")["bytes"] for backend in ("fastpath", "fallback")]
+    assert sum(pieces) == total
+    page = parse_metrics((own.path / ".gpufs/metrics").read_text())
+    labels = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
+    assert page["gpufs_bytes_total"][labels] == total
+    assert page["gpufs_operation_size_bytes_count"][labels] == operations
+
+
+@pytest.mark.parametrize(
+    "facts", [b"5", b'{"devices": 5, "refusals": {}}', b'{"devices": null}', b"[]", b'{"a": "\xff"}']
+)
+def test_a_description_that_is_damaged(host: engine.Engine, facts: bytes) -> None:
+    """The numbers are read all the same."""
+    host.statistics_describe({"devices": ["x" * 60], "refusals": ["y" * 60]})
+    data = bytearray(host.statistics_read())
+    (size,) = struct.unpack_from("=I", data, 100)
+    data[256 : 256 + size] = facts.ljust(size)
+    found = statistics.parse(bytes(data))
+    assert found.devices[0].name == "gpu0"
+    parse_metrics(prometheus.page(found))
 
 
 def test_a_full_device_counts_errors_once(mount: Mounter) -> None:

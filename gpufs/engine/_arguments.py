@@ -78,10 +78,26 @@ def view_of(memory: Any, *, writable: bool) -> Any:
     TypeError for an object without it and for arrays of Python objects, whose bytes are references; ValueError or
     BufferError for memory that is not contiguous, or read-only where it is to be written.
     """
-    view = ffi.from_buffer(memory, require_writable=writable)
+    try:
+        view = ffi.from_buffer(memory, require_writable=writable)
+    except TypeError:
+        raise TypeError(
+            f"memory: {type(memory).__name__} has no bytes to copy: give an array, a bytearray, a memoryview or an mmap"
+        ) from None
+    except (BufferError, ValueError) as error:
+        raise type(error)(f"memory: {_remedy(str(error), memory)}") from None
     if has_references(memory):
-        raise TypeError("an array of Python objects has references in it, and no data")
+        raise TypeError("memory: an array of Python objects has references in it, and no data")
     return view
+
+
+def _remedy(said: str, memory: object) -> str:
+    """What a library said of its object, and what to do about it."""
+    if "contiguous" in said:
+        return f"the {type(memory).__name__} is not contiguous in C's order: copy it first (numpy.ascontiguousarray)"
+    if "read-only" in said or "writable" in said:
+        return f"the {type(memory).__name__} is read-only, and is to be written: give one that can be"
+    return said
 
 
 def has_references(memory: Any) -> bool:

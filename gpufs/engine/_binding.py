@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from errno import ERANGE
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from gpufs.engine._native import ffi, lib
 
@@ -45,8 +45,11 @@ def check(status: Any) -> None:
 def log_configure(fd: int, level: int) -> None:
     """Sends the engine's log lines of at least ``level`` (the numbers of :mod:`logging`) to descriptor ``fd``.
 
-    The descriptor stays the caller's and must stay open; -1 turns logging off, which is the default.
+    The descriptor stays the caller's and must stay open; -1 turns logging off, which is the default. OSError EBADF for
+    one that is not open.
     """
+    if fd != -1:
+        os.fstat(fd)  # OSError EBADF rather than lines that are lost
     check(lib.gpufs_log_configure(fd, level))
 
 
@@ -95,6 +98,12 @@ class Handle:
         """Closes the object; a second call does nothing. EngineError when the engine cannot."""
         if self._finalizer.detach() is not None:
             check(self._close(self._handle))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it stands for something of this process")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__.rpartition('.')[0]}.{type(self).__name__}{' (closed)' if self.closed else ''}>"
 
     def __enter__(self) -> Self:
         return self

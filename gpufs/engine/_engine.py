@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from gpufs.engine._arguments import choice, signed, text, unsigned
+from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._automatic_locks import AutomaticLocks
 from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._native import ffi, lib
@@ -76,10 +76,11 @@ class Device:
         return DeviceMemory(memory.total_bytes, memory.free_bytes, memory.held_bytes, health)
 
 
-def _milliseconds(name: str, seconds: float) -> int:
-    if not 0 <= seconds <= _LONGEST_KEPT:
-        raise ValueError(f"{name}: {seconds!r} is not a time from 0 to {_LONGEST_KEPT} seconds")
-    return round(seconds * 1000)
+def _milliseconds(name: str, value: float) -> int:
+    time = seconds(name, value)
+    if value < 0 or time > _LONGEST_KEPT:
+        raise ValueError(f"{name}: {value!r} is not a time from 0 to {_LONGEST_KEPT} seconds")
+    return round(time * 1000)
 
 
 class Engine(Handle):
@@ -112,7 +113,7 @@ class Engine(Handle):
         lock_policy: LockPolicy = "auto",
     ) -> None:
         name = ffi.new("char[]", text("driver", driver))
-        path = ffi.new("char[]", os.fsencode(statistics_path))
+        path = ffi.new("char[]", text("statistics_path", os.fsdecode(statistics_path)))
         options = ffi.new(
             "gpufs_engine_options *",
             {
@@ -142,8 +143,14 @@ class Engine(Handle):
         return tuple(Device(self, index) for index in range(self._devices))
 
     def statistics_describe(self, facts: dict[str, Any]) -> None:
-        """Puts what the counters are about, in words, beside them. EngineError EFBIG beyond 3840 bytes of JSON."""
-        check(lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", json.dumps(facts).encode())))
+        """Puts what the counters are about, in words, beside them. EngineError EFBIG beyond 3840 bytes of JSON.
+
+        TypeError or ValueError for what is no JSON object.
+        """
+        instance("facts", dict, facts)
+        check(
+            lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", json.dumps(facts, allow_nan=False).encode()))
+        )
 
     def statistics_publish(self) -> None:
         """Writes memory, pools and the time beside the counters."""

@@ -4,11 +4,10 @@ import ctypes
 import errno
 import itertools
 import numbers
-import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -16,6 +15,7 @@ from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned,
 from gpufs.engine._binding import Handle, check, failure
 from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
+from gpufs.engine._futures import EngineFuture
 from gpufs.engine._native import ffi, lib
 from gpufs.engine._transfer import BackingFile, Direction, Switch, Sync, TransferError, fill_request, refusal_names
 
@@ -37,7 +37,10 @@ _NUMBER_BYTES: Final = 8
 _COLLECTED_AT_A_TIME: Final = 256
 _LONGEST_PATIENCE: Final = (1 << 31) - 1  # milliseconds
 _ALL: Final = (1 << 64) - 1
-_PART_SECONDS: Final = 0.2
+# Waiting of the main thread, which signals come to: in parts of so many seconds, or in naps of this share of what it
+# has taken so far.
+_PART_SECONDS: Final = 0.05
+_NAP: Final = 1 / 16
 
 
 @runtime_checkable
@@ -100,7 +103,7 @@ class Cells(Handle):
         handle = ffi.new("gpufs_handle *")
         memory = ffi.new("void **")
         address = ffi.new("uint64_t *")
-        size = unsigned("count", count) * _NUMBER_BYTES
+        size = unsigned("count", unsigned("count", count) * _NUMBER_BYTES)
         check(lib.gpufs_pinned_create(engine._handle, signed("device", device), size, handle, memory, address))
         self.engine = engine
         self.device_address = int(address[0])
@@ -114,6 +117,7 @@ class Cells(Handle):
     def _at(self, index: int) -> int:
         if self.closed:
             raise ValueError("the cells are closed")
+        index = signed("index", index)
         if not -self._count <= index < self._count:
             raise IndexError("no such cell")
         return index % self._count
@@ -122,7 +126,10 @@ class Cells(Handle):
         return int(self._memory[self._at(index)])
 
     def __setitem__(self, index: int, value: int) -> None:
-        self._memory[self._at(index)] = value
+        try:
+            self._memory[self._at(index)] = value
+        except OverflowError:
+            raise ValueError(f"value: {value!r} is no signed integer of 64 bits") from None
 
     def late(self, index: int = 0) -> Late:
         """Names a cell to an operation, as a number or as the place of its count."""
@@ -212,7 +219,14 @@ class Stream(Handle):
             raise failure(status)
 
     def synchronize(self) -> None:
-        """Waits until all that is queued now is done, the program's own work too."""
+        """Waits until all that is queued now is done, the program's own work too.
+
+        KeyboardInterrupt comes as soon as nothing but the program's own work is waited for.
+        """
+        if threading.current_thread() is threading.main_thread():
+            began = time.monotonic()
+            while self.outstanding:
+                time.sleep(min(max((time.monotonic() - began) * _NAP, 20e-6), _PART_SECONDS))
         check(lib.gpufs_stream_synchronize(self._handle))
 
 
@@ -462,12 +476,10 @@ class Batch(Handle):
         check(lib.gpufs_queue_cancel(self._handle, 0))
 
 
-class OperationFuture(Future[int]):
-    """The outcome of an operation: the bytes moved, or the TransferError that it raises.
+class OperationFuture(EngineFuture):
+    """The outcome of an operation.
 
-    ``await`` it in trio or asyncio, or wait with :mod:`concurrent.futures`. cancel() asks the operation to stop: one
-    that its stream has not come to is over at once and moves nothing. When a task that awaits it in trio is cancelled
-    the operation is, and the task goes on once the memory is not used any more; asyncio does not wait for that.
+    cancel() asks the operation to stop: one that its stream has not come to is over at once and moves nothing.
     """
 
     def __init__(self, queue: "_Queue", keep: object) -> None:
@@ -482,40 +494,6 @@ class OperationFuture(Future[int]):
             return self.cancelled()
         status = lib.gpufs_queue_cancel(self._queue.handle, self._id) if self._id else None
         return status is None or status.error == 0 or self.cancelled()
-
-    def __await__(self) -> Generator[Any, Any, int]:
-        # Who awaits in trio has imported it.
-        trio = sys.modules.get("trio")
-        if trio is not None and trio.lowlevel.in_trio_task():
-            return self._in_trio().__await__()
-        import asyncio
-
-        return asyncio.wrap_future(self).__await__()
-
-    async def _in_trio(self) -> int:
-        import trio
-
-        token = trio.lowlevel.current_trio_token()
-        task = trio.lowlevel.current_task()
-        raise_cancel: Any = None
-
-        def wake(_: object) -> None:
-            try:
-                token.run_sync_soon(trio.lowlevel.reschedule, task)
-            except trio.RunFinishedError:
-                pass
-
-        def abort(raiser: Any) -> Any:
-            nonlocal raise_cancel
-            raise_cancel = raiser
-            self.cancel()
-            return trio.lowlevel.Abort.FAILED  # not before the memory is free
-
-        self.add_done_callback(wake)
-        await trio.lowlevel.wait_task_rescheduled(abort)
-        if raise_cancel is not None and self.cancelled():
-            raise_cancel()
-        return self.result()
 
     def _over(self, ended: Any) -> None:
         self._keep = None

@@ -1,5 +1,9 @@
 """Traces of what the engine's threads do: recorded natively, handed out as bytes that docs/traces.md describes."""
 
+from types import TracebackType
+from typing import Self
+
+from gpufs.engine._arguments import unsigned
 from gpufs.engine._binding import check
 from gpufs.engine._native import ffi, lib
 
@@ -7,7 +11,10 @@ _LEAST = 16 << 10  # bytes, room for the longest record with its text
 
 
 class Trace:
-    """A trace of the whole process, from here to close(). EngineError EBUSY where somebody traces already."""
+    """A trace of the whole process, from here to close() or the end of ``with``.
+
+    EngineError EBUSY where somebody traces already.
+    """
 
     __slots__ = ("_open",)
 
@@ -20,7 +27,7 @@ class Trace:
 
         Less than 16 KiB is too little: nothing is read then.
         """
-        if size < _LEAST or not self._open:
+        if unsigned("size", size) < _LEAST or not self._open:
             return b""
         room = ffi.new("char[]", size)
         count = ffi.new("uint64_t *")
@@ -33,3 +40,11 @@ class Trace:
         if self._open:
             self._open = False
             check(lib.gpufs_trace_stop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

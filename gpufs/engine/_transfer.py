@@ -1,8 +1,9 @@
 """Transfers between files of the host and device memory."""
 
 import errno
+import math
 import os
-from concurrent.futures import Future
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -12,6 +13,7 @@ from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
+from gpufs.engine._futures import EngineFuture
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ _SYNCS: Final[dict[str, int]] = {
     "full": lib.GPUFS_SYNC_FULL,
 }
 _TO_THE_END: Final = (1 << 64) - 1
-_LONGEST_WAIT: Final = (1 << 31) - 1  # milliseconds
+_PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can look at signals
 
 
 def io_configure(
@@ -157,7 +159,12 @@ class BackingFile(Handle):
         self._own(handle[0], lib.gpufs_backing_close)
 
     @classmethod
-    def open(cls, engine: Engine, path: str | os.PathLike[str], mode: Literal["r", "r+", "w"] = "r") -> Self:
+    def open(
+        cls,
+        engine: Engine,
+        path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+        mode: Literal["r", "r+", "w"] = "r",
+    ) -> Self:
         """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
 
         OSError as os.open(), EngineError as the constructor.
@@ -192,8 +199,8 @@ class BackingFile(Handle):
         """Reads from the file into device memory and waits; returns the bytes read, fewer at the end of the file.
 
         ``memory``: a Buffer (which grows), a DeviceRange, or a contiguous array on a device of the engine, with
-        ``__cuda_array_interface__`` or DLPack (host engines: the buffer protocol). ``size`` in bytes, None: as much as
-        there is and fits; offsets in bytes. ``options``: those of :class:`Transfer`.
+        ``__cuda_array_interface__`` or DLPack (host engines: the buffer protocol or DLPack). ``size`` in bytes, None:
+        as much as there is and fits; offsets in bytes. ``options``: those of :class:`Transfer`.
 
         TransferError when it failed, also after progress; EngineError, TypeError or ValueError when it could not be
         queued. An exception that arrives while it waits (KeyboardInterrupt) cancels it.
@@ -396,9 +403,13 @@ class Transfer(Handle):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is done, up to ``timeout`` seconds (None: for ever); whether it is. Raises nothing of its."""
         done = ffi.new("int32_t *")
-        milliseconds = -1 if timeout is None else int(min(seconds("timeout", timeout) * 1000, _LONGEST_WAIT))
-        check(lib.gpufs_transfer_wait(self._handle, milliseconds, done))
-        return bool(done[0])
+        left = seconds("timeout", timeout)
+        deadline = time.monotonic() + left
+        while True:
+            check(lib.gpufs_transfer_wait(self._handle, math.ceil(min(left, _PART_SECONDS) * 1000), done))
+            left = deadline - time.monotonic()
+            if done[0] or left <= 0:
+                return bool(done[0])
 
     def result(self) -> None:
         """Raises the transfer's own failure, if it failed. EngineError EINPROGRESS while it runs."""
@@ -422,9 +433,7 @@ class Transfer(Handle):
         An exception that arrives while it waits (KeyboardInterrupt) cancels it, and is raised once it has ended.
         """
         try:
-            # In parts, so that the interpreter can look at signals.
-            while not self.wait(0.2):
-                pass
+            self.wait()
         except BaseException:
             self.cancel()
             self.wait()
@@ -443,8 +452,8 @@ class Transfer(Handle):
         )
 
 
-class TransferFuture(Future[int]):
-    """The outcome of a transfer that runs: the bytes moved.
+class TransferFuture(EngineFuture):
+    """The outcome of a transfer that runs.
 
     cancel() asks the transfer to stop; the future is cancelled once the transfer uses the memory no more, or has its
     result if it came first.
