@@ -26,7 +26,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from gpufs import config, engine, heap, mounting, service, supervision, threads
+from gpufs import config, engine, heap, loop, mounting, service, supervision, threads
 from gpufs._version import __version__
 from gpufs.fs.backing import Backing, BackingOperations
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
@@ -343,13 +343,13 @@ class Daemon:
             copies = trio.CancelScope()
             nursery.start_soon(self._watch_signals, copies, entry)
             nursery.start_soon(self._watch_end, mount, copies)
-            nursery.start_soon(self._watch_flags, mount, entry)
+            nursery.start_soon(loop.keep, self._watch_flags, mount, entry)
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
             nursery.start_soon(self._tell_launcher, mount, entry, driver, devices, notes)
-            nursery.start_soon(self._publish, mount.engine)
-            nursery.start_soon(self._give_back_memory, operations)
-            nursery.start_soon(self._keep_watchdog)
-            await pyfuse3.main()
+            nursery.start_soon(loop.keep, self._publish, mount.engine)
+            nursery.start_soon(loop.keep, self._give_back_memory, operations)
+            nursery.start_soon(loop.keep, self._keep_watchdog)
+            await loop.serve()
             copies.cancel()
             nursery.cancel_scope.cancel()
 
@@ -511,6 +511,10 @@ def main(arguments: list[str] | None = None) -> int:
         _set_limits(core_dumps=bool(request.config["core_dumps"]))
         logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
         os.umask(0)
+        try:
+            engine.set_memory_aside()
+        except engine.EngineError as failure:
+            raise StartFailure(failure.errno or errno.ENOMEM, f"no memory: {failure}") from None
         Daemon(request, answer, logs).run()
     except StartFailure as failure:
         _say(answer, failure.errno, failure.message)

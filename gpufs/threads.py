@@ -4,10 +4,13 @@ For trio's loop alone.
 """
 
 import errno
+import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 import trio
+
+from gpufs import engine
 
 T = TypeVar("T")
 # Seconds between two attempts to start a thread for work that cannot be refused.
@@ -17,11 +20,13 @@ _PAUSE: Final = 0.5
 async def run(
     work: Callable[[], T], *, abandon_on_cancel: bool = False, limiter: trio.CapacityLimiter | None = None
 ) -> T:
-    """As trio.to_thread.run_sync; OSError ENOMEM, and ``work`` is not run, where no thread can be started."""
+    """As trio.to_thread.run_sync; OSError ENOMEM, and ``work`` is not run, without a thread or memory for one."""
     began = False
 
     def noted() -> T:
         nonlocal began
+        if not engine.prepare_thread():
+            raise OSError(errno.ENOMEM, "no memory for a thread")
         began = True
         return work()
 
@@ -42,7 +47,12 @@ def in_background(work: Callable[[], None]) -> None:
 
 
 def _start(work: Callable[[], None]) -> None:
-    trio.lowlevel.start_thread_soon(work, lambda outcome: None)
+    def patient() -> None:
+        while not engine.prepare_thread():
+            time.sleep(_PAUSE)
+        work()
+
+    trio.lowlevel.start_thread_soon(patient, lambda outcome: None)
 
 
 async def _start_later(work: Callable[[], None]) -> None:

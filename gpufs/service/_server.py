@@ -65,6 +65,10 @@ class Service:
                     elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM):
                         raise
                     continue
+                except MemoryError:
+                    log.error("no client can be accepted: %s", os.strerror(errno.ENOMEM))
+                    await trio.sleep(1)
+                    continue
                 number += 1
                 peer = _peer_of(sock)
                 if (
@@ -82,13 +86,14 @@ class Service:
                 await trio.lowlevel.checkpoint()
 
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
-        session = Session(sock, peer, number, self._backend, self._device, self._limits, self._counters)
         try:
+            session = Session(sock, peer, number, self._backend, self._device, self._limits, self._counters)
             await session.run()
         except Exception:
             # One client's bad luck must not end the mount.
             log.exception("connection %d (%s) failed", number, peer)
         finally:
+            sock.close()
             self._counters.connections -= 1
             self._users[peer.uid] -= 1
             if not self._users[peer.uid]:

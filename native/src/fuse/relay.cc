@@ -4,11 +4,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
 #include "base/log.h"
 #include "base/math.h"
+#include "base/reserve.h"
 #include "base/thread.h"
 #include "fuse/protocol.h"
 #include "fuse/relay_socket.h"
@@ -20,6 +24,28 @@ namespace {
 constexpr std::size_t kPage = 4096;
 // Headers of requests and replies, and entries that a directory's reply may exceed its size by: none, but be generous.
 constexpr std::size_t kHeaderRoom = 4096;
+// Until what finds neither room in the socket nor memory to wait in is sent again.
+constexpr std::chrono::milliseconds kMemoryPause{5};
+
+// Requests after which the control plane has more to keep than before. Others go on while it lacks memory: it lives of
+// its reserve then, and what is removed gives memory back.
+bool keeps_memory(std::uint32_t opcode) {
+  switch (opcode) {
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_SYMLINK:
+    case FUSE_LINK:
+    case FUSE_RENAME:
+    case FUSE_RENAME2:
+    case FUSE_CREATE:
+    case FUSE_TMPFILE:
+    case FUSE_OPEN:
+    case FUSE_OPENDIR:
+      return true;
+    default:
+      return false;
+  }
+}
 
 }  // namespace
 
@@ -31,7 +57,9 @@ Relay::Relay(UniqueFd socket, Statistics& statistics)
 
 Status Relay::start(RelayHandler& handler) {
   handler_ = &handler;
-  Result<std::thread> receiver = start_thread("gpufs-relay-rx", [this] { receive_loop(); });
+  Result<std::thread> receiver = start_thread(
+      "gpufs-relay-rx",
+      [this, buffer = std::make_shared<std::vector<std::byte>>(message_limit_ + kPage)] { receive_loop(*buffer); });
   if (!receiver.ok()) return receiver.status();
   receiver_ = receiver.take();
   Result<std::thread> sender = start_thread("gpufs-relay-tx", [this] { overflow_loop(); });
@@ -114,6 +142,11 @@ void Relay::forward(Request& request, Responder responder) {
     responder.error(EMSGSIZE);
     return;
   }
+  if (keeps_memory(request.header.opcode) && Reserve::instance().low()) {
+    statistics_.relay_lacking.add();
+    responder.error(ENOMEM);
+    return;
+  }
   const Admission admission = admit(unique, responder);
   if (admission == Admission::kDead) {
     statistics_.relay_refused.add();
@@ -131,7 +164,7 @@ void Relay::forward(Request& request, Responder responder) {
   statistics_.of(request.header.opcode).relayed.add();
   if (const int error = send(message); error != 0) {
     Responder failed = take_pending(unique);
-    failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
+    failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : error == ENOMEM ? ENOMEM : EIO);
   }
 }
 
@@ -139,7 +172,11 @@ void Relay::forward_one_way(std::span<const std::byte> message) {
   fuse_in_header header{};
   if (!read_struct(message, 0, &header) || !alive()) return;
   statistics_.of(header.opcode).relayed.add();
-  static_cast<void>(send(message));  // fails only when the control plane has gone, and then nobody needs it
+  // Fails otherwise only when the control plane has gone, and then nobody needs it.
+  while (send(message) == ENOMEM) {
+    // It must not be lost: what the kernel forgets is forgotten here, or never.
+    std::this_thread::sleep_for(kMemoryPause);
+  }
 }
 
 int Relay::send(std::span<const std::byte> message) {
@@ -155,7 +192,11 @@ int Relay::send(std::span<const std::byte> message) {
     }
   }
   statistics_.relay_overflowed.add();
-  overflow_.emplace_back(message.begin(), message.end());
+  try {
+    overflow_.emplace_back(message.begin(), message.end());
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  }
   overflow_bytes_ += message.size();
   statistics_.relay_overflow_peak.raise(overflow_bytes_);
   lock.unlock();
@@ -183,8 +224,7 @@ void Relay::overflow_loop() {
   }
 }
 
-void Relay::receive_loop() {
-  std::vector<std::byte> buffer(message_limit_ + kPage);
+void Relay::receive_loop(std::span<std::byte> buffer) {
   for (;;) {
     iovec part{buffer.data(), buffer.size()};
     msghdr header{};
@@ -193,7 +233,11 @@ void Relay::receive_loop() {
     const ssize_t got = ::recvmsg(socket_.get(), &header, 0);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) break;
-    receive(std::span(buffer).first(static_cast<std::size_t>(got)), (header.msg_flags & MSG_TRUNC) != 0);
+    try {
+      receive(buffer.first(static_cast<std::size_t>(got)), (header.msg_flags & MSG_TRUNC) != 0);
+    } catch (const std::bad_alloc&) {  // a reply's request has been answered so
+      log_warning("no memory for a message of the control plane");
+    }
   }
   {
     const std::lock_guard lock(send_mutex_);
@@ -206,7 +250,7 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   fuse_out_header header{};
   if (!read_struct(message, 0, &header)) {
     statistics_.relay_bad_replies.add();
-    log_error("a message of " + std::to_string(message.size()) + " bytes from the control plane is too short");
+    log_error("a message of ", message.size(), " bytes from the control plane is too short");
     return;
   }
   if (header.unique == 0) {
@@ -230,14 +274,14 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   statistics_.relay_replies.add();
   if (truncated || header.len > message.size()) {
     statistics_.relay_truncated.add();
-    log_error(std::string("a reply to ") + opcode_name(opcode) + " was too large for a message");
+    log_error("a reply to ", opcode_name(opcode), " was too large for a message");
     responder.error(EIO);
     return;
   }
   if (header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
       (header.error != 0 && header.len != sizeof(header))) {
     statistics_.relay_bad_replies.add();
-    log_error(std::string("a reply to ") + opcode_name(opcode) + " makes no sense");
+    log_error("a reply to ", opcode_name(opcode), " makes no sense");
     responder.error(EIO);
     return;
   }
@@ -276,6 +320,10 @@ void Relay::die() {
 void Relay::write_statistics(JsonWriter& json) const {
   json.boolean("alive", alive());
   json.number("payload_limit", payload_limit_);
+  const Reserve& reserve = Reserve::instance();
+  json.number("reserve_bytes", reserve.bytes());
+  json.number("reserve_taken", reserve.taken());
+  json.number("reserve_uses", reserve.uses());
   {
     const std::lock_guard lock(pending_mutex_);
     json.number("pending", pending_.size());

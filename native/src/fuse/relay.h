@@ -65,7 +65,7 @@ class Relay {
   std::span<std::byte> clip(Request& request);
   // 0, or why it could be neither sent nor queued.
   int send(std::span<const std::byte> message);
-  void receive_loop();
+  void receive_loop(std::span<std::byte> buffer);
   void receive(std::span<std::byte> message, bool truncated);
   void overflow_loop();
   void die();
