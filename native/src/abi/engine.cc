@@ -31,7 +31,7 @@ Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, con
   Result<std::shared_ptr<observe::Region>> counters =
       observe::Region::create(engine->driver_->devices().size(), options.statistics_path);
   if (!counters.ok() && !options.statistics_path.empty()) {
-    log_warning(counters.status().with_context("the counters end with this process").message());
+    log_warning("the counters end with this process: ", counters.status().message());
     counters = observe::Region::create(engine->driver_->devices().size(), "");
   }
   if (!counters.ok()) return counters.status();
@@ -47,7 +47,7 @@ Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, con
       if (slabs.ok()) {
         device.value()->set_slabs(slabs.take());
       } else {
-        log_info(slabs.status().with_context("small files get memory of their own").message());
+        log_info("small files get memory of their own: ", slabs.status().message());
       }
     }
     engine->devices_.push_back(device.take());

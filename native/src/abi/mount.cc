@@ -73,7 +73,7 @@ fuse::PinHooks pin_hooks(const Engine& engine) {
             Status status = locks->lock(address, bytes, HostLocks::Access::kBoth, HostLocks::Owner::kMount);
             if (status.ok()) return status;
             if (mandatory) return status.with_context("locking the memory for requests is mandatory");
-            log_warning("request memory is not locked: " + status.message());
+            log_warning("request memory is not locked: ", status.message());
             return {};
           },
           [locks](void* address, std::size_t bytes) {

@@ -121,7 +121,7 @@ bool AsyncEngine::probe(DeviceState& device) {
     device.counters->give_back(counter.value());
   }
   device.waits_for_values = status.ok();
-  if (!status.ok()) log_info(name_of(*device.context) + ": calls of the host hold streams: " + status.message());
+  if (!status.ok()) log_info(name_of(*device.context), ": calls of the host hold streams: ", status.message());
   return device.waits_for_values;
 }
 
@@ -583,7 +583,7 @@ void AsyncEngine::shutdown() {
     std::this_thread::sleep_for(kStep);
   }
   if (streams.empty()) return;
-  log_warning(std::to_string(streams.size()) + " streams have not come to their operations and are left behind");
+  log_warning(streams.size(), " streams have not come to their operations and are left behind");
   for (std::shared_ptr<OperationStream>& stream : streams) leave_behind(std::move(stream));
 }
 

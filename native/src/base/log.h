@@ -3,6 +3,11 @@
 // Any thread may call any function; a line is one write(2), so lines never mix.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <concepts>
+#include <cstddef>
 #include <string_view>
 
 namespace gpufs {
@@ -19,9 +24,49 @@ void log_configure(int fd, LogLevel level);
 // inside the text become spaces. A text that comes again and again within seconds is counted; the next line says so.
 void log_line(LogLevel level, std::string_view text);
 
-inline void log_debug(std::string_view text) { log_line(LogLevel::kDebug, text); }
-inline void log_info(std::string_view text) { log_line(LogLevel::kInfo, text); }
-inline void log_warning(std::string_view text) { log_line(LogLevel::kWarning, text); }
-inline void log_error(std::string_view text) { log_line(LogLevel::kError, text); }
+// A line's text put together without memory: what has none left must be able to say so.
+class LogText {
+ public:
+  void add(std::string_view part) {
+    const std::size_t count = std::min(part.size(), room_.size() - used_);
+    std::copy_n(part.data(), count, room_.data() + used_);
+    used_ += count;
+  }
+  void add(std::integral auto number) {
+    const auto written = std::to_chars(room_.data() + used_, room_.data() + room_.size(), number);
+    if (written.ec == std::errc()) used_ = static_cast<std::size_t>(written.ptr - room_.data());
+  }
+  [[nodiscard]] std::string_view view() const { return {room_.data(), used_}; }
+
+ private:
+  std::array<char, 1900> room_;  // not initialised: only what is used is read
+  std::size_t used_ = 0;
+};
+
+// The parts of the text, texts and numbers, one after the other.
+template <typename... Parts>
+void log_parts(LogLevel level, const Parts&... parts) {
+  if (!log_enabled(level)) return;
+  LogText text;
+  (text.add(parts), ...);
+  log_line(level, text.view());
+}
+
+template <typename... Parts>
+void log_debug(const Parts&... parts) {
+  log_parts(LogLevel::kDebug, parts...);
+}
+template <typename... Parts>
+void log_info(const Parts&... parts) {
+  log_parts(LogLevel::kInfo, parts...);
+}
+template <typename... Parts>
+void log_warning(const Parts&... parts) {
+  log_parts(LogLevel::kWarning, parts...);
+}
+template <typename... Parts>
+void log_error(const Parts&... parts) {
+  log_parts(LogLevel::kError, parts...);
+}
 
 }  // namespace gpufs

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/caught.h"
 #include "base/status.h"
 #include "drivers/driver.h"
 
@@ -97,6 +98,12 @@ class DevicePool {
     std::vector<std::unique_ptr<T>> idle;
     std::size_t existing = 0;  // idle, in use, or being created
     bool closed = false;
+
+    // Room for all objects, before there is one: what comes back must find its place.
+    void reserve() {
+      const std::lock_guard lock(mutex);
+      idle.reserve(limit);
+    }
   };
 
   // The end of an object's use: the deleter of the pointers that acquire() gives.
@@ -142,7 +149,10 @@ class DevicePool {
         const std::size_t count = std::min(state.batch, state.limit - state.existing);
         state.existing += count;
         lock.unlock();
-        Result<std::vector<std::unique_ptr<T>>> made = state.hooks.create(count);
+        Result<std::vector<std::unique_ptr<T>>> made = caught([&] {
+          state.reserve();
+          return state.hooks.create(count);
+        });
         lock.lock();
         const std::size_t got = made.ok() ? made.value().size() : 0;
         state.existing -= count - got;
@@ -150,7 +160,6 @@ class DevicePool {
           state.changed.notify_all();  // the room that this call had claimed is there again
           return made.ok() ? Status(ENOMEM, "the driver created nothing") : made.status();
         }
-        state.idle.reserve(state.limit);
         for (std::unique_ptr<T>& object : made.value()) state.idle.push_back(std::move(object));
         state.changed.notify_all();
         continue;

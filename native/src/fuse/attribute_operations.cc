@@ -250,7 +250,7 @@ bool AttributeOperations::statfs(Request& request, Responder& responder) {
   for (std::int32_t i = first; i < last; ++i) {
     Result<MemoryInfo> memory = table_.source().memory(i);
     if (!memory.ok()) {
-      log_warning("statfs failed: " + memory.status().message());
+      log_warning("statfs failed: ", memory.status().message());
       responder.error(memory.error());
       return true;
     }

@@ -85,12 +85,7 @@ void BackingOperations::pass_through(Lane& lane, Responder responder, Body body)
   auto flight = std::make_shared<Flight>();
   flight->operation = cancellations_.begin(responder.unique());
   flight->responder = std::move(responder);
-  {
-    const std::lock_guard lock(flights_mutex_);
-    flights_.emplace(flight.get(), flight);
-  }
-  const std::uint64_t unique = flight->operation->unique;
-  lane.files.submit(unique, [this, flight = std::move(flight), body = std::move(body)](int refusal) mutable {
+  auto serve = [this, flight, body = std::move(body)](int refusal) mutable {
     Answer answer = failed(refusal != 0 ? refusal : EINTR);
     if (refusal == 0 && !flight->operation->cancelled) {
       try {
@@ -101,7 +96,17 @@ void BackingOperations::pass_through(Lane& lane, Responder responder, Body body)
     }
     const std::lock_guard lock(flight->mutex);
     if (flight->responder.pending()) settle(*flight, answer);  // else this object may be gone
-  });
+  };
+  try {
+    {
+      const std::lock_guard lock(flights_mutex_);
+      flights_.emplace(flight.get(), flight);
+    }
+    lane.files.submit(flight->operation->unique, std::move(serve));
+  } catch (const std::bad_alloc&) {
+    const std::lock_guard lock(flight->mutex);
+    if (flight->responder.pending()) settle(*flight, failed(ENOMEM));
+  }
 }
 
 // With the flight's mutex held.
@@ -152,7 +157,7 @@ void BackingOperations::stop() {
     }
   }
   if (hung == 0) return;
-  log_warning(std::to_string(hung) + " threads hang in files of backing/ and are left behind");
+  log_warning(hung, " threads hang in files of backing/ and are left behind");
   left_behind_.add(hung);
   decltype(flights_) flights;
   {
@@ -426,7 +431,7 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
         if (error == ECANCELED) return reply.error(EINTR);
         // Programs go on by reads and writes after these, which hides what was refused or has failed.
         if (error == EOPNOTSUPP || error == ENOSYS) {
-          log_warning("copy_file_range failed: " + copied.status().message());
+          log_warning("copy_file_range failed: ", copied.status().message());
           return reply.error(EIO);
         }
         reply.error(error);

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -72,7 +73,11 @@ DeviceTransport::DeviceTransport(UniqueFd device, const DeviceTransportOptions& 
       adaptive_(options.adaptive),
       spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
       pin_hooks_(options.pin_hooks),
-      statistics_(statistics) {}
+      statistics_(statistics) {
+  // Where a reader has been started, or wants to sleep, nothing may fail any more.
+  readers_.reserve(reader_limit_);
+  parked_.reserve(reader_limit_);
+}
 
 DeviceTransport::~DeviceTransport() { stop(); }
 
@@ -128,7 +133,8 @@ void DeviceTransport::close() { device_.reset(); }
 Status DeviceTransport::spawn_reader() {
   Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
   if (!memory.ok()) return memory.status();
-  auto reader = std::make_unique<Reader>(memory.take(), spin_);
+  std::unique_ptr<Reader> reader(new (std::nothrow) Reader(memory.take(), spin_));
+  if (!reader) return Status(ENOMEM, "");
   Reader* raw = reader.get();
 
   const std::lock_guard lock(mutex_);
@@ -189,7 +195,7 @@ bool DeviceTransport::read_one(Reader& reader) {
     case ECONNABORTED:
       break;
     default:
-      log_error("reading from the FUSE device failed (errno " + std::to_string(error) + "); the mount ends");
+      log_error("reading from the FUSE device failed (errno ", error, "); the mount ends");
   }
   end_connection();
   return false;
@@ -245,13 +251,13 @@ bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
   request.payload = reader.memory.payload();
   if (!read_struct(request.message, 0, &request.header) || request.header.len != bytes) {
     statistics_.bad_requests.add();
-    log_error("a message of " + std::to_string(bytes) + " bytes from the kernel has a wrong length");
+    log_error("a message of ", bytes, " bytes from the kernel has a wrong length");
     if (bytes >= sizeof(fuse_in_header)) static_cast<void>(send(request.header.unique, EIO, {}));
   } else {
     try {
-      handler_->handle(request);  // its responder answers EIO when an exception passes
+      handler_->handle(request);  // its responder answers ENOMEM when an exception passes
     } catch (const std::exception& failure) {
-      log_error(std::string("serving ") + opcode_name(request.header.opcode) + " failed: " + failure.what());
+      log_warning("serving ", opcode_name(request.header.opcode), " failed: ", failure.what());
     }
   }
   reader.bulk = bytes >= kBulkBytes;
@@ -272,8 +278,15 @@ void DeviceTransport::allow_one_more() {
       return;
     }
   }
-  if (Status status = spawn_reader(); !status.ok() && status.error() != ESHUTDOWN) {
-    if (!complained_.exchange(true)) log_warning("no further reader thread: " + status.message());
+  const auto tried = [this]() -> Status {
+    try {
+      return spawn_reader();
+    } catch (const std::bad_alloc&) {
+      return Status(ENOMEM, "");
+    }
+  };
+  if (const Status status = tried(); !status.ok() && status.error() != ESHUTDOWN) {
+    if (!complained_.exchange(true)) log_warning("no further reader thread: ", status.message());
     const std::lock_guard lock(mutex_);
     allowed_.store(std::max<std::size_t>(1, active_));
   }

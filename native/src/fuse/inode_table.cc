@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -235,14 +236,16 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
     if (Status status = inode->buffer_->resize(0); !status.ok()) return status;
     inode->was_written(SetIdLoss::kNone);
   }
+  std::uint64_t fh = 0;
   {
-    const std::lock_guard lock(inode->mutex_);
-    ++inode->open_files_;
-    static_cast<void>(update_orphan_locked(inode));  // in use now
+    const std::unique_lock lock(files_mutex_);
+    fh = kHandleBit | next_file_++;
+    files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{inode, flags}));
   }
-  const std::unique_lock lock(files_mutex_);
-  const std::uint64_t fh = kHandleBit | next_file_++;
-  files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{std::move(inode), flags}));
+  // Last, since nothing that fails may come after it. Nobody has the handle yet.
+  const std::lock_guard lock(inode->mutex_);
+  ++inode->open_files_;
+  static_cast<void>(update_orphan_locked(inode));  // in use now
   return fh;
 }
 
@@ -282,16 +285,30 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
     orphans_.erase(inode.get());  // the caller's pointer keeps it alive
     return false;
   }
-  orphans_.emplace(inode.get(), inode);
+  try {
+    orphans_.emplace(inode.get(), inode);
+  } catch (const std::bad_alloc&) {  // not counted as what can be waited for; it goes all the same
+  }
   return inode->removed_;
 }
 
 void InodeTable::reap(std::shared_ptr<Inode> inode) {
   // Freeing gigabytes takes long: on a thread that nobody waits for. The caller's reference goes along, so that the
   // reaper's is the last one and the memory is back when it says so.
-  {
+  try {
     const std::lock_guard lock(orphan_mutex_);
-    reap_queue_.push_back(std::move(inode));
+    reap_queue_.push_back(inode);
+    inode.reset();
+  } catch (const std::bad_alloc&) {
+    {
+      const std::lock_guard lock(orphan_mutex_);
+      orphans_.erase(inode.get());
+    }
+    inode.reset();  // by who asked, then
+    const std::lock_guard lock(orphan_mutex_);
+    ++reaped_;
+    orphan_changed_.notify_all();
+    return;
   }
   reap_wanted_.notify_one();
 }

@@ -4,9 +4,11 @@
 // Any thread may call them; wait_for_space() blocks.
 #pragma once
 
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <utility>
 
 #include "fuse/cancellation.h"
@@ -36,21 +38,47 @@ void reply_copied(Responder& responder, bool wide, std::uint64_t bytes);
 bool wait_for_space(InodeTable& table, std::int32_t device, std::uint64_t noted, const Operation& operation,
                     std::chrono::steady_clock::time_point deadline);
 
+// An operation that INTERRUPT finds, with the duty to answer its request; ends both, in this order, for the kernel uses
+// the number for another request once it has the reply.
+class Flying {
+ public:
+  Flying(Cancellations& cancellations, Responder responder)
+      : cancellations_(&cancellations),
+        operation_(cancellations.begin(responder.unique())),
+        responder_(std::move(responder)) {}
+  Flying(Flying&& other) noexcept
+      : cancellations_(other.cancellations_),
+        operation_(std::move(other.operation_)),
+        responder_(std::move(other.responder_)) {}
+  Flying& operator=(Flying&&) = delete;
+  ~Flying() {
+    if (!operation_) return;
+    { const Responder last = std::move(responder_); }
+    cancellations_->end(operation_->unique);
+  }
+
+  [[nodiscard]] const Operation& operation() const { return *operation_; }
+  [[nodiscard]] Responder& responder() { return responder_; }
+
+ private:
+  Cancellations* cancellations_;
+  std::shared_ptr<Operation> operation_;
+  Responder responder_;
+};
+
 // Runs body(operation, responder) on the pool, registered for INTERRUPT; what was interrupted before is EINTR,
-// what finds no thread ENOMEM.
+// what finds no thread or no memory ENOMEM.
 template <typename Body>
 void submit_operation(WorkerPool& workers, Cancellations& cancellations, Responder responder, Body body) {
-  std::shared_ptr<Operation> operation = cancellations.begin(responder.unique());
-  const std::uint64_t unique = operation->unique;
-  workers.submit(unique, [&cancellations, operation = std::move(operation), responder = std::move(responder),
-                          body = std::move(body)](int refusal) mutable {
-    if (refusal != 0 || operation->cancelled) {
-      responder.error(refusal != 0 ? refusal : EINTR);
-    } else {
-      body(*operation, responder);
+  Flying flying(cancellations, std::move(responder));
+  const std::uint64_t unique = flying.operation().unique;
+  workers.submit(unique, [flying = std::move(flying), body = std::move(body)](int refusal) mutable {
+    if (refusal != 0 || flying.operation().cancelled) return flying.responder().error(refusal != 0 ? refusal : EINTR);
+    try {
+      body(flying.operation(), flying.responder());
+    } catch (const std::bad_alloc&) {
+      flying.responder().error(ENOMEM);
     }
-    // After the reply: the kernel does not use the number for another request.
-    cancellations.end(operation->unique);
   });
 }
 

@@ -112,8 +112,7 @@ void Notifier::write_loop() {
     // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
     if (error != 0 && error != ENOENT && error != ENODEV && error != ENOTDIR && error != ENOTEMPTY) {
       statistics_.notification_errors.add();
-      log_warning("the kernel refused a notification (code " + std::to_string(notification.code) + ", errno " +
-                  std::to_string(error) + ")");
+      log_warning("the kernel refused a notification (code ", notification.code, ", errno ", error, ")");
     }
     lock.lock();
   }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -27,8 +28,7 @@ constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // between t
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
   if (error != ENOSPC && error != EFBIG && error != ENXIO && error != EINVAL && log_enabled(LogLevel::kWarning)) {
-    log_warning(std::string(what) + " failed: " + status.message() + " (errno " + std::to_string(error) +
-                ", device code " + std::to_string(status.device_code()) + ")");
+    log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
   }
   return error;
 }
@@ -479,7 +479,10 @@ bool Operations::flush_or_fsync(Request& request, Responder& responder) {
     // Never EINTR: the descriptor is closed all the same.
     const std::uint64_t unique = responder.unique();
     workers_.submit(unique, [file, reply = std::move(responder)](bool discarded) mutable {
-      if (!discarded) file->inode->buffer()->trim();
+      try {
+        if (!discarded) file->inode->buffer()->trim();
+      } catch (const std::bad_alloc&) {  // the memory stays with the file for now
+      }
       reply.ok();
     });
     return true;

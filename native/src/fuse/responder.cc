@@ -1,4 +1,5 @@
 #include <cerrno>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -27,8 +28,12 @@ Responder& Responder::operator=(Responder&& other) noexcept {
 
 Responder::~Responder() {
   if (!pending()) return;
+  if (std::uncaught_exceptions() != 0) {  // there was no memory: nothing else throws here
+    error(ENOMEM);
+    return;
+  }
   statistics_->unanswered.add();
-  log_error(std::string("no reply was made to a request (") + opcode_name(opcode_) + "); it is answered EIO");
+  log_error("no reply was made to a request (", opcode_name(opcode_), "); it is answered EIO");
   error(EIO);
 }
 
@@ -51,8 +56,7 @@ void Responder::deliver(int error, std::span<const iovec> body) {
   }
   // The kernel did not like the reply (or had no memory for it). Its client still waits unless it is told something.
   statistics_->rejected_replies.add();
-  log_warning(std::string("the kernel refused a reply to ") + opcode_name(opcode_) + " (errno " +
-              std::to_string(outcome) + "); answering EIO");
+  log_warning("the kernel refused a reply to ", opcode_name(opcode_), " (errno ", outcome, "); answering EIO");
   if (error == 0) static_cast<void>(transport->send(unique_, EIO, {}));
 }
 

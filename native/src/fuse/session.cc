@@ -189,7 +189,7 @@ void Session::handle(Request& request) {
 
 void Session::handle_init(Request& request, Responder responder) {
   if (Status status = init_->amend_request(request.message); !status.ok()) {
-    log_error("INIT: " + status.message());
+    log_error("INIT: ", status.message());
     responder.error(status.error());
     return;
   }
@@ -299,7 +299,7 @@ void Session::connection_ended() {
 
 std::span<const std::byte> Session::amend(std::uint32_t opcode, std::span<std::byte> reply) {
   if (opcode == FUSE_INIT) {
-    if (Status status = init_->amend_reply(reply); !status.ok()) log_error("INIT: " + status.message());
+    if (Status status = init_->amend_reply(reply); !status.ok()) log_error("INIT: ", status.message());
     attributes_->negotiated(init_->acls(), init_->granted(kInitSetxattrExt));
   } else if (opcode == kOpcodeStatx) {
     return statx_reply_from(reply, statx_reply_);

@@ -29,7 +29,7 @@ struct Request {
 };
 
 // The duty to answer one request exactly once. Whoever holds it must reply or pass it on; destroyed without a reply it
-// answers EIO, so that no client waits for ever.
+// answers EIO, or ENOMEM when an exception has destroyed it, so that no client waits for ever.
 class Responder {
  public:
   Responder() = default;

@@ -34,7 +34,7 @@ int WorkerPool::queue(std::uint64_t id, std::unique_ptr<Job>& job) {
       ++state.idle;
       state.complained = false;
     } else if (!std::exchange(state.complained, true)) {
-      log_warning("no further worker thread: " + thread.status().message());
+      log_warning("no further worker thread: ", thread.status().message());
     }
   }
   if (state.threads.empty()) return ENOMEM;
@@ -116,9 +116,9 @@ void WorkerPool::work_loop(State& state) {
     ++state.running;
     lock.unlock();
     try {
-      job->run(0);  // its responder answers EIO when an exception passes
+      job->run(0);
     } catch (const std::exception& failure) {
-      log_error(std::string("a worker's operation failed: ") + failure.what());
+      log_error("a worker's operation failed: ", failure.what());
     }
     job.reset();
     lock.lock();

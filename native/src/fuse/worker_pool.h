@@ -28,7 +28,9 @@ class WorkerPool {
     virtual void run(int refusal) = 0;
   };
 
-  WorkerPool(std::size_t threads, Statistics& statistics) : limit_(threads), statistics_(statistics) {}
+  WorkerPool(std::size_t threads, Statistics& statistics) : limit_(threads), statistics_(statistics) {
+    state_->threads.reserve(threads);  // one that runs must find its place
+  }
   ~WorkerPool() { stop(); }
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 
@@ -89,7 +90,7 @@ void BouncePool::destroy_slot(Slot* raw) const {
     const Status unpinned = slot->device->device().unpin(slot->memory);
     if (!unpinned.ok()) {
       // The driver may still use these pages: better never to give them to somebody else.
-      log_warning("a bounce slot could not be unpinned and is left as it is: " + unpinned.message());
+      log_warning("a bounce slot could not be unpinned and is left as it is: ", unpinned.message());
       return;
     }
   }
@@ -121,7 +122,7 @@ Result<BounceLease> BouncePool::acquire(const std::shared_ptr<DeviceContext>& de
     if (existing_ < capacity_) {
       ++existing_;
       lock.unlock();
-      Result<Slot*> made = make_slot(device);
+      Result<Slot*> made = caught([&] { return make_slot(device); });
       if (made.ok()) return BounceLease(shared_from_this(), made.value());
       lock.lock();
       --existing_;
@@ -172,7 +173,7 @@ BounceLease BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device
   if (existing_ >= capacity_) return {};
   ++existing_;
   lock.unlock();
-  Result<Slot*> made = make_slot(device);
+  Result<Slot*> made = caught([&] { return make_slot(device); });
   if (made.ok()) return {shared_from_this(), made.value()};
   lock.lock();
   --existing_;

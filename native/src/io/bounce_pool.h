@@ -95,7 +95,9 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
     Slot* slot = nullptr;  // handed over by give_back()
   };
 
-  BouncePool(std::size_t slot_bytes, std::size_t capacity) : slot_bytes_(slot_bytes), capacity_(capacity) {}
+  BouncePool(std::size_t slot_bytes, std::size_t capacity) : slot_bytes_(slot_bytes), capacity_(capacity) {
+    idle_.reserve(capacity);  // what comes back must find its place
+  }
 
   Result<Slot*> make_slot(const std::shared_ptr<DeviceContext>& device) const;
   void destroy_slot(Slot* slot) const;

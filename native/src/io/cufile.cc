@@ -165,7 +165,7 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
   std::string why;
   void* const handle = gpu::open_library(library, &why);
   if (handle == nullptr) {
-    log_info("cuFile is not used: " + why);
+    log_info("cuFile is not used: ", why);
     return refusing(Refusal::kNoVendorCall);
   }
   CufileCalls calls;
@@ -176,18 +176,18 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
                         gpu::resolve(handle, "cuFileRead", calls.read) &&
                         gpu::resolve(handle, "cuFileWrite", calls.write);
   if (!complete) {
-    log_info("cuFile is not used: " + library + " lacks a function");
+    log_info("cuFile is not used: ", library, " lacks a function");
     return refusing(Refusal::kNoVendorCall);
   }
   const CufileError opened = calls.driver_open();
   // A program that uses cuFile itself has opened it for all of the process.
   if (opened.library != 0 && opened.library != kCufileAlreadyOpen) {
-    log_info("cuFile is not used: cuFileDriverOpen failed with " + std::to_string(opened.library));
+    log_info("cuFile is not used: cuFileDriverOpen failed with ", opened.library);
     return refusing(Refusal::kNoGpuDirect);
   }
   static const Status watching = gpu::watch_process_end();
   if (!watching.ok()) {
-    log_info("cuFile is not used: " + watching.message());
+    log_info("cuFile is not used: ", watching.message());
     return refusing(Refusal::kNoVendorCall);
   }
   CufileProperties properties = {};

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/caught.h"
 #include "base/math.h"
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
@@ -108,7 +109,12 @@ class Session {
 
   void run(Turn& turn) {
     do {
-      const std::optional<Chunk> chunk = job_.claim();
+      std::optional<Chunk> chunk;
+      const Status claimed = caught([&] {
+        chunk = job_.claim();
+        return Status();
+      });
+      if (!claimed.ok()) job_.stop(claimed);
       if (!chunk) return;
       process(*chunk);
     } while (!turn.over());
@@ -117,11 +123,20 @@ class Session {
  private:
   // ---- one piece ----
 
+  // Whatever there is no memory for, the piece ends: what is left of it, and all behind it, is not moved then. What
+  // uses the target, or lies in a slot, catches that itself; so here nothing of it is under way.
   void process(Chunk chunk) {
-    if (chunk.hole) return skip_hole(chunk);
+    if (!chunk.hole) job_.start_path(chunk);
+    const Status status = caught([&] {
+      chunk.hole ? skip_hole(chunk) : move(chunk);
+      return Status();
+    });
+    if (!status.ok()) job_.complete(chunk, status);
+  }
+
+  void move(Chunk& chunk) {
     observe::Span span(observe::TraceKind::kPiece, device_->info().index, file_offset(chunk), chunk.bytes,
                        job_.trace_id(), job_.trace_name());
-    job_.start_path(chunk);
     if (load_ && !straight_) job_.take_ahead([this] { settle(); });
     if (chunk.path == Path::kFastpath && !move_fast(chunk)) return;
     if (straight_) {
@@ -182,7 +197,7 @@ class Session {
     }
     bool rest = false;
     Status gave_up;
-    const Status status = move_fast_in_use(chunk, &rest, &gave_up);
+    const Status status = caught([&] { return move_fast_in_use(chunk, &rest, &gave_up); });
     job_.end_use();
     if (rest) {
       job_.end_path(chunk, !gave_up.ok());
@@ -257,7 +272,7 @@ class Session {
       job_.complete(chunk, Status(ECANCELED, "cancelled"));
       return;
     }
-    const Status status = move_straight_in_use(chunk);
+    const Status status = caught([&] { return move_straight_in_use(chunk); });
     job_.end_use();
     job_.complete(chunk, status);
   }
@@ -390,7 +405,7 @@ class Session {
     return true;
   }
 
-  void load_bounced(Chunk chunk) {
+  void load_bounced(const Chunk& chunk) {
     Status failure;
     Slot* const slot = next_slot(&failure);
     if (slot == nullptr) {
@@ -409,7 +424,7 @@ class Session {
     if (!begin_use_of_rest(chunk)) return;
     slot->chunk = chunk;
     slot->bytes = read.bytes;
-    slot->file_status = read.status;
+    keep(slot->file_status, read.status);
     std::vector<Buffer::Piece> pieces;
     Status status = pin_slot(*slot, &pieces);
     submit_load(*slot, memory, pieces, std::move(status));
@@ -448,11 +463,13 @@ class Session {
 
   // The device memory of slot.bytes of the slot's piece; the window stays pinned until end_slot().
   Status pin_slot(Slot& slot, std::vector<Buffer::Piece>* pieces) {
-    Result<std::shared_ptr<const PinnedRange>> window = job_.pin_window(slot.chunk, slot.bytes, [this] { settle(); });
-    if (!window.ok()) return window.status();
-    slot.window = window.take();
-    *pieces = slot.window->part(target_offset(slot.chunk), slot.bytes);
-    return {};
+    return caught([&] {
+      Result<std::shared_ptr<const PinnedRange>> window = job_.pin_window(slot.chunk, slot.bytes, [this] { settle(); });
+      if (!window.ok()) return window.status();
+      slot.window = window.take();
+      *pieces = slot.window->part(target_offset(slot.chunk), slot.bytes);
+      return Status();
+    });
   }
 
   // In use; it ends with end_slot().
@@ -462,15 +479,17 @@ class Session {
     for (const Buffer::Piece& piece : pieces) {
       if (status.ok() && piece.address == 0) status = Status(EIO, "memory that was to be written is not there");
       if (!status.ok()) break;
-      status = stream_->copy_to_device(piece.address, memory + (piece.offset - start),
+      status = caught([&] {
+        return stream_->copy_to_device(piece.address, memory + (piece.offset - start),
                                        static_cast<std::size_t>(piece.bytes));
+      });
       queued = true;
     }
     settle_submission(slot, std::move(status), queued);
   }
 
   void settle_submission(Slot& slot, Status status, bool queued) {
-    if (status.ok()) status = stream_->record(*slot.event);
+    if (status.ok()) status = caught([&] { return stream_->record(*slot.event); });
     slot.busy = true;
     slot.copy_start = observe::trace::on() ? observe::now_ns() : 0;
     slot.copy_end = 0;
@@ -480,14 +499,14 @@ class Session {
       return;
     }
     // Copies that did start must end before the memory goes to others; how they end no longer matters.
-    if (queued) (void)stream_->synchronize();
+    if (queued) (void)caught([this] { return stream_->synchronize(); });
     end_slot(slot, status);
   }
 
   // Waits for the device's work on the slot and completes its piece.
   void finish_slot(Slot& slot) {
-    const Status status = await(slot);
-    if (!status.ok()) (void)stream_->synchronize();
+    const Status status = caught([&] { return await(slot); });
+    if (!status.ok()) (void)caught([this] { return stream_->synchronize(); });
     end_slot(slot, status);
   }
 
@@ -534,7 +553,8 @@ class Session {
     slot.pages.reset();
     slot.busy = false;
     if (load_) {
-      Status status = device_status.ok() ? slot.file_status : device_status;
+      Status status;
+      keep(status, device_status.ok() ? slot.file_status : device_status);
       if (device_status.ok()) {
         const std::uint64_t bytes = mapped ? still_there(slot) : slot.bytes;
         slot.chunk.done += bytes;
@@ -553,7 +573,7 @@ class Session {
     write_slot(slot);
   }
 
-  void store_bounced(Chunk chunk) {
+  void store_bounced(const Chunk& chunk) {
     Status failure;
     Slot* const slot = next_slot(&failure);
     if (slot == nullptr) {
@@ -578,11 +598,13 @@ class Session {
     for (const Buffer::Piece& piece : pieces) {
       if (!status.ok()) break;
       std::byte* const place = slot->memory + (piece.offset - start);
-      if (piece.address == 0) {
-        slot->holes.push_back({piece.offset - start, piece.bytes});
-        continue;
-      }
-      status = stream_->copy_to_host(place, piece.address, static_cast<std::size_t>(piece.bytes));
+      status = caught([&] {
+        if (piece.address == 0) {
+          slot->holes.push_back({piece.offset - start, piece.bytes});
+          return Status();
+        }
+        return stream_->copy_to_host(place, piece.address, static_cast<std::size_t>(piece.bytes));
+      });
       queued = true;
     }
     settle_submission(*slot, std::move(status), queued);
@@ -590,15 +612,24 @@ class Session {
 
   // What the device has copied into the slot goes to the file.
   void write_slot(Slot& slot) {
+    Status status;
+    const Status lacking = caught([&] {
+      write_slot_out(slot, &status);
+      return Status();
+    });
+    job_.complete(slot.chunk, lacking.ok() ? status : lacking);
+  }
+
+  void write_slot_out(Slot& slot, Status* outcome) {
     Chunk& chunk = slot.chunk;
     const bool direct = wants_direct(chunk);
-    Status status;
+    Status& status = *outcome;
     std::uint64_t position = 0;
     const auto advance = [&](std::uint64_t bytes, const Moved& moved, bool hole = false) {
       position += moved.bytes;
       chunk.done += moved.bytes;
       if (!hole) job_.count_moved(Path::kFallback, moved.bytes);
-      status = moved.status;
+      keep(status, moved.status);
       return status.ok() && moved.bytes == bytes;
     };
     bool going = true;
@@ -615,7 +646,6 @@ class Session {
     }
     const std::uint64_t data = slot.bytes - position;
     if (going && data > 0) advance(data, write_out(slot.memory + position, data, file_offset(chunk), direct));
-    job_.complete(chunk, status);
   }
 
   // ---- fallback straight from the page cache's pages ----

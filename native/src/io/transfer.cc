@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 #include "base/thread.h"
@@ -126,14 +127,16 @@ Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& r
     job->conclude_empty();
     return std::shared_ptr<Transfer>(std::move(job));
   }
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
-    jobs_.emplace(job.get(), job);
-  }
-  const Status submitted = pool->submit(job);
+  const Status submitted = caught([&] {
+    {
+      const std::lock_guard lock(mutex_);
+      if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
+      jobs_.emplace(job.get(), job);
+    }
+    return pool->submit(job);
+  });
   if (!submitted.ok()) {
-    finished(*job);
+    job->conclude_refused(submitted);
     return submitted;
   }
   return std::shared_ptr<Transfer>(std::move(job));
@@ -158,12 +161,16 @@ void TransferEngine::supervise(std::shared_ptr<TransferJob> job, std::chrono::mi
     Result<std::thread> started =
         start_thread("gpufs-io-stop", [self = shared_from_this()] { self->supervisor_main(); });
     if (!started.ok()) {
-      log_warning("cancelled transfers end only by themselves: " + started.status().message());
+      log_warning("cancelled transfers end only by themselves: ", started.status().message());
       return;
     }
     supervisor_ = started.take();
   }
-  cancelled_.emplace(Clock::now() + delay, std::move(job));
+  try {
+    cancelled_.emplace(Clock::now() + delay, std::move(job));
+  } catch (const std::bad_alloc&) {
+    log_warning("a cancelled transfer ends only by itself: no memory");
+  }
   changed_.notify_all();
 }
 
@@ -180,14 +187,17 @@ void TransferEngine::supervisor_main() {
       changed_.wait_until(lock, due);
       continue;
     }
-    std::shared_ptr<TransferJob> job = first->second;
-    cancelled_.erase(first);
+    auto entry = cancelled_.extract(first);  // which comes back without memory
     lock.unlock();
-    const bool ended = job->abandon(/*forced=*/false);
+    const bool ended = entry.mapped()->abandon(/*forced=*/false);
     lock.lock();
-    if (!ended) cancelled_.emplace(Clock::now() + kLookAgain, job);
+    if (!ended) {
+      entry.key() = Clock::now() + kLookAgain;
+      cancelled_.insert(std::move(entry));
+      continue;
+    }
     lock.unlock();
-    job.reset();
+    entry = {};
     lock.lock();
   }
 }
@@ -221,7 +231,7 @@ void TransferEngine::shutdown() {
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
   for (const std::shared_ptr<WorkerPool>& pool : pools) {
     const int hung = pool->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest), options_.cancel_grace);
-    if (hung > 0) log_warning(std::to_string(hung) + " threads hang in files and are left behind");
+    if (hung > 0) log_warning(hung, " threads hang in files and are left behind");
   }
   decltype(cancelled_) cancelled;  // destroyed without the lock
   {
@@ -250,9 +260,13 @@ Result<std::uint64_t> run_transfer(TransferEngine& engine, const TransferRequest
   Result<std::shared_ptr<Transfer>> started = engine.start(request);
   if (!started.ok()) return started.status();
   Transfer& transfer = *started.value();
-  {
+  try {
     const CancelToken::Registration registration(cancel, [&] { transfer.cancel(); });
     transfer.wait();
+  } catch (const std::bad_alloc&) {  // one that could not be cancelled is not left to itself
+    transfer.cancel();
+    transfer.wait();
+    throw;
   }
   const TransferProgress outcome = transfer.progress();
   if (outcome.status.ok() || (outcome.prefix > 0 && !outcome.sync_failed)) return outcome.prefix;

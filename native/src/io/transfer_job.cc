@@ -8,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 #include "io/file_holes.h"
@@ -74,7 +75,7 @@ TransferProgress TransferJob::progress() const {
       break;
     case Phase::kDone:
       progress.state = TransferState::kDone;
-      progress.status = status_;
+      keep(progress.status, status_);
       break;
     default:
       progress.state = TransferState::kRunning;
@@ -124,7 +125,7 @@ Result<int> TransferJob::event_fd() {
 
 void TransferJob::serve(Turn& turn) {
   if (!enter()) return;
-  run_session(*this, turn);
+  run_session(*this, turn);  // ends each piece that it claims, whatever it lacks
   leave();
 }
 
@@ -140,7 +141,7 @@ bool TransferJob::enter() {
     ++sessions_;
   }
   bind_start_.store(observe::now_ns(), std::memory_order_relaxed);
-  const Status prepared = prepare();
+  const Status prepared = caught([this] { return prepare(); });
   bind_end_.store(observe::now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
@@ -149,7 +150,7 @@ bool TransferJob::enter() {
       phase_ = Phase::kRunning;
       if (!prepared.ok()) {
         stop_ = cursor_ = 0;
-        stop_status_ = prepared;
+        keep(stop_status_, prepared);
       }
       update_wanted_locked();
     }
@@ -328,7 +329,7 @@ Result<Plan> TransferJob::make_plan(std::uint64_t total) {
     if (attached.ok()) {
       direct_file_ = attached.value();
     } else {
-      log_info("fastpath does not take a file: " + attached.status().message());
+      log_info("fastpath does not take a file: ", attached.status().message());
       scored.vendor_refusals |= mask_of(Refusal::kNotAccepted);
       plan = plan_request(scored, &refusals);
     }
@@ -370,11 +371,19 @@ std::optional<Chunk> TransferJob::claim() {
   chunk.hole = segment.hole;
   chunk.bytes = (segment.hole ? end : std::min(edge, end)) - cursor_;
   chunk.path = fastpath_given_up_ ? Path::kFallback : segment.path;
+  in_flight_.insert(chunk.offset);  // before it is claimed: there may be no memory
   cursor_ += chunk.bytes;
   if (!segment.hole) unclaimed_ -= chunk.bytes;
-  in_flight_.insert(chunk.offset);
   update_wanted_locked();
   return chunk;
+}
+
+void TransferJob::stop(const Status& why) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kRunning || !claimable_locked()) return;
+  stop_ = cursor_;
+  keep(stop_status_, why);
+  update_wanted_locked();
 }
 
 void TransferJob::complete(const Chunk& chunk, const Status& status) {
@@ -384,10 +393,10 @@ void TransferJob::complete(const Chunk& chunk, const Status& status) {
   in_flight_.erase(chunk.offset);
   if (chunk.done < chunk.bytes && chunk.offset + chunk.done < stop_) {
     stop_ = chunk.offset + chunk.done;
-    stop_status_ = status;
+    keep(stop_status_, status);
   } else if (chunk.done < chunk.bytes && chunk.offset + chunk.done == stop_ && stop_status_.error() == ECANCELED &&
              !status.ok()) {
-    stop_status_ = status;  // the reason why it ended there, rather than that nobody went on
+    keep(stop_status_, status);  // the reason why it ended there, rather than that nobody went on
   }
   update_wanted_locked();
 }
@@ -445,7 +454,7 @@ Status TransferJob::populate_step(std::unique_lock<std::mutex>& lock, std::uint6
   for (;;) {
     const std::uint64_t end = std::min(total_, std::max(start + next_step_locked(), needed));
     lock.unlock();
-    status = populate_data(start, end);
+    status = caught([&] { return populate_data(start, end); });
     lock.lock();
     if (status.ok()) populated_end_ = end;
     if (status.error() != ENOSPC && status.error() != EFBIG) break;
@@ -542,27 +551,27 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   std::uint64_t from = std::max(first, round_down(start, kWindowBytes));
   std::uint64_t to = std::min({limit, last, std::max(round_down(start, kWindowBytes) + kWindowBytes, end)});
   lock.unlock();
-  const auto pin = [&] {
+  const auto pin = [&]() -> Result<std::shared_ptr<const PinnedRange>> {
     const std::uint64_t offset = request_.target_offset + from;
-    return load ? pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+    Result<PinnedRange> range = load ? pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+    if (!range.ok()) return range.status();
+    return std::shared_ptr<const PinnedRange>(std::make_shared<PinnedRange>(range.take()));
   };
-  Result<PinnedRange> pinned = pin();
+  Result<std::shared_ptr<const PinnedRange>> pinned = caught(pin);
   if (pinned.error() == ENOSPC) {
     // Somebody took memory away around it, for which there is no room any more.
     from = start;
     to = end;
-    pinned = pin();
+    pinned = caught(pin);
   }
-  std::shared_ptr<const PinnedRange> window;
-  if (pinned.ok()) window = std::make_shared<const PinnedRange>(pinned.take());
   lock.lock();
   pinning_ = false;
   memory_changed_.notify_all();
-  if (window == nullptr) return pinned.status();
-  window_ = window;
+  if (!pinned.ok()) return pinned;
+  window_ = pinned.value();
   window_start_ = from;
   window_end_ = to;
-  return window;
+  return pinned;
 }
 
 Result<PinnedRange> TransferJob::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
@@ -598,7 +607,7 @@ void TransferJob::give_up_fastpath(const Status& why) {
     fastpath_given_up_ = may_change_path();
     counters_.refuse(observe::Backend::kFastpath, flow_, kReason);
   }
-  log_info(std::string("fastpath gave up on a ") + direction_name(request_.direction) + ": " + why.message());
+  log_info("fastpath gave up on a ", direction_name(request_.direction), ": ", why.message());
 }
 
 void TransferJob::count_moved(Path path, std::uint64_t bytes) {
@@ -625,23 +634,23 @@ void TransferJob::finish() {
     const std::lock_guard lock(mutex_);
     reached = stop_;
     touched = std::max(populated_end_, cursor_);
-    status = stop_status_;
+    keep(status, stop_status_);
   }
   bool sync_failed = false;
   if (request_.direction == Direction::kLoad) {
     if (!begin_use()) return;  // left behind at this very moment: abandon() sees to the rest
-    const Status finished = finish_load(target(), reached, touched);
+    Status finished = caught([&] { return finish_load(target(), reached, touched); });
     end_use();
-    if (status.ok()) status = finished;
+    if (status.ok()) status = std::move(finished);
   } else {
-    const Status finished = finish_store(reached, touched);
-    if (status.ok()) status = finished;
+    Status finished = caught([&] { return finish_store(reached, touched); });
+    if (status.ok()) status = std::move(finished);
     if (status.ok() && request_.sync != SyncMode::kNone) {
       {
         const std::lock_guard lock(mutex_);
         syncing_ = true;
       }
-      status = sync_file();
+      status = caught([this] { return sync_file(); });
       sync_failed = !status.ok();
     }
   }
@@ -733,7 +742,7 @@ void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bo
     if (phase_ == Phase::kDone) return;
     phase_ = Phase::kDone;
     count_ = count_reached;
-    status_ = status;
+    keep(status_, status);
     sync_failed_ = sync_failed;
     update_wanted_locked();
     counters_.end(observe::Backend::kTransfer, flow_, count_reached, !status.ok(), observe::now_ns() - queued_);
@@ -777,11 +786,10 @@ bool TransferJob::abandon(bool forced) {
     if (uses_ == 0) target = std::exchange(request_.target, Target{});
     count(details_.abandoned);
   }
-  log_warning(std::string("a cancelled ") + direction_name(request_.direction) +
-              " was left behind by threads that hang in its file");
+  log_warning("a cancelled ", direction_name(request_.direction), " was left behind by threads that hang in its file");
   if (request_.direction == Direction::kLoad && target.valid()) {
-    const Status finished = finish_load(target, reached, touched);
-    if (!finished.ok()) log_warning("after a cancelled load: " + finished.message());
+    const Status finished = caught([&] { return finish_load(target, reached, touched); });
+    if (!finished.ok()) log_warning("after a cancelled load: ", finished.message());
   }
   target = Target{};
   conclude(reached, Status(ECANCELED, "cancelled"), false);

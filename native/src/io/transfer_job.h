@@ -57,6 +57,9 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   // there, with this status (success: the end of the source).
   void complete(const Chunk& chunk, const Status& status);
 
+  // Session: nothing further is claimed.
+  void stop(const Status& why);
+
   // Session: brackets every use of target(), which is false once the transfer was left behind. Between the two nothing
   // may wait for a file that may hang.
   bool begin_use();
@@ -111,6 +114,8 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
 
   // For a request of no bytes, which nobody serves: done at once.
   void conclude_empty() { conclude(0, Status{}, false); }
+  // For one that nobody will serve.
+  void conclude_refused(const Status& why) { conclude(0, why, false); }
 
   // Ends a cancelled transfer whose threads do not come back, if what they hang in allows that. forced: whatever the
   // file is. True if it is done (now or before), false: ask again.

@@ -63,21 +63,24 @@ std::shared_ptr<WorkerPool> WorkerPool::create(int node, int share, int spare) {
 }
 
 Status WorkerPool::submit(std::shared_ptr<Work> work) {
-  std::vector<std::shared_ptr<Work>> dropped;
-  std::unique_lock lock(mutex_);
-  if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
+  std::list<Entry> dropped;
   const std::uint64_t client = work->client();
   const int wanted = work->wanted();
-  Entry entry;
-  entry.work = std::move(work);
-  entry.waiting_since = Clock::now();
-  const Work* const raw = entry.work.get();
-  clients_[client].entries.push_back(std::move(entry));
+  const Work* const raw = work.get();
+  std::list<Entry> fresh(1);
+  fresh.front().work = std::move(work);
+  fresh.front().waiting_since = Clock::now();
+  std::unique_lock lock(mutex_);
+  if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
+  std::list<Entry>& entries = clients_[client].entries;
+  entries.splice(entries.end(), fresh);  // what may find no memory is behind us
   drop_finished_locked(dropped);
   for (int missing = wanted - idle_; missing > 0 && alive_ < threads(); --missing) start_thread_locked(lock);
   if (alive_ == 0) {
     Client& owner = clients_[client];
-    owner.entries.remove_if([&](const Entry& candidate) { return candidate.work.get() == raw; });
+    const auto mine = std::find_if(owner.entries.begin(), owner.entries.end(),
+                                   [&](const Entry& candidate) { return candidate.work.get() == raw; });
+    if (mine != owner.entries.end()) dropped.splice(dropped.end(), owner.entries, mine);
     if (owner.entries.empty()) clients_.erase(client);
     return Status(EAGAIN, "no thread could be started for the transfer");
   }
@@ -91,7 +94,7 @@ void WorkerPool::start_thread_locked(std::unique_lock<std::mutex>& lock) {
   (void)lock;
   Result<std::thread> started = start_thread("gpufs-io", [self = shared_from_this()] { self->thread_main(); });
   if (!started.ok()) {
-    if (alive_ == 0) log_warning("no thread for transfers: " + started.status().message());
+    if (alive_ == 0) log_warning("no thread for transfers: ", started.status().message());
     return;
   }
   ++alive_;
@@ -99,7 +102,7 @@ void WorkerPool::start_thread_locked(std::unique_lock<std::mutex>& lock) {
 }
 
 void WorkerPool::update() {
-  std::vector<std::shared_ptr<Work>> dropped;
+  std::list<Entry> dropped;
   {
     std::unique_lock lock(mutex_);
     drop_finished_locked(dropped);
@@ -114,13 +117,14 @@ void WorkerPool::update() {
   changed_.notify_all();
 }
 
-void WorkerPool::drop_finished_locked(std::vector<std::shared_ptr<Work>>& dropped) {
+void WorkerPool::drop_finished_locked(std::list<Entry>& dropped) {
   for (auto client = clients_.begin(); client != clients_.end();) {
     std::list<Entry>& entries = client->second.entries;
     for (auto entry = entries.begin(); entry != entries.end();) {
       if (entry->running == 0 && entry->work->wanted() == 0) {
-        dropped.push_back(std::move(entry->work));  // destroyed by the caller, without the lock
-        entry = entries.erase(entry);
+        const auto next = std::next(entry);
+        dropped.splice(dropped.end(), entries, entry);  // destroyed by the caller, without the lock
+        entry = next;
       } else {
         ++entry;
       }
@@ -181,7 +185,7 @@ void WorkerPool::thread_main() {
   cpu_set_t cpus;
   // A wish: a thread on the wrong node works too.
   if (node_ >= 0 && cpus_of_node(node_, &cpus)) (void)::sched_setaffinity(0, sizeof cpus, &cpus);
-  std::vector<std::shared_ptr<Work>> dropped;
+  std::list<Entry> dropped;
   std::unique_lock lock(mutex_);
   while (!ending_) {
     Client* owner = nullptr;
@@ -224,7 +228,7 @@ void WorkerPool::thread_main() {
 
 int WorkerPool::shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace) {
   std::vector<std::thread> threads;
-  std::vector<std::shared_ptr<Work>> dropped;
+  std::list<Entry> dropped;
   int hung = 0;
   {
     std::unique_lock lock(mutex_);
@@ -236,7 +240,7 @@ int WorkerPool::shutdown(std::chrono::milliseconds grace, std::chrono::milliseco
     threads.swap(threads_);
     if (hung == 0) {
       for (auto& [key, client] : clients_) {
-        for (Entry& entry : client.entries) dropped.push_back(std::move(entry.work));
+        dropped.splice(dropped.end(), client.entries);
       }
       clients_.clear();
     }

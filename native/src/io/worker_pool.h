@@ -88,12 +88,14 @@ class WorkerPool : public std::enable_shared_from_this<WorkerPool> {
     std::list<Entry> entries;
   };
 
-  WorkerPool(int node, int share, int spare) : node_(node), share_(share), spare_(spare) {}
+  WorkerPool(int node, int share, int spare) : node_(node), share_(share), spare_(spare) {
+    threads_.reserve(static_cast<std::size_t>(threads()));  // one that runs must find its place
+  }
 
   void thread_main();
   Entry* choose_locked(Client** owner);
   void start_thread_locked(std::unique_lock<std::mutex>& lock);
-  void drop_finished_locked(std::vector<std::shared_ptr<Work>>& dropped);
+  void drop_finished_locked(std::list<Entry>& dropped);
   bool should_yield(const Work& work, Clock::time_point since);
 
   const int node_;

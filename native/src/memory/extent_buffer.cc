@@ -261,7 +261,7 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
     }
   }
   const Status cleared = discard_above_size(offset, source.size());
-  if (!cleared.ok()) log_error(cleared.with_context("clearing what a failed write left").message());
+  if (!cleared.ok()) log_error("clearing what a failed write left: ", cleared.message());
   return status;
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 #include "memory/extent_buffer.h"
@@ -131,7 +132,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, const Growt
     // A slab that cannot be had does not mean that the file cannot have memory of its own, unless the device is full.
     Status status = ensure_slot(*slabs, end);
     if (status.ok() || status.error() == ENOSPC) return status;
-    log_debug(status.with_context("a small file gets memory of its own").message());
+    log_debug("a small file gets memory of its own: ", status.message());
   }
   return ensure_own(offset, end, end, /*promise=*/false, growth);
 }
@@ -296,7 +297,7 @@ bool ExtentBuffer::release_ahead(TimePoint deadline) {
     count_ahead({});
     const Extents ahead = std::exchange(ahead_, {});
     const Status status = release_own(kept, ahead);
-    if (!status.ok()) log_warning(status.with_context("clearing memory that was not taken back").message());
+    if (!status.ok()) log_warning("clearing memory that was not taken back: ", status.message());
   }
   // Not before: who finds the device full meanwhile must wait for this.
   context_->drop_ahead(this);
@@ -378,7 +379,7 @@ Status ExtentBuffer::populate_own(const Extents& missing, std::uint64_t unpublis
     for (const Extent& extent : undone) {
       const Status released = memory_->release(extent.offset, extent.bytes);
       if (released.ok()) continue;
-      log_warning(released.with_context("giving back memory after a failure").message());
+      log_warning("giving back memory after a failure: ", released.message());
       stuck->push_back(extent);
     }
     return {};
@@ -444,7 +445,7 @@ void ExtentBuffer::release_unused(const Made& made) {
     exclusion.begin_locked(above);
   }
   const Status released = take_away(kept, unused);
-  if (!released.ok()) log_warning(released.with_context("giving back memory that was not used").message());
+  if (!released.ok()) log_warning("giving back memory that was not used: ", released.message());
   drop_unused_memory();
 }
 
@@ -524,7 +525,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
     ++shrinks_;
     size_.store(size, std::memory_order_release);
   }
-  Status status = shrink(size, highest);
+  Status status = caught([&] { return shrink(size, highest); });
   if (!status.ok()) {
     const std::lock_guard lock(state_mutex_);
     size_.store(before, std::memory_order_release);
@@ -674,7 +675,7 @@ Status ExtentBuffer::release_own(const Extents& kept, const Extents& removed) {
   }
   account_own(total_bytes(kept) + total_bytes(stuck));
   if (stuck.empty()) return {};
-  log_warning(failure.with_context("a buffer's memory was not taken back").message());
+  log_warning("a buffer's memory was not taken back: ", failure.message());
   replace(make_snapshot(joined(kept, stuck)));
   for (const Extent& extent : stuck) {
     Status zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);

@@ -239,7 +239,7 @@ Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
     lock.unlock();
     status = entry->device->unpin(reinterpret_cast<void*>(entry->range.start));
     if (status.error() == ENOENT) {
-      log_warning("somebody else has unlocked " + to_text(entry->range));
+      log_warning("somebody else has unlocked ", to_text(entry->range));
       status = Status();
     }
     lock.lock();
@@ -317,7 +317,7 @@ void HostLocks::end_use(const std::vector<std::shared_ptr<Entry>>& entries) {
     if (--entry->uses > 0 || !entry->locks.empty()) continue;
     // Unlocked while it was in use.
     if (const Status status = unpin(entry, lock); !status.ok()) {
-      log_error(status.with_context("unlocking " + to_text(entry->range)).message());
+      log_error("unlocking ", to_text(entry->range), ": ", status.message());
     }
   }
 }
@@ -333,7 +333,7 @@ void HostLocks::close() {
     entry->locks.clear();
     if (entry->uses > 0) continue;
     if (const Status status = unpin(entry, lock); !status.ok()) {
-      log_warning(status.with_context(to_text(entry->range) + " stays locked").message());
+      log_warning(to_text(entry->range), " stays locked: ", status.message());
     }
   }
 }

@@ -160,7 +160,7 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
     }
   }
   const Status cleared = buffer.discard_above_size(offset, source.size());
-  if (!cleared.ok()) log_error(cleared.with_context("clearing what a failed write left").message());
+  if (!cleared.ok()) log_error("clearing what a failed write left: ", cleared.message());
   return status;
 }
 

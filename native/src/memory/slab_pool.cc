@@ -153,7 +153,7 @@ void SlabPool::give(std::uint64_t offset, std::size_t index) {
   });
   if (released.ok()) return;
   // The device keeps the granule: so does the pool, for the next files.
-  log_warning(released.with_context("giving back an empty slab").message());
+  log_warning("giving back an empty slab: ", released.message());
   const std::lock_guard lock(mutex_);
   with_room_[emptied.mapped().size_class].insert(offset);
   slabs_.insert(std::move(emptied));

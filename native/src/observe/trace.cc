@@ -12,6 +12,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -85,7 +86,7 @@ struct OwnRing {
 thread_local OwnRing own;
 
 // The thread's ring, listed with the trace of this number; null when that has been stopped, or there is no memory.
-Ring* enlist(std::uint32_t trace) {
+Ring* enlist(std::uint32_t trace) try {
   if (!own.ring) {
     auto ring = std::make_shared<Ring>();
     void* const memory = ::mmap(nullptr, kRingBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -107,6 +108,8 @@ Ring* enlist(std::uint32_t trace) {
   state().rings.push_back(own.ring);
   ring.trace = trace;
   return &ring;
+} catch (const std::bad_alloc&) {
+  return nullptr;
 }
 
 // Makes the record's cache line the writer's own while it does something else: the reader had it last.

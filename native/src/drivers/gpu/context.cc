@@ -31,7 +31,7 @@ void Context::fail(const Status& reason) {
     failure_ = Status{EIO, "out of service since " + reason.message(), reason.device_code()};
     failed_.store(true, std::memory_order_release);
   }
-  log_error(name() + " is out of service: " + reason.message());
+  log_error(name(), " is out of service: ", reason.message());
 }
 
 Status Context::health() {

@@ -69,7 +69,10 @@ class HostStream : public Stream {
     const int device;
     std::mutex mutex;  // guards all below; nothing queued runs under it
     std::condition_variable changed;
+    std::condition_variable ended;  // a piece of work has
     std::deque<std::function<void()>> work;
+    std::uint64_t queued = 0;  // ever
+    std::uint64_t done = 0;    // of these
     bool ending = false;
 
     explicit Queue(int on) : device(on) {}
