@@ -7,6 +7,7 @@ keep it there. Only the trio thread touches nodes.
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from operator import attrgetter
 from typing import Protocol
 
@@ -140,8 +141,12 @@ class Directory(Node):
         if entry is None:
             entry = Entry(self._next_cookie, name, node)
             self._next_cookie += 1
-            self.entries[name] = entry
             self._order.append(entry)
+            try:
+                self.entries[name] = entry
+            except MemoryError:
+                self._order.pop()
+                raise
         else:
             if isinstance(entry.node, Directory):
                 self.subdirectories -= 1
@@ -159,14 +164,16 @@ class Directory(Node):
         entry.node = None
         self._gaps += 1
         if self._gaps > 64 and self._gaps * 2 > len(self._order):
-            self._order = [kept for kept in self._order if kept.node is not None]
-            self._gaps = 0
+            with suppress(MemoryError):  # the gaps can wait
+                self._order = [kept for kept in self._order if kept.node is not None]
+                self._gaps = 0
 
     def rename(self, old: bytes, new: bytes) -> None:
         """Another name, which none has, for an entry; its place in the listing stays. KeyError if there is no such."""
-        entry = self.entries.pop(old)
+        entry = self.entries[old]
+        self.entries[new] = entry  # first: without memory it stays what it was
+        del self.entries[old]
         entry.name = new
-        self.entries[new] = entry
         if entry.node is not None:
             entry.node.parent = self
             entry.node.name = new

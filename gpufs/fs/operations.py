@@ -148,7 +148,7 @@ class Operations(pyfuse3.Operations):
             raise error(errno.ESTALE) from None
         try:
             info = self._open_buffer(node, flags)
-        except OSError:
+        except (OSError, MemoryError):
             if node.names:
                 self._tree.unlink(parent_inode, name)
             else:

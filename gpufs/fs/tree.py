@@ -280,15 +280,22 @@ class Tree:
         if target is not None:
             self._check_replaceable(node, target)
 
-        in_place = target is None and target_directory is source_directory and not flags & RENAME_WHITEOUT
-        if in_place:  # nobody who lists the directory meanwhile misses the file or sees it twice
-            source_directory.rename(old_name, new_name)
-        else:
-            # Attached before detached where they are one directory: the order of two names in it does not matter.
-            target_directory.attach(new_name, node)
-        if flags & RENAME_WHITEOUT:
+        whiteout = None
+        if flags & RENAME_WHITEOUT:  # made first: without memory for it nothing changes
             whiteout = Special(self._take_ino(), stat.S_IFCHR, source_directory.device)
             self._add(whiteout, 0, uid, gid, nlink=1, parent=source_directory.ino)
+        in_place = target is None and target_directory is source_directory and not flags & RENAME_WHITEOUT
+        try:
+            if in_place:  # nobody who lists the directory meanwhile misses the file or sees it twice
+                source_directory.rename(old_name, new_name)
+            else:
+                # Attached before detached where they are one directory: the order of two names in it does not matter.
+                target_directory.attach(new_name, node)
+        except MemoryError:
+            if whiteout is not None:
+                self._drop_if_unused(whiteout)
+            raise
+        if whiteout is not None:
             source_directory.attach(old_name, whiteout)
             whiteout.names = 1
         elif not in_place:
@@ -383,7 +390,11 @@ class Tree:
         """Adds a new node as a user asked for it."""
         nlink = 2 if isinstance(node, Directory) else 1
         self._add(node, mode, uid, gid, nlink=nlink, size=size, rdev=rdev, parent=directory.ino, umask=umask)
-        directory.attach(name, node)
+        try:
+            directory.attach(name, node)
+        except MemoryError:
+            self._drop_if_unused(node)
+            raise
         node.names = 1
         self._touch(directory, links=isinstance(node, Directory))
 
@@ -407,28 +418,32 @@ class Tree:
         umask: int = 0,
     ) -> None:
         seconds, nanoseconds = divmod(time.time_ns(), _SECOND)
-        self._table.inode_add(
-            Attributes(
-                ino=node.ino,
-                size=size,
-                atime=seconds,
-                mtime=seconds,
-                ctime=seconds,
-                atime_ns=nanoseconds,
-                mtime_ns=nanoseconds,
-                ctime_ns=nanoseconds,
-                mode=node.kind | stat.S_IMODE(mode),
-                nlink=nlink,
-                uid=uid,
-                gid=gid,
-                rdev=rdev,
-                blksize=BUFFER_BLOCK_SIZE if isinstance(node, BufferFile) else BLOCK_SIZE,
-                device=node.device,
-            ),
-            parent,
-            umask,
-        )
         self.nodes[node.ino] = node
+        try:
+            self._table.inode_add(
+                Attributes(
+                    ino=node.ino,
+                    size=size,
+                    atime=seconds,
+                    mtime=seconds,
+                    ctime=seconds,
+                    atime_ns=nanoseconds,
+                    mtime_ns=nanoseconds,
+                    ctime_ns=nanoseconds,
+                    mode=node.kind | stat.S_IMODE(mode),
+                    nlink=nlink,
+                    uid=uid,
+                    gid=gid,
+                    rdev=rdev,
+                    blksize=BUFFER_BLOCK_SIZE if isinstance(node, BufferFile) else BLOCK_SIZE,
+                    device=node.device,
+                ),
+                parent,
+                umask,
+            )
+        except BaseException:
+            del self.nodes[node.ino]
+            raise
         if isinstance(node, BufferFile):
             self.files[node.device] += 1
 
