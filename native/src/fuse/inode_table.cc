@@ -254,7 +254,7 @@ Status InodeTable::release(std::uint64_t fh) {
   {
     const std::unique_lock lock(files_mutex_);
     const auto found = files_.find(fh);
-    if (found == files_.end()) return Status(EBADF, "no open file " + std::to_string(fh));
+    if (found == files_.end()) return Status(EBADF, "unknown handle");  // needs no memory: to close must not
     file = std::move(found->second);
     files_.erase(found);
   }

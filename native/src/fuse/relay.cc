@@ -147,7 +147,18 @@ void Relay::forward(Request& request, Responder responder) {
     responder.error(ENOMEM);
     return;
   }
-  const Admission admission = admit(unique, responder);
+  // What the control plane keeps for a file would stay for ever if this did not arrive.
+  const bool closes = request.header.opcode == FUSE_RELEASE || request.header.opcode == FUSE_RELEASEDIR;
+  Admission admission = Admission::kDead;
+  for (;;) {
+    try {
+      admission = admit(unique, responder);
+      break;
+    } catch (const std::bad_alloc&) {
+      if (!closes) throw;
+      std::this_thread::sleep_for(kMemoryPause);
+    }
+  }
   if (admission == Admission::kDead) {
     statistics_.relay_refused.add();
     handler_->orphaned(request, responder);
@@ -162,7 +173,9 @@ void Relay::forward(Request& request, Responder responder) {
     return;
   }
   statistics_.of(request.header.opcode).relayed.add();
-  if (const int error = send(message); error != 0) {
+  int error = send(message);
+  for (; error == ENOMEM && closes; error = send(message)) std::this_thread::sleep_for(kMemoryPause);
+  if (error != 0) {
     Responder failed = take_pending(unique);
     failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : error == ENOMEM ? ENOMEM : EIO);
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 #include "device/device_context.h"
@@ -52,7 +53,7 @@ bool SlabPool::find_place_locked(std::size_t size_class, Place* place) {
   place->dirty = slab.dirty[place->index];
   slab.taken[place->index] = true;
   slab.dirty[place->index] = true;
-  if (++slab.used == slab.taken.size()) candidates.erase(candidates.begin());
+  if (++slab.used == slab.taken.size()) slab.entry = candidates.extract(candidates.begin());
   return true;
 }
 
@@ -112,7 +113,8 @@ Status SlabPool::add_slab(std::size_t size_class) {
     // All that can throw comes first: memory that is populated is always known.
     const std::size_t slots = static_cast<std::size_t>(granule_ / slot_bytes(size_class));
     std::map<std::uint64_t, Slab> made_slab;
-    made_slab.emplace(offset, Slab{size_class, 0, 0, std::vector<bool>(slots, false), std::vector<bool>(slots, false)});
+    made_slab.emplace(offset,
+                      Slab{size_class, 0, 0, std::vector<bool>(slots, false), std::vector<bool>(slots, false), {}});
     std::set<std::uint64_t> made_entry{offset};
     Status populated = memory_->populate(offset, granule_);
     if (!populated.ok()) return populated;
@@ -128,34 +130,36 @@ Status SlabPool::add_slab(std::size_t size_class) {
 
 void SlabPool::give(std::uint64_t offset, std::size_t index) {
   std::map<std::uint64_t, Slab>::node_type emptied;
+  std::set<std::uint64_t>::node_type entry;
   {
     const std::lock_guard lock(mutex_);
     const auto found = slabs_.find(offset);
     Slab& slab = found->second;
+    std::set<std::uint64_t>& candidates = with_room_[slab.size_class];
     slab.taken[index] = false;
     slab.lowest_free = std::min(slab.lowest_free, index);
-    if (--slab.used > 0) {
-      with_room_[slab.size_class].insert(offset);
-      return;
-    }
+    if (!slab.entry.empty()) candidates.insert(std::move(slab.entry));
+    if (--slab.used > 0) return;
     // Out of sight first, so that nobody takes a slot of a slab that is going.
-    with_room_[slab.size_class].erase(offset);
+    entry = candidates.extract(offset);
     emptied = slabs_.extract(found);
   }
-  const Status released = context_.run([this, offset](Device&) -> Status {
-    const std::lock_guard memory_lock(memory_mutex_);
-    Status outcome = memory_->release(offset, granule_);
-    if (!outcome.ok()) return outcome;
-    context_.account(-static_cast<std::int64_t>(granule_));
-    const std::lock_guard lock(mutex_);
-    free_offsets_.insert(offset);
-    return {};
+  const Status released = caught([&] {
+    return context_.run([&](Device&) -> Status {
+      const std::lock_guard memory_lock(memory_mutex_);
+      Status outcome = memory_->release(offset, granule_);
+      if (!outcome.ok()) return outcome;
+      context_.account(-static_cast<std::int64_t>(granule_));
+      const std::lock_guard lock(mutex_);
+      free_offsets_.insert(std::move(entry));
+      return {};
+    });
   });
   if (released.ok()) return;
   // The device keeps the granule: so does the pool, for the next files.
   log_warning("giving back an empty slab: ", released.message());
   const std::lock_guard lock(mutex_);
-  with_room_[emptied.mapped().size_class].insert(offset);
+  with_room_[emptied.mapped().size_class].insert(std::move(entry));
   slabs_.insert(std::move(emptied));
 }
 

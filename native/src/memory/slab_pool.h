@@ -67,6 +67,8 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
     std::size_t lowest_free = 0;  // none below it is free
     std::vector<bool> taken;      // by slot
     std::vector<bool> dirty;      // was in use before, so it must be zeroed for its next file
+    // Its entry of with_room_, while it has none: what is given back must find its place without memory.
+    std::set<std::uint64_t>::node_type entry;
   };
   struct Place {
     std::uint64_t slab = 0;

@@ -138,11 +138,12 @@ Status HostMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
       end > range_->bytes() || !none_populated(offset, bytes)) {
     return Status(EINVAL, "populate: not whole granules of the range that have no memory yet");
   }
+  // The map's entry first: it is the only step that could throw while there is something to be undone.
+  const auto entry = populated_.emplace(offset, bytes).first;
   if (!file_->limit->take(bytes)) {
+    populated_.erase(entry);
     return Status(ENOSPC, "the device has no room for " + std::to_string(bytes) + " bytes more");
   }
-  // The map's entry first: it is the only step that could throw, and nothing has to be undone for it but the charge.
-  const auto entry = populated_.emplace(offset, bytes).first;
   int error = 0;
   for (std::uint64_t done = 0; done < bytes && error == 0; done += kAllocateStep) {
     error = retrying_fallocate(file_->fd.get(), 0, offset + done, std::min(kAllocateStep, bytes - done));
@@ -152,7 +153,7 @@ Status HostMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
     populated_.erase(entry);
     file_->limit->give(bytes);
     const int undone = free_file_memory(file_->fd.get(), offset, bytes);
-    if (undone != 0) log_error(Status::from_errno(undone, "giving back memory after a failure").message());
+    if (undone != 0) log_error("giving back memory after a failure: errno ", undone);
     // The machine has less than the limit promised, or a limit of the process (RLIMIT_FSIZE) is lower: to a file's
     // user both are a full device.
     if (error == ENOMEM || error == EFBIG) error = ENOSPC;
