@@ -174,7 +174,7 @@ def fails_with_one_line(*words: object) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("room", [0, 8 * MIB, 64 * MIB])
+@pytest.mark.parametrize("room", [-64 * MIB, 0, 8 * MIB, 64 * MIB])
 def test_no_memory_for_the_daemon(mount: Mounter, reference: Path, room: int) -> None:
     """Neither memory nor a thread is to be had: requests and copies fail, hold nothing afterwards, and work again."""
     mounted = mount(memory=512 * MIB)
