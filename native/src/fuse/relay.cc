@@ -24,7 +24,8 @@ namespace {
 constexpr std::size_t kPage = 4096;
 // Headers of requests and replies, and entries that a directory's reply may exceed its size by: none, but be generous.
 constexpr std::size_t kHeaderRoom = 4096;
-// Until what finds neither room in the socket nor memory to wait in is sent again.
+// Until what finds neither room in the socket nor memory to wait in is sent again. It will be: what waits before it is
+// sent without memory.
 constexpr std::chrono::milliseconds kMemoryPause{5};
 
 // Requests after which the control plane has more to keep than before. Others go on while it lacks memory: it lives of
@@ -150,14 +151,15 @@ void Relay::forward(Request& request, Responder responder) {
   // What the control plane keeps for a file would stay for ever if this did not arrive.
   const bool closes = request.header.opcode == FUSE_RELEASE || request.header.opcode == FUSE_RELEASEDIR;
   Admission admission = Admission::kDead;
-  for (;;) {
-    try {
-      admission = admit(unique, responder);
-      break;
-    } catch (const std::bad_alloc&) {
-      if (!closes) throw;
-      std::this_thread::sleep_for(kMemoryPause);
-    }
+  try {
+    admission = admit(unique, responder);
+  } catch (const std::bad_alloc&) {
+    if (!closes) throw;
+    // Nobody hears how closing ended, so the kernel need not wait for it.
+    responder.error(0);
+    unheard_.fetch_add(1);
+    forward_one_way(message);
+    return;
   }
   if (admission == Admission::kDead) {
     statistics_.relay_refused.add();
@@ -279,6 +281,10 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
 
   Responder responder = take_pending(header.unique);
   if (!responder.pending()) {
+    if (unheard_.load() > 0) {
+      unheard_.fetch_sub(1);
+      return;
+    }
     statistics_.relay_bad_replies.add();
     log_warning("the control plane answered a request that is not there");
     return;

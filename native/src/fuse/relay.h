@@ -4,6 +4,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -80,6 +81,7 @@ class Relay {
   std::thread sender_;
 
   // Guards the two below; no reply is written under it.
+  std::atomic<std::uint64_t> unheard_{0};  // replies to come of requests that were answered when they were sent
   mutable std::mutex pending_mutex_;
   std::unordered_map<std::uint64_t, Responder> pending_;
   bool dead_ = false;
