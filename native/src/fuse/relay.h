@@ -3,8 +3,8 @@
 // Any thread may forward; replies come on the relay's own thread, which never waits for anything but the socket.
 #pragma once
 
-#include <condition_variable>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
