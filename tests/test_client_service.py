@@ -364,6 +364,22 @@ def test_cancel_while_the_file_does_not_open(fake: FakeMount) -> None:
     assert len(fake.backend.requests) == 1  # the hung one never started
 
 
+def test_cancel_while_everything_is_given_back(fake: FakeMount) -> None:
+    """The transfer is closed then, and its result is not yet sent."""
+    closing = fake.backend.closing = threading.Event()
+    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
+    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
+        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        wait_until(lambda: fake.backend.requests and len(fake.backend.open) == 2)
+        _protocol.send(sock, _protocol.Cancel(1))
+        _protocol.send(sock, Copy(2, "load"), (host, mount))
+        wait_until(lambda: len(fake.backend.requests) == 2)  # so the first message has been read
+        closing.set()
+        for number in (1, 2):
+            result = answer(sock)
+            assert (result.id, result.error, result.done) == (number, 0, 4)
+
+
 def test_a_client_that_goes_takes_its_copies_along(fake: FakeMount) -> None:
     fake.backend.delay = 0.02
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
@@ -614,24 +630,28 @@ def test_an_id_that_is_under_way(fake: FakeMount) -> None:
 
 
 def test_a_client_that_does_not_read(make: Callable[..., FakeMount]) -> None:
-    fake = make(service.Limits(send=0.3))
-    fake.backend.delay = 0.001
-    fake.backend.piece = 4096
-    source, buffer = fake.file("source", bytes(MIB)), fake.file("buffer", b"", fake.folder)
+    """Many results wait for it at once, for as long as the limit says; then it is sent away."""
+    fake = make(service.Limits(send=0.5, messages_per_second=1_000_000))
+    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
         number = 0
         while fake.service.statistics()["connections"]:
+            if number - fake.service.statistics()["completed"] >= 8:
+                time.sleep(0.001)
+                continue
             number += 1
             try:
                 sock.settimeout(0.2)
-                _protocol.send(sock, Copy(number, "load", progress=0.01, size=0), (host, mount))
-            except TimeoutError:
-                continue
+                _protocol.send(sock, Copy(number, "load"), (host, mount))
             except OSError:
                 break
-            if number % 8 == 0:
-                time.sleep(0.01)
-    wait_until(lambda: fake.service.statistics()["connections"] == 0)
+        wait_until(lambda: fake.service.statistics()["connections"] == 0)
+        answers = 0
+        while answer(sock) is not None:
+            answers += 1
+    statistics = fake.service.statistics()
+    assert statistics["violations"] == 0
+    assert 8 < answers < statistics["completed"]
     still_serves(make_healthy(fake))
 
 

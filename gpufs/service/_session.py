@@ -105,6 +105,11 @@ class _Request:
                 self.transfer.cancel()
         self.scope.cancel()
 
+    def end(self) -> None:
+        """Before the transfer is closed: a client may still cancel what it has not heard the result of."""
+        with self.lock:
+            self.transfer = None
+
 
 class Session:
     """Serves one connection until it ends. Owns its socket."""
@@ -130,6 +135,7 @@ class Session:
         self._limits = limits
         self._counters = counters
         self._threads = trio.CapacityLimiter(limits.threads)
+        self._sending = trio.Lock()
         self._requests: dict[int, _Request] = {}
         self._name = f"connection {number} ({peer})"
 
@@ -217,12 +223,13 @@ class Session:
             raise
 
     async def _send(self, message: ServerMessage) -> None:
-        while True:
-            try:
-                _protocol.send(self._sock, message)
-                return
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._sock)
+        async with self._sending:  # one task at a time may wait for a descriptor
+            while True:
+                try:
+                    _protocol.send(self._sock, message)
+                    return
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._sock)
 
     def _send_if_possible(self, message: ServerMessage) -> None:
         """For what may be left out: a client that does not read gets no progress."""
@@ -289,6 +296,7 @@ class Session:
                 deadline = trio.current_time() + self._limits.grace  # of all of it: each step may find a server hung
                 if request.transfer is not None:
                     state = await self._finish(request, host, deadline)
+                request.end()
                 await self._give_back(request, deadline)
                 self._account(request, state, refused)
                 del self._requests[request.copy.id]

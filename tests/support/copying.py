@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import socket
@@ -36,6 +37,8 @@ class Item:
         backend.opened(self)
 
     def close(self) -> None:
+        if (closing := self.backend.closing) is not None:
+            closing.wait(60)
         self.backend.closed(self)
         os.close(self.fd)
 
@@ -87,6 +90,8 @@ class FakeTransfer:
         return self._state
 
     def cancel(self) -> None:
+        if self.event_fd < 0:
+            raise OSError(errno.EBADF, "the transfer is closed")  # as the engine's
         if not self.backend.deaf:
             self._cancelled.set()
 
@@ -94,11 +99,15 @@ class FakeTransfer:
         self._cancelled.set()
         self._thread.join()
         self.backend.closed(self)
-        os.close(self.event_fd)
+        fd, self.event_fd = self.event_fd, -1
+        os.close(fd)
 
 
 class FakeBackend:
-    """The engine. piece and delay set the speed, fail_at a failure after so many bytes, hang stops open_host()."""
+    """The engine. piece and delay set the speed, fail_at a failure after so many bytes.
+
+    hang stops open_host(), and closing the closing of what it opened.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,6 +117,7 @@ class FakeBackend:
         self.sparse_tail = False
         self.deaf = False
         self.hang: threading.Event | None = None
+        self.closing: threading.Event | None = None
         self.hanging = 0  # calls that have come to hang, all in all
         self.refuse_start: OSError | None = None
         self.requests: list[dict[str, Any]] = []
@@ -156,6 +166,27 @@ class FakeBackend:
         self.writes.append(ino)
 
 
+class Complaints(logging.Handler):
+    """What the service logs as an error, with its traceback, until closed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._texts: list[str] = []
+        logging.getLogger("gpufs.service").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(self.format(record))
+
+    def taken(self) -> list[str]:
+        """Those since this was last asked."""
+        texts, self._texts = self._texts, []
+        return texts
+
+    def close(self) -> None:
+        logging.getLogger("gpufs.service").removeHandler(self)
+        super().close()
+
+
 class FakeMount:
     """A running service. folder is "the mount", host a directory of the host."""
 
@@ -173,6 +204,7 @@ class FakeMount:
         self.failure: BaseException | None = None
         self._limits = limits
         self._allow_other = allow_other
+        self._complaints = Complaints()
         self._started = threading.Event()
         self._scope = trio.CancelScope()
         self._thread = threading.Thread(target=self._main)
@@ -218,9 +250,12 @@ class FakeMount:
             raise self.failure
 
     def close(self) -> None:
+        """AssertionError when the service has logged a failure of its own."""
         try:
             self.stop()
+            assert not self._complaints.taken()
         finally:
+            self._complaints.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             shutil.rmtree(self.host, ignore_errors=True)
 

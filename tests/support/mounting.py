@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -173,15 +174,15 @@ class GpufsMount:
         return "\n".join(texts) or "--- the daemon wrote nothing"
 
     def complaints(self) -> list[str]:
-        """The log's lines of warnings and errors since this was last asked."""
-        lines = []
-        if self.log.exists():
-            with open(self.log, errors="replace") as log:
-                log.seek(self._checked_log)
-                text = log.read()
-                self._checked_log = log.tell()
-            lines = [x for x in text.splitlines() if any(y in x for y in ("WARNING", "ERROR", "CRITICAL", "Traceback"))]
-        return lines
+        """The log's warnings and errors, whole, since this was last asked."""
+        if not self.log.exists():
+            return []
+        with open(self.log, errors="replace") as log:
+            log.seek(self._checked_log)
+            text = log.read()
+            self._checked_log = log.tell()
+        entries = (entry.rstrip("\n") for entry in re.split(r"^(?=\d{4}-\d\d-\d\d )", text, flags=re.MULTILINE))
+        return [x for x in entries if any(y in x for y in ("WARNING", "ERROR", "CRITICAL", "Traceback"))]
 
     def unmount(self, seconds: float = 30) -> None:
         """The system's own umount, then waits for the daemon's clean end."""
