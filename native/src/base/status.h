@@ -44,11 +44,11 @@ class [[nodiscard]] Result {
   Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {}  // NOLINT: implicit by intent
 
   [[nodiscard]] bool ok() const { return state_.index() == 0; }
-  [[nodiscard]] T& value() { return std::get<0>(state_); }
-  [[nodiscard]] const T& value() const { return std::get<0>(state_); }
-  [[nodiscard]] T take() { return std::move(std::get<0>(state_)); }
-  [[nodiscard]] Status status() const { return ok() ? Status{} : std::get<1>(state_); }
-  [[nodiscard]] int error() const { return ok() ? 0 : std::get<1>(state_).error(); }
+  [[nodiscard]] T& value() { return *std::get_if<0>(&state_); }
+  [[nodiscard]] const T& value() const { return *std::get_if<0>(&state_); }
+  [[nodiscard]] T take() { return std::move(*std::get_if<0>(&state_)); }
+  [[nodiscard]] Status status() const { return ok() ? Status{} : *std::get_if<1>(&state_); }
+  [[nodiscard]] int error() const { return ok() ? 0 : std::get_if<1>(&state_)->error(); }
 
  private:
   std::variant<T, Status> state_;
