@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.umask(0o022)  # what tests make is for other users as well, whoever starts them
     config.stash[SESSION] = Session()
     common: dict[str, Any] = {
         "deadline": None,

@@ -17,6 +17,7 @@ import pytest
 from support.data import MIB, assert_same, noise, read_all
 from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import errno_of, wait_until
+from support.vendors import preloaded
 
 from gpufs import client
 
@@ -34,7 +35,8 @@ class FailingMemory:
         path.write_bytes(bytes(mmap.PAGESIZE))
         with open(path, "r+b") as file:
             self._order = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        self.environment = {"LD_PRELOAD": str(LIBRARY), "GPUFS_FAILING_MEMORY": str(path)}
+        assert LIBRARY is not None, "scripts/build gpufs_tests makes it"
+        self.environment = {"LD_PRELOAD": preloaded(LIBRARY, path.parent), "GPUFS_FAILING_MEMORY": str(path)}
 
     @contextlib.contextmanager
     def failing(self, skip: int, fail: int) -> Iterator[None]:
@@ -54,7 +56,6 @@ class FailingMemory:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> FailingMemory:
-    assert LIBRARY is not None, "scripts/build gpufs_tests makes it"
     return FailingMemory(tmp_path / "order")
 
 

@@ -52,6 +52,15 @@ class VendorMount:
         return found
 
 
+def preloaded(library: Path, folder: Path) -> str:
+    """The value of LD_PRELOAD for a library: a link below `folder`, since ld.so cuts the value at spaces."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / library.name
+    if not link.is_symlink():
+        link.symlink_to(library)
+    return str(link)
+
+
 def kernel_shows(root: Path, *paths: str) -> dict[str, str]:
     """The environment in which programs see files of these absolute paths, whatever the kernel here has."""
     for path in paths:
@@ -59,7 +68,7 @@ def kernel_shows(root: Path, *paths: str) -> dict[str, str]:
         there.parent.mkdir(parents=True, exist_ok=True)
         there.touch()
     return {
-        "LD_PRELOAD": str(BUILT / "fake_kernel" / "libgpufs_fake_kernel.so"),
+        "LD_PRELOAD": preloaded(BUILT / "fake_kernel" / "libgpufs_fake_kernel.so", root),
         "FAKE_KERNEL_ROOT": str(root),
     }
 
