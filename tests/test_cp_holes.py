@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -291,7 +290,7 @@ def test_interrupted(mounted: GpufsMount, host: Path) -> None:
         file.truncate(max((start + len(data) for start, data in runs.items()), default=0))
     Model(file_size(mounted.device / "file"), runs).check(mounted.device / "file")
     child = subprocess.Popen([*CP, "--verify", str(source), str(mounted.device / "other")])
-    time.sleep(0.5)
+    wait_until((mounted.device / "other").exists, 20, "the copy's beginning")
     child.send_signal(signal.SIGINT)
     assert child.wait(30) in (0, -signal.SIGINT)
     size = (mounted.device / "other").stat().st_size if (mounted.device / "other").exists() else 0

@@ -3,6 +3,7 @@
 import gzip
 import json
 import resource
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -201,7 +202,7 @@ def test_a_library_that_kills_the_process(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("import time; time.sleep(60)", "no answer within 0.5 seconds"),
     ):
         program = tmp_path / "program"
-        program.write_text(f"#!{sys.executable}\n{script}\n")
+        program.write_text(f"#!/bin/sh\nexec {shlex.join([sys.executable, '-c', script])}\n")
         program.chmod(stat.S_IRWXU)
         monkeypatch.setattr(sys, "executable", str(program))
         monkeypatch.setattr(checks, "_PROBE_SECONDS", 0.5 if "sleep" in script else 30.0)

@@ -238,11 +238,11 @@ def test_interrupt_cancels_a_read(host: engine.Engine, tmp_path: Path) -> None:
     with engine.BackingFile.open(host, path) as file:
 
         def repeat() -> None:
+            timer.start()
             while True:  # until it is interrupted: one reading alone might be over before
                 file.read(array, share=1, fastpath="off")
 
         timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
             repeat()
         timer.join()

@@ -55,8 +55,8 @@ def test_interrupted_while_the_file_hangs(how: str) -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "opened = engine.Engine('host', devices=1, memory_bytes=64 << 20)\n"
         "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
-        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        f"try:\n    {words}\nexcept KeyboardInterrupt: print('interrupted', flush=True)\n"
+        "timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))\n"
+        f"try:\n    timer.start()\n    {words}\nexcept KeyboardInterrupt: print('interrupted', flush=True)\n"
     )
     with HangingMount(good=0) as hung:
         child = subprocess.Popen([sys.executable, "-c", script, hung.file], stdout=subprocess.PIPE, text=True)
