@@ -32,8 +32,8 @@ else:
 
 _QUEUED_FILES: Final = 1024
 _REFRESH: Final = 0.1
-# How long an interrupted copy may take to leave a consistent destination.
-_INTERRUPT_SECONDS: Final = 4.0
+# How long an interrupted copy may take to leave a consistent destination: more than a connection waits for a daemon.
+_INTERRUPT_SECONDS: Final = 10.0
 
 
 def copy(options: dict[str, Any]) -> int:

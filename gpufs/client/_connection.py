@@ -9,18 +9,32 @@ import time
 
 from gpufs._version import __version__
 from gpufs.client import _linux, _protocol
-from gpufs.client._protocol import Copy, Goodbye, Hello, ProtocolError, Result, ServerMessage, Welcome
+from gpufs.client._protocol import (
+    ClientMessage,
+    Copy,
+    Goodbye,
+    Hello,
+    ProtocolError,
+    Result,
+    ServerMessage,
+    Welcome,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import _socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Final, Self
 
-_HELLO_SECONDS: Final = 5.0
-# After a cancellation, and when an exception passes through: the daemon answers at once unless it hangs itself.
-_CANCEL_SECONDS: Final = 3.0
+_HELLO_SECONDS: Final = 15.0
+# After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
+# cancelled. It answers at once unless a file's server or a device hangs.
+_CANCEL_SECONDS: Final = 8.0
+
+
+class IdleError(OSError):
+    """The daemon has ended a connection on which nothing was said for long. What was asked last has not begun."""
 
 
 class Cancellation:
@@ -67,6 +81,11 @@ class Connection:
             sock.close()
             raise
 
+    @property
+    def used(self) -> bool:
+        """Whether it has been asked for a copy."""
+        return self._next > 1
+
     def usable(self) -> bool:
         """False once the daemon has ended it; it says nothing unasked but goodbye."""
         poll = select.poll()
@@ -102,22 +121,19 @@ class Connection:
     ) -> Result:
         """Has the daemon copy between two open files; both stay the caller's.
 
-        Returns the daemon's result, which may be a failure, and OSError ECONNRESET when the daemon ends before it. An
-        exception that passes through (KeyboardInterrupt, one of ``progress``) cancels the copy first.
+        Returns the daemon's result, which may be a failure. OSError when the daemon ends before it: its last words,
+        or ECONNRESET. An exception that passes through (KeyboardInterrupt, one of ``progress``) cancels the copy first.
         """
         request = Copy(self._next, direction, host_offset, offset, size, fastpath, sync, interval if progress else 0.0)
         self._next += 1
-        _protocol.send(self._sock, request, (host_fd, mount_fd))
+        self._send(request, (host_fd, mount_fd))
         _linux.library()  # wanted after the copy, and there is time now
         cancelled = False
         try:
             while True:
                 if cancel is not None and not cancelled and self._wait(cancel):
                     cancelled = True
-                    try:
-                        _protocol.send(self._sock, _protocol.Cancel(request.id))
-                    except BrokenPipeError:
-                        pass  # the daemon ends; its last words are still to be read
+                    self._send(_protocol.Cancel(request.id))
                     self._sock.settimeout(_CANCEL_SECONDS)
                 message = self._receive()
                 if isinstance(message, Result) and message.id == request.id:
@@ -151,9 +167,20 @@ class Connection:
             pass
         self._sock.close()
 
+    def _send(self, message: ClientMessage, descriptors: Sequence[int] = ()) -> None:
+        """To a daemon that has ended the connection nothing: its last words, or their lack, are for _receive()."""
+        try:
+            _protocol.send(self._sock, message, descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
     def _receive(self) -> ServerMessage:
         try:
-            data, descriptors = _protocol.receive(self._sock)
+            try:
+                data, descriptors = _protocol.receive(self._sock)
+            except ConnectionResetError:
+                # Said once, before anything else, where it was closed with a message of ours unread.
+                data, descriptors = _protocol.receive(self._sock)
         except TimeoutError:
             raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer") from None
         _protocol.close_all(descriptors)
@@ -161,5 +188,7 @@ class Connection:
             raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
         message = _protocol.decode_server(data)
         if isinstance(message, Goodbye):
+            if message.error == errno.ETIMEDOUT:
+                raise IdleError(message.error, message.message)
             raise OSError(message.error or errno.ECONNRESET, message.message)
         return message

@@ -17,7 +17,7 @@ import time
 from _thread import allocate_lock
 
 from gpufs.client import _ends, _find, _linux
-from gpufs.client._connection import Cancellation, Connection
+from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._find import MountPoint
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.client._protocol import LOAD, STORE, Progress
@@ -233,8 +233,16 @@ class Copier:
         if connection is None:
             one.through_mount()
             return
+        reused = connection.used
         try:
             answered = one.by_daemon(connection, direction, self._fastpath, fsync=self._fsync)
+        except IdleError:
+            connection.close()
+            if not reused:
+                raise
+            # The daemon ended it at the very moment when it was taken up again.
+            self._by_daemon(one, direction, device, mounts)
+            return
         except BaseException:
             connection.close()
             raise

@@ -16,7 +16,7 @@ else:
 
 FILE_SYSTEM: Final = "fuse.gpufs"
 SOCKET_FILE: Final = ".gpufs/socket"
-_CONNECT_SECONDS: Final = 5.0
+_CONNECT_SECONDS: Final = 15.0
 _PATH_MAX: Final = 4096
 
 

@@ -27,6 +27,7 @@ class Holdings:
         self._closers: list[Callable[[], None]] = []
         self._users = 0
         self._dropped = False
+        self._then: Callable[[], None] | None = None
 
     def hold_descriptor(self, fd: int) -> "Descriptor":
         """Takes over an open descriptor."""
@@ -53,10 +54,17 @@ class Holdings:
                 self._users -= 1
             self._close_if_over()
 
-    def drop(self) -> None:
-        """Gives everything back, now or when the last user has gone."""
+    @property
+    def in_use(self) -> bool:
+        """Whether a thread works with what is held at this moment."""
+        with self._lock:
+            return self._users > 0
+
+    def drop(self, then: Callable[[], None]) -> None:
+        """Gives everything back, now or when the last user has gone; calls ``then`` after that, on whatever thread."""
         with self._lock:
             self._dropped = True
+            self._then = then
         self._close_if_over()
 
     def _close_if_over(self) -> None:
@@ -64,11 +72,16 @@ class Holdings:
             if not self._dropped or self._users:
                 return
             closers, self._closers = self._closers, []
-        for close in reversed(closers):
-            try:
-                close()
-            except OSError:
-                pass  # a descriptor is gone whatever close says; the data's fate was the result's to tell
+            then, self._then = self._then, None
+        try:
+            for close in reversed(closers):
+                try:
+                    close()
+                except OSError:
+                    pass  # a descriptor is gone whatever close says; the data's fate was the result's to tell
+        finally:
+            if then is not None:
+                then()
 
 
 class Descriptor:

@@ -387,7 +387,10 @@ class Session:
         return state
 
     async def _give_back(self, request: _Request, deadline: float) -> None:
-        """Closes what the request held, and waits for that a little: a client may unmount the file's disk next."""
+        """Closes what the request held, and waits for that a little: a client may unmount the file's disk next.
+
+        Less where a thread that was left behind still works with it: its file's server may hang.
+        """
         closed = trio.Event()
         token = trio.lowlevel.current_trio_token()
 
@@ -395,13 +398,9 @@ class Session:
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(closed.set)
 
-        def close() -> None:
-            try:
-                request.holdings.drop()
-            finally:
-                tell()
-
-        threads.in_background(close)
+        if request.holdings.in_use:
+            deadline = min(deadline, trio.current_time() + self._limits.abandoned)
+        threads.in_background(functools.partial(request.holdings.drop, tell))
         with trio.move_on_at(deadline):
             await closed.wait()
 

@@ -38,6 +38,8 @@ class Item:
 
     def close(self) -> None:
         if (closing := self.backend.closing) is not None:
+            with self.backend.lock:
+                self.backend.held_up += 1
             closing.wait(60)
         self.backend.closed(self)
         os.close(self.fd)
@@ -119,6 +121,7 @@ class FakeBackend:
         self.hang: threading.Event | None = None
         self.closing: threading.Event | None = None
         self.hanging = 0  # calls that have come to hang, all in all
+        self.held_up = 0  # closings, the same
         self.refuse_start: OSError | None = None
         self.requests: list[dict[str, Any]] = []
         self.writes: list[int] = []
