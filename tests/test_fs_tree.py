@@ -549,7 +549,7 @@ class OneAtATime:
 
 
 async def test_a_stream_whose_end_comes_behind_the_next_ones_opening(autojump_clock: trio.testing.MockClock) -> None:
-    """The kernel tells of both in this order, or in the other, as its threads like."""
+    """The kernel tells of both in this order, or in the other, as its threads like; of a closed descriptor before."""
     table = FakeTable()
     tree = Tree(table, 1, uid=7, gid=8, control_files={}, streams={"trace": OneAtATime})
     operations = Operations(tree, table, driver="host", entry_timeout=1, attribute_timeout=1, memory=lambda: (0, 0))
@@ -560,11 +560,12 @@ async def test_a_stream_whose_end_comes_behind_the_next_ones_opening(autojump_cl
         return (await operations.open(node.ino, os.O_RDONLY, context)).fh
 
     first = await opened()
+    await operations.flush(first)
     async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def end() -> None:
-            await trio.testing.wait_all_tasks_blocked()
+            await trio.sleep(5)  # the mount has much to do
             await operations.release(first)
 
         second = await opened()

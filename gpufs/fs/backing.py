@@ -545,6 +545,7 @@ class BackingOperations(Operations):
         for cookie, name in ((1, b"."), (2, b"..")):
             if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
                 return
+        listed = False
         for index in range(max(start_id - 2, 0), len(directory.names)):
             name = directory.names[index]
             try:
@@ -554,10 +555,13 @@ class BackingOperations(Operations):
             except OSError as failure:
                 if failure.errno == errno.EDEADLK:
                     continue
+                if listed:
+                    return  # what the kernel has no answer about it would never forget; it asks again from here on
                 raise
             if not pyfuse3.readdir_reply(token, name, reply, index + 3):
                 await self.forget([(reply.st_ino, 1)])
                 return
+            listed = True
 
     async def _list_shares(self, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         above = self._entry_reply(self._shown.ino, stat.S_IFDIR)

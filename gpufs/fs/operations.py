@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 
 # File handles made here count from 1; those of the engine have bit 62 set.
 _FIRST_HANDLE = 1
-# Seconds that a stream of which there is one at a time is waited for.
+# Seconds that a stream of which there is one at a time is waited for: where a descriptor of it has been closed, which
+# mostly was the last one, and where none has.
+_ENDING_STREAM_PATIENCE = 10.0
 _STREAM_PATIENCE = 0.5
 # The name that the data plane gives for O_TMPFILE.
 UNNAMED = b"/"
@@ -105,6 +107,7 @@ class Operations(pyfuse3.Operations):
         self._next_handle = _FIRST_HANDLE
         self._contents: dict[int, bytes] = {}
         self._streams: dict[int, Stream] = {}
+        self._ending_streams: set[int] = set()  # of these
         self._stream_closed = trio.Event()  # of the next one
         self._directories: dict[int, OpenDirectory] = {}
         # pyfuse3 copies a reply before it runs anything else, so one object serves all.
@@ -333,7 +336,8 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def flush(self, fh: int) -> None:
-        pass
+        if fh in self._streams:
+            self._ending_streams.add(fh)
 
     @handler
     async def fsync(self, fh: int, datasync: bool) -> None:
@@ -343,6 +347,7 @@ class Operations(pyfuse3.Operations):
     async def release(self, fh: int) -> None:
         stream = self._streams.pop(fh, None)
         if stream is not None:
+            self._ending_streams.discard(fh)
             stream.close()
             self._stream_closed.set()
             self._stream_closed = trio.Event()
@@ -353,7 +358,7 @@ class Operations(pyfuse3.Operations):
 
     async def _begin(self, node: StreamFile) -> Stream:
         """Begins a stream. That of a descriptor which has just been closed may end behind the next one's opening."""
-        with trio.move_on_after(_STREAM_PATIENCE):
+        with trio.move_on_after(_ENDING_STREAM_PATIENCE if self._ending_streams else _STREAM_PATIENCE):
             while True:
                 try:
                     return node.begin()

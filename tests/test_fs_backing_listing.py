@@ -1,0 +1,58 @@
+"""What the kernel is told of a directory of the host while something in it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pyfuse3
+import pytest
+from support.fake_table import FakeTable
+
+from gpufs.fs.backing import Backing, BackingNode, BackingOperations
+from gpufs.fs.tree import Tree, error
+
+
+async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been found goes to the kernel, which forgets it again; the failure is the next reading's answer."""
+    for name in "abc":
+        (tmp_path / name).touch()
+    table = FakeTable()
+    tree = Tree(table, 1, uid=0, gid=0, control_files={})
+    options: dict[str, Any] = {"driver": "host", "entry_timeout": 1, "attribute_timeout": 1, "memory": lambda: (0, 0)}
+    backings = [Backing("data", str(tmp_path), read_only=False)]
+    operations = BackingOperations(tree, table, backings=backings, device=0, uid=0, gid=0, **options)
+    context: Any = pyfuse3.RequestContext.__new__(pyfuse3.RequestContext)
+    replied: list[tuple[bytes, int, int]] = []
+
+    def reply(token: Any, name: bytes, attributes: pyfuse3.EntryAttributes, cookie: int) -> bool:
+        replied.append((name, attributes.st_ino, cookie))
+        return True
+
+    monkeypatch.setattr(pyfuse3, "readdir_reply", reply)
+    shown = tree.lookup(1, b"backing")
+    share = await operations.lookup(shown.ino, b"data", context)
+    handle = await operations.opendir(share.st_ino, context)
+    order = os.listdir(tmp_path)
+    true_find = BackingOperations._find
+    broken = order[1].encode()
+
+    async def find(self: BackingOperations, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+        if name == broken:
+            raise error(errno.EIO)
+        return await true_find(self, parent, name)
+
+    monkeypatch.setattr(BackingOperations, "_find", find)
+    token: Any = None
+    await operations.readdir(handle, 0, token)
+    assert [name for name, _, _ in replied] == [b".", b"..", order[0].encode()]
+    _, ino, cookie = replied[-1]
+    with pytest.raises(pyfuse3.FUSEError) as caught:
+        await operations.readdir(handle, cookie, token)
+    assert caught.value.errno == errno.EIO
+    await operations.forget([(ino, 1)])
+    assert ino not in tree.nodes
+    await operations.releasedir(handle)
+    operations.close()
