@@ -88,8 +88,10 @@ def world(session: Session, driver: str) -> Iterator[World]:
                     for _ in range(BUFFER // BLOCK):
                         buffer.write(noise(BLOCK))
                 yield World(mount, server.path, disk, Snapshot.of(mount.pid).descriptors)
-                # A slow server's thread may be left behind, where its read takes longer than a cancellation waits.
-                assert not [line for line in mount.complaints() if "was left behind by threads" not in line]
+                # A slow server's thread may be left behind, where its read takes longer than a cancellation waits; and
+                # the log may count how often that was said.
+                expected = ("was left behind by threads", "the line before came")
+                assert not [line for line in mount.complaints() if not any(text in line for text in expected)]
     finally:
         shutil.rmtree(disk)
 
