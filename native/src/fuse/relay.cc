@@ -229,11 +229,15 @@ void Relay::overflow_loop() {
     overflow_bytes_ -= message.size();
     sending_overflow_ = true;
     lock.unlock();
-    ssize_t sent = -1;
-    do {
-      sent = ::send(socket_.get(), message.data(), message.size(), MSG_NOSIGNAL);  // waits until there is room
-    } while (sent < 0 && errno == EINTR);
-    // On a failure the receiver sees the end of the connection, too, and answers what is pending.
+    // Waits until there is room. On another failure the receiver sees the end of the connection, too, and answers what
+    // is pending.
+    while (::send(socket_.get(), message.data(), message.size(), MSG_NOSIGNAL) < 0) {
+      if (errno == ENOBUFS || errno == ENOMEM) {
+        std::this_thread::sleep_for(kMemoryPause);
+      } else if (errno != EINTR) {
+        break;
+      }
+    }
     lock.lock();
     sending_overflow_ = false;
   }

@@ -80,8 +80,9 @@ class Relay {
   std::thread receiver_;             // the Session's start and stop alone touch these two
   std::thread sender_;
 
-  // Guards the two below; no reply is written under it.
   std::atomic<std::uint64_t> unheard_{0};  // replies to come of requests that were answered when they were sent
+
+  // Guards the two below; no reply is written under it.
   mutable std::mutex pending_mutex_;
   std::unordered_map<std::uint64_t, Responder> pending_;
   bool dead_ = false;
