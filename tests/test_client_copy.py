@@ -319,6 +319,7 @@ WORDS += [
     "",
 ]
 WORDS += ["--no-progress", "--progress=1", "a", "b/c", "--help"]
+WORDS += ["-i", "-fu", "-L", "-PH", "-t", "-tdir", "-xtdir", "--target-directory=d", "--remove-destination", "-ls"]
 
 
 @given(st.lists(st.sampled_from(WORDS), max_size=7))
@@ -327,14 +328,13 @@ def test_cp_without_click_reads_the_words_as_click_does(words: list[str]) -> Non
     if found is None:
         return  # click's to judge
     context = cp_module.command.make_context("cp", list(words))
-    by_click = dict(context.params)
-    names = [*by_click.pop("sources"), by_click.pop("destination")]
-    assert found == {**by_click, "names": names}
+    assert found == {**context.params, "names": list(context.params["names"])}
 
 
 def test_cp_without_click_takes_the_usual_words() -> None:
     assert _cp_options.parse(["-rp", "-j8", "--verify", "a", "b", "--json"]) is not None
-    for wrong in (["a"], ["--help"], ["-j", "0", "a", "b"], ["a", "b", "--fastpath"], ["-rx", "a", "b"]):
+    assert _cp_options.parse(["-ufx", "-t", "d", "a"]) is not None
+    for wrong in (["a"], ["--help"], ["-j", "0", "a", "b"], ["a", "b", "--fastpath"], ["-rz", "a", "b"], ["-t", "d"]):
         assert _cp_options.parse(wrong) is None
 
 
@@ -426,6 +426,26 @@ def test_cp_says_what_is_wrong(fake: FakeMount, cp: Any) -> None:
             assert found == (code, "", text), words
     assert sorted(path.name for path in fake.folder.iterdir()) == [".gpufs", "d", "file", "there"]
     assert there.read_bytes() == b"3"
+
+
+NO_DIRECTORY = "is not a directory, as --target-directory says (mkdir makes one)"
+BOTH = "--target-directory and --no-target-directory contradict each other: leave one out"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("-l", "a", "b"), 2, "cp: -l makes links and copies no bytes: use cp"),
+        (("-rs", "a", "b"), 2, "cp: -s makes links and copies no bytes: use cp"),
+        (("-T", "-t", "/", "a"), 2, f"cp: {BOTH}"),
+        (("-t", "/nonexistent", "a"), 1, f"cp: /nonexistent: {NO_DIRECTORY}"),
+        (("-t", "/etc/passwd", "a"), 1, f"cp: /etc/passwd: {NO_DIRECTORY}"),
+        (("-t", "", "a"), 2, "cp: an empty name is given where a file belongs"),
+        (("-t", "/"), 2, "Missing argument 'SOURCE... DEST'. (see gpufs cp --help)"),
+    ],
+)
+def test_cp_says_which_words_are_wrong(words: tuple[str, ...], code: int, text: str, cp: Any) -> None:
+    assert cp(*words) == (code, "", f"gpufs: {text}\n")
 
 
 def test_cp_no_clobber_and_verbose(fake: FakeMount, cp: Any) -> None:

@@ -13,8 +13,9 @@ import time
 from _queue import SimpleQueue
 from _thread import allocate_lock, start_new_thread
 
+from gpufs.cli._cp_options import OPTIONS
 from gpufs.cli._cp_walk import Walk, targets
-from gpufs.cli._errors import complain, printable
+from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError
 
 # signal, threading and queue are on top of these, and take longer to import than the copy of a gigabyte takes.
@@ -40,12 +41,20 @@ def copy(options: dict[str, Any]) -> int:
     """Runs the command with its options, and "names"; returns the exit code. Failure when nothing can be done."""
     if options["archive"]:
         options = {**options, "recursive": True, "preserve": True}
-    *sources, destination = options["names"]
-    show = not options["no_progress"] and (options["progress"] or sys.stderr.isatty())
-    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "preserve")}
+    for option in OPTIONS:
+        if option.refused and options[option.name]:
+            raise Failure(f"cp: {option.names[0]} {option.refused}", 2)
+    sources, destination = options["names"], options["target_directory"]
+    if destination is None:
+        *sources, destination = sources
+    # A question would be lost in a bar.
+    show = not options["no_progress"] and options["existing"] != "ask" and (options["progress"] or sys.stderr.isatty())
+    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "preserve", "force")}
+    chosen["remove_destination"] = options["remove_destination"]
     with Copier(**chosen, notice=_complain) as copier:
         run = _Run(copier, options, show=show)
-        named = list(targets(sources, destination, no_target_directory=options["no_target_directory"]))
+        rules = {name: bool(options[name]) for name in ("no_target_directory", "target_directory")}
+        named = list(targets(sources, destination, **rules))
         run.copy(named, int(options["jobs"]))
     if options["json"]:
         from gpufs.cli._output import json_text
@@ -132,10 +141,9 @@ class _Run:
         self._walk = Walk(
             copier,
             self._cancel,
-            recursive=self._recursive,
-            preserve=options["preserve"],
-            no_clobber=options["no_clobber"],
+            options,
             found=self._found,
+            ask=self._ask,
             warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
             report=self._error,
         )
@@ -181,6 +189,27 @@ class _Run:
         with self._tally.lock:
             self._tally.total += size
         self._put((source, destination))
+
+    def _ask(self, destination: str) -> bool:
+        """Asks on standard error, and reads a line of standard input. Who cannot or does not answer means no."""
+        import select
+
+        print(f"gpufs cp: overwrite {printable(destination)}? ", end="", file=sys.stderr, flush=True)
+        answer = b""
+        try:
+            poll = select.poll()
+            poll.register(0, select.POLLIN)
+            while not self._cancel.cancelled:
+                # Not all at once: what follows answers the next question. And a signal must end the waiting.
+                if not poll.poll(_REFRESH * 1000):
+                    continue
+                letter = os.read(0, 1)
+                if letter in (b"", b"\n"):
+                    break
+                answer += letter
+        except OSError:
+            return False
+        return not self._cancel.cancelled and answer[:1] in (b"y", b"Y")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second one: now
@@ -315,6 +344,7 @@ class _Run:
             refusals.update(result.refusals)
         return {
             "files": len(self.results),
+            "skipped": self._walk.skipped,
             "bytes": total,
             "seconds": self._seconds,
             "bytes_per_second": total / self._seconds if self._seconds else 0.0,

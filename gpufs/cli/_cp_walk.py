@@ -10,14 +10,18 @@ import os
 import stat
 
 from gpufs.cli._errors import Failure
+from gpufs.client._ends import preserve
 from gpufs.client._outcome import text_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import Protocol
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any, Protocol, TypeAlias
 
     from gpufs.client import Cancellation, Copier
+
+    # A directory's device and inode numbers, and those of the ones above it.
+    _Chain: TypeAlias = "tuple[tuple[int, int], _Chain] | None"
 
     class Report(Protocol):
         """Takes down what could not be copied: source, destination where that matters, errno and text."""
@@ -25,10 +29,17 @@ if TYPE_CHECKING:
         def __call__(self, source: str, destination: str | None, number: int, text: str) -> None: ...
 
 
-def targets(sources: Sequence[str], destination: str, *, no_target_directory: bool) -> Iterator[tuple[str, str]]:
-    """The name that each source gets, by the rules of cp(1). Failure where they allow none."""
+def targets(
+    sources: Sequence[str], destination: str, *, no_target_directory: bool, target_directory: bool
+) -> Iterator[tuple[str, str]]:
+    """The name that each source gets, by the rules of cp(1). Failure where they allow none.
+
+    ``target_directory``: the destination was given as a directory, and must be one.
+    """
     if not destination or not all(sources):
         raise Failure("cp: an empty name is given where a file belongs", 2)
+    if no_target_directory and target_directory:
+        raise Failure("cp: --target-directory and --no-target-directory contradict each other: leave one out", 2)
     try:
         is_directory = stat.S_ISDIR(os.stat(destination).st_mode)
     except FileNotFoundError:
@@ -40,6 +51,8 @@ def targets(sources: Sequence[str], destination: str, *, no_target_directory: bo
             raise Failure(f"cp: --no-target-directory: more than one source: {sources[1]}", 2)
         yield sources[0], destination
         return
+    if target_directory and not is_directory:
+        raise Failure(f"cp: {destination}: is not a directory, as --target-directory says (mkdir makes one)")
     if len(sources) > 1 and not is_directory:
         raise Failure(f"cp: {destination}: is not a directory, and there are {len(sources)} sources for it")
     for source in sources:
@@ -48,48 +61,58 @@ def targets(sources: Sequence[str], destination: str, *, no_target_directory: bo
 
 
 class Walk:
-    """One walk over the sources. ``found`` is told of each file to copy, with its size in bytes, and may wait."""
+    """One walk over the sources, by the command's options. ``found`` is told of each file to copy, with its size in
+    bytes, and may wait. ``ask``: whether a file that exists may be overwritten.
+    """
 
     def __init__(
         self,
         copier: Copier,
         cancel: Cancellation,
+        options: Mapping[str, Any],
         *,
-        recursive: bool,
-        preserve: bool,
-        no_clobber: bool,
         found: Callable[[str, str, int], None],
+        ask: Callable[[str], bool],
         warn: Callable[[str], None],
         report: Report,
     ) -> None:
         self._copier = copier
         self._cancel = cancel
-        self._recursive = recursive
-        self._preserve = preserve
-        self._no_clobber = no_clobber
+        self._recursive: bool = options["recursive"]
+        self._preserve: bool = options["preserve"]
+        self._update: bool = options["update"]
+        self._existing: str | None = options["existing"]
+        self._remove: bool = options["remove_destination"]
+        self._one_file_system: bool = options["one_file_system"]
+        links = options["links"] or ("keep" if self._recursive else "follow")
+        self._look_at_named = os.lstat if links == "keep" else os.stat
+        self._look_below = os.stat if links == "follow" else os.lstat
         self._found = found
+        self._ask = ask
         self._warn = warn
         self._report = report
         self._made: dict[str, str] = {}  # destination: what it was made from
         self._directories: list[tuple[str, os.stat_result, bool]] = []  # what they were made from, and whether by us
+        self.skipped = 0  # files left alone because they exist
 
     def find(self, source: str, destination: str) -> None:
         """Looks at one source, and at all that is below it."""
         if self._cancel.cancelled:
             return
         try:
-            status = os.lstat(source) if self._recursive else os.stat(source)
+            status = self._look_at_named(source)
         except OSError as error:
             self._fail(source, None, error)
             return
-        if not stat.S_ISDIR(status.st_mode):
-            self._find_file(source, destination, status, below=False)
-        elif not self._recursive:
+        copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier looks at its ends itself
+        if stat.S_ISDIR(status.st_mode) and not self._recursive:
             self._report(source, None, errno.EISDIR, "is a directory (-r copies it)")
-        elif not self._on_a_mount(status.st_dev, destination):
+        elif not copied and not self._on_a_mount(status.st_dev, destination):
             self._report(source, destination, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
-        else:
+        elif stat.S_ISDIR(status.st_mode):
             self._find_in_directory(source, destination, status)
+        else:
+            self._find_file(source, destination, status, below=False)
 
     def finish(self) -> None:
         """Modes and times of directories, once nothing more is written into them."""
@@ -97,12 +120,7 @@ class Walk:
             mode = stat.S_IMODE(status.st_mode)
             try:
                 if self._preserve:
-                    try:
-                        os.chown(path, status.st_uid, status.st_gid)
-                    except PermissionError:
-                        mode &= 0o777
-                    os.chmod(path, mode)
-                    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+                    preserve(path, status)
                 elif new and mode & stat.S_IRWXU != stat.S_IRWXU:
                     os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
             except OSError as error:
@@ -132,7 +150,8 @@ class Walk:
                 self._report(source, destination, errno.EEXIST, text)
             return
         self._made[name] = source
-        if self._no_clobber and os.path.lexists(destination):
+        if not self._wanted(destination, status):
+            self.skipped += 1
             return
         if stat.S_ISLNK(status.st_mode):
             self._copy_link(source, destination, status)
@@ -141,17 +160,44 @@ class Walk:
         else:
             self._found(source, destination, status.st_size if stat.S_ISREG(status.st_mode) else 0)
 
+    def _wanted(self, destination: str, status: os.stat_result) -> bool:
+        """Whether a file is to be made, by what is there already."""
+        if not self._update and self._existing is None:
+            return True
+        follow = stat.S_ISREG(status.st_mode) and not self._remove
+        try:
+            there = os.stat(destination) if follow else os.lstat(destination)
+        except OSError:
+            return True  # making it will tell what is wrong
+        if self._existing != "skip" and os.path.samestat(there, status):
+            return True  # which is told
+        if self._update and there.st_mtime_ns >= status.st_mtime_ns:
+            return False
+        return self._existing is None or (self._existing == "ask" and self._ask(destination))
+
     def _find_in_directory(self, source: str, destination: str, status: os.stat_result) -> None:
         """Makes the directory and looks at everything in it."""
         inside = os.path.realpath(destination) + "/"
         if inside.startswith(os.path.realpath(source).rstrip("/") + "/"):
             self._report(source, destination, errno.EINVAL, "a directory cannot be copied into itself")
             return
-        pending = [(source, destination, status)]
+        device = status.st_dev
+        made: set[tuple[int, int]] = set()  # by us; links can lead into them
+        pending: list[tuple[str, str, os.stat_result, _Chain]] = [(source, destination, status, None)]
         while pending:
-            source, destination, status = pending.pop()
+            source, destination, status, above = pending.pop()
+            here = (status.st_dev, status.st_ino)
             try:
+                if here in made:
+                    raise OSError(errno.EINVAL, "a directory cannot be copied into itself", source)
+                if self._look_below is os.stat and _is_in(here, above):
+                    raise OSError(errno.ELOOP, "is a link to a directory that it lies in", source)
                 self._make_directory(destination, status)
+                if self._look_below is os.stat:
+                    copy = os.stat(destination)
+                    made.add((copy.st_dev, copy.st_ino))
+                if self._one_file_system and status.st_dev != device:
+                    continue
                 entries = sorted(os.listdir(source))
             except OSError as error:
                 self._fail(str(error.filename or source), None, error)
@@ -161,12 +207,12 @@ class Walk:
                     return
                 path, target = os.path.join(source, name), os.path.join(destination, name)
                 try:
-                    found = os.lstat(path)
+                    found = self._look_below(path)
                 except OSError as error:
                     self._fail(path, None, error)
                     continue
                 if stat.S_ISDIR(found.st_mode):
-                    pending.append((path, target, found))
+                    pending.append((path, target, found, (here, above)))
                 else:
                     self._find_file(path, target, found, below=True)
 
@@ -190,19 +236,39 @@ class Walk:
             try:
                 os.symlink(target, destination)
             except FileExistsError:
-                os.unlink(destination)
+                self._make_room(destination, status)
                 os.symlink(target, destination)
             if self._preserve:
-                os.utime(destination, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+                preserve(destination, status, link=True)
         except OSError as error:
             self._fail(source, destination, error)
 
     def _copy_special(self, source: str, destination: str, status: os.stat_result) -> None:
         """A FIFO, socket or device: what it is, and nothing that is in it."""
         try:
-            os.mknod(destination, status.st_mode & ~0o7000, status.st_rdev)
+            mode = status.st_mode & ~0o7000
+            try:
+                os.mknod(destination, mode, status.st_rdev)
+            except FileExistsError:
+                self._make_room(destination, status)
+                os.mknod(destination, mode, status.st_rdev)
             if self._preserve:
-                os.chmod(destination, stat.S_IMODE(status.st_mode) & 0o777)
-                os.utime(destination, ns=(status.st_atime_ns, status.st_mtime_ns))
+                preserve(destination, status)
         except OSError as error:
             self._fail(source, destination, error)
+
+    def _make_room(self, destination: str, source: os.stat_result) -> None:
+        """What is there goes, as with cp(1), unless it is the source itself."""
+        there = os.lstat(destination)
+        if os.path.samestat(there, source):
+            raise OSError(errno.EINVAL, "is the same file as the source", destination)
+        os.unlink(destination)
+
+
+def _is_in(directory: tuple[int, int], chain: _Chain) -> bool:
+    """Whether it is one of those in a chain of directories."""
+    while chain is not None:
+        one, chain = chain
+        if one == directory:
+            return True
+    return False

@@ -66,8 +66,9 @@ class Copier:
 
     ``fastpath``: "off" and "require" instead of what the mount is configured for. ``fsync``: files of the host are on
     their disk before a copy succeeds. ``verify``: both files are read again and compared by SHA-256, from the disk with
-    ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``notice``: called with one line,
-    once for each mount, where a daemon cannot be reached and its mount serves as a plain file system.
+    ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``force``: a destination that
+    cannot be opened is removed and made anew; ``remove_destination``: any that exists. ``notice``: called with one
+    line, once for each mount, where a daemon cannot be reached and its mount serves as a plain file system.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Copier:
         fsync: bool = False,
         verify: bool = False,
         preserve: bool = False,
+        force: bool = False,
+        remove_destination: bool = False,
         notice: Callable[[str], None] | None = None,
     ) -> None:
         if fastpath not in ("auto", "off", "require"):
@@ -85,6 +88,8 @@ class Copier:
         self._fsync = fsync
         self._verify = verify
         self._preserve = preserve
+        self._force = force
+        self._remove_destination = remove_destination
         self._notice = notice
         self._process = os.getpid()
         self._lock = allocate_lock()  # guards all below
@@ -155,7 +160,11 @@ class Copier:
         with _Closing(source_fd, quiet=True):
             self._refuse_host_to_host(source, destination, before)
             destination_fd, created = _ends.open_destination(
-                destination, before, store=self.mount_of(before.st_dev) is not None
+                destination,
+                before,
+                store=self.mount_of(before.st_dev) is not None,
+                force=self._force,
+                remove=self._remove_destination,
             )
             with _Closing(destination_fd) as closing:
                 moved = _Moved(total=_ends.size_of(source_fd, before))
@@ -198,6 +207,8 @@ class Copier:
         if self.mount_of(status.st_dev) is not None:
             return
         try:
+            if self._remove_destination:
+                raise FileNotFoundError  # it will be: what is made anew lies where its directory is
             device = os.stat(destination).st_dev
         except FileNotFoundError:
             try:

@@ -33,14 +33,16 @@ def size_of(fd: int, status: os.stat_result) -> int:
     return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
 
 
-def open_destination(path: str, source: os.stat_result, *, store: bool) -> tuple[int, bool]:
+def open_destination(path: str, source: os.stat_result, *, store: bool, force: bool, remove: bool) -> tuple[int, bool]:
     """Open for writing and empty; True if it was not there before.
 
     Where it may be, and for a store, open for reading too: the engine can then write through a mapping, which several
-    threads can do at once.
+    threads can do at once. ``force``: a file that cannot be opened is removed; ``remove``: any that is there.
     """
     access = os.O_RDWR if store else os.O_WRONLY
     try:
+        if remove:
+            _remove_destination(path, source)
         for _ in range(4):
             try:
                 there = os.stat(path)
@@ -57,15 +59,40 @@ def open_destination(path: str, source: os.stat_result, *, store: bool) -> tuple
                 return os.open(path, access | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
             except FileNotFoundError:
                 continue  # somebody else has just removed it
-            except PermissionError:
-                if access == os.O_WRONLY:
+            except OSError as error:
+                if isinstance(error, PermissionError) and access != os.O_WRONLY:
+                    access = os.O_WRONLY  # he may write but not read
+                    continue
+                if not force or not stat.S_ISREG(there.st_mode) or not _removed(path):
                     raise
-                access = os.O_WRONLY  # he may write but not read
+                force = False
     except CopyError:
         raise
     except OSError as error:
         raise open_failure(error, path) from None
     raise CopyError(errno.EBUSY, "comes and goes while it is opened", path)
+
+
+def _removed(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False  # why it could not be opened says more
+    return True
+
+
+def _remove_destination(path: str, source: os.stat_result) -> None:
+    """The file or link itself, as cp --remove-destination; a device is not for us to remove."""
+    try:
+        there = os.lstat(path)
+        if not stat.S_ISLNK(there.st_mode):
+            _check_destination(path, there, source)
+        if not stat.S_ISBLK(there.st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
 
 
 def _check_destination(path: str, there: os.stat_result, source: os.stat_result) -> None:
@@ -110,19 +137,21 @@ def settle_on_mount(fd: int) -> None:
     _linux.refresh(fd)
 
 
-def preserve(fd: int, source: os.stat_result) -> None:
-    """Owner as far as allowed, mode and times, as cp -p."""
+def preserve(target: int | str, source: os.stat_result, *, link: bool = False) -> None:
+    """Owner as far as allowed, mode and times, as cp -p. ``link``: the target is a symbolic link, which has no mode."""
+    follow = not link  # which only names have a choice of
     mode = stat.S_IMODE(source.st_mode)
     try:
-        os.fchown(fd, source.st_uid, source.st_gid)
+        os.chown(target, source.st_uid, source.st_gid, follow_symlinks=follow)
     except PermissionError:
         try:
-            os.fchown(fd, -1, source.st_gid)
+            os.chown(target, -1, source.st_gid, follow_symlinks=follow)
         except PermissionError:
             mode &= ~stat.S_ISGID
         mode &= ~stat.S_ISUID
-    os.fchmod(fd, mode)
-    os.utime(fd, ns=(source.st_atime_ns, source.st_mtime_ns))
+    if not link:
+        os.chmod(target, mode)
+    os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns), follow_symlinks=follow)
 
 
 def make_durable(fd: int, created: str | None, *, synced: bool) -> None:

@@ -30,7 +30,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end with its output captured as text; with check, a failure shows that output."""
     everything: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
-    everything |= {"stdin": subprocess.DEVNULL, "timeout": timeout} | options
+    everything |= {"timeout": timeout} | ({} if "input" in options else {"stdin": subprocess.DEVNULL}) | options
     done: subprocess.CompletedProcess[str] = subprocess.run([os.fspath(x) for x in command], **everything)
     if check and done.returncode:
         raise AssertionError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
