@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <memory>
 #include <thread>
 
 #include "device/event_pool.h"
@@ -176,6 +179,49 @@ TEST(WorkerPool, ClientsShareTheThreads) {
   EXPECT_LE(second->most, 2);
   EXPECT_EQ(pool->shutdown(milliseconds(60000), milliseconds(50)), 0);
   EXPECT_EQ(pool->submit(first).error(), ESHUTDOWN);
+}
+
+// Serves until it is let go.
+class HeldWork final : public Work {
+ public:
+  explicit HeldWork(std::uint64_t client) : client_(client) {}
+  [[nodiscard]] std::uint64_t client() const override { return client_; }
+  [[nodiscard]] bool may_hang() const override { return false; }
+  [[nodiscard]] int wanted() const override { return over ? 0 : 1; }
+  void serve(Turn&) override {
+    inside = true;
+    while (!let_go) std::this_thread::sleep_for(milliseconds(1));
+    over = true;
+  }
+  std::atomic<bool> inside{false};
+  std::atomic<bool> let_go{false};
+  std::atomic<bool> over{false};
+
+ private:
+  const std::uint64_t client_;
+};
+
+TEST(WorkerPool, AThreadThatIsBeingWokenIsTakenForOneWorkAlone) {
+  for (int round = 0; round < 30; ++round) {
+    const std::shared_ptr<WorkerPool> pool = WorkerPool::create(-1, 2, 1);
+    const auto before = std::make_shared<HeldWork>(1);
+    before->let_go = true;
+    ASSERT_TRUE(pool->submit(before).ok());
+    while (before.use_count() > 1) std::this_thread::sleep_for(milliseconds(1));
+    // Its thread sleeps by now, or is about to. The second work comes before it is awake.
+    const auto first = std::make_shared<HeldWork>(1);
+    const auto second = std::make_shared<HeldWork>(2);
+    ASSERT_TRUE(pool->submit(first).ok());
+    ASSERT_TRUE(pool->submit(second).ok());
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!(first->inside && second->inside) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    const bool both = first->inside && second->inside;
+    first->let_go = second->let_go = true;
+    EXPECT_EQ(pool->shutdown(milliseconds(60000), milliseconds(50)), 0);
+    ASSERT_TRUE(both) << "one waits for the other's end, in round " << round;
+  }
 }
 
 TEST(WorkerPool, CountsTheProcessorsOfANode) {

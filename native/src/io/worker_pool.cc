@@ -65,7 +65,6 @@ std::shared_ptr<WorkerPool> WorkerPool::create(int node, int share, int spare) {
 Status WorkerPool::submit(std::shared_ptr<Work> work) {
   std::list<Entry> dropped;
   const std::uint64_t client = work->client();
-  const int wanted = work->wanted();
   const Work* const raw = work.get();
   std::list<Entry> fresh(1);
   fresh.front().work = std::move(work);
@@ -75,7 +74,7 @@ Status WorkerPool::submit(std::shared_ptr<Work> work) {
   std::list<Entry>& entries = clients_[client].entries;
   entries.splice(entries.end(), fresh);  // what may find no memory is behind us
   drop_finished_locked(dropped);
-  for (int missing = wanted - idle_; missing > 0 && alive_ < threads(); --missing) start_thread_locked(lock);
+  start_missing_locked(lock);
   if (alive_ == 0) {
     Client& owner = clients_[client];
     const auto mine = std::find_if(owner.entries.begin(), owner.entries.end(),
@@ -101,18 +100,22 @@ void WorkerPool::start_thread_locked(std::unique_lock<std::mutex>& lock) {
   threads_.push_back(started.take());
 }
 
+// As many as are wanted beyond those that are free. One that was woken for a work and has not taken it yet is free, but
+// for that work alone: what comes meanwhile needs a thread of its own, for the first work may hang.
+void WorkerPool::start_missing_locked(std::unique_lock<std::mutex>& lock) {
+  int missing = -alive_;
+  for (const auto& [key, client] : clients_) {
+    for (const Entry& entry : client.entries) missing += std::max(entry.work->wanted(), entry.running);
+  }
+  for (; missing > 0 && alive_ < threads(); --missing) start_thread_locked(lock);
+}
+
 void WorkerPool::update() {
   std::list<Entry> dropped;
   {
     std::unique_lock lock(mutex_);
     drop_finished_locked(dropped);
-    if (!ending_) {
-      int missing = -idle_;
-      for (const auto& [key, client] : clients_) {
-        for (const Entry& entry : client.entries) missing += std::max(entry.work->wanted() - entry.running, 0);
-      }
-      for (; missing > 0 && alive_ < threads(); --missing) start_thread_locked(lock);
-    }
+    if (!ending_) start_missing_locked(lock);
   }
   changed_.notify_all();
 }

@@ -95,6 +95,7 @@ class WorkerPool : public std::enable_shared_from_this<WorkerPool> {
   void thread_main();
   Entry* choose_locked(Client** owner);
   void start_thread_locked(std::unique_lock<std::mutex>& lock);
+  void start_missing_locked(std::unique_lock<std::mutex>& lock);
   void drop_finished_locked(std::list<Entry>& dropped);
   bool should_yield(const Work& work, Clock::time_point since);
 
