@@ -8,6 +8,7 @@
 #include <random>
 
 #include "async_fixture.h"
+#include "no_more_threads.h"
 
 namespace gpufs::async_test {
 namespace {
@@ -642,6 +643,23 @@ TEST(AsyncFaults, AnOperationThatCannotHoldItsStreamIsStopped) {
   EXPECT_OK(rig.next().status);
   ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
   EXPECT_OK(rig.next().status);
+}
+
+TEST(AsyncFaults, AnOperationThatFindsNoThreadHoldsUpNoLaterOne) {
+  Rig rig(Kind::kHost);
+  const std::vector<std::byte> bytes = pattern(10'000, 1);
+  rig.fill_file(bytes);
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 0)));  // with which the engine's own thread starts
+  EXPECT_OK(rig.next().status);
+  {
+    const testing::NoMoreThreads none;
+    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size())));
+    EXPECT_EQ(rig.next().status.error(), EAGAIN);
+  }
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size())));
+  EXPECT_OK(rig.next().status);
+  EXPECT_EQ(contents(*buffer), bytes);
 }
 
 TEST(AsyncFaults, AStreamThatCannotBeMadeIsReported) {

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include "fuse/device_transport.h"
+#include "fuse/long_operation.h"
 #include "fuse/notifier.h"
 #include "fuse_fakes.h"
 #include "io/worker_pool.h"
+#include "no_more_threads.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -170,25 +172,31 @@ TEST(WorkerPoolTest, ThrowingJobsDoNotEndTheWorker) {
   EXPECT_TRUE(eventually([&] { return after.load(); }));
 }
 
-// While it lives no thread can be started: none has room for its stack.
-class NoMoreThreads {
- public:
-  NoMoreThreads() {
-    EXPECT_EQ(::pthread_getattr_default_np(&before_), 0);
-    pthread_attr_t vast = before_;
-    EXPECT_EQ(::pthread_attr_setstacksize(&vast, std::size_t{1} << 50), 0);
-    EXPECT_EQ(::pthread_setattr_default_np(&vast), 0);
-  }
-  ~NoMoreThreads() {
-    EXPECT_EQ(::pthread_setattr_default_np(&before_), 0);
-    ::pthread_attr_destroy(&before_);
-  }
-  NoMoreThreads(const NoMoreThreads&) = delete;
-  NoMoreThreads& operator=(const NoMoreThreads&) = delete;
-
- private:
-  pthread_attr_t before_{};
-};
+// Of those that wait for a worker.
+TEST(LongOperationTest, WhatWasInterruptedBeforeItWasQueuedIsAnsweredAtOnce) {
+  FakeTransport transport;
+  Statistics statistics;
+  Cancellations cancellations;
+  WorkerPool pool(1, statistics);
+  Gate gate;
+  gate.close();
+  pool.submit(1, [&](int) { gate.pass(); });
+  ASSERT_TRUE(gate.wait_for_visitors(1));
+  EXPECT_FALSE(cancellations.interrupt(10));  // another reader was faster
+  bool ran = false;
+  submit_operation(pool, cancellations, Responder(transport, statistics, 10, FUSE_FALLOCATE),
+                   [&](const Operation&, Responder& reply) {
+                     ran = true;
+                     reply.ok();
+                   });
+  ASSERT_EQ(transport.sent.size(), 1U);
+  EXPECT_EQ(transport.sent[0].unique, 10U);
+  EXPECT_EQ(transport.sent[0].error, EINTR);
+  EXPECT_EQ(pool.queued(), 0U);
+  gate.open();
+  pool.stop();
+  EXPECT_FALSE(ran);
+}
 
 TEST(WorkerPoolTest, WithoutAThreadJobsAreRefused) {
   Statistics statistics;
@@ -200,7 +208,7 @@ TEST(WorkerPoolTest, WithoutAThreadJobsAreRefused) {
     refusals.push_back(refusal);
   };
   {
-    const NoMoreThreads none;
+    const testing::NoMoreThreads none;
     pool.submit(1, note);
     EXPECT_EQ(refusals, std::vector{ENOMEM});  // not EINTR, upon which programs would ask again at once
   }

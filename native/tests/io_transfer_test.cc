@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "fake_transfer_rig.h"
+#include "no_more_threads.h"
 
 namespace gpufs {
 namespace {
@@ -377,6 +378,27 @@ TEST(Requests, NothingStartsAfterShutdown) {
   rig.make_buffer(kMiB);
   rig.engine->shutdown();
   EXPECT_EQ(rig.engine->start(rig.load()).error(), ESHUTDOWN);
+}
+
+TEST(Requests, WhatDoesNotStartIsToldOnce) {
+  FakeRig rig(true);
+  rig.make_file(pattern(100));
+  rig.make_buffer(kMiB);
+  std::atomic<int> told{0};
+  TransferRequest request = rig.load();
+  request.done = [&](const TransferProgress&) { ++told; };
+  {
+    const NoMoreThreads none;
+    EXPECT_EQ(rig.engine->start(request).error(), EAGAIN);
+    EXPECT_EQ(told, 0);
+  }
+  Result<std::shared_ptr<Transfer>> started = rig.engine->start(request);
+  ASSERT_TRUE(started.ok());
+  started.value()->wait();
+  rig.engine->shutdown();
+  EXPECT_EQ(told, 1);
+  EXPECT_EQ(rig.engine->start(request).error(), ESHUTDOWN);
+  EXPECT_EQ(told, 1);
 }
 
 // ---- the page cache's own pages ----

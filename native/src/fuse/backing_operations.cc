@@ -103,6 +103,8 @@ void BackingOperations::pass_through(Lane& lane, Responder responder, Body body)
       flights_.emplace(flight.get(), flight);
     }
     lane.files.submit(flight->operation->unique, std::move(serve));
+    // An INTERRUPT that came before it was in the queue has not found it there.
+    if (flight->operation->cancelled) static_cast<void>(lane.files.discard(flight->operation->unique));
   } catch (const std::bad_alloc&) {
     const std::lock_guard lock(flight->mutex);
     if (flight->responder.pending()) settle(*flight, failed(ENOMEM));

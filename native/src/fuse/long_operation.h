@@ -58,6 +58,7 @@ class Flying {
   }
 
   [[nodiscard]] const Operation& operation() const { return *operation_; }
+  [[nodiscard]] std::shared_ptr<const Operation> shared() const { return operation_; }
   [[nodiscard]] Responder& responder() { return responder_; }
 
  private:
@@ -71,7 +72,8 @@ class Flying {
 template <typename Body>
 void submit_operation(WorkerPool& workers, Cancellations& cancellations, Responder responder, Body body) {
   Flying flying(cancellations, std::move(responder));
-  const std::uint64_t unique = flying.operation().unique;
+  const std::shared_ptr<const Operation> operation = flying.shared();
+  const std::uint64_t unique = operation->unique;
   workers.submit(unique, [flying = std::move(flying), body = std::move(body)](int refusal) mutable {
     if (refusal != 0 || flying.operation().cancelled) return flying.responder().error(refusal != 0 ? refusal : EINTR);
     try {
@@ -80,6 +82,8 @@ void submit_operation(WorkerPool& workers, Cancellations& cancellations, Respond
       flying.responder().error(ENOMEM);
     }
   });
+  // An INTERRUPT that came before it was in the queue has not found it there.
+  if (operation->cancelled) static_cast<void>(workers.discard(unique));
 }
 
 }  // namespace gpufs::fuse

@@ -135,10 +135,8 @@ Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& r
     }
     return pool->submit(job);
   });
-  if (!submitted.ok()) {
-    job->conclude_refused(submitted);
-    return submitted;
-  }
+  // Unless shutdown() has ended it meanwhile, as any other.
+  if (!submitted.ok() && job->refuse(submitted)) return submitted;
   return std::shared_ptr<Transfer>(std::move(job));
 }
 

@@ -53,6 +53,7 @@ TransferJob::TransferJob(std::shared_ptr<TransferEngine> engine, std::shared_ptr
     : engine_(std::move(engine)),
       pool_(std::move(pool)),
       request_(std::move(request)),
+      of_buffer_(request_.target.buffer() != nullptr),
       device_(request_.target.device()),
       counters_(device_->counters()),
       flow_(flow_of(request_.direction)),
@@ -240,7 +241,7 @@ Result<std::uint64_t> TransferJob::extent() {
 
 // Of a load: what is a hole in the file is neither read nor given memory.
 Status TransferJob::leave_holes_out(std::uint64_t total, Plan* plan) {
-  if (!request_.sparse || request_.target.buffer() == nullptr) return {};
+  if (!request_.sparse || !of_buffer_) return {};
   HoleSearch search;
   search.file_offset = request_.file_offset;
   search.file_size = original_file_size_;
@@ -595,6 +596,8 @@ void TransferJob::start_path(Chunk& chunk) const {
 void TransferJob::end_path(const Chunk& chunk, bool failed) const {
   const std::uint64_t moved = chunk.done - chunk.before - chunk.skipped;
   counters_.end(backend_of(chunk.path), flow_, moved, failed, observe::now_ns() - chunk.started);
+  // The piece does not use the target any more, which may be let go at this moment.
+  const std::lock_guard lock(mutex_);
   if (const auto& buffer = request_.target.buffer()) buffer->activity().note(backend_of(chunk.path), flow_, moved);
 }
 
@@ -727,6 +730,17 @@ void TransferJob::trace_phases(std::uint64_t bytes, int error) const {
   if (bind_end != 0) tell(observe::TraceKind::kBind, bind_start, bind_end);
 }
 
+bool TransferJob::refuse(const Status& why) {
+  decltype(request_.done) untold;  // let go without the lock
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kDone) return false;
+    untold.swap(request_.done);
+  }
+  conclude(0, why, false);
+  return true;
+}
+
 void TransferJob::conclude(std::uint64_t count_reached, const Status& status, bool sync_failed) {
   Target released;
   {
@@ -775,8 +789,10 @@ bool TransferJob::abandon(bool forced) {
     const std::lock_guard lock(mutex_);
     if (phase_ == Phase::kDone || abandoned_) return true;
     // A store to a disk comes back, and its last write must not arrive after somebody was told that it ended.
-    const bool harmless =
-        request_.direction == Direction::kLoad || file().facts().may_hang || syncing_ || phase_ == Phase::kQueued;
+    // And a load that has come to its end waits for no file any more.
+    const bool harmless = request_.direction == Direction::kLoad
+                              ? phase_ != Phase::kFinishing
+                              : file().facts().may_hang || syncing_ || phase_ == Phase::kQueued;
     if (!forced && (!harmless || uses_ > 0)) return false;
     abandoned_ = true;
     phase_ = Phase::kFinishing;

@@ -114,8 +114,8 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
 
   // For a request of no bytes, which nobody serves: done at once.
   void conclude_empty() { conclude(0, Status{}, false); }
-  // For one that nobody will serve.
-  void conclude_refused(const Status& why) { conclude(0, why, false); }
+  // For one that nobody will serve, of which nobody is told. False if it is over already and that was told.
+  bool refuse(const Status& why);
 
   // Ends a cancelled transfer whose threads do not come back, if what they hang in allows that. forced: whatever the
   // file is. True if it is done (now or before), false: ask again.
@@ -156,6 +156,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   const std::shared_ptr<TransferEngine> engine_;
   const std::shared_ptr<WorkerPool> pool_;
   TransferRequest request_;  // its target is given up when the transfer is left behind; the rest is constant
+  const bool of_buffer_;     // the target is a buffer
   const std::shared_ptr<DeviceContext> device_;
   const observe::DeviceCounters& counters_;  // the device's
   const observe::Flow flow_;
