@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -42,7 +43,7 @@ bool eventually(Condition condition) {
 class Released {
  public:
   SpareMemory::Release function() {
-    return [this](const std::vector<PhysicalHandle>& handles) {
+    return [this](std::span<const PhysicalHandle> handles) {
       const std::lock_guard lock(mutex_);
       for (const PhysicalHandle handle : handles) ++counts_[handle];
     };
@@ -76,6 +77,20 @@ TEST(SpareMemory, GivesBackTheLatestOfTheSameSize) {
   EXPECT_EQ(released.counts(), (std::map<PhysicalHandle, int>{{3, 1}}));
 }
 
+TEST(SpareMemory, HoweverManyGoEachIsReleasedOnce) {
+  Released released;
+  SpareMemory spares(released.function());
+  spares.set_patience(hours(1));
+  std::map<PhysicalHandle, int> once;
+  for (PhysicalHandle handle = 1; handle <= 200; ++handle) {
+    ASSERT_TRUE(spares.keep(handle, 100 + handle % 3));
+    once[handle] = 1;
+  }
+  EXPECT_TRUE(spares.drop());
+  EXPECT_EQ(spares.bytes(), 0U);
+  EXPECT_EQ(released.counts(), once);
+}
+
 TEST(SpareMemory, KeepsNothingWithoutPatienceOrOnceClosed) {
   Released released;
   SpareMemory spares(released.function());
@@ -104,7 +119,7 @@ TEST(SpareMemory, EachPieceGoesWhenItsTimeIsOver) {
 TEST(SpareMemory, DropWaitsForWhatIsBeingReleased) {
   std::atomic<bool> entered{false};
   std::atomic<bool> open{false};
-  SpareMemory spares([&](const std::vector<PhysicalHandle>&) {
+  SpareMemory spares([&](std::span<const PhysicalHandle>) {
     entered = true;
     while (!open) std::this_thread::yield();
   });
@@ -166,7 +181,7 @@ TEST(SpareMemory, ManyThreadsLoseNothingAndReleaseNothingTwice) {
 TEST(SpareMemory, IsSettledOnceNothingIsBeingReleased) {
   std::promise<void> ended;
   const std::shared_future<void> end = ended.get_future().share();
-  SpareMemory spares([end](const std::vector<PhysicalHandle>& /*handles*/) { end.wait(); });
+  SpareMemory spares([end](std::span<const PhysicalHandle> /*handles*/) { end.wait(); });
   spares.set_patience(hours(1));
   ASSERT_TRUE(spares.keep(1, 4096));
   const std::optional<std::uint64_t> before = spares.settled(SpareMemory::Clock::now());

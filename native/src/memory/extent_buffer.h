@@ -201,7 +201,8 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // False if somebody still does at the deadline.
   bool set_apart(const Extents& kept, const Extents& removed, Exclusion* gate, TimePoint deadline);
   // Releases `removed`, which a published snapshot no longer has; what the device does not take back stays, as zeros.
-  Status release_own(const Extents& kept, const Extents& removed);
+  // stuck: empty, with room for as many.
+  Status release_own(const Extents& kept, const Extents& removed, Extents stuck);
   // Sets the gate around what the driver moves when it releases `removed`.
   void close_gate_locked(const Extents& removed);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);

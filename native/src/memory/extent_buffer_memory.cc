@@ -26,6 +26,13 @@ constexpr std::uint64_t kFreeParts = 16;
 // for one whose file hangs.
 constexpr std::chrono::milliseconds kAheadPatience{1000};
 
+// None yet, with room for so many: made before what cannot be taken back.
+Extents room_for(const Extents& some) {
+  Extents none;
+  none.reserve(some.size());
+  return none;
+}
+
 }  // namespace
 
 // Keeps writers out, wholly or above a limit, until it is destroyed. begin_locked() needs state_mutex_, the destructor
@@ -291,12 +298,13 @@ void ExtentBuffer::trim() {
 bool ExtentBuffer::release_ahead(TimePoint deadline) {
   if (ahead_.empty()) return true;
   const Extents kept = current()->extents;  // a copy, since a snapshot in hand would be one to wait for
+  Extents stuck = room_for(ahead_);
   {
     Exclusion gate(*this);
     if (!set_apart(kept, ahead_, &gate, deadline)) return false;
     count_ahead({});
     const Extents ahead = std::exchange(ahead_, {});
-    const Status status = release_own(kept, ahead);
+    const Status status = release_own(kept, ahead, std::move(stuck));
     if (!status.ok()) log_warning("clearing memory that was not taken back: ", status.message());
   }
   // Not before: who finds the device full meanwhile must wait for this.
@@ -561,19 +569,23 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest) {
   const Extents removed = inside(before, kept_end, kNoLimit);
   Extents kept = without(before, kept_end, kNoLimit);
   SnapshotPointer next = make_snapshot(kept);
+  // All that needs memory comes first: what has begun to go must not be lost for want of it.
+  SnapshotPointer back = make_snapshot(std::move(before));
+  Extents stuck = room_for(removed);
   {
     const std::lock_guard lock(state_mutex_);
     close_gate_locked(removed);
     snapshot_.swap(next);
   }
   next.reset();
-  wait_for_old_snapshots();
-  Status status = zero_existing(size, std::min(kept_end, highest));
+  wait_for_old_snapshots(1);  // `back` is the one
+  Status status = caught([&] { return zero_existing(size, std::min(kept_end, highest)); });
   if (!status.ok()) {
-    replace(make_snapshot(std::move(before)));
+    replace(std::move(back));
     return status;
   }
-  return release_own(kept, removed);
+  back.reset();
+  return release_own(kept, removed, std::move(stuck));
 }
 
 Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
@@ -620,9 +632,10 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
 }
 
 Status ExtentBuffer::take_away(const Extents& kept, const Extents& removed) {
+  Extents stuck = room_for(removed);
   Exclusion gate(*this);
   (void)set_apart(kept, removed, &gate, TimePoint::max());
-  return release_own(kept, removed);
+  return release_own(kept, removed, std::move(stuck));
 }
 
 bool ExtentBuffer::set_apart(const Extents& kept, const Extents& removed, Exclusion* gate, TimePoint deadline) {
@@ -655,19 +668,19 @@ void ExtentBuffer::close_gate_locked(const Extents& removed) {
   gate_end_ = end;
 }
 
-Status ExtentBuffer::release_own(const Extents& kept, const Extents& removed) {
-  Extents stuck;
-  stuck.reserve(removed.size());
+Status ExtentBuffer::release_own(const Extents& kept, const Extents& removed, Extents stuck) {
   std::size_t tried = 0;
   Status failure;
-  const Status ran = context_->run([&](Device&) -> Status {
-    for (; tried < removed.size(); ++tried) {
-      Status released = memory_->release(removed[tried].offset, removed[tried].bytes);
-      if (released.ok()) continue;
-      stuck.push_back(removed[tried]);
-      failure = std::move(released);
-    }
-    return {};
+  const Status ran = caught([&] {
+    return context_->run([&](Device&) -> Status {
+      for (; tried < removed.size(); ++tried) {
+        Status released = memory_->release(removed[tried].offset, removed[tried].bytes);
+        if (released.ok()) continue;
+        stuck.push_back(removed[tried]);  // has room
+        failure = std::move(released);
+      }
+      return {};
+    });
   });
   if (!ran.ok()) {
     failure = ran;

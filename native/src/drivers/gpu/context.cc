@@ -65,12 +65,12 @@ Status Context::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) {
 }
 
 void Context::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool kept) {
-  if (!kept || !health().ok() || !spares_.keep(handle, bytes)) release({handle});
+  if (!kept || !health().ok() || !spares_.keep(handle, bytes)) release({&handle, 1});
   give_back(bytes);
 }
 
 // Of a device out of service, too: what the vendor still does about it is done.
-void Context::release(const std::vector<PhysicalHandle>& handles) {
+void Context::release(std::span<const PhysicalHandle> handles) {
   const Current current(*this);
   for (const PhysicalHandle handle : handles) release_physical(handle);
 }
@@ -103,9 +103,15 @@ Result<StreamHandle> Context::borrow_stream() {
       idle_streams_.pop_back();
       return stream;
     }
+    idle_streams_.reserve(streams_ + 1);
+    ++streams_;
   }
   StreamHandle stream = nullptr;
-  if (Status status = create_stream(&stream); !status.ok()) return status;
+  if (Status status = create_stream(&stream); !status.ok()) {
+    const std::scoped_lock lock(streams_mutex_);
+    --streams_;
+    return status;
+  }
   return stream;
 }
 

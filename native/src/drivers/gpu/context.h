@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -152,17 +153,18 @@ class Context {
   bool spans_pieces_ = true;
 
  private:
-  void release(const std::vector<PhysicalHandle>& handles);
+  void release(std::span<const PhysicalHandle> handles);
 
   std::atomic<std::uint64_t> taken_{0};
-  SpareMemory spares_{[this](const std::vector<PhysicalHandle>& handles) { release(handles); }};
+  SpareMemory spares_{[this](std::span<const PhysicalHandle> handles) { release(handles); }};
 
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;  // guards failure_; a leaf
   Status failure_;
 
-  std::mutex streams_mutex_;  // guards idle_streams_; a leaf
-  std::vector<StreamHandle> idle_streams_;
+  std::mutex streams_mutex_;                // guards the two below; a leaf
+  std::vector<StreamHandle> idle_streams_;  // with room for all, so that one comes back without memory
+  std::size_t streams_ = 0;                 // idle, lent, or being made
 
   StandingStreams standing_{*this};
 };

@@ -1,24 +1,39 @@
 #include "drivers/gpu/spare_memory.h"
 
 #include <algorithm>
-#include <system_error>
+#include <array>
+#include <new>
+#include <utility>
+
+#include "base/thread.h"
 
 namespace gpufs::gpu {
+namespace {
+
+// Handles that one call of the vendor's context is set up for.
+constexpr std::size_t kTogether = 64;
+
+}  // namespace
 
 bool SpareMemory::keep(PhysicalHandle handle, std::uint64_t bytes) {
   if (patience_.count() <= 0) return false;
   const std::lock_guard lock(mutex_);
   if (closed_) return false;
-  if (!working_) {
-    if (thread_.joinable()) thread_.join();  // it has said that it ends
-    try {
-      thread_ = std::thread([this] { work(); });
-    } catch (const std::system_error&) {
-      return false;  // no thread to be had: nobody would release it later
+  // Called where nothing may fail: without memory, or a thread that would release it later, it is not kept.
+  try {
+    std::list<Piece> piece{{handle, Clock::now()}};
+    if (!working_) {
+      if (thread_.joinable()) thread_.join();  // it has said that it ends
+      Result<std::thread> started = start_thread("gpufs-spares", [this] { work(); });
+      if (!started.ok()) return false;
+      thread_ = started.take();
+      working_ = true;
     }
-    working_ = true;
+    std::list<Piece>& same = pieces_[bytes];
+    same.splice(same.end(), piece);
+  } catch (const std::bad_alloc&) {
+    return false;
   }
-  pieces_[bytes].push_back({handle, Clock::now()});
   bytes_ += bytes;
   ++changes_;
   return true;
@@ -39,7 +54,7 @@ std::optional<PhysicalHandle> SpareMemory::take(std::uint64_t bytes) {
 
 bool SpareMemory::drop() {
   std::unique_lock lock(mutex_);
-  const std::vector<PhysicalHandle> pieces = take_older(Clock::time_point::max());
+  const std::list<Piece> pieces = take_older(Clock::time_point::max());
   const bool any = !pieces.empty() || releasing_ > 0;
   if (!pieces.empty()) release(lock, pieces);
   changed_.wait(lock, [this] { return releasing_ == 0; });
@@ -85,23 +100,27 @@ void SpareMemory::work() {
   working_ = false;
 }
 
-void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& pieces) {
+void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::list<Piece>& pieces) {
   ++releasing_;
   lock.unlock();
-  release_(pieces);
+  std::array<PhysicalHandle, kTogether> handles;
+  for (auto piece = pieces.begin(); piece != pieces.end();) {
+    std::size_t count = 0;
+    for (; piece != pieces.end() && count < handles.size(); ++piece) handles[count++] = piece->handle;
+    release_(std::span(handles).first(count));
+  }
   lock.lock();
   --releasing_;
   ++changes_;
   changed_.notify_all();
 }
 
-std::vector<PhysicalHandle> SpareMemory::take_older(Clock::time_point before) {
-  std::vector<PhysicalHandle> taken;
+std::list<SpareMemory::Piece> SpareMemory::take_older(Clock::time_point before) {
+  std::list<Piece> taken;  // needs no memory, which releasing must not
   for (auto size = pieces_.begin(); size != pieces_.end();) {
-    std::deque<Piece>& pieces = size->second;
+    std::list<Piece>& pieces = size->second;
     while (!pieces.empty() && pieces.front().since <= before) {
-      taken.push_back(pieces.front().handle);
-      pieces.pop_front();
+      taken.splice(taken.end(), pieces, pieces.begin());
       bytes_ -= size->first;
     }
     size = pieces.empty() ? pieces_.erase(size) : std::next(size);

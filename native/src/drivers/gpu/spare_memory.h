@@ -10,13 +10,13 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <thread>
-#include <vector>
 
 namespace gpufs::gpu {
 
@@ -25,7 +25,7 @@ using PhysicalHandle = std::uint64_t;
 class SpareMemory {
  public:
   using Clock = std::chrono::steady_clock;
-  using Release = std::function<void(const std::vector<PhysicalHandle>&)>;
+  using Release = std::function<void(std::span<const PhysicalHandle>)>;
 
   explicit SpareMemory(Release release) : release_(std::move(release)) {}
   // Releases everything.
@@ -59,9 +59,9 @@ class SpareMemory {
 
   void work();
   // Takes out what was kept before `before`. Under the lock.
-  std::vector<PhysicalHandle> take_older(Clock::time_point before);
+  std::list<Piece> take_older(Clock::time_point before);
   // Releases what was taken out, with the lock let go meanwhile.
-  void release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& pieces);
+  void release(std::unique_lock<std::mutex>& lock, const std::list<Piece>& pieces);
   [[nodiscard]] Clock::time_point oldest() const;
 
   const Release release_;
@@ -69,7 +69,7 @@ class SpareMemory {
 
   mutable std::mutex mutex_;  // guards what follows; a leaf
   mutable std::condition_variable changed_;
-  std::map<std::uint64_t, std::deque<Piece>> pieces_;  // by bytes, the oldest first; no empty ones
+  std::map<std::uint64_t, std::list<Piece>> pieces_;  // by bytes, the oldest first; no empty ones
   std::uint64_t bytes_ = 0;
   std::uint64_t changes_ = 0;
   int releasing_ = 0;  // threads that release pieces which they have taken out
