@@ -170,7 +170,8 @@ def _mounted(request: Request) -> Iterator[int]:
             try:
                 mounting.unmount(request.mountpoint, lazy=True)
             except OSError as failure:
-                log.warning("%s", failure.strerror or failure)
+                if entry is None or _is_there(entry):  # else somebody was faster
+                    log.warning("%s", failure.strerror or failure)
 
 
 def _refuse_itself(path: str, mountpoint: str) -> None:
@@ -492,7 +493,8 @@ class Daemon:
                 return
             except OSError as failure:
                 if failure.errno != errno.EBUSY or lazy:
-                    log.warning("%s", failure.strerror or failure)
+                    if _is_there(entry):  # else somebody was faster
+                        log.warning("%s", failure.strerror or failure)
                     return
             await trio.sleep(_BUSY_PAUSE)
 

@@ -19,7 +19,7 @@ SECONDS = 120
 # Runs the daemon with one step replaced: {patch} is a statement that knows all the names below.
 PROGRAM = """
 import errno, os, signal, sys
-import pyfuse3
+import pyfuse3, trio
 from gpufs import daemon, engine, mounting, service, supervision
 
 def fail(*arguments, **named):
@@ -185,6 +185,34 @@ def test_an_end_before_the_first_answer_is_no_failure(mountpoint: str, end: str)
     code, answers, said = start(mountpoint, patch)
     assert code == 0, said
     assert answers == []
+
+
+# The daemon itself unmounts for a signal, and when it ends without one.
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGTERM)", "pyfuse3.terminate()"])
+def test_somebody_else_unmounts_in_the_same_moment(mountpoint: str, tmp_path: Path, end: str) -> None:
+    """Between the daemon's look and its own unmounting. Nothing has failed."""
+    patch = (
+        "old_unmount, old_give = mounting.unmount, daemon.Answer.give\n"
+        "def say(words):\n"
+        f"    with open({str(tmp_path / 'said')!r}, 'a') as file: file.write(words)\n"
+        "def unmount(*arguments, **named):\n"
+        "    say('asked ')\n"
+        "    old_unmount(sys.argv[1], lazy=True)\n"
+        "    return old_unmount(*arguments, **named)\n"
+        "def give(self, fields):\n"
+        "    given = old_give(self, fields)\n"
+        f"    {end}\n"
+        "    return given\n"
+        "mounting.unmount, daemon.Answer.give = unmount, give\n"
+        "daemon.log.warning = lambda *words: say(repr(words))\n"
+        "async def never(*arguments): await trio.sleep_forever()\n"
+        "daemon.Daemon._watch_end = never"  # it hears of the mount's end late
+    )
+    code, answers, said = start(mountpoint, patch)
+    assert code == 0, said
+    assert answers[0]["ok"] is True
+    assert (tmp_path / "said").read_text() == "asked "
+    assert mounting.entry_of(mountpoint) is None
 
 
 def test_a_mount_that_does_not_answer_is_a_failure(mountpoint: str) -> None:
