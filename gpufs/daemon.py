@@ -162,8 +162,9 @@ def _mounted(request: Request) -> Iterator[int]:
             )
     except OSError as failure:
         raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
-    entry = mounting.entry_of(request.mountpoint)
+    entry = None
     try:
+        entry = mounting.entry_of(request.mountpoint)
         yield fd
     finally:
         if entry is None or _is_there(entry):

@@ -282,7 +282,12 @@ def unmount_dead(entry: MountEntry) -> bool:
             if failure.errno not in _DEAD:
                 return False
         if os.geteuid() != 0:
-            unmount(entry.mountpoint, lazy=True)
+            try:
+                unmount(entry.mountpoint, lazy=True)
+            except OSError as failure:
+                if failure.errno == errno.EINVAL:
+                    return False  # somebody else was faster
+                raise
             return True
         # By the descriptor: whatever is mounted there in this moment stays.
         if _libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH) != 0:

@@ -336,6 +336,30 @@ def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> N
         wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
 
 
+def test_a_start_that_is_interrupted_again_leaves_nothing(mountpoint: Path, tmp_path: Path) -> None:
+    """Ctrl-C while the process that was started before is being ended."""
+    script = tmp_path / "stand_in.py"
+    script.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)\n")
+    launcher = (
+        "import os, signal, sys; from gpufs import cli; from gpufs.cli import _launch;"
+        "_launch.DAEMON = (sys.executable, os.environ['STAND_IN']);"
+        "_launch._answer = lambda *_: signal.raise_signal(signal.SIGINT);"
+        "true_end = _launch._end;"
+        "_launch._end = lambda process: (signal.raise_signal(signal.SIGINT), true_end(process));"
+        f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", launcher],
+        env={**os.environ, "STAND_IN": str(script)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
+
+
 def test_mount_of_a_helper(shared_mount: GpufsMount) -> None:
     """What `users` finds does not ask the mount anything."""
     with open(shared_mount.device / "held", "w") as file, subprocess.Popen(["sleep", "100"], stdin=file) as holder:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from support.data import MIB
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import run
+from support.processes import children_of, has_ended, run, wait_until
 
 import gpufs
 from gpufs.cli import _output
@@ -159,3 +161,27 @@ def test_manual_and_completions(tmp_path: Path) -> None:
     run("bash", "-n", tmp_path / "usr/local/share/bash-completion/completions/gpufs")
     run(root / "scripts/install-helpers", "--remove", env=environment)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+@pytest.mark.parametrize("everybody", [True, False], ids=["terminal", "command"])
+def test_an_interrupted_command_leaves_no_process_that_waits_for_a_mount(mount: Mounter, everybody: bool) -> None:
+    """It asks a mount that does not answer by a process of its own, which has nothing to say of an interruption."""
+    own = mount()
+    own.signal(signal.SIGSTOP)
+    try:
+        words = [*GPUFS, "status", str(own.path)]
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as command:
+            (reader,) = wait_until(lambda: children_of(command.pid), 20, "the question")
+            if everybody:
+                os.killpg(command.pid, signal.SIGINT)
+            else:
+                command.send_signal(signal.SIGINT)
+            out, said = command.communicate(timeout=60)
+        assert command.returncode == 130, said
+        assert "Traceback" not in said
+        assert not out
+        wait_until(lambda: has_ended(reader), 20, "the end of who asked")
+    finally:
+        own.signal(signal.SIGCONT)

@@ -87,6 +87,13 @@ STEPS = {
     "relay": "engine.relay_pair = crash",
     "mount": "mounting.mount = fail",
     "mountinfo": "mounting.entry_of = lambda path: None",
+    "mountinfo that cannot be read": (
+        "old = mounting.mount\n"
+        "def mount(*arguments, **named):\n"
+        "    mounting.entry_of = fail\n"
+        "    return old(*arguments, **named)\n"
+        "mounting.mount = mount"
+    ),
     "data plane": "engine.Mount = crash",
     "tree": "daemon.Tree = crash",
     "operations": "daemon.Operations = fail",

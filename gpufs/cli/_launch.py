@@ -96,6 +96,8 @@ def launch(request: Request, timeout: float) -> dict[str, Any]:
         finally:
             os.close(answer_end)
             if not came_up:
+                for number in previous:
+                    signal.signal(number, signal.SIG_IGN)  # one more must not keep us from leaving nothing behind
                 _end(process)
                 _unmount_left_over(request.mountpoint)
 
@@ -169,8 +171,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _unmount_left_over(mountpoint: str) -> None:
-    if any(entry.mountpoint == mountpoint for entry in mounting.mounts()):
+    if mounting.entry_of(mountpoint) is not None:
         try:
             mounting.unmount(mountpoint, force=True, lazy=True)
         except OSError as error:
-            complain(f"{mountpoint} is still mounted: {error.strerror}")
+            if mounting.entry_of(mountpoint) is not None:  # else its process was faster
+                complain(f"{mountpoint} is still mounted: {error.strerror}")

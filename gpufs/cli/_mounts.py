@@ -172,42 +172,54 @@ def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
     Each is read by a process of its own: one that waits for a hung mount cannot always be ended, not even by SIGKILL,
     and we must be able to go.
     """
-    readers = []
-    for path in paths:
-        source, sink = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
-        if pid == 0:
-            _read_and_exit(path, sink)
-        os.close(sink)
-        readers.append((pid, source))
+    readers: list[tuple[int, int]] = []  # of what is still asked: the process, and the pipe from it
     deadline = time.monotonic() + timeout
     results: list[bytes | OSError] = []
-    for (pid, source), path in zip(readers, paths, strict=True):
-        content = _receive(source, deadline)
-        os.close(source)
-        if content is None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
-            results.append(OSError(ETIMEDOUT, os.strerror(ETIMEDOUT), path))
-            continue
-        os.waitpid(pid, 0)
-        error = content[0] if content else ENOTCONN
-        results.append(OSError(error, os.strerror(error), path) if error else content[1:])
+    try:
+        for path in paths:
+            source, sink = os.pipe2(os.O_CLOEXEC)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    _read(path, sink)
+                finally:
+                    os._exit(0)  # also where it is interrupted: what comes behind this is the parent's
+            os.close(sink)
+            readers.append((pid, source))
+        for path in paths:
+            pid, source = readers[0]
+            content = _receive(source, deadline)
+            del readers[0]
+            os.close(source)
+            if content is None:
+                _end(pid)
+                results.append(OSError(ETIMEDOUT, os.strerror(ETIMEDOUT), path))
+                continue
+            os.waitpid(pid, 0)
+            error = content[0] if content else ENOTCONN
+            results.append(OSError(error, os.strerror(error), path) if error else content[1:])
+    finally:  # where we are interrupted
+        for pid, source in readers:
+            os.close(source)
+            _end(pid)
     return results
 
 
-def _read_and_exit(path: str, sink: int) -> None:
+def _end(pid: int) -> None:
+    """Ends a child of ours, as far as that can be, and does not wait for it."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, os.WNOHANG)
+
+
+def _read(path: str, sink: int) -> None:
     """In the child: sends the errno as a byte, then the content."""
     try:
         with open(path, "rb", buffering=0) as file:
             message = b"\0" + file.read()
     except OSError as error:
         message = bytes([(error.errno or ENOTCONN) & 0xFF])
-    try:
-        while message:
-            message = message[os.write(sink, message) :]
-    finally:
-        os._exit(0)
+    while message:
+        message = message[os.write(sink, message) :]
 
 
 def _receive(source: int, deadline: float) -> bytes | None:
