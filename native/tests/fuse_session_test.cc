@@ -213,7 +213,7 @@ TEST_F(RelayTest, ABatchThatClaimsMoreThanItBrings) {
   append(body, fuse_forget_one{1, 1});
   kernel->send(FUSE_BATCH_FORGET, 0, body);
   EXPECT_FALSE(control->receive(kQuiet));
-  EXPECT_TRUE(counted("\"bad_requests\": 1"));
+  EXPECT_TRUE(eventually([&] { return counted("\"bad_requests\": 1"); }));
 }
 
 TEST_F(RelayTest, InterruptsOfRelayedRequestsAreRelayedWhilePending) {
