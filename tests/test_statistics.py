@@ -38,6 +38,25 @@ def counted(found: dict[str, Any], backend: str, flow: str, device: int = 0) -> 
     return value
 
 
+def settled(mount: GpufsMount, moved: int, device: int = 0) -> dict[str, Any]:
+    """The counters once so many bytes have been written and read through the mount, and all that is about them is in.
+
+    An operation is counted number by number, when its reply has gone: a moment after the caller has it.
+    """
+
+    def whole() -> dict[str, Any] | None:
+        found = stats(mount)
+        for flow in ("in", "out"):
+            counts = counted(found, "mount", flow, device)
+            sums = [sum(number for _, number in counts[name]) for name in ("sizes", "times")]
+            if counts["bytes"] != moved or counts["in_flight"] != 0 or sums != [counts["operations"]] * 2:
+                return None
+        return found
+
+    value: dict[str, Any] = wait_until(whole, 60, "all operations to be counted")
+    return value
+
+
 def counters_of(mount: GpufsMount) -> Path:
     entry = mounting.entry_of(str(mount.path))
     assert entry is not None
@@ -173,9 +192,7 @@ def test_a_mount_counts_reads_and_writes(mount: Mounter) -> None:
     path = own.path / "gpu1" / "file"
     path.write_bytes(data)
     assert path.read_bytes() == data
-    # An operation is counted when its reply has gone, a moment after the caller has it.
-    wait_until(lambda: counted(stats(own), "mount", "out", 1)["bytes"] == len(data), 10, "the reads to be counted")
-    found = stats(own)
+    found = settled(own, len(data), 1)
     for flow in ("in", "out"):
         counts = counted(found, "mount", flow, 1)
         assert counts["bytes"] == len(data)
@@ -209,9 +226,9 @@ def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
     children = [subprocess.Popen([sys.executable, "-c", script, *each]) for each in words]
     assert [child.wait(60) for child in children] == [0] * count
     total, operations = count * size, count * size // piece
-    wait_until(lambda: counted(stats(own), "mount", "out")["operations"] == operations, 10, "the last reply")
+    mounts = settled(own, total)
     for flow in ("in", "out"):
-        found = counted(stats(own), "mount", flow)
+        found = counted(mounts, "mount", flow)
         assert (found["bytes"], found["operations"], found["errors"], found["in_flight"]) == (total, operations, 0, 0)
         assert sum(number for _, number in found["sizes"]) == sum(number for _, number in found["times"]) == operations
     found = counted(stats(own), "transfer", "in")
@@ -481,7 +498,7 @@ def test_metrics(mount: Mounter) -> None:
     own = mount()
     (own.device / "file").write_bytes(bytes(2 * MIB))
     (own.device / "file").read_bytes()
-    wait_until(lambda: counted(stats(own), "mount", "out")["bytes"] == 2 * MIB, 10, "the reads to be counted")
+    settled(own, 2 * MIB)
     found = parse_metrics((own.path / ".gpufs/metrics").read_text())
     key = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
     assert found["gpufs_bytes_total"][key] == 2 * MIB
