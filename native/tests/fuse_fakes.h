@@ -72,6 +72,16 @@ inline bool readable(int fd, std::chrono::milliseconds patience) {
 }
 
 // The next message of a socket that keeps them apart; empty at its end.
+// Megabytes in one message need as much kernel memory in one piece, which a busy machine may not have at once.
+inline ssize_t send_message(int fd, const Bytes& message) {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  for (;;) {
+    const ssize_t sent = ::send(fd, message.data(), message.size(), MSG_NOSIGNAL);
+    if (sent >= 0 || (errno != ENOBUFS && errno != ENOMEM) || std::chrono::steady_clock::now() > end) return sent;
+    std::this_thread::sleep_for(5ms);
+  }
+}
+
 inline Bytes receive_message(int fd) {
   const ssize_t length = ::recv(fd, nullptr, 0, MSG_PEEK | MSG_TRUNC);
   Bytes message(length > 0 ? static_cast<std::size_t>(length) : 0);
@@ -383,8 +393,7 @@ class FakeKernel {
     return message;
   }
   void send_raw(const Bytes& message) {
-    ASSERT_EQ(::send(fd_.get(), message.data(), message.size(), MSG_NOSIGNAL), static_cast<ssize_t>(message.size()))
-        << std::strerror(errno);
+    ASSERT_EQ(send_message(fd_.get(), message), static_cast<ssize_t>(message.size())) << std::strerror(errno);
   }
   std::uint64_t send(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) {
     const std::uint64_t unique = next_unique();
@@ -506,8 +515,7 @@ class FakeControlPlane {
     send_raw(message);
   }
   void send_raw(const Bytes& message) {
-    ASSERT_EQ(::send(fd_.get(), message.data(), message.size(), MSG_NOSIGNAL), static_cast<ssize_t>(message.size()))
-        << std::strerror(errno);
+    ASSERT_EQ(send_message(fd_.get(), message), static_cast<ssize_t>(message.size())) << std::strerror(errno);
   }
 
   [[nodiscard]] int fd() const { return fd_.get(); }
