@@ -43,6 +43,8 @@ _AUTOMATIC = ("cuda", "hip", "host")
 # Seconds at the end: for copies that were cancelled, and until a mount in use is detached instead of unmounted.
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
+# Seconds at the end for requests that are being answered. Those that wait for a server that hangs are left behind.
+_REQUESTS_GRACE = 2.0
 # Seconds for another one who is mounting at the same place.
 _LOCK_PATIENCE = 5.0
 _BUSY_PAUSE = 0.05
@@ -192,6 +194,7 @@ class Daemon:
         self._log = logs
         self._service: service.Service | None = None
         self._copies_ended = trio.Event()
+        self._serving = trio.CancelScope()  # around the loop that answers requests
         self._manager = supervision.ServiceManager()
         self._early: list[int] = []  # signals that have come before anybody waited for them
 
@@ -351,7 +354,8 @@ class Daemon:
             nursery.start_soon(loop.keep, self._publish, mount.engine)
             nursery.start_soon(loop.keep, self._give_back_memory, operations)
             nursery.start_soon(loop.keep, self._keep_watchdog)
-            await loop.serve()
+            with self._serving:
+                await loop.serve()
             copies.cancel()
             nursery.cancel_scope.cancel()
 
@@ -454,7 +458,7 @@ class Daemon:
                 with trio.move_on_after(_COPIES_GRACE):
                     await self._copies_ended.wait()
                 await self._unmount(entry)
-                pyfuse3.terminate()
+                self._take_no_more()
                 return
 
     async def _watch_flags(self, mount: engine.Mount, entry: mounting.MountEntry) -> None:
@@ -480,7 +484,12 @@ class Daemon:
         await trio.lowlevel.wait_readable(mount.ended_fd)
         log.info("unmounted")
         copies.cancel()
+        self._take_no_more()
+
+    def _take_no_more(self) -> None:
+        """The loop that answers requests ends, with what it has begun, soon."""
         pyfuse3.terminate()
+        self._serving.deadline = min(self._serving.deadline, trio.current_time() + _REQUESTS_GRACE)
 
     async def _unmount(self, entry: mounting.MountEntry) -> None:
         """In peace, or by detaching where it stays in use. What else stands there now stays."""

@@ -22,6 +22,7 @@ from gpufs import service
 from gpufs.client import Cancellation, _protocol
 from gpufs.client._connection import Connection
 from gpufs.client._protocol import Copy, Goodbye, Hello, Result
+from gpufs.service import _session
 
 READ, WRITE, BOTH = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
 
@@ -423,6 +424,21 @@ def test_the_end_of_the_service_cancels_and_tells(fake: FakeMount) -> None:
     assert not fake.backend.open
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_end_of_the_service_is_told(fake: FakeMount, busy: bool) -> None:
+    fake.backend.delay = 0.02
+    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
+    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
+        if busy:
+            _protocol.send(sock, Copy(1, "load"), (host, mount))
+            wait_until(fake.backend.has_moved)
+        fake.stop()
+        if busy:
+            assert answer(sock).error == errno.ECANCELED
+        assert answer(sock) == Goodbye(errno.ESHUTDOWN, "the mount is ending")
+        assert answer(sock) is None
+
+
 def test_a_transfer_that_does_not_end_is_not_a_success(make: Callable[..., FakeMount]) -> None:
     fake = make(service.Limits(grace=0.3))
     fake.backend.deaf = True
@@ -553,6 +569,63 @@ def test_silence_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
             goodbye = answer(sock)
             assert isinstance(goodbye, Goodbye)
             assert goodbye.error == errno.ETIMEDOUT
+
+
+def test_silence_after_a_copy_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
+    """The daemon waited for the next message when the copy was still under way."""
+    fake = make(service.Limits(idle=0.5))
+    source, buffer = fake.hollow("source", 4 * MIB), fake.file("buffer", b"", fake.folder)
+    fake.backend.delay = 0.3
+    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
+        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        assert answer(sock).error == 0  # although it took longer
+        goodbye = answer(sock)
+        assert isinstance(goodbye, Goodbye)
+        assert goodbye.error == errno.ETIMEDOUT
+
+
+def test_a_result_that_cannot_be_sent_ends_the_connection(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has no memory for the message: whoever waits for it is not left waiting."""
+    send = _protocol.send
+
+    def failing(sock: Any, message: Any, descriptors: Any = ()) -> None:
+        if isinstance(message, Result):
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        send(sock, message, descriptors)
+
+    monkeypatch.setattr(_protocol, "send", failing)
+    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
+    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
+        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        assert answer(sock) is None
+    monkeypatch.undo()
+    still_serves(fake)
+
+
+def test_no_memory_for_a_copy_is_its_result(fake: FakeMount) -> None:
+    fake.backend.refuse_start = MemoryError()
+    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
+    with opened(source) as host, opened(buffer, WRITE) as mount:
+        assert load(fake, host, mount).error == errno.ENOMEM
+    fake.backend.refuse_start = None
+    still_serves(fake)
+
+
+def test_a_copy_whose_end_fails_gives_everything_back(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "the loop can watch no more descriptors")
+
+    monkeypatch.setattr(_session.Session, "_finish", fail)
+    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
+    fake.backend.delay = 0.02
+    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
+        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        wait_until(fake.backend.has_moved)
+        _protocol.send(sock, _protocol.Cancel(1))
+        assert answer(sock) is None
+    monkeypatch.undo()
+    wait_until(fake.complaints)
+    still_serves(make_healthy(fake))
 
 
 def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMount]) -> None:

@@ -687,3 +687,21 @@ def test_hung_servers_hold_up_nobody_else(mount: Mounter) -> None:
                 os.waitpid(child, 0)
         one.complaints()
         one.wait_ended(30, code=None)
+
+
+def test_a_question_that_hangs_does_not_hold_up_the_end(mount: Mounter) -> None:
+    """The mount has gone, and what still waits for an answer of a host's server is left behind."""
+    with HangingMount(operations=["open"]) as server:
+        one = mount("--backing", f"net={server.path}")
+        waiting = Path(f"/sys/fs/fuse/connections/{os.minor(server.path.stat().st_dev)}/waiting")
+        children = start_children(1, lambda _: errno_of(os.open, one.path / "backing" / "net" / "file", os.O_RDONLY))
+        try:
+            wait_until(lambda: int(waiting.read_text()) > 0, 20, "the opening to hang")
+            one.signal(signal.SIGTERM)
+            wait_until(lambda: "has ended" in one.log.read_text(), 15, "the mount to end")
+            assert not one.mounted()
+        finally:
+            server.release()
+            wait_children(children)
+        one.complaints()
+        one.wait_ended(30, code=None)

@@ -77,7 +77,7 @@ class Holdings:
             for close in reversed(closers):
                 try:
                     close()
-                except OSError:
+                except (OSError, MemoryError):
                     pass  # a descriptor is gone whatever close says; the data's fate was the result's to tell
         finally:
             if then is not None:

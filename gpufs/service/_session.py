@@ -137,6 +137,7 @@ class Session:
         self._threads = trio.CapacityLimiter(limits.threads)
         self._sending = trio.Lock()
         self._requests: dict[int, _Request] = {}
+        self._at_rest = 0.0  # since when there is neither a message nor a request, by trio's clock
         self._name = f"connection {number} ({peer})"
 
     async def run(self) -> None:
@@ -151,8 +152,10 @@ class Session:
         except trio.TooSlowError:
             log.info("%s: ended: too slow", self._name)
             self._say_goodbye(errno.ETIMEDOUT, "too slow")
-        except trio.Cancelled:
-            self._say_goodbye(errno.ESHUTDOWN, "the mount is ending")
+        except BaseException:
+            # Cancelled comes alone, or as a group from the copies' nursery.
+            if trio.current_effective_deadline() == -math.inf:
+                self._say_goodbye(errno.ESHUTDOWN, "the mount is ending")
             raise
         finally:
             self._sock.close()
@@ -184,11 +187,7 @@ class Session:
     async def _read(self, nursery: trio.Nursery) -> None:
         window, count = trio.current_time(), 0
         while True:
-            if not self._requests:
-                with trio.fail_after(self._limits.idle):
-                    message, descriptors = await self._receive()
-            else:
-                message, descriptors = await self._receive()
+            message, descriptors = await self._receive_within_limits()
             if message is None:
                 self._discard(descriptors)
                 return
@@ -204,6 +203,16 @@ class Session:
             if count >= self._limits.messages_per_second:
                 await trio.sleep_until(window + 1)
                 window, count = trio.current_time(), 0
+
+    async def _receive_within_limits(self) -> tuple[ClientMessage | None, list[int]]:
+        """As _receive(). TooSlowError after too long without a message and without a request under way."""
+        self._at_rest = trio.current_time()
+        while True:
+            since = trio.current_time() if self._requests else self._at_rest
+            with trio.move_on_at(since + self._limits.idle):
+                return await self._receive()
+            if not self._requests and trio.current_time() >= self._at_rest + self._limits.idle:
+                raise trio.TooSlowError
 
     async def _receive(self) -> tuple[ClientMessage | None, list[int]]:
         """The next message with its descriptors, now the caller's; None at the end. No checkpoint after they came."""
@@ -294,13 +303,16 @@ class Session:
                 patience = min(patience, self._limits.last_send)
             with trio.CancelScope(shield=True):
                 deadline = trio.current_time() + self._limits.grace  # of all of it: each step may find a server hung
-                if request.transfer is not None:
-                    state = await self._finish(request, host, deadline)
-                request.end()
-                await self._give_back(request, deadline)
-                self._account(request, state, refused)
-                del self._requests[request.copy.id]
-                self._counters.running -= 1
+                try:
+                    if request.transfer is not None:
+                        state = await self._finish(request, host, deadline)
+                finally:
+                    request.end()
+                    await self._give_back(request, deadline)
+                    self._account(request, state, refused)
+                    del self._requests[request.copy.id]
+                    self._counters.running -= 1
+                    self._at_rest = trio.current_time()
                 await self._send_result(request, state, patience)
 
     def _prepare(self, request: _Request, host: Descriptor, mount: Descriptor) -> None:
@@ -419,11 +431,13 @@ class Session:
         try:
             with trio.move_on_after(patience) as scope:
                 await self._send(result)
-            if scope.cancelled_caught:
-                # A client that does not read would otherwise wait for a result that never comes.
-                self._sock.shutdown(socket.SHUT_RDWR)
+            sent = not scope.cancelled_caught
         except OSError:
-            pass  # the client has gone
+            sent = False  # the client has gone, or the system has no memory for the message
+        if not sent:
+            # A client would otherwise wait for a result that never comes.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def _account(self, request: _Request, state: State, refused: bool) -> None:
         copy, counters = request.copy, self._counters
@@ -466,3 +480,5 @@ class Session:
             return await threads.run(guarded, abandon_on_cancel=True, limiter=self._threads)
         except Abandoned:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)) from None
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None

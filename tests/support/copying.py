@@ -122,7 +122,7 @@ class FakeBackend:
         self.closing: threading.Event | None = None
         self.hanging = 0  # calls that have come to hang, all in all
         self.held_up = 0  # closings, the same
-        self.refuse_start: OSError | None = None
+        self.refuse_start: OSError | MemoryError | None = None
         self.requests: list[dict[str, Any]] = []
         self.writes: list[int] = []
         self.lock = threading.Lock()
@@ -182,7 +182,11 @@ class Complaints(logging.Handler):
 
     def taken(self) -> list[str]:
         """Those since this was last asked."""
-        texts, self._texts = self._texts, []
+        self.acquire()  # emit() is called with it held
+        try:
+            texts, self._texts = self._texts, []
+        finally:
+            self.release()
         return texts
 
     def close(self) -> None:
@@ -261,6 +265,10 @@ class FakeMount:
             self._complaints.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             shutil.rmtree(self.host, ignore_errors=True)
+
+    def complaints(self) -> list[str]:
+        """What the service has logged as failures of its own since this was last asked."""
+        return self._complaints.taken()
 
     def raw(self) -> socket.socket:
         """A connected socket on which nothing has been said."""
