@@ -8,6 +8,7 @@ import ctypes
 import errno
 import itertools
 import os
+import selectors
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.data import KIB, MIB, assert_same, noise
 from support.processes import wait_until
 
 from gpufs import engine
+from gpufs.engine import _completions, _operations, _transfer
 
 DATA = noise(MIB)
 
@@ -413,3 +415,90 @@ def test_what_a_call_raises_goes_to_the_hook(host: engine.Engine, monkeypatch: p
         stream.call(lambda: [][0])
         stream.synchronize()
     assert seen == ["list index out of range"]
+
+
+# ---- the thread that tells futures ----
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> _completions.Completions:
+    """Whose thread has not been started."""
+    made = _completions.Completions()
+    for module in (_operations, _transfer):
+        monkeypatch.setattr(module, "completions", made)
+    return made
+
+
+def both_kinds(file: engine.BackingFile, buffer: engine.Buffer) -> list[int]:
+    return [start(buffer).result(60) for start in (file.read_future, file.read_async)]
+
+
+def test_the_first_future_is_told_at_once(
+    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine.Buffer(host) as buffer, monkeypatch.context() as patient:
+        patient.setattr(_completions, "_PATIENCE", 3600.0)
+        assert both_kinds(file, buffer) == [MIB, MIB]
+    os.eventfd_write(fresh._wake, 1)  # it ends soon after all
+
+
+@pytest.mark.parametrize("lacking", ["os.dup", "os.eventfd", "selectors.EpollSelector", "threading.Thread.start"])
+@pytest.mark.parametrize("kind", ["read_future", "read_async"])
+def test_no_future_is_lost_for_want_of_descriptors_or_threads(
+    fresh: _completions.Completions,
+    host: engine.Engine,
+    file: engine.BackingFile,
+    monkeypatch: pytest.MonkeyPatch,
+    lacking: str,
+    kind: str,
+) -> None:
+    """What cannot be told of is not begun; what comes later is told."""
+    failure = RuntimeError("can't start new thread") if "Thread" in lacking else OSError(errno.EMFILE, "planned")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise failure
+
+    with engine.Buffer(host) as buffer:
+        with monkeypatch.context() as planned:
+            planned.setattr(lacking, fail)
+            with pytest.raises(type(failure)):
+                getattr(file, kind)(buffer)
+        assert both_kinds(file, buffer) == [MIB, MIB]
+
+
+def test_a_future_waits_until_the_kernel_has_memory_to_watch_it(
+    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    class Selector(selectors.EpollSelector):
+        def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+            if data is not None and len(refused) < 3:
+                refused.append(fileobj)
+                raise OSError(errno.ENOSPC, "planned")
+            return super().register(fileobj, events, data)
+
+    monkeypatch.setattr(selectors, "EpollSelector", Selector)
+    with engine.Buffer(host) as buffer:
+        assert both_kinds(file, buffer) == [MIB, MIB]
+    assert len(refused) == 3
+
+
+def test_a_callback_that_ends_its_thread_keeps_no_other_future_from_its_end(
+    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda about: told.append(about.exc_type))
+
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    with engine.Buffer(host) as buffer, engine.Stream(host) as stream:
+        gate = Gate(stream)
+        futures = [file.read_async(buffer, stream=stream) for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(leave)
+        gate.open()
+        assert [future.result(60) for future in futures] == [MIB] * 3
+        assert both_kinds(file, buffer) == [MIB, MIB]
+    wait_until(lambda: told == [SystemExit] * 3, 20, "all to be told of")

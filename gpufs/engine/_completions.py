@@ -7,8 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-# How long the thread stays when there is nothing to wait for, in seconds.
+# How long the thread stays when there is nothing to wait for, and until it tries again what found no memory: seconds.
 _PATIENCE: Final = 1.0
+_PAUSE: Final = 0.05
+
+
+def report_callback() -> None:
+    """Tells of an exception of a program's own callback, which must not keep others from theirs."""
+    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
 class Completions:
@@ -21,50 +27,77 @@ class Completions:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()  # guards all below
-        self._waiting: list[tuple[int, Callable[[], None]]] = []  # not yet seen by the thread
+        self._waiting: list[tuple[int, Callable[[], bool]]] = []  # not yet seen by the thread
         self._wake = -1  # an eventfd while the thread runs
 
-    def watch(self, fd: int, done: Callable[[], None]) -> None:
-        """Calls ``done`` once, on the watching thread, when ``fd`` is readable. A duplicate of ``fd`` is watched."""
+    def watch(self, fd: int, done: Callable[[], bool]) -> int:
+        """Calls ``done`` on the watching thread when ``fd`` is readable, and again, for as long as it returns True.
+
+        What is watched is a duplicate of ``fd``, the result, which is open until ``done`` has returned False. OSError
+        or RuntimeError without a descriptor or a thread for it; ``done`` is not called then.
+        """
         mine = os.dup(fd)
         with self._lock:
             self._waiting.append((mine, done))
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-                return
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             try:
-                threading.Thread(target=self._run, args=(self._wake,), name="gpufs-futures", daemon=True).start()
-            except RuntimeError:
-                os.close(self._wake)
-                self._wake = -1
+                if self._wake >= 0:
+                    os.eventfd_write(self._wake, 1)
+                else:
+                    self._start()
+            except (OSError, RuntimeError, MemoryError):
                 self._waiting.remove((mine, done))
                 os.close(mine)
                 raise
+        return mine
 
-    def _run(self, wake: int) -> None:
-        with selectors.EpollSelector() as selector:
-            selector.register(wake, selectors.EVENT_READ)
+    def _start(self) -> None:
+        """Starts the thread; all that it needs is made here, where a failure can be told."""
+        wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # at once: somebody waits already
+        try:
+            selector = selectors.EpollSelector()
+            try:
+                selector.register(wake, selectors.EVENT_READ)
+                thread = threading.Thread(target=self._run, args=(wake, selector), name="gpufs-futures", daemon=True)
+                self._wake = wake
+                thread.start()
+            except (OSError, RuntimeError, MemoryError):
+                selector.close()
+                raise
+        except (OSError, RuntimeError, MemoryError):
+            self._wake = -1
+            os.close(wake)
+            raise
+
+    def _run(self, wake: int, selector: selectors.BaseSelector) -> None:
+        late: list[tuple[int, Callable[[], bool]]] = []  # the kernel had no memory to watch them
+        with selector:
             while True:
-                ready = selector.select(None if len(selector.get_map()) > 1 else _PATIENCE)
+                idle = len(selector.get_map()) == 1
+                ready = selector.select(_PAUSE if late else _PATIENCE if idle else None)
                 with self._lock:
-                    added, self._waiting = self._waiting, []
-                    if not ready and not added and len(selector.get_map()) == 1:
+                    added, self._waiting = late + self._waiting, []
+                    if idle and not ready and not added:
                         self._wake = -1
                         os.close(wake)
                         return
+                late = []
                 for fd, done in added:
-                    selector.register(fd, selectors.EVENT_READ, done)
+                    try:
+                        selector.register(fd, selectors.EVENT_READ, done)
+                    except (OSError, MemoryError):
+                        late.append((fd, done))
                 for key, _ in ready:
                     if key.fd == wake:
                         os.eventfd_read(wake)
                         continue
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
+                    again = False
                     try:
-                        key.data()
-                    except BaseException:  # noqa: BLE001 - a program's own callback; the other futures still wait
-                        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+                        again = key.data()
+                    except BaseException:  # noqa: BLE001 - a program's own callback
+                        report_callback()
+                    if not again:
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
 
 
 completions: Final = Completions()

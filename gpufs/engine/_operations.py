@@ -4,6 +4,7 @@ import ctypes
 import errno
 import itertools
 import numbers
+import os
 import threading
 import time
 import weakref
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runt
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned, view_of
 from gpufs.engine._binding import Handle, check, failure
-from gpufs.engine._completions import completions
+from gpufs.engine._completions import completions, report_callback
 from gpufs.engine._engine import Engine
 from gpufs.engine._futures import EngineFuture
 from gpufs.engine._native import ffi, lib
@@ -514,37 +515,38 @@ class _Queue:
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_queue_open(engine._handle, 0, handle))
         self.handle = int(handle[0])  # closed with the engine
-        fd = ffi.new("int *")
-        check(lib.gpufs_queue_event_fd(self.handle, fd))
-        self._fd = int(fd[0])
         self._cookies = itertools.count(1)
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards all below
         self._futures: dict[int, OperationFuture] = {}
         self._watched = False
+        self._watched_fd = -1  # an eventfd that is open while it is watched
 
     def submit(self, operation: Operation) -> OperationFuture:
         cookie = next(self._cookies)
         given = ffi.new("gpufs_operation *")
         future = OperationFuture(self, operation._fill(given, cookie))
-        with self._lock:
-            self._futures[cookie] = future
         number = ffi.new("uint64_t *")
+        with self._lock:
+            # First: nothing is submitted that nobody would tell of.
+            if not self._watched:
+                fd = ffi.new("int *")
+                check(lib.gpufs_queue_event_fd(self.handle, fd))
+                self._watched_fd = completions.watch(fd[0], self._collect)
+                self._watched = True
+            self._futures[cookie] = future
         status = lib.gpufs_queue_submit(self.handle, given, 1, number, ffi.NULL)
         if status.error:
             error = failure(status)
             with self._lock:
                 self._futures.pop(cookie, None)
+                if self._watched and not self._futures:
+                    os.eventfd_write(self._watched_fd, 1)  # nothing else would end the watching
             raise error
         future._id = int(number[0])
-        with self._lock:
-            if self._watched or not self._futures:
-                return future
-            self._watched = True
-        completions.watch(self._fd, self._collect)
         return future
 
-    def _collect(self) -> None:
-        """Tells all futures that are over; one wake-up serves many."""
+    def _collect(self) -> bool:
+        """Tells all futures that are over; one wake-up serves many. Whether there are more to be told."""
         found = ffi.new("gpufs_completion[]", _COLLECTED_AT_A_TIME)
         count = ffi.new("uint64_t *")
         while True:
@@ -553,27 +555,26 @@ class _Queue:
                 with self._lock:
                     lost, self._futures = list(self._futures.values()), {}
                     self._watched = False
-                for future in lost:
-                    future._over(None)
-                return
+                for one in lost:
+                    self._tell(one, None)
+                return False
             with self._lock:
                 over = [self._futures.pop(found[index].cookie, None) for index in range(count[0])]
-            for index, ended in enumerate(over):
-                if ended is not None:  # otherwise it was cancelled while it was refused
-                    ended._over(found[index])
+            for index, future in enumerate(over):
+                if future is not None:  # otherwise it was cancelled while it was refused
+                    self._tell(future, found[index])
             if count[0] < _COLLECTED_AT_A_TIME:
                 break
         with self._lock:
             self._watched = bool(self._futures)
-            if not self._watched:
-                return
+            return self._watched
+
+    @staticmethod
+    def _tell(future: OperationFuture, ended: Any) -> None:
         try:
-            completions.watch(self._fd, self._collect)
-        except OSError:  # closed at this moment, and with it all that is left
-            with self._lock:
-                lost, self._futures = list(self._futures.values()), {}
-            for future in lost:
-                future._over(None)
+            future._over(ended)
+        except BaseException:  # noqa: BLE001 - a program's own callback; the other futures still wait
+            report_callback()
 
 
 _queues: Final[weakref.WeakKeyDictionary[Engine, _Queue]] = weakref.WeakKeyDictionary()

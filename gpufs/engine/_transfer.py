@@ -478,7 +478,7 @@ class TransferFuture(EngineFuture):
         """How far the transfer is. EngineError EBADF once it is done."""
         return self._transfer.progress()
 
-    def _done(self) -> None:
+    def _done(self) -> bool:
         try:
             count = self._transfer.outcome()
         except EngineError as error:
@@ -495,3 +495,4 @@ class TransferFuture(EngineFuture):
                 self._transfer.close()
             except EngineError:
                 pass  # closed with its engine
+        return False
