@@ -142,12 +142,32 @@ def test_hanging_mount_does_not_hang_us(mountpoint: Path) -> None:
         done = gpufs("status", mountpoint, "--status-timeout", "500ms", check=False)
         assert done.returncode == 1
         assert "timed out" in done.stderr.lower()
-        gpufs("umount", "--force", mountpoint, "--umount-timeout", "1")
+        gpufs("umount", "--force", mountpoint)
     finally:
         if not has_ended(pid):
             os.kill(pid, signal.SIGKILL)
     assert has_ended(pid)
     assert not mounted_at(str(mountpoint))
+
+
+def test_what_is_killed_has_the_knobs_time_to_end(mountpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large process on a busy machine takes longer than one that only has to hear that it shall end."""
+    pid = mount_it(mountpoint)
+    allowed: list[float] = []
+    wait_for_end = _mounts.wait_for_end
+
+    def wait(pids: list[int], seconds: float) -> list[int]:
+        allowed.append(seconds)
+        return wait_for_end(pids, seconds)
+
+    monkeypatch.setattr(_mounts, "wait_for_end", wait)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert cli.run(["umount", "--force", str(mountpoint), "--umount-timeout", "100"]) == 0
+    finally:
+        if not has_ended(pid):
+            os.kill(pid, signal.SIGKILL)
+    assert allowed[-1] == 100
 
 
 def test_sigterm_ends_cleanly(mountpoint: Path) -> None:

@@ -94,7 +94,7 @@ def _kill(pids: list[int], timeout: float) -> list[int]:
     left = [pid for pid in pids if _mounts.is_stopped(pid)]
     left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
     _signal(left, signal.SIGKILL)
-    return _mounts.wait_for_end(left, _GRACE)
+    return _mounts.wait_for_end(left, max(_GRACE, timeout))  # the system may be long about freeing its memory
 
 
 def _is_mounted(mountpoint: str) -> bool:
