@@ -544,3 +544,33 @@ def test_a_destination_that_may_be_written_but_not_read(fake: FakeMount) -> None
     os.chmod(fake.socket, 0o666)
     assert in_child(store, uid=NOBODY, gid=NOBODY) == "transfer"
     assert target.read_bytes() == bytes(BIG)
+
+
+HUNG = """
+import sys, time
+from gpufs.cli import _copying
+from gpufs.client import Copier
+class Clock:
+    monotonic = time.monotonic
+    def sleep(seconds):
+        print("its queue is full", flush=True)
+        time.sleep(seconds)
+Copier.copy_file = lambda *arguments, **named: time.sleep(3600)
+_copying.time, _copying._QUEUED_FILES, _copying._INTERRUPT_SECONDS = Clock, 1, 0.1
+"""
+
+
+def test_cp_ends_where_files_hang_and_more_are_queued_than_it_remembers(fake: FakeMount) -> None:
+    tree = fake.host / "tree"
+    tree.mkdir()
+    for n in range(20):
+        (tree / f"f{n}").touch()
+    program = HUNG + CHILD
+    words = [sys.executable, "-c", program, str(fake.device), str(fake.folder), "-r", str(tree), str(fake.folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "its queue is full\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGINT
+    assert errors == "gpufs cp: a copy does not end: its file system does not answer\n"

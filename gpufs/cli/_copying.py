@@ -230,7 +230,8 @@ class _Run:
                     return
 
     def _put(self, item: tuple[str, str] | None) -> None:
-        while self._queue.qsize() >= _QUEUED_FILES:
+        # Once it is cancelled nobody may take anything from there any more, for all hang.
+        while self._queue.qsize() >= _QUEUED_FILES and not self._cancel.cancelled:
             time.sleep(_REFRESH)
             self._refresh()
         self._queue.put(item)
