@@ -245,7 +245,7 @@ def test_a_question_is_no_hindrance_to_a_signal(root: Path, tmp_path: Path) -> N
             asked += process.stderr.read(1)
         assert asked.decode() == f"gpufs cp: overwrite {root}/f? "
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == -signal.SIGINT
+        assert process.wait(60) == -signal.SIGINT
     assert (root / "f").read_text() == "old"
 
 

@@ -64,6 +64,11 @@ class World:
     def moving(self) -> bool:
         return bool(self.status()["io"]["active"])
 
+    def at_rest(self) -> bool:
+        """Nothing moves, and of what was cancelled the destinations have got their sizes."""
+        status = self.status()
+        return not status["io"]["active"] and not status["transfers"]["running"]
+
     def held(self) -> int:
         return int(self.status()["devices"][0]["held_bytes"])
 
@@ -101,7 +106,7 @@ def calm(world: World) -> Iterator[World]:
     """What a test's copy held is given back, and the mount goes on."""
     empty = world.held()
     yield world
-    wait_until(lambda: not world.moving(), 10, "the end of the copy")
+    wait_until(world.at_rest, 10, "the end of the copy")
     for path in (world.mount.device / "copy", world.mount.path / "backing" / "disk" / "copy"):
         path.unlink(missing_ok=True)
     wait_until(lambda: world.held() <= empty, 10, "the memory of the copy")
@@ -138,7 +143,7 @@ def test_a_signal_ends_it(calm: World, program: str, direction: str, number: sig
         child.send_signal(number)
         _, errors = child.communicate(timeout=60)
         # The daemon may still be about to notice that its client is dead.
-        wait_until(lambda: not calm.moving(), 10, "the end of the copy")
+        wait_until(calm.at_rest, 10, "the end of the copy")
         size = target.stat().st_size
         if child.returncode != 0 and size < whole:
             break
