@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <set>
@@ -201,6 +202,46 @@ TEST_F(TraceTest, NothingIsLostOrTornWhileItIsRead) {
     EXPECT_GE(record.offset, next[record.id]);
     next[record.id] = record.offset + 1;
   }
+}
+
+TEST_F(TraceTest, StoppingAndStartingWhileAnotherReads) {
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int index = 0; index < 2; ++index) {
+    threads.emplace_back([&] {
+      while (!over) {
+        const Span span(TraceKind::kPiece, 7, 0, 100);
+      }
+    });
+  }
+  for (int index = 0; index < 2; ++index) {
+    threads.emplace_back([&] {
+      while (!over) {
+        std::vector<std::byte> data(64 << 10);
+        const std::size_t bytes = trace::read(data);
+        ASSERT_EQ(bytes % sizeof(TraceRecord), 0U);
+        for (std::size_t place = 0; place < bytes; place += sizeof(TraceRecord)) {
+          TraceRecord record;
+          std::memcpy(&record, data.data() + place, sizeof(record));
+          if (record.kind == TraceKind::kThread) {
+            place += sizeof(record);  // its text
+          } else if (record.kind != TraceKind::kLost) {
+            ASSERT_EQ(record.kind, TraceKind::kPiece);
+            ASSERT_EQ(record.device, 7);
+            ASSERT_EQ(record.in_ticks, 0U);
+            ASSERT_LE(record.start, record.end);
+          }
+        }
+      }
+    });
+  }
+  for (int round = 0; round < 500; ++round) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    trace::stop();
+    ASSERT_TRUE(trace::start().ok());
+  }
+  over = true;
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST_F(TraceTest, StoppingAndStartingWhileThreadsRecord) {

@@ -61,7 +61,11 @@ struct Text {
 };
 
 struct State {
-  // Guards all below; nothing but memory is touched under it.
+  // Held by who starts, reads or stops, from beginning to end: a ring that is being drained belongs to the trace that
+  // is on, and is made anew for no other. Before the one below; who records never waits for it.
+  std::mutex user;
+
+  // Guards all below, but that the user reads the timeline, which is his alone; nothing but memory is touched under it.
   std::mutex mutex;
   std::list<std::shared_ptr<Ring>> rings;
   std::unordered_map<std::string, std::uint32_t> names;
@@ -197,6 +201,7 @@ Drained drain(Ring& ring, Writer& writer, const Timeline& timeline) {
 std::atomic<std::uint32_t> g_running{0};
 
 Status start() {
+  const std::lock_guard user(state().user);
   const std::lock_guard lock(state().mutex);
   if (on()) return Status(EBUSY, "somebody traces already");
   state().timeline.add(Timeline::now());
@@ -207,6 +212,7 @@ Status start() {
 
 void stop() {
   std::list<std::shared_ptr<Ring>> rings;  // given back without the lock
+  const std::lock_guard user(state().user);
   {
     const std::lock_guard lock(state().mutex);
     g_running.store(0);
@@ -222,6 +228,7 @@ void stop() {
 std::size_t read(std::span<std::byte> destination) {
   Writer writer(destination);
   std::vector<std::shared_ptr<Ring>> rings;
+  const std::lock_guard user(state().user);
   {
     const std::lock_guard lock(state().mutex);
     if (!on()) return 0;

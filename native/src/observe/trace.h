@@ -1,6 +1,6 @@
 // Traces: what each thread did when, recorded into bounded rings of its own while somebody asks for it.
 // Nobody owns it: one trace for the process, since threads serve all engines; the rings go when it is stopped.
-// Any thread may record. One caller at a time starts, reads and stops.
+// Any thread may call any function; who starts, reads or stops waits for others who do.
 #pragma once
 
 #include <atomic>
