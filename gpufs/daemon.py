@@ -308,15 +308,10 @@ class Daemon:
             streams={"trace": engine.Trace},
         )
 
-        def memory() -> tuple[int, int]:
-            amounts = [device.memory() for device in opened.devices]
-            return sum(amount.total_bytes for amount in amounts), sum(amount.free_bytes for amount in amounts)
-
         options = {
             "driver": driver,
             "entry_timeout": values["entry_timeout"],
             "attribute_timeout": values["attribute_timeout"],
-            "memory": memory,
         }
         if not values["backing"]:
             return Operations(tree, mount, **options)

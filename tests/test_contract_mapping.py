@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import platform
 import signal
+import struct
 from errno import EACCES, EINVAL
 from pathlib import Path
 
@@ -206,6 +209,28 @@ def test_processes_share_a_mapping(file: Path) -> None:
     content = read_all(file)
     for page in range(SIZE // PAGE):
         assert content[page * PAGE : page * PAGE + 8] == b"page%04d" % page
+
+
+def test_faults_are_not_handed_to_programs(file: Path, on_gpufs: bool) -> None:
+    """By userfaultfd(2), which serves memory that has no file system behind it, and tmpfs."""
+    sys_userfaultfd = {"x86_64": 323, "aarch64": 282}[platform.machine()]
+    user_mode_only, api, register = 1, 0xC018AA3F, 0xC020AA00
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(sys_userfaultfd, os.O_CLOEXEC | user_mode_only)
+    if fd < 0:
+        pytest.skip(f"no userfaultfd here: {os.strerror(ctypes.get_errno())}")
+    try:
+        fcntl.ioctl(fd, api, struct.pack("=QQQ", 0xAA, 0, 0))
+        file.write_bytes(bytes(PAGE))
+        with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), PAGE) as pages:
+            start = ctypes.addressof(view := ctypes.c_char.from_buffer(pages))
+            del view
+            missing = 1
+            request = struct.pack("=QQQQ", start, PAGE, missing, 0)
+            assert errno_of(fcntl.ioctl, fd, register, request) == (EINVAL if on_gpufs else 0)
+            assert pages[:] == bytes(PAGE)
+    finally:
+        os.close(fd)
 
 
 def test_numpy_memmap(root: Path) -> None:

@@ -582,6 +582,23 @@ def small(mount: Mounter) -> Iterator[Place]:
             run("umount", "-l", there)
 
 
+def test_room_is_that_of_the_disk(small: Place) -> None:
+    small.file("file", noise(MIB))
+    (small.there / "dir").mkdir()
+    for path in (small.shown, small.shown / "dir", small.shown / "file"):
+        assert numbers(os.statvfs(path)) == numbers(os.statvfs(small.there))
+    with open(small.shown / "file", "rb") as file:
+        assert numbers(os.fstatvfs(file.fileno())) == numbers(os.statvfs(small.there))
+    assert shutil.disk_usage(small.shown).total == 4 * MIB
+    assert os.statvfs(small.mount.device).f_blocks * PAGE == os.statvfs(small.mount.path / "backing").f_blocks * PAGE
+
+
+def numbers(found: os.statvfs_result) -> tuple[int, ...]:
+    """All but the flags, which are the mount's."""
+    sizes = (found.f_bsize, found.f_frsize, found.f_blocks, found.f_bfree, found.f_bavail)
+    return (*sizes, found.f_files, found.f_ffree, found.f_namemax)
+
+
 def test_a_full_disk(small: Place) -> None:
     """Writes and copies say what they have done, then that there is no more room; what was there before stays."""
     buffer = small.mount.device / "buffer"

@@ -552,7 +552,7 @@ async def test_a_stream_whose_end_comes_behind_the_next_ones_opening(autojump_cl
     """The kernel tells of both in this order, or in the other, as its threads like; of a closed descriptor before."""
     table = FakeTable()
     tree = Tree(table, 1, uid=7, gid=8, control_files={}, streams={"trace": OneAtATime})
-    operations = Operations(tree, table, driver="host", entry_timeout=1, attribute_timeout=1, memory=lambda: (0, 0))
+    operations = Operations(tree, table, driver="host", entry_timeout=1, attribute_timeout=1)
     node = tree.lookup(tree.lookup(ROOT_INODE, b".gpufs").ino, b"trace")
     context: Any = None
 

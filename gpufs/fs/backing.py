@@ -151,6 +151,13 @@ def _in_memory(fd: int) -> bool:
     return _libc.fstatfs(fd, found) == 0 and ctypes.c_ulong.from_buffer(found).value & 0xFFFFFFFF in _IN_MEMORY
 
 
+def _room(fd: int) -> bytes:
+    """What statfs(2) says of a file's file system, as FUSE has it (struct fuse_kstatfs)."""
+    found = os.fstatvfs(fd)
+    blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
+    return struct.pack("=5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+
+
 @contextlib.contextmanager
 def _daemons_rights() -> Iterator[None]:
     """Inside of _identity(): the daemon's own rights over files for a moment."""
@@ -673,6 +680,8 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().getxattr(inode, name, ctx)
+        if not name:  # statfs(2), see Session::relay_statfs
+            return await self._as_caller(node, ctx, lambda: _room(node.fd))
         try:
             return await self._as_caller(node, ctx, lambda: os.getxattr(node.link, name))
         except OSError as failure:

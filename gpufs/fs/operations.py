@@ -24,7 +24,7 @@ import trio
 
 from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
-from gpufs.fs.tree import BLOCK_SIZE, NAME_MAX, Tree, error
+from gpufs.fs.tree import Tree, error
 from gpufs.fs.xattrs import VirtualAttributes
 
 log = logging.getLogger(__name__)
@@ -94,14 +94,11 @@ class Operations(pyfuse3.Operations):
         driver: str,
         entry_timeout: float,
         attribute_timeout: float,
-        memory: Callable[[], tuple[int, int]],
     ) -> None:
-        """``memory``: total and free bytes of all devices, for statfs where the engine does not answer it."""
         super().__init__()
         self._tree = tree
         self._table = table
         self._virtual = VirtualAttributes(tree, table, driver)
-        self._memory = memory
         self._entry_timeout = entry_timeout
         self._attribute_timeout = attribute_timeout
         self._next_handle = _FIRST_HANDLE
@@ -271,17 +268,6 @@ class Operations(pyfuse3.Operations):
     @handler
     async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:
         return True  # the mount has default_permissions: the kernel has checked
-
-    @handler
-    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
-        total, free = self._memory()
-        reply = pyfuse3.StatvfsData()
-        reply.f_bsize = reply.f_frsize = BLOCK_SIZE
-        reply.f_blocks = total // BLOCK_SIZE
-        reply.f_bfree = reply.f_bavail = free // BLOCK_SIZE
-        reply.f_files = self.inode_count()
-        reply.f_namemax = NAME_MAX
-        return reply
 
     # ---- extended attributes ----
 

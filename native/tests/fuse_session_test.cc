@@ -102,6 +102,23 @@ TEST_F(RelayTest, SetxattrIsRelayedInItsShortFormWithItsFlagsBeforeTheName) {
   EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
+TEST_F(RelayTest, StatfsOfWhatTheTableDoesNotKnowIsAskedAsAnAttributeWithoutAName) {
+  fuse_statfs_out out{};
+  out.st.blocks = 1000;
+  out.st.ffree = 3;
+  out.st.namelen = 255;
+  const std::uint64_t unique = kernel->send(FUSE_STATFS, 9, {});
+  const RelayedRequest request = control->expect(FUSE_GETXATTR);
+  EXPECT_EQ(request.as<fuse_getxattr_in>().size, sizeof(out));
+  EXPECT_EQ(request.body.size(), sizeof(fuse_getxattr_in) + 1);
+  EXPECT_EQ(request.body.back(), std::byte{0});
+  control->reply(unique, 0, bytes_of(out));
+  const fuse_statfs_out got = kernel->wait(unique).as<fuse_statfs_out>();
+  EXPECT_EQ(got.st.blocks, 1000U);
+  EXPECT_EQ(got.st.ffree, 3U);
+  EXPECT_EQ(got.st.namelen, 255U);
+}
+
 TEST_F(RelayTest, BuffersOpenForDirectIo) {
   const std::uint64_t fh = add_file(2);
   fuse_open_out open{};

@@ -184,6 +184,7 @@ void Session::handle(Request& request) {
   }
   if (opcode == kOpcodeStatx) return relay_statx(request, std::move(responder));
   if (opcode == FUSE_SETXATTR) return relay_setxattr(request, std::move(responder));
+  if (opcode == FUSE_STATFS) return relay_statfs(request, std::move(responder));
   relay_->forward(request, std::move(responder));
 }
 
@@ -244,6 +245,20 @@ void Session::relay_setxattr(Request& request, Responder responder) {
   std::memcpy(message.data() + kHeader, static_cast<const void*>(&in), kSetxattrShort);
   message[kHeader + kSetxattrShort] = flags;
   std::ranges::copy(rest, message.begin() + kHeader + kSetxattrShort + 1);
+  request.message = message;
+  relay_->forward(request, std::move(responder));
+}
+
+void Session::relay_statfs(Request& request, Responder responder) {
+  // pyfuse3 does not say whose file system is asked for. So it is asked for as the attribute without a name, which the
+  // kernel lets nobody ask for; its value is the body of the reply to STATFS as it stands.
+  std::array<std::byte, sizeof(fuse_in_header) + sizeof(fuse_getxattr_in) + 1> message{};
+  request.header.opcode = FUSE_GETXATTR;
+  request.header.len = static_cast<std::uint32_t>(message.size());
+  write_struct(std::span(message), 0, request.header);
+  fuse_getxattr_in in{};
+  in.size = sizeof(fuse_statfs_out);
+  write_struct(std::span(message), sizeof(fuse_in_header), in);
   request.message = message;
   relay_->forward(request, std::move(responder));
 }

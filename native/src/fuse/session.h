@@ -86,6 +86,7 @@ class Session final : private RequestHandler, private RelayHandler {
   // Relays what the control plane's library knows in another form only.
   void relay_statx(Request& request, Responder responder);
   void relay_setxattr(Request& request, Responder responder);
+  void relay_statfs(Request& request, Responder responder);
   void handle_interrupt(Request& request);
   void handle_batch_forget(Request& request);
 
