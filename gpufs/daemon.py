@@ -411,7 +411,8 @@ class Daemon:
         await self._manager.ready(f"serves {self._request.mountpoint}")
         if self._request.foreground:
             for note in notes:
-                print(f"gpufs: {note}", file=sys.stderr)
+                with suppress(OSError):  # nobody reads it
+                    print(f"gpufs: {note}", file=sys.stderr)
 
     async def _publish(self, opened: engine.Engine) -> None:
         """Writes how things stand beside the counters, from time to time."""

@@ -46,6 +46,18 @@ def test_a_log_that_cannot_be_written_costs_its_lines_alone(mountpoint: Path) ->
     assert process.returncode == 0
 
 
+def test_remarks_that_nobody_reads_do_not_end_a_mount_in_the_foreground(mountpoint: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ("mount", mountpoint, "--memory", "64M", "--foreground")  # it says that there is no GPU
+    process = subprocess.Popen([*GPUFS, *map(str, words)], stderr=writer)
+    os.close(writer)
+    wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
+    assert process.poll() is None
+    assert shell('exec "$@"', "umount", mountpoint).returncode == 0
+    assert process.wait(60) == 0
+
+
 def test_a_log_has_names_of_any_bytes(tmp_path: Path) -> None:
     script = (
         "import sys, logging; from gpufs.logs import Log; Log(sys.argv[1], 'info', foreground=False);"

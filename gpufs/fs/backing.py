@@ -93,6 +93,12 @@ class _OpenDirectory:
     names: list[bytes]
 
 
+def _close(fd: int) -> None:
+    """Closes a descriptor: it is gone whatever its file's server says, which may be the failure of earlier writes."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def _open_beneath(directory: int, name: bytes, flags: int, mode: int = 0) -> int:
     """openat2(2) of one name, never through a symbolic link and never out of the directory."""
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
@@ -286,6 +292,13 @@ class BackingOperations(Operations):
         """
         limiter = self._threads.setdefault(node.key[1], trio.CapacityLimiter(_THREADS))
         return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
+
+    async def _give_back(self, node: BackingNode, work: Callable[[], None]) -> None:
+        """Runs work that gives something of a node's back, and raises nothing: later where no thread can be had now."""
+        try:
+            await self._on_thread(node, work)
+        except OSError:
+            threads.in_background(work)
 
     def _changeable(self, *nodes: BackingNode) -> None:
         if any(node.share.read_only for node in nodes):
@@ -589,7 +602,7 @@ class BackingOperations(Operations):
         if directory is None:
             await super().releasedir(fh)
             return
-        await self._on_thread(directory.node, functools.partial(os.close, directory.fd))
+        await self._give_back(directory.node, functools.partial(_close, directory.fd))
 
     @handler
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
@@ -802,9 +815,9 @@ class BackingOperations(Operations):
                 if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                     return handle, fd
             except BaseException:
-                os.close(fd)
+                _close(fd)
                 raise
-            os.close(fd)
+            _close(fd)
             return handle, None
 
         handle, kept = await self._on_thread(node, hand_over)
@@ -820,7 +833,10 @@ class BackingOperations(Operations):
 
         def close() -> None:
             if kept is not None:
-                os.close(kept)
-            self._mount.file_release(fh)
+                _close(kept)
+            try:
+                self._mount.file_release(fh)
+            except OSError:
+                log.exception("a file of backing/ is not released")
 
-        await self._on_thread(node, close)
+        await self._give_back(node, close)

@@ -1,0 +1,102 @@
+"""What is open below backing/ is given back whatever fails on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pyfuse3
+import pytest
+import trio
+from support.fake_table import FakeTable
+from support.processes import wait_until
+
+from gpufs.fs.backing import Backing, BackingOperations
+from gpufs.fs.tree import Tree, error
+
+
+class Table(FakeTable):
+    """Opens files of the host, too, by numbers of its own."""
+
+    def backing_file_open(self, ino: int, fd: int) -> int:
+        handle = 1000 + len(self.open_files)
+        self.open_files[handle] = ino
+        return handle
+
+
+class World:
+    """A mount that shows a directory with one file, which a program has open for writing, and lists."""
+
+    def __init__(self, shown: Path) -> None:
+        (shown / "file").touch()
+        self.table = Table()
+        tree = Tree(self.table, 1, uid=0, gid=0, control_files={})
+        options: dict[str, Any] = {"driver": "host", "entry_timeout": 1, "attribute_timeout": 1}
+        self.operations = BackingOperations(
+            tree,
+            self.table,
+            backings=[Backing("data", str(shown), read_only=False)],
+            device=0,
+            uid=os.geteuid(),
+            gid=os.getegid(),
+            memory=lambda: (0, 0),
+            **options,
+        )
+        self.directory = tree.lookup(1, b"backing").ino
+
+    async def open(self) -> None:
+        context: Any = pyfuse3.RequestContext.__new__(pyfuse3.RequestContext)
+        share = await self.operations.lookup(self.directory, b"data", context)
+        found = await self.operations.lookup(share.st_ino, b"file", context)
+        self.file = (await self.operations.open(found.st_ino, os.O_RDWR, context)).fh
+        self.listing = await self.operations.opendir(share.st_ino, context)
+        _, kept = self.operations._open_files[self.file]
+        assert kept is not None
+        self.descriptors = {kept, self.operations._listed[self.listing].fd}
+
+    async def close(self, planned: pytest.MonkeyPatch, failure: OSError | None = None) -> None:
+        """What the kernel asks for in the end; both descriptors are closed then, which may tell of a failure."""
+        close = os.close
+
+        def noted(fd: int) -> None:
+            close(fd)
+            if fd in self.descriptors:
+                self.descriptors.remove(fd)
+                if failure is not None:
+                    raise failure
+
+        planned.setattr(os, "close", noted)
+        await self.operations.release(self.file)
+        await self.operations.releasedir(self.listing)
+        await trio.to_thread.run_sync(lambda: wait_until(lambda: not self.descriptors, 20, "both to be closed"))
+        await trio.to_thread.run_sync(lambda: wait_until(lambda: not self.table.open_files, 20, "the file's release"))
+        self.operations.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> World:
+    made = World(tmp_path)
+    await made.open()
+    return made
+
+
+async def test_a_closing_that_fails_releases_all_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """close(2) tells of writes that have failed; what it closed is closed."""
+    with monkeypatch.context() as planned:
+        await world.close(planned, error(errno.EIO))
+
+
+async def test_without_a_thread_it_is_released_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_sync, refused = trio.to_thread.run_sync, [None, None]
+
+    async def refuse(*args: Any, **options: Any) -> Any:
+        if refused:
+            refused.pop()
+            raise RuntimeError("can't start new thread")
+        return await run_sync(*args, **options)
+
+    with monkeypatch.context() as planned:
+        planned.setattr(trio.to_thread, "run_sync", refuse)
+        await world.close(planned)
