@@ -41,7 +41,6 @@ class World:
             device=0,
             uid=os.geteuid(),
             gid=os.getegid(),
-            memory=lambda: (0, 0),
             **options,
         )
         self.directory = tree.lookup(1, b"backing").ino
