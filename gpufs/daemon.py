@@ -81,6 +81,8 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
             if wanted == "auto" and failure.errno == errno.ENODEV:
                 reasons.append(text)
                 continue
+            if failure.errno == errno.ENODEV:
+                text += "; gpufs doctor says what to do"
             raise StartFailure(failure.errno or errno.EIO, text) from None
         notes = (
             [f"no GPU was found ({'; '.join(reasons)}): host memory is used"] if driver == "host" and reasons else []

@@ -66,7 +66,7 @@ def test_more_memory_than_the_machine_has(mountpoint: Path) -> None:
 
 def test_mountpoint_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "none"
-    assert fails(1, "mount", path, "--driver", "host") == f"{path}: No such file or directory"
+    assert fails(1, "mount", path, "--driver", "host") == f"{path}: there is no such directory: make it first"
     assert fails(1, "umount", path) == f"{path}: there is no such directory"
     assert fails(1, "status", path) == f"{path}: there is no such directory"
 
@@ -75,7 +75,7 @@ def test_mountpoint_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     assert fails(1, "mount", path, "--driver", "host") == f"{path}: not a directory"
-    assert fails(1, "umount", path) == f"{path}: no gpufs is mounted there"
+    assert fails(1, "umount", path) == f"{path}: no gpufs is mounted there (gpufs status lists those that are)"
 
 
 def test_mounted_already(mount: Mounter, tmp_path: Path) -> None:
@@ -142,6 +142,7 @@ def test_driver_that_is_not_here(mountpoint: Path, driver: str) -> None:
         pytest.skip("this machine has such a GPU")
     line = fails(1, "mount", mountpoint, "--driver", driver)
     assert "not available" in line
+    assert line.endswith("; gpufs doctor says what to do")
     assert driver in line
 
 
@@ -157,8 +158,14 @@ def test_auto_without_a_gpu_says_what_it_takes(mountpoint: Path) -> None:
 
 
 def test_unmounting_what_is_not_ours(tmp_path: Path) -> None:
-    assert fails(1, "umount", "/proc") == "/proc: no gpufs is mounted there"
-    assert fails(1, "df", tmp_path) == f"{tmp_path}: no gpufs is mounted there"
+    for command, path in (("umount", "/proc"), ("df", tmp_path)):
+        assert fails(1, command, path) == f"{path}: no gpufs is mounted there (gpufs status lists those that are)"
+
+
+def test_a_directory_of_a_mount(shared_mount: GpufsMount) -> None:
+    for command, path in (("status", shared_mount.device), ("umount", shared_mount.path / ".gpufs"), ("stats", "gpu1")):
+        inside = shared_mount.path / path
+        assert fails(1, command, inside) == f"{inside}: lies in the mount at {shared_mount.path}: name that"
 
 
 def test_log_file_that_cannot_be_written(mountpoint: Path) -> None:

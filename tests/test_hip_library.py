@@ -60,7 +60,7 @@ def test_a_mount_is_refused_in_one_line(library: str, tmp_path: Path) -> None:
         done = run(*GPUFS, "mount", tmp_path, "--driver", "hip", *more, env=_clean(), check=False)
         assert done.returncode == 1
         assert done.stdout == ""
-        assert done.stderr == f"gpufs: {no_device(library)}\n"
+        assert done.stderr == f"gpufs: {no_device(library)}; gpufs doctor says what to do\n"
         assert not os.path.ismount(tmp_path)
 
 

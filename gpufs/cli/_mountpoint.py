@@ -23,6 +23,8 @@ def check(path: str, mountpoint: str) -> None:
         raise Failure(f"{path}: {_how_it_is_mounted(mountpoint)}")
     try:
         status = os.stat(mountpoint)
+    except FileNotFoundError:
+        raise Failure(f"{path}: there is no such directory: make it first") from None
     except OSError as error:
         raise failed(error.errno or EACCES, path) from None
     if not stat.S_ISDIR(status.st_mode):

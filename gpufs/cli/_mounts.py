@@ -38,12 +38,16 @@ def absolute(path: str) -> str:
 def find(path: str) -> "mounting.MountEntry":
     """The gpufs mount at a path. Failure where there is none."""
     mountpoint = absolute(path)
-    for entry in mounting.mounts():
+    mounts = mounting.mounts()
+    for entry in mounts:
         if entry.mountpoint == mountpoint:
             return entry
+    for entry in mounts:
+        if mountpoint.startswith(entry.mountpoint.rstrip("/") + "/"):
+            raise Failure(f"{path}: lies in the mount at {entry.mountpoint}: name that")
     if not os.path.lexists(mountpoint):
         raise Failure(f"{path}: there is no such directory")
-    raise Failure(f"{path}: no gpufs is mounted there")
+    raise Failure(f"{path}: no gpufs is mounted there (gpufs status lists those that are)")
 
 
 def daemons(mountpoint: str, device: str | None = None) -> list[int]:
