@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <string>
+#include <utility>
+
+#include "base/caught.h"
 
 namespace gpufs::gpu {
 namespace {
@@ -14,12 +17,16 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 }  // namespace
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<Context> context, std::uint64_t bytes) {
-  PhysicalHandle handle = 0;
-  if (Status status = context->acquire_physical(bytes, &handle); !status.ok()) return status;
-  return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(context), handle, bytes));
+  // Made first: what the device gives has an owner at once, which needs no memory any more.
+  std::shared_ptr<PhysicalMemory> made(new PhysicalMemory(std::move(context), bytes));
+  if (Status status = made->context_->acquire_physical(bytes, &made->handle_); !status.ok()) return status;
+  made->taken_ = true;
+  return made;
 }
 
-PhysicalMemory::~PhysicalMemory() { context_->return_physical(handle_, bytes_, !exported_); }
+PhysicalMemory::~PhysicalMemory() {
+  if (taken_) context_->return_physical(handle_, bytes_, !exported_);
+}
 
 Result<UniqueFd> PhysicalMemory::export_descriptor() {
   exported_ = true;
@@ -33,13 +40,15 @@ Result<UniqueFd> PhysicalMemory::export_descriptor() {
 }
 
 Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<Context> context, std::uint64_t bytes) {
+  std::shared_ptr<MappedRange> made(new MappedRange(std::move(context), bytes));
   DeviceAddress base = 0;
-  Status status = context->reserve_range(bytes, &base);
-  if (!status.ok()) return status;
-  return std::shared_ptr<MappedRange>(new MappedRange(std::move(context), base, bytes));
+  if (Status status = made->context_->reserve_range(bytes, &base); !status.ok()) return status;
+  made->base_ = base;
+  return made;
 }
 
 MappedRange::~MappedRange() {
+  if (base_ == 0) return;
   const Current current(*context_);
   // One call for each contiguous run of pieces, where the vendor allows that.
   for (auto piece = shown_.begin(); piece != shown_.end();) {
@@ -56,8 +65,12 @@ MappedRange::~MappedRange() {
 }
 
 Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical) {
-  Status status = context_->map(base_ + offset, physical->bytes(), physical->handle());
-  if (status.ok()) shown_.emplace(offset, std::move(physical));
+  // Listed first: what is mapped is always known.
+  const auto [place, fresh] = shown_.emplace(offset, std::move(physical));
+  if (!fresh) return {EEXIST, "the range shows something there already"};
+  const PhysicalMemory& shown = *place->second;
+  Status status = caught([&] { return context_->map(base_ + offset, shown.bytes(), shown.handle()); });
+  if (!status.ok()) shown_.erase(place);
   return status;
 }
 
@@ -182,8 +195,9 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
     const std::uint64_t part = std::min(kLargestPiece, end - at);
     Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(context_, part);
     if (!physical.ok()) return physical.status();
-    if (Status status = current_->show(at, physical.value()); !status.ok()) return status;
-    pieces.emplace(at, Piece{physical.take(), std::vector<bool>(part / granule_), 0});
+    const Piece& piece =
+        pieces.emplace(at, Piece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
+    if (Status status = current_->show(at, piece.physical); !status.ok()) return status;
     at += part;
   }
   return current_->allow(offset, bytes);
@@ -212,12 +226,12 @@ Status VirtualMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
   for (auto piece = first_touching(offset); at < end && status.ok();) {
     const bool more = piece != pieces_.end() && piece->first < end;
     const std::uint64_t gap_end = more ? piece->first : end;
-    if (gap_end > at) status = add_pieces(at, gap_end - at, fresh);
+    if (gap_end > at) status = caught([&] { return add_pieces(at, gap_end - at, fresh); });
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
     ++piece;
   }
-  if (status.ok()) status = zero(offset, bytes);
+  if (status.ok()) status = caught([&] { return zero(offset, bytes); });
   if (!status.ok()) {
     for (const auto& piece : fresh) static_cast<void>(current_->hide(piece.first));
     return status;

@@ -35,12 +35,12 @@ class PhysicalMemory {
   Result<UniqueFd> export_descriptor();
 
  private:
-  PhysicalMemory(std::shared_ptr<Context> context, PhysicalHandle handle, std::uint64_t bytes)
-      : context_(std::move(context)), handle_(handle), bytes_(bytes) {}
+  PhysicalMemory(std::shared_ptr<Context> context, std::uint64_t bytes) : context_(std::move(context)), bytes_(bytes) {}
   const std::shared_ptr<Context> context_;
-  const PhysicalHandle handle_;
   const std::uint64_t bytes_;
-  bool exported_ = false;  // others may map it for as long as they like
+  PhysicalHandle handle_ = 0;  // set once, by create()
+  bool taken_ = false;         // there is memory to give back
+  bool exported_ = false;      // others may map it for as long as they like
 };
 
 // A reserved range of addresses and what it shows.
@@ -62,11 +62,10 @@ class MappedRange final : public AddressRange {
   Status allow(std::uint64_t offset, std::uint64_t bytes);
 
  private:
-  MappedRange(std::shared_ptr<Context> context, DeviceAddress base, std::uint64_t bytes)
-      : context_(std::move(context)), base_(base), bytes_(bytes) {}
+  MappedRange(std::shared_ptr<Context> context, std::uint64_t bytes) : context_(std::move(context)), bytes_(bytes) {}
   const std::shared_ptr<Context> context_;
-  const DeviceAddress base_;
   const std::uint64_t bytes_;
+  DeviceAddress base_ = 0;  // set once, by reserve(); 0: there is nothing to give back
   std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
 };
 
