@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import json
 import os
@@ -21,8 +22,10 @@ from support.copying import HOUR, MIB, FakeMount, wait_until
 from support.processes import NOBODY, in_child
 
 from gpufs import client
-from gpufs.cli import _cp_options, run
+from gpufs.cli import _copying, _cp_options, run
 from gpufs.cli import cp as cp_module
+from gpufs.cli._cp_options import parse
+from gpufs.cli._errors import Failure
 from gpufs.cli._output import bytes_text
 from gpufs.client import Cancellation, CopyError, CopyProgress, _find
 
@@ -547,15 +550,18 @@ def test_a_destination_that_may_be_written_but_not_read(fake: FakeMount) -> None
 
 
 HUNG = """
-import sys, time
+import os, sys, time
 from gpufs.cli import _copying
 from gpufs.client import Copier
 class Clock:
     monotonic = time.monotonic
     def sleep(seconds):
-        print("its queue is full", flush=True)
+        os.write(1, b"its queue is full\\n")
         time.sleep(seconds)
-Copier.copy_file = lambda *arguments, **named: time.sleep(3600)
+def hang(*arguments, **named):
+    os.write(1, b"a copy hangs\\n")
+    time.sleep(3600)
+Copier.copy_file = hang
 _copying.time, _copying._QUEUED_FILES, _copying._INTERRUPT_SECONDS = Clock, 1, 0.1
 """
 
@@ -569,8 +575,57 @@ def test_cp_ends_where_files_hang_and_more_are_queued_than_it_remembers(fake: Fa
     words = [sys.executable, "-c", program, str(fake.device), str(fake.folder), "-r", str(tree), str(fake.folder)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "its queue is full\n"
+        expected = {"a copy hangs\n", "its queue is full\n"}  # in either order; a copy that has not begun never does
+        while expected and (line := child.stdout.readline()):
+            expected.discard(line)
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGINT
     assert errors == "gpufs cp: a copy does not end: its file system does not answer\n"
+
+
+IN_THE_BACKGROUND = """
+import signal, sys
+from gpufs.client import Copier, CopyError
+def copy_file(*arguments, **named):
+    print("it copies", flush=True)
+    sys.stdin.readline()
+    raise CopyError(5, "", "planned")
+Copier.copy_file = copy_file
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+"""
+
+
+def test_cp_leaves_an_interruption_ignored_that_its_starter_ignores(fake: FakeMount) -> None:
+    """As shells do for what runs in the background."""
+    source = fake.file("source", b"content")
+    program = IN_THE_BACKGROUND + CHILD
+    words = [sys.executable, "-c", program, str(fake.device), str(fake.folder), str(source), str(fake.folder)]
+    with subprocess.Popen(words, stdin=-1, stdout=-1, stderr=-1, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "it copies\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate("\n", timeout=60)
+    assert (child.returncode, errors) == (1, "gpufs cp: planned: Input/output error\n")
+
+
+def test_cp_makes_do_with_the_threads_that_it_gets(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fake.host / "tree").mkdir()
+    for n in range(5):
+        fake.file(f"tree/file{n}", b"content")
+    start, left = _thread.start_new_thread, [1]
+
+    def scarce(*arguments: Any) -> int:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        return start(*arguments)
+
+    monkeypatch.setattr(_copying, "start_new_thread", scarce)
+    words = ["-r", "-j", "4", str(fake.host / "tree"), str(fake.folder / "tree")]
+    options = parse(words)
+    assert options is not None
+    assert _copying.copy(options) == 0
+    assert sorted(os.listdir(fake.folder / "tree")) == [f"file{n}" for n in range(5)]
+    with pytest.raises(Failure, match="no thread can be started"):
+        _copying.copy(options)

@@ -156,7 +156,11 @@ class _Run:
 
     def copy(self, named: list[tuple[str, str]], jobs: int) -> None:
         """Copies everything; errors are printed and kept."""
-        previous = {number: _signal.signal(number, self._interrupt) for number in (_signal.SIGINT, _signal.SIGTERM)}
+        previous = {
+            number: _signal.signal(number, self._interrupt)
+            for number in (_signal.SIGINT, _signal.SIGTERM)
+            if _signal.getsignal(number) != _signal.SIG_IGN  # as shells have what runs in the background ignore SIGINT
+        }
         if len(named) == 1 and not self._recursive:
             jobs = 1
         workers = [_Worker(lambda number=number: self._work(number)) for number in range(jobs)]  # type: ignore[misc]
@@ -174,8 +178,16 @@ class _Run:
                 _signal.signal(number, handler)
 
     def _copy_all(self, named: list[tuple[str, str]], workers: list[_Worker]) -> None:
+        started: list[_Worker] = []
         for worker in workers:
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError:
+                if not started:
+                    raise Failure("cp: no thread can be started (ulimit -u)") from None
+                break  # fewer will do
+            started.append(worker)
+        workers = started
         for source, destination in named:
             self._walk.find(source, destination)
         for _ in workers:
