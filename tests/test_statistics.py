@@ -60,7 +60,8 @@ def settled(mount: GpufsMount, moved: int, device: int = 0) -> dict[str, Any]:
 def counters_of(mount: GpufsMount) -> Path:
     entry = mounting.entry_of(str(mount.path))
     assert entry is not None
-    (path,) = statistics.find(entry.device, entry.uid)
+    # A mount that died may have had the same device number.
+    (path,) = (x for x in statistics.find(entry.device, entry.uid) if statistics.read(x, entry.uid).alive)
     return path
 
 
