@@ -288,6 +288,23 @@ def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> 
     assert not (tmp_path / "trace.json").exists()
 
 
+def test_a_read_takes_a_part(mount: Mounter) -> None:
+    """Of 64 KiB at most, whole records, however much is asked for; the next goes on behind it."""
+    own = mount()
+    (own.device / "file").write_bytes(b"1234")
+    fd = os.open(own.path / ".gpufs/trace", os.O_RDONLY)
+    try:
+        with open(own.device / "file", "rb", buffering=0) as file:
+            for _ in range(3000):
+                os.pread(file.fileno(), 4, 0)
+        parts = [os.read(fd, MIB) for _ in range(5)]
+    finally:
+        os.close(fd)
+    assert 32 * 1024 < len(parts[0]) <= 64 * 1024
+    assert sum(map(len, parts)) > 64 * 1024
+    assert all(len(part) % 64 == 0 for part in parts)
+
+
 def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
     """What was recorded until then is written."""
     own = mount()

@@ -23,7 +23,7 @@ _FILE: Final = ".gpufs/trace"
 _PERFETTO_SUFFIX: Final = ".pftrace"
 _READ_BYTES: Final = 1 << 20
 _PAUSE: Final = 0.02  # seconds between two looks: rings are large enough for what happens meanwhile
-_LAST_LOOKS: Final = 64  # at the end, of a mount that goes on working
+_LAST_LOOKS: Final = 1024  # at the end, of a mount that goes on working
 
 
 def _a_number(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # File handles made here count from 1; those of the engine have bit 62 set.
 _FIRST_HANDLE = 1
+# Bytes that a read of a stream gives at most: the kernel may find no memory for a larger message to it.
+_STREAM_PART = 64 << 10
 # Seconds that a stream of which there is one at a time is waited for: where a descriptor of it has been closed, which
 # mostly was the last one, and where none has.
 _ENDING_STREAM_PATIENCE = 10.0
@@ -313,7 +315,7 @@ class Operations(pyfuse3.Operations):
     async def read(self, fh: int, off: int, size: int) -> bytes:
         stream = self._streams.get(fh)
         if stream is not None:
-            return stream.read(size)
+            return stream.read(min(size, _STREAM_PART))
         return self._content(fh)[off : off + size]
 
     @handler

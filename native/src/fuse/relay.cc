@@ -24,6 +24,9 @@ namespace {
 constexpr std::size_t kPage = 4096;
 // Headers of requests and replies, and entries that a directory's reply may exceed its size by: none, but be generous.
 constexpr std::size_t kHeaderRoom = 4096;
+// The kernel wants contiguous memory for what a message has beyond about 80 KiB, and may find none. Whoever sends tries
+// again then, but for the control plane's library with its replies: a directory is read in smaller parts.
+constexpr std::size_t kDirectoryPart = 64 << 10;
 // Until what finds neither room in the socket nor memory to wait in is sent again. It will be: what waits before it is
 // sent without memory.
 constexpr std::chrono::milliseconds kMemoryPause{5};
@@ -96,11 +99,13 @@ bool Relay::is_pending(std::uint64_t unique) const {
 
 std::span<std::byte> Relay::clip(Request& request) {
   const std::span<std::byte> whole = request.message;
-  const auto limit = static_cast<std::uint32_t>(payload_limit_);
+  auto limit = static_cast<std::uint32_t>(payload_limit_);
   switch (request.header.opcode) {
-    case FUSE_READ:
     case FUSE_READDIR:
-    case FUSE_READDIRPLUS: {
+    case FUSE_READDIRPLUS:
+      limit = std::min<std::uint32_t>(limit, kDirectoryPart);
+      [[fallthrough]];
+    case FUSE_READ: {
       fuse_read_in in{};
       if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit) return whole;
       in.size = limit;
