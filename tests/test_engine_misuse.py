@@ -263,6 +263,17 @@ EXITS = {
     "a transfer under way": "engine.Transfer('load', file, buffer)",
     "a future under way": "future = file.read_future(buffer)",
     "a callback that goes on": "file.read_future(buffer).add_done_callback(lambda _: file.read_future(buffer))",
+    "a callback that never ends": (
+        "begun = threading.Event()\n"
+        "file.read_future(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait(60)"
+    ),
+    "a future that somebody waits for at the exit": (
+        "import atexit, concurrent.futures\n"
+        "def last():\n"
+        "    try: future.result(60)\n"
+        "    except concurrent.futures.CancelledError: pass\n"
+        "future = file.read_future(buffer); atexit.register(last)"
+    ),
     "the engine first": "future = file.read_future(buffer); opened.close()",
     "everything in a cycle": "box = [opened, file, buffer]; box.append(box); del opened, file, buffer, box",
     "a thread that reads": (
@@ -302,6 +313,27 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
     for _ in range(3):
         done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
+    """One that runs is waited for when the interpreter exits; later ones are not called."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * MIB))
+    script = (
+        "import atexit, sys, threading, time\n"
+        "atexit.register(time.sleep, 1.5)\n"  # called last: the thread of the callbacks goes on behind all others
+        "from gpufs import engine\n"
+        "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
+        "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
+        "begun = threading.Event()\n"
+        "def go_on(_):\n"
+        "    begun.set(); time.sleep(0.5); file.read_future(buffer).add_done_callback(late)\n"
+        "def late(_):\n"
+        "    print('late')\n"
+        "file.read_future(buffer).add_done_callback(go_on); begun.wait(60)"
+    )
+    done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_descriptors_and_threads_go(tmp_path: Path) -> None:

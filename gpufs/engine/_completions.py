@@ -1,5 +1,6 @@
 """Futures of transfers: one thread that waits for all of them, started with the first and ended when none is left."""
 
+import atexit
 import os
 import selectors
 import sys
@@ -21,11 +22,14 @@ class Completions:
     """Calls back when descriptors become readable. Its thread is a daemon and holds nothing but what it waits for."""
 
     def __init__(self) -> None:
+        self.ending = False  # the interpreter exits: the engine may be closed at any moment
+        self._registered = False
         self._reset()
         # A forked child has no such thread, and its lock may have been held by another one that it has not.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
+        self._telling = threading.Lock()  # held while a future is told and calls its callbacks
         self._lock = threading.Lock()  # guards all below
         self._waiting: list[tuple[int, Callable[[], bool]]] = []  # not yet seen by the thread
         self._wake = -1  # an eventfd while the thread runs
@@ -50,8 +54,18 @@ class Completions:
                 raise
         return mine
 
+    def _end(self) -> None:
+        """When the interpreter exits, before everything of the engine is closed: no callback is called from now on."""
+        self.ending = True
+        if self._telling.acquire(timeout=_PATIENCE):
+            self._telling.release()
+
     def _start(self) -> None:
         """Starts the thread; all that it needs is made here, where a failure can be told."""
+        if not self._registered:
+            # The last to be registered is called first, and what closes the engine has been: somebody uses it.
+            atexit.register(self._end)
+            self._registered = True
         wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # at once: somebody waits already
         try:
             selector = selectors.EpollSelector()
@@ -92,7 +106,8 @@ class Completions:
                         continue
                     again = False
                     try:
-                        again = key.data()
+                        with self._telling:
+                            again = key.data()
                     except BaseException:  # noqa: BLE001 - a program's own callback
                         report_callback()
                     if not again:

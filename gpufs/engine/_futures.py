@@ -1,9 +1,11 @@
 """What futures of transfers and of operations have in common: that tasks of trio and asyncio can await them."""
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
+
+from gpufs.engine._completions import completions
 
 
 class EngineFuture(Future[int]):
@@ -12,6 +14,15 @@ class EngineFuture(Future[int]):
     ``await`` it in trio or asyncio, or wait with :mod:`concurrent.futures`. When a task that awaits it in trio is
     cancelled so is the work, and the task goes on once the memory is not used any more; asyncio does not wait for that.
     """
+
+    def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
+        """Has ``fn`` called with the future once it is done; not while the interpreter exits, which closes engines."""
+
+        def call(future: Future[int]) -> None:
+            if not completions.ending:
+                fn(future)
+
+        super().add_done_callback(call)
 
     def __await__(self) -> Generator[Any, Any, int]:
         # Who awaits in trio has imported it.
