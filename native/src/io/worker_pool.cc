@@ -103,6 +103,7 @@ void WorkerPool::start_thread_locked(std::unique_lock<std::mutex>& lock) {
 // As many as are wanted beyond those that are free. One that was woken for a work and has not taken it yet is free, but
 // for that work alone: what comes meanwhile needs a thread of its own, for the first work may hang.
 void WorkerPool::start_missing_locked(std::unique_lock<std::mutex>& lock) {
+  if (alive_ >= threads()) return;  // as under load, where there are many to look at
   int missing = -alive_;
   for (const auto& [key, client] : clients_) {
     for (const Entry& entry : client.entries) missing += std::max(entry.work->wanted(), entry.running);
