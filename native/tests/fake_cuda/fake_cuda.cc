@@ -61,8 +61,8 @@ const char* name_of(api::Code code) {
 }  // namespace
 
 fake_gpu::Machine& fake_gpu::machine() {
-  static Machine* const instance =
-      new Machine({"FAKE_CUDA_", kLargePage, 0xA0, /*piece_by_piece=*/false, is_fatal, current_device});
+  static Machine* const instance = new Machine({"FAKE_CUDA_", kLargePage, 0xA0, /*piece_by_piece=*/false,
+                                                "CUDA_DEVICE_MAX_COPY_CONNECTIONS", is_fatal, current_device});
   return *instance;
 }
 

@@ -1,8 +1,10 @@
 // The devices behind a fake library: memory, streams and events over host memory, planned faults, and an account of
-// everything that is open. Streams are really asynchronous: each has a thread that does its work in order. A stray
-// access, or a planned fault of that kind, poisons its device: every later call on it fails.
-// Owned by the library that is built with it, which has one for the process.
-// Any thread: what a vendor's function does, it does with the mutex held (ENTER), but for what waits.
+// everything that is open. Streams are really asynchronous: each has a thread that does its work in order. Copies from
+// the host that the copy engines do pass through a few queues, which all streams of a device share: each is done in the
+// order in which it was queued there, so behind those of a stream that stands others stand. A stray access, or a
+// planned fault of that kind, poisons its device: every later call on it fails. Owned by the library that is built with
+// it, which has one for the process. Any thread: what a vendor's function does, it does with the mutex held (ENTER),
+// but for what waits.
 #pragma once
 
 #include <sys/mman.h>
@@ -56,8 +58,34 @@ struct EventObject {
   const std::shared_ptr<Core> core = std::make_shared<Core>();
 };
 
+// Copies of several streams that are done one after the other.
+struct CopyQueue {
+  // Its place, given as it is queued; the stream that comes to it enters it, and leaves it once it is done.
+  std::uint64_t join() {
+    const std::scoped_lock lock(mutex);
+    return last++;
+  }
+  void enter(std::uint64_t place) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return first == place; });
+  }
+  void leave() {
+    {
+      const std::scoped_lock lock(mutex);
+      ++first;
+    }
+    changed.notify_all();
+  }
+
+  std::mutex mutex;  // guards all below
+  std::condition_variable changed;
+  std::uint64_t first = 0;  // the place whose turn it is
+  std::uint64_t last = 0;   // the next one to be given
+};
+
 struct StreamObject {
-  explicit StreamObject(int on) : device(on), worker([this] { run(); }) {}
+  // in: the device's queue in which its copies from the host are.
+  StreamObject(int on, CopyQueue& in) : device(on), copies(in), worker([this] { run(); }) {}
   ~StreamObject() {
     {
       const std::scoped_lock lock(mutex);
@@ -104,6 +132,7 @@ struct StreamObject {
   }
 
   const int device;
+  CopyQueue& copies;
   std::mutex mutex;  // guards all below but the thread
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
@@ -127,6 +156,7 @@ constexpr std::uint64_t kLargePage = std::uint64_t{2} << 20;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kInline = 24576;  // the largest copy that travels in a queue of the hardware itself
 constexpr int kMaximumDevices = 8;
+constexpr int kMaximumCopyQueues = 32;
 
 // How the fakes differ.
 struct Vendor {
@@ -134,6 +164,7 @@ struct Vendor {
   std::uint64_t granularity;  // of memory, as the library states it
   unsigned first_bus;         // of the devices' PCI addresses
   bool piece_by_piece;        // whether a call unmaps or opens one mapping alone, or several side by side
+  const char* copy_queues;    // the environment's variable for the number of queues of copies from the host, or null
   bool (*is_fatal)(api::Code code);
   int (*current)();  // the device current on the calling thread, -1 if none
 };
@@ -155,6 +186,8 @@ class Machine {
   explicit Machine(Vendor vendor) : vendor_(std::move(vendor)) {
     if (const char* devices = variable("DEVICES")) setup.devices = std::atoi(devices);
     if (const char* memory = variable("MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
+    const char* queues = vendor_.copy_queues == nullptr ? nullptr : std::getenv(vendor_.copy_queues);
+    if (queues != nullptr) copy_queues_ = std::clamp(std::atoi(queues), 1, kMaximumCopyQueues);
     for (const std::string& plan : split(variable("FAULTS"), ',')) {
       const std::vector<std::string> part = split(plan.c_str(), ':');
       if (part.size() == 4) faults_[part[0]] = Fault{std::stoi(part[1]) - 1, std::stoi(part[2]), std::stoi(part[3])};
@@ -445,13 +478,13 @@ class Machine {
 
   api::Code copy_in(Address destination, const void* source, std::size_t bytes, api::Stream handle) {
     if (bytes <= kInline) come_behind_standing(handle);
-    return copy(handle, {destination}, pointer(destination), source, bytes, source);
+    return copy(handle, {destination}, pointer(destination), source, bytes, source, /*queued=*/bytes > kInline);
   }
   // Of rows without gaps between them.
   api::Code copy_rows_in(Address destination, const void* source, std::size_t width, std::size_t rows,
                          api::Stream handle) {
     if (rows < 2) come_behind_standing(handle);
-    return copy(handle, {destination}, pointer(destination), source, width * rows, source);
+    return copy(handle, {destination}, pointer(destination), source, width * rows, source, /*queued=*/rows >= 2);
   }
   api::Code copy_out(void* destination, Address source, std::size_t bytes, api::Stream handle) {
     return copy(handle, {source}, destination, pointer(source), bytes, destination);
@@ -477,7 +510,7 @@ class Machine {
   api::Code create_stream(std::unique_lock<std::mutex>& lock, api::Stream* stream, unsigned flags) {
     if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
     wait_for_standing(lock);
-    *stream = new api::StreamObject(current());
+    *stream = new api::StreamObject(current(), next_copy_queue());
     (*stream)->hold(held_);
     streams_.insert(*stream);
     return api::kSuccess;
@@ -503,7 +536,7 @@ class Machine {
   api::Stream stream_at(api::Stream handle) {
     if (number(handle) > api::kLastDefaultStream) return streams_.contains(handle) ? handle : nullptr;
     std::unique_ptr<api::StreamObject>& stream = defaults_.at(static_cast<std::size_t>(current()));
-    if (stream == nullptr) stream = std::make_unique<api::StreamObject>(current());
+    if (stream == nullptr) stream = std::make_unique<api::StreamObject>(current(), next_copy_queue());
     return stream.get();
   }
   api::Code wait_for_event(api::Stream handle, api::Event event) {
@@ -686,13 +719,28 @@ class Machine {
     }
     return api::kSuccess;
   }
-  // host: the side of the copy that is host memory, null for none.
+  // Streams are spread over the queues as they come.
+  api::CopyQueue& next_copy_queue() {
+    auto& queues = copies_.at(static_cast<std::size_t>(current()));
+    int& next = next_queue_.at(static_cast<std::size_t>(current()));
+    return queues.at(static_cast<std::size_t>(next++ % copy_queues_));
+  }
+  // host: the side of the copy that is host memory, null for none. queued: it goes through the stream's copy queue.
   api::Code copy(api::Stream handle, std::initializer_list<Address> addresses, void* destination, const void* source,
-                 std::size_t bytes, const void* host) {
+                 std::size_t bytes, const void* host, bool queued = false) {
     api::Stream stream = nullptr;
     api::Code code = checked(addresses, bytes, handle, &stream);
     if (code == api::kSuccess && host != nullptr) code = count_host_copy(host, bytes);
-    if (code == api::kSuccess) stream->queue([=] { std::memmove(destination, source, bytes); });
+    if (code != api::kSuccess) return code;
+    if (!queued) {
+      stream->queue([=] { std::memmove(destination, source, bytes); });
+      return code;
+    }
+    stream->queue([=, place = stream->copies.join(), &queue = stream->copies] {
+      queue.enter(place);
+      std::memmove(destination, source, bytes);
+      queue.leave();
+    });
     return code;
   }
   // Counts a copy from or to host memory by what that is. One that is pinned in part only is refused, as by a driver.
@@ -717,6 +765,10 @@ class Machine {
   ByAddress<Mapping> mappings_;
   ByAddress<Allocation> allocations_;
   ByAddress<Range> pinned_;
+  // By device. Streams have references to them.
+  std::array<std::array<api::CopyQueue, kMaximumCopyQueues>, kMaximumDevices> copies_;
+  std::array<int, kMaximumDevices> next_queue_{};
+  int copy_queues_ = 8;
   std::set<api::Stream> streams_;
   // Default streams are no objects of their own: they are made with the device's first use of one and stay.
   std::array<std::unique_ptr<api::StreamObject>, kMaximumDevices> defaults_;

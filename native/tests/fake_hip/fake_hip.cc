@@ -55,7 +55,7 @@ const char* name_of(api::Code code) {
 
 fake_gpu::Machine& fake_gpu::machine() {
   static Machine* const instance =
-      new Machine({"FAKE_HIP_", kPage, 0xC0, /*piece_by_piece=*/true, is_fatal, read_current});
+      new Machine({"FAKE_HIP_", kPage, 0xC0, /*piece_by_piece=*/true, /*copy_queues=*/nullptr, is_fatal, read_current});
   return *instance;
 }
 
