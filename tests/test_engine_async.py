@@ -183,6 +183,40 @@ def test_failures_come_with_the_future_and_the_count(host: engine.Engine, file: 
             file.read_async(buffer, -5, stream=stream)
 
 
+@pytest.mark.parametrize(
+    "number",
+    [8.0, numpy.float64(8), numpy.array([8.0]), numpy.array([8], dtype=">i8"), ctypes.c_double(8), "8", [8]],
+    ids=lambda number: type(number).__name__,
+)
+def test_what_is_no_whole_number_is_not_taken_for_one(
+    host: engine.Engine, file: engine.BackingFile, number: Any
+) -> None:
+    with engine.Buffer(host) as buffer, engine.Stream(host) as stream:
+        for name in ("size", "file_offset", "buffer_offset", "count"):
+            with pytest.raises(TypeError, match=f"^{name}: "):
+                file.read_async(buffer, stream=stream, **{name: number})
+        assert stream.outstanding == 0
+        assert buffer.info.size == 0
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        ctypes.c_int64(8),
+        ctypes.c_uint64(8),
+        numpy.array([8]),
+        numpy.array(8, dtype="<i8"),
+        bytearray(b"\x08" + bytes(7)),
+    ],
+    ids=lambda number: type(number).__name__,
+)
+def test_numbers_in_all_kinds_of_memory(host: engine.Engine, file: engine.BackingFile, number: Any) -> None:
+    with engine.Buffer(host) as buffer, engine.Stream(host) as stream:
+        assert file.read_async(buffer, number, number, number, stream=stream, count=number).result(60) == 8
+        assert ctypes.c_int64.from_buffer_copy(number).value == 8
+        assert_same(buffer.read_bytes(0, 100), bytes(8) + DATA[8:16])
+
+
 def test_the_fastpath_and_what_it_falls_back_to(host: engine.Engine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)

@@ -5,6 +5,7 @@ import errno
 import itertools
 import numbers
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,6 +36,8 @@ _FIXED: Final[dict[str, int]] = {
     "size": lib.GPUFS_STREAM_FIXED_SIZE,
 }
 _NUMBER_BYTES: Final = 8
+# What memory may be said to consist of that has a number in it: such numbers, or bytes.
+_INTEGERS: Final = frozenset("qQlLnNBbc")
 _COLLECTED_AT_A_TIME: Final = 256
 _LONGEST_PATIENCE: Final = (1 << 31) - 1  # milliseconds
 _ALL: Final = (1 << 64) - 1
@@ -253,20 +256,25 @@ def native_handle(stream: StreamLike) -> int:
     raise TypeError(f"{type(stream).__name__} is neither a stream nor a stream's handle")
 
 
-def _place(number: Any, *, writable: bool) -> tuple[int, object]:
-    """The address of a 64-bit number, and what keeps it there."""
+def _place(name: str, number: Any, *, writable: bool) -> tuple[int, object]:
+    """The address of a 64-bit number, and what keeps it there. TypeError or ValueError for what is none."""
     if isinstance(number, Late):
         address = unsigned("address", number.address)
         if address == 0:
             raise ValueError("address: there is no number at 0")
         return address, number.keep
-    if isinstance(number, ctypes._SimpleCData):
-        if ctypes.sizeof(number) != _NUMBER_BYTES:
-            raise ValueError("a late number has 64 bits")
+    if isinstance(number, (ctypes.c_int64, ctypes.c_uint64)):
         return ctypes.addressof(number), number
+    try:
+        form = memoryview(number).format
+    except TypeError:
+        raise TypeError(f"{name}: {number!r} is neither a whole number nor 8 bytes of memory with one") from None
+    # Others than integers of this machine would be read as one all the same: 8.0 as 4620693217682128896.
+    if form.lstrip("@=<" if sys.byteorder == "little" else "@=>!") not in _INTEGERS:
+        raise TypeError(f"{name}: {number!r} has no whole number of 64 bits in it")
     view = view_of(number, writable=writable)
     if len(view) != _NUMBER_BYTES:
-        raise ValueError("a late number has 64 bits")
+        raise ValueError(f"{name}: a late number has 64 bits")
     return int(ffi.cast("uintptr_t", view)), view
 
 
@@ -302,18 +310,18 @@ class Operation:
         """Writes the C interface's form, and gives what must live until the operation is over."""
         keep: list[object] = [self.file, self.memory, self.stream]
 
-        def number(name: str, value: Any) -> Any:
+        def number(name: str, cell: str, value: Any) -> Any:
             """The number, or 0 where it is late."""
             if value is None or isinstance(value, numbers.Integral):
                 return value
-            address, kept = _place(value, writable=False)
+            address, kept = _place(name, value, writable=False)
             keep.append(kept)
-            setattr(target, name, ffi.cast("uint64_t *", address))
+            setattr(target, cell, ffi.cast("uint64_t *", address))
             return 0
 
-        size = number("bytes_cell", self.size)
-        file_offset = number("file_offset_cell", self.file_offset)
-        buffer_offset = number("buffer_offset_cell", self.buffer_offset)
+        size = number("size", "bytes_cell", self.size)
+        file_offset = number("file_offset", "file_offset_cell", self.file_offset)
+        buffer_offset = number("buffer_offset", "buffer_offset_cell", self.buffer_offset)
         keep.append(
             fill_request(
                 target.transfer,
@@ -338,7 +346,7 @@ class Operation:
             target.native_device = -1
             target.native_stream = native_handle(self.stream)
         if self.count is not None:
-            address, kept = _place(self.count, writable=True)
+            address, kept = _place("count", self.count, writable=True)
             keep.append(kept)
             target.count = ffi.cast("int64_t *", address)
         target.cookie = cookie
