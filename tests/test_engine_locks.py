@@ -79,6 +79,32 @@ def test_an_array_is_locked_while_the_lock_lives(host: engine.Engine) -> None:
     assert f"{lock.address:#x}" in str(raised.value)
 
 
+def test_a_lock_that_several_threads_close_is_undone_once(host: engine.Engine) -> None:
+    """Another lock of the same range is another one's, and stays."""
+    array = numpy.zeros(MIB, dtype=numpy.uint8)
+    kept = engine.HostLock(host, array)
+    errors: list[OSError] = []
+
+    def close(lock: engine.HostLock, start: threading.Barrier) -> None:
+        start.wait()
+        try:
+            lock.close()
+        except OSError as error:
+            errors.append(error)
+
+    for _ in range(300):
+        lock, start = engine.HostLock(host, array), threading.Barrier(4)
+        threads = [threading.Thread(target=close, args=(lock, start)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert gauges(host) == (MIB, 1)
+    assert not errors
+    kept.unlock()
+    assert gauges(host) == (0, 0)
+
+
 def test_memory_lives_as_long_as_its_lock(host: engine.Engine) -> None:
     data = bytearray(b"x" * 5000)
     lock = engine.HostLock(host, data)
@@ -430,22 +456,33 @@ def test_arrays_that_are_used_again_and_again(tmp_path: Path, fake: str) -> None
             assert locked(gpu) == 4 * MIB
             del data
             assert locked(gpu) == 0 and calls()[:2] == (1, 1), calls()
+            # Parts of an array count as far as they go; it is locked whole, and what the program locks is inside.
+            parted = numpy.zeros(8 * MIB, dtype=numpy.uint8)
+            copy(11, parted[MIB : 3 * MIB])
+            assert locked(gpu) == 0 and calls()[:2] == (1, 1), calls()
+            copy(2, parted[MIB : 3 * MIB])
+            assert locked(gpu) == 8 * MIB and calls()[:2] == (2, 1), calls()
+            for mine in (parted, parted[2 * MIB : 5 * MIB], parted[5:]):
+                engine.HostLock(gpu, mine).unlock()
+            assert locked(gpu) == 8 * MIB and calls()[:2] == (2, 1), calls()
+            del parted, mine
+            assert locked(gpu) == 0 and calls()[:2] == (2, 2), calls()
             # Small arrays, and memory whose end nobody sees, are left alone.
             copy(9, numpy.zeros(MIB // 2, dtype=numpy.uint8))
             kept = bytearray(4 * MIB)
             copy(9, kept)
             copy(9, numpy.frombuffer(kept, dtype=numpy.uint8))
-            assert calls()[:2] == (1, 1), calls()
+            assert calls()[:2] == (2, 2), calls()
             # One that cannot be locked is not tried again, and copied all the same.
             stubborn = numpy.ones(4 * MIB, dtype=numpy.uint8)
             fail(0, 2, 100)
             copy(9, stubborn)
-            assert calls()[0] == 2 and buffer.read_bytes(0, 3) == b"\\x01" * 3
+            assert calls()[0] == 3 and buffer.read_bytes(0, 3) == b"\\x01" * 3
         kept = None
         with engine.Engine(driver, lock_policy="off") as gpu, engine.Buffer(gpu) as buffer:
             for _ in range(9):
                 buffer.write(0, stubborn)
-            assert calls()[0] == 2
+            assert calls()[0] == 3
         """,
     )
 

@@ -105,27 +105,36 @@ class HostLock:
 
     def unlock(self) -> None:
         """Unlocks it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
-        if not self._finalizer.alive:
+        if not self._undo():
             raise EngineError(
                 errno.ENOENT,
                 f"{self._host.address:#x}-{self._host.address + self._host.bytes:#x} ({self._host.bytes} bytes) is not "
                 "locked by this object any more",
             )
-        check(lib.gpufs_host_unlock(self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes))
-        self._finalizer.detach()
-        self._host.release()
 
     def close(self) -> None:
         """Unlocks it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
-        if not self._finalizer.alive:
-            return
         try:
-            self.unlock()
+            self._undo()
         except EngineError as error:
             if error.errno != errno.EBADF:
                 raise
             self._finalizer.detach()
             self._host.release()
+
+    def _undo(self) -> bool:
+        """Unlocks it, and says whether this was the call that did. What the driver fails with leaves it locked."""
+        # Of several threads one alone gets it: the range may be locked by others, whose lock must not be undone.
+        taken = self._finalizer.detach()
+        if taken is None:
+            return False
+        try:
+            check(lib.gpufs_host_unlock(self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes))
+        except BaseException:
+            self._finalizer = weakref.finalize(self, taken[1], *taken[2])
+            raise
+        self._host.release()
+        return True
 
     def __enter__(self) -> Self:
         return self
