@@ -94,8 +94,8 @@ class Engine(Handle):
     next: the driver clears what it gets back, which slows copies down meanwhile. 0: given back at once.
     ``lock_policy`` says when host memory is locked without a :class:`HostLock`: "auto" locks numpy arrays that own
     their memory, once three times their bytes are copied from or to in pieces of 1 MiB and more, until they go; a
-    quarter of the machine's memory at most (GPUs only); "off" never does; "mandatory" locks whatever is copied from or to for as long
-    as that takes, and the copy fails where it cannot.
+    quarter of the machine's memory at most (GPUs only); "off" never does; "mandatory" locks whatever is copied
+    from or to for as long as that takes, and the copy fails where it cannot.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
     """
 
