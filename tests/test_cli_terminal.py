@@ -3,11 +3,14 @@
 import fcntl
 import os
 import re
+import select
+import signal
 import struct
 import subprocess
 import termios
 from pathlib import Path
 
+import pytest
 from support.mounting import GPUFS, GpufsMount
 
 
@@ -49,6 +52,29 @@ def test_colours_only_where_they_are_wanted() -> None:
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
     assert colour.search(on_terminal(200, "doctor", NO_COLOR="", TERM="xterm"))
     assert not colour.search(on_terminal(200, "doctor", NO_COLOR="1", TERM="xterm"))
+
+
+@pytest.mark.parametrize(("sent", "code"), [("SIGINT", 0), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)])
+def test_a_table_that_is_watched_leaves_the_terminal_in_order(shared_mount: GpufsMount, sent: str, code: int) -> None:
+    """It is there at once, however long the pause; and the cursor, which is hidden meanwhile, is shown again."""
+    master, terminal = os.openpty()
+    words = [*GPUFS, "stats", str(shared_mount.path), "--watch", "3600"]
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+        environment = {**os.environ, "TERM": "xterm"}
+        process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+        said = b""
+        while b"pinned memory" not in said:
+            assert select.select([master], [], [], 60)[0], said
+            said += os.read(master, 1 << 16)
+        process.send_signal(signal.Signals[sent])
+        assert process.wait(60) == code
+        while select.select([master], [], [], 0)[0]:
+            said += os.read(master, 1 << 16)
+        assert said.count(b"\x1b[?25l") == said.count(b"\x1b[?25h") == 1, said
+    finally:
+        os.close(master)
+        os.close(terminal)
 
 
 def test_the_bar_ends_as_the_copy_did(shared_mount: GpufsMount, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """gpufs stats: what the mounts of this machine have moved, also those whose process was killed."""
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from errno import EACCES, EPERM
 from typing import Any, Final, NoReturn
 
@@ -265,30 +267,52 @@ def _watch_plain(mountpoint: str | None, timeout: float, pause: float) -> NoRetu
         time.sleep(pause)
 
 
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """A signal that ends the process does so once what is inside has left, and the terminal is as it was."""
+    came: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), came[0])
+
+
 def _watch_live(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
     from rich.console import Group, RenderableType
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
-    def picture(found: Sequence[dict[str, Any]], before: _Counted, seconds: float) -> RenderableType:
+    def picture(found: Sequence[dict[str, Any]], before: _Counted | None, seconds: float) -> RenderableType:
+        headers = _HEADERS if before is None else _HEADERS + _RATES
         parts: list[RenderableType] = []
         for one in found:
             parts.append(Text(printable(_headline(one)), style="bold" if one.get("alive") else "bold red"))
             shown = Table(box=None, pad_edge=False, header_style="bold")
-            for place, header in enumerate(_HEADERS + _RATES):
+            for place, header in enumerate(headers):
                 shown.add_column(header, justify="right" if place in _RIGHT else "left", no_wrap=True)
             for row in _rows(one, before, seconds):
                 shown.add_row(*map(Text, row))
             parts += [shown, *map(Text, _remarks(one)), Text("")]
         return Group(*parts) if parts else Text("no gpufs is mounted")
 
-    before = _counted(_look(mountpoint, timeout))
+    before: _Counted | None = None
     last = time.monotonic()
-    with Live(auto_refresh=False, screen=False) as live:
+    with _ending_in_order(), Live(auto_refresh=False, screen=False) as live:
         while True:
-            time.sleep(pause)
             found = _look(mountpoint, timeout)
             now = time.monotonic()
             live.update(picture(found, before, max(now - last, 1e-3)), refresh=True)
             before, last = _counted(found), now
+            time.sleep(pause)
