@@ -212,7 +212,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.choice(*TRANSPORTS),
         "auto",
         "",
-        "How requests come from the kernel: auto takes the fastest it offers.",
+        "How requests come from the kernel: by the device file /dev/fuse, which auto takes, too.",
     ),
     Knob(
         "stats_interval",

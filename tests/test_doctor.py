@@ -28,7 +28,6 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
         wanted: dict[str, str | None] = {
             "dev/fuse": "",
             "etc/fuse.conf": "# a comment\nuser_allow_other\n",
-            "sys/module/fuse/parameters/enable_uring": "Y\n",
             "proc/sys/fs/fuse/max_pages_limit": "256\n",
             "proc/sys/vm/max_map_count": "65530\n",
             "proc/sys/fs/pipe-max-size": "1048576\n",
@@ -96,9 +95,7 @@ def test_a_good_machine(machine: Callable[..., Environment]) -> None:
         ({}, {"which": lambda name: None, "uid": 1000}, "fusermount3", PROBLEM, "only root can do without"),
         ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "for root alone"),
         ({"etc/fuse.conf": None}, {}, "user_allow_other", NOTE, "for root alone"),
-        ({}, {"release": "6.1.0-13-amd64"}, "io_uring", NOTE, "kernel 6.1.0-13-amd64 has no FUSE over io_uring"),
-        ({"sys/module/fuse/parameters/enable_uring": "N\n"}, {}, "io_uring", NOTE, "switched off"),
-        ({"sys/module/fuse/parameters/enable_uring": None}, {}, "io_uring", NOTE, "built without"),
+        ({}, {}, "requests", OK, "by the device file"),
         ({"proc/sys/fs/fuse/max_pages_limit": "32\n"}, {}, "max_pages", NOTE, "32 pages"),
         ({"proc/sys/fs/fuse/max_pages_limit": None}, {}, "max_pages", OK, "fixed"),
         ({}, {"limit": lambda kind: (8 << 20, 8 << 20), "uid": 1000}, "locked memory", NOTE, "8 MiB"),

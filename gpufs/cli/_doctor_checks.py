@@ -22,7 +22,6 @@ _LEAST_DESCRIPTORS: Final = 4096
 _LEAST_MAPPINGS: Final = 65530
 _LEAST_PIPE: Final = 1 << 20
 _GOOD_PAGES: Final = 256
-_URING_KERNEL: Final = (6, 14)
 
 # What each reason for a refusal means, and what can be done about it. The names are the engine's.
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
@@ -149,11 +148,6 @@ class Environment:
         except OSError:
             return None
 
-    def kernel_version(self) -> tuple[int, int]:
-        """(6, 18) of "6.18.44-foo"."""
-        numbers = [int(part) for part in self.release.replace("-", ".").split(".")[:2] if part.isdigit()]
-        return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
-
     def driver(self, name: str) -> Driver:
         """What a driver finds here."""
         said = self.probe(["driver", name])
@@ -200,20 +194,7 @@ def kernel(environment: Environment) -> Iterator[Finding]:
 def transport(environment: Environment) -> Iterator[Finding]:
     """How requests come from the kernel."""
     group = "transport"
-    path = "sys/module/fuse/parameters/enable_uring"
-    switch = environment.text(path)
-    if environment.kernel_version() < _URING_KERNEL:
-        version = ".".join(map(str, _URING_KERNEL))
-        text = f"kernel {environment.release} has no FUSE over io_uring: the device file serves"
-        yield Finding(group, "io_uring", NOTE, text, f"kernel {version} or later has it")
-    elif switch is None:
-        text = "the kernel was built without FUSE over io_uring (CONFIG_FUSE_IO_URING), or fuse is not loaded"
-        yield Finding(group, "io_uring", NOTE, f"{text}: the device file serves", "load fuse, or use another kernel")
-    elif switch in ("Y", "1"):
-        yield Finding(group, "io_uring", OK, "offered by the kernel")
-    else:
-        text = "offered by the kernel and switched off: the device file serves"
-        yield Finding(group, "io_uring", NOTE, text, f"as root: echo Y >/{path}")
+    yield Finding(group, "requests", OK, "by the device file /dev/fuse")
     pages = environment.number("proc/sys/fs/fuse/max_pages_limit")
     if pages is not None and pages < _GOOD_PAGES:
         text = f"{pages} pages a request"

@@ -193,7 +193,7 @@ typedef struct {
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */
-  const char* transport;    /* "auto", "device" (later: "io_uring") */
+  const char* transport;    /* "auto" or "device", which is what auto takes */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
