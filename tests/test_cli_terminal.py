@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from support.mounting import GPUFS, GpufsMount
 
+from gpufs.cli.stats import _naps
+
 
 def on_terminal(columns: int, *words: str | Path, **environment: str) -> str:
     """What gpufs prints on a terminal of so many columns."""
@@ -75,6 +77,16 @@ def test_a_table_that_is_watched_leaves_the_terminal_in_order(shared_mount: Gpuf
     finally:
         os.close(master)
         os.close(terminal)
+
+
+def test_a_nap_ends_by_a_signal_that_came_just_before_it() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with _naps(3600) as nap:
+            signal.raise_signal(signal.SIGUSR1)
+            nap()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_bar_ends_as_the_copy_did(shared_mount: GpufsMount, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from errno import EACCES, EPERM
 from typing import Any, Final, NoReturn
 
@@ -73,13 +74,10 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
         if mountpoint is not None and failed:
             raise Failure(f"{failed[0]['mountpoint']}: {failed[0]['error']}")
         return
+    watch_it = _watch_json if as_json else _watch_live if sys.stdout.isatty() else _watch_plain
     try:
-        if as_json:
-            _watch_json(mountpoint, timeout, pause)
-        elif sys.stdout.isatty():
-            _watch_live(mountpoint, timeout, pause)
-        else:
-            _watch_plain(mountpoint, timeout, pause)
+        with _naps(pause) as nap:
+            watch_it(mountpoint, timeout, nap)
     except KeyboardInterrupt:
         pass  # the way to end it
 
@@ -247,14 +245,32 @@ def _print(one: dict[str, Any], before: _Counted | None = None, seconds: float =
         print(line)
 
 
-def _watch_json(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
+@contextlib.contextmanager
+def _naps(seconds: float) -> Iterator[Callable[[], None]]:
+    """A sleep that a signal ends also when it comes just before it: time.sleep() would sleep on."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def nap() -> None:
+        if select.select([reader], [], [], seconds)[0]:
+            os.read(reader, 4096)
+
+    try:
+        yield nap
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
+def _watch_json(mountpoint: str | None, timeout: float, nap: Callable[[], None]) -> NoReturn:
     while True:
         found = _look(mountpoint, timeout)
         print(json.dumps(found if mountpoint is None else found[0]), flush=True)
-        time.sleep(pause)
+        nap()
 
 
-def _watch_plain(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
+def _watch_plain(mountpoint: str | None, timeout: float, nap: Callable[[], None]) -> NoReturn:
     before: _Counted | None = None
     last = time.monotonic()
     while True:
@@ -264,7 +280,7 @@ def _watch_plain(mountpoint: str | None, timeout: float, pause: float) -> NoRetu
             _print(one, before, max(now - last, 1e-3))
         print(flush=True)
         before, last = _counted(found), now
-        time.sleep(pause)
+        nap()
 
 
 @contextlib.contextmanager
@@ -288,7 +304,7 @@ def _ending_in_order() -> Iterator[None]:
             os.kill(os.getpid(), came[0])
 
 
-def _watch_live(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
+def _watch_live(mountpoint: str | None, timeout: float, nap: Callable[[], None]) -> NoReturn:
     from rich.console import Group, RenderableType
     from rich.live import Live
     from rich.table import Table
@@ -315,4 +331,4 @@ def _watch_live(mountpoint: str | None, timeout: float, pause: float) -> NoRetur
             now = time.monotonic()
             live.update(picture(found, before, max(now - last, 1e-3)), refresh=True)
             before, last = _counted(found), now
-            time.sleep(pause)
+            nap()
