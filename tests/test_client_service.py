@@ -284,11 +284,11 @@ def test_an_unlinked_host_file_can_be_copied(fake: FakeMount) -> None:
         assert load(fake, host, mount).done == 5
 
 
-def test_a_file_of_the_mount_that_is_gone(fake: FakeMount) -> None:
+def test_a_file_of_the_mount_without_device_memory(fake: FakeMount) -> None:
     source, buffer = fake.file("source", b"12345"), fake.file("buffer", b"", fake.folder)
     with opened(source) as host, opened(buffer, WRITE) as mount:
         buffer.unlink()
-        assert refused(fake, "load", host, mount)[0] == errno.ESTALE
+        assert refused(fake, "load", host, mount)[0] == errno.EINVAL
 
 
 def test_set_id_bits_of_the_host_file_go(fake: FakeMount) -> None:

@@ -172,6 +172,24 @@ def test_control_files_can_be_copied_out(shared_mount: GpufsMount, host: Path) -
     assert (host / "version").read_text() == (shared_mount.path / ".gpufs" / "version").read_text()
 
 
+def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> None:
+    """Neither end is on a device: there is nothing that the daemon could do, and nothing is refused for that."""
+    content = noise(MIB + 5)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as shown:
+        one = mount("--backing", f"data={shown}")
+        there = one.path / "backing" / "data"
+        (host / "source").write_bytes(content)
+        assert client.copy(host / "source", there / "file", verify=True).method == "mount"
+        assert client.copy(there / "file", host / "back", verify=True).method == "mount"
+        assert_same((Path(shown) / "file").read_bytes(), content)
+        assert_same((host / "back").read_bytes(), content)
+        cp("-r", one.path / "backing", host / "tree")
+        assert_same((host / "tree" / "data" / "file").read_bytes(), content)
+        with pytest.raises(client.CopyError) as refused:
+            client.copy(host / "source", there / "file", fastpath="require")
+        assert refused.value.errno == errno.EINVAL
+
+
 def test_sparse_files_stay_sparse(root: Path, host: Path) -> None:
     with open(root / "file", "wb") as file:
         file.truncate(64 * MIB)

@@ -126,7 +126,10 @@ class Buffer(Handle):
         return int(found[0])
 
     def address(self, maximum_bytes: int) -> int:
-        """The device address of offset 0. From now on the buffer never moves and cannot grow past ``maximum_bytes``."""
+        """The device address of offset 0. From now on the buffer never moves and cannot grow past ``maximum_bytes``.
+
+        Behind holes there is no memory: allocate() before a kernel touches what was never written.
+        """
         address = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_address(self._handle, unsigned("maximum_bytes", maximum_bytes), address))
         return int(address[0])

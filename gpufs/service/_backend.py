@@ -3,7 +3,7 @@
 import os
 import stat
 from dataclasses import dataclass, field
-from errno import EINVAL, EISDIR, ENOENT, ESTALE
+from errno import EINVAL, EISDIR, ENOENT
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Backend(Protocol):
         """The host's file behind a descriptor, which stays the caller's. OSError when it cannot be used."""
 
     def open_buffer(self, ino: int) -> Closable:
-        """The buffer of an inode of the mount, which lives until it is closed. OSError ESTALE, EINVAL, EISDIR."""
+        """The buffer of an inode of the mount, which lives until it is closed. OSError EINVAL where there is none."""
 
     def start(
         self,
@@ -131,9 +131,8 @@ class EngineBackend:
         try:
             return self._mount.buffer(ino)
         except OSError as error:
-            if error.errno == ENOENT:
-                raise OSError(ESTALE, "the file on the mount is gone") from None
-            if error.errno in (EINVAL, EISDIR):
+            # The engine knows nothing of control files and files below backing/. What a client has open is never gone.
+            if error.errno in (ENOENT, EINVAL, EISDIR):
                 raise OSError(EINVAL, "the file on the mount holds no device memory") from None
             raise
 

@@ -156,7 +156,7 @@ class FakeBackend:
                     return Item(self, fd)
                 finally:
                     os.close(fd)
-        raise OSError(errno.ESTALE, "the file on the mount is gone")
+        raise OSError(errno.EINVAL, "the file on the mount holds no device memory")
 
     def start(self, direction: str, host: Item, buffer: Item, **options: Any) -> FakeTransfer:
         if self.refuse_start is not None:
