@@ -131,6 +131,13 @@ def test_no_driver_at_all_is_a_problem(machine: Callable[..., Environment]) -> N
     )
 
 
+def test_what_to_do_about_a_driver_that_is_not_there(machine: Callable[..., Environment]) -> None:
+    said = {"cuda": {"error": "libcuda.so.1 was not found"}, "hip": {"error": "libamdhip64.so.5 lacks hipHostRegister"}}
+    findings = checks.examine(machine(probe=answers({**said, "host": HOST})), [])
+    assert "install the driver" in one(findings, "cuda", "drivers").advice
+    assert "install a newer version" in one(findings, "hip", "drivers").advice
+
+
 def test_what_the_fastpath_lacks(machine: Callable[..., Environment]) -> None:
     cuda = {"devices": ["NVIDIA H200"], "refusals": ["no_gpudirect"]}
     environment = machine(

@@ -251,6 +251,8 @@ def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
             yield Finding("drivers", "host", PROBLEM, driver.reason, "this installation is damaged: install gpufs anew")
         else:
             advice = "install the driver of the GPU, and see that this user may use its devices"
+            if " lacks " in driver.reason:  # a function that every version has which can be used
+                advice = "install a newer version of it, if there is a GPU"
             yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
 
 
