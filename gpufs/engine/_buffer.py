@@ -10,11 +10,7 @@ from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from typing_extensions import Buffer as PythonBuffer
-
-    # Before Python 3.12 numpy does not declare that its arrays have the buffer protocol.
-    MemoryBuffer = PythonBuffer | NDArray[Any]
+    from gpufs.engine._types import MemoryBuffer
 
 SEEK_DATA: Final[int] = lib.GPUFS_SEEK_DATA
 SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE

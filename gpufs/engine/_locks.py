@@ -14,7 +14,7 @@ from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
     from gpufs.engine._arrays import SupportsDLPack
-    from gpufs.engine._buffer import MemoryBuffer
+    from gpufs.engine._types import MemoryBuffer
 
 
 def _unlock(pid: int, engine: int, host: HostRange) -> None:

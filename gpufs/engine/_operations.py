@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned, view_of
 from gpufs.engine._binding import Handle, check, failure
@@ -22,11 +22,7 @@ from gpufs.engine._native import ffi, lib
 from gpufs.engine._transfer import BackingFile, Direction, Switch, Sync, TransferError, fill_request, refusal_names
 
 if TYPE_CHECKING:
-    from gpufs.engine._buffer import MemoryBuffer
-    from gpufs.engine._transfer import Memory
-
-    # A number, or the place from which it is read when the stream comes to the operation: see Late.
-    Number: TypeAlias = "int | Late | ctypes.c_int64 | ctypes.c_uint64 | MemoryBuffer"
+    from gpufs.engine._types import Memory, MemoryBuffer, Number
 
 Fixed = Literal["buffer_offset", "file_offset", "size"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
-from gpufs.engine._arrays import DeviceRange, SupportsCudaArrayInterface, SupportsDLPack, device_range
+from gpufs.engine._arrays import device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._completions import completions
@@ -17,12 +17,8 @@ from gpufs.engine._futures import EngineFuture
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer as HostMemory
-
-    from gpufs.engine._operations import Number, OperationFuture, Stream, StreamLike
-
-    # What a transfer can move to and from: see device_range() for arrays.
-    Memory = Buffer | DeviceRange | SupportsCudaArrayInterface | SupportsDLPack | HostMemory
+    from gpufs.engine._operations import OperationFuture, Stream, StreamLike
+    from gpufs.engine._types import Memory, Number
 
 Switch = Literal["auto", "on", "off", "require"]
 Direction = Literal["load", "store"]
