@@ -381,8 +381,9 @@ TEST_P(GpuContract, WorkGoesOnBesideStreamsThatStand) {
   EXPECT_TRUE(held.open()) << "some of it came behind what stood";
 }
 
-// The program's own, by more streams than there are queues.
-TEST_P(GpuContract, CopiesToTheHostBehindStreamsThatStandHoldNothingUp) {
+// The program's own, by more streams than there are queues: each direction has queues of its own. What the engine
+// itself copies to the host, and within the device by way of it, comes behind them.
+TEST_P(GpuContract, CopiesToTheHostBehindStreamsThatStandHoldNoneToTheDeviceUp) {
   if (GetParam() == Library::kBareHip) GTEST_SKIP() << "its streams cannot wait for a value";
   if (!of_cuda() && real()) GTEST_SKIP() << "no way beside them is known for hip";
   auto memory = must(device_->create_memory());
@@ -399,15 +400,17 @@ TEST_P(GpuContract, CopiesToTheHostBehindStreamsThatStandHoldNothingUp) {
     theirs += 64 * 1024;
   }
   const std::vector<std::byte> data = pattern(2 * kMiB, 9);
-  for (int round = 0; round < 10; ++round) {
-    std::memcpy(host, data.data(), data.size());
-    EXPECT_OK(device_->copy_in(range->base(), host, data.size()));
-    EXPECT_OK(device_->zero(range->base() + 8 * kMiB, kMiB));
-    EXPECT_OK(device_->copy_within(range->base() + 12 * kMiB, range->base(), data.size()));
-    EXPECT_OK(device_->copy_out(host + 2 * kMiB, range->base() + 12 * kMiB, data.size()));
-    EXPECT_EQ(std::memcmp(host + 2 * kMiB, data.data(), data.size()), 0);
+  std::memcpy(host, data.data(), data.size());
+  for (std::uint64_t at = 0; at < 12 * kMiB; at += 2 * kMiB) {
+    EXPECT_OK(device_->copy_in(range->base() + at, host, data.size()));
+    EXPECT_OK(device_->zero(range->base() + at, 5000));
   }
   EXPECT_TRUE(held.open()) << "some of it came behind what stood";
+  for (std::uint64_t at = 0; at < 12 * kMiB; at += 2 * kMiB) {
+    EXPECT_OK(device_->copy_out(host + 2 * kMiB, range->base() + at, data.size()));
+    EXPECT_TRUE(testing::all_zero({host + 2 * kMiB, host + 2 * kMiB + 5000}));
+    EXPECT_EQ(std::memcmp(host + 2 * kMiB + 5000, data.data() + 5000, data.size() - 5000), 0);
+  }
 }
 
 // Where there is one behind a stream that stands in each queue, nobody copies to the device any more until one of those

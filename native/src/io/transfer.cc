@@ -21,7 +21,9 @@ constexpr std::size_t kSmallestChunk = std::size_t{64} << 10;
 constexpr std::size_t kLargestChunk = std::size_t{64} << 20;
 constexpr int kMostWorkers = 256;
 constexpr int kFewestAutomatic = 4;  // a disk wants several requests at a time, however few the CPUs are
-constexpr int kMostAutomatic = 8;    // more do not copy faster
+// Each copies some 6.5 GB/s out of the page cache (an H200's host): 8 do not fill a bus of 55 GB/s, 14 are slower
+// again.
+constexpr int kMostAutomatic = 12;
 constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // How soon a cancelled transfer that cannot be left behind yet is looked at again.
 constexpr std::chrono::milliseconds kLookAgain{20};
