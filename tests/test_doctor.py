@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import resource
 import shlex
 import stat
@@ -49,6 +50,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "which": lambda name: f"/usr/bin/{name}",
             "limit": lambda kind: (1 << 40, 1 << 40),
             "access": lambda path, mode: True,
+            "raises_rights": lambda program: True,
             "probe": answers({"host": {"devices": ["host memory"], "refusals": []}}),
         }
         return Environment(**{**everything, **facts})
@@ -93,6 +95,11 @@ def test_a_good_machine(machine: Callable[..., Environment]) -> None:
         ({}, {"access": lambda path, mode: False, "uid": 1000}, "/dev/fuse", PROBLEM, "cannot be opened"),
         ({}, {"which": lambda name: None}, "fusermount3", NOTE, "only root can mount"),
         ({}, {"which": lambda name: None, "uid": 1000}, "fusermount3", PROBLEM, "only root can do without"),
+        ({}, {"raises_rights": lambda program: False}, "fusermount3", NOTE, "only root can mount"),
+        ({}, {"raises_rights": lambda program: False, "uid": 1000}, "fusermount3", PROBLEM, "only root can mount"),
+        ({"proc/self/status": "NoNewPrivs:\t1\n"}, {"uid": 1000}, "fusermount3", PROBLEM, "no_new_privs"),
+        ({"proc/self/status": "NoNewPrivs:\t1\n"}, {}, "fusermount3", OK, "fusermount3"),
+        ({"proc/self/status": "NoNewPrivs:\t0\n"}, {"uid": 1000}, "fusermount3", OK, "fusermount3"),
         ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "for root alone"),
         ({"etc/fuse.conf": None}, {}, "user_allow_other", NOTE, "for root alone"),
         ({}, {}, "requests", OK, "by the device file"),
@@ -121,6 +128,16 @@ def test_each_finding(
     assert found.state == state
     assert text in found.text
     assert state == OK or found.advice or "not to be read" in found.text
+
+
+def test_programs_with_rights_of_their_own(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("")
+    assert not checks._raises_rights(str(program))
+    assert not checks._raises_rights(str(tmp_path / "none"))
+    program.chmod(0o4755)
+    nosuid = bool(os.statvfs(program).f_flag & os.ST_NOSUID)
+    assert checks._raises_rights(str(program)) == (os.geteuid() == 0 and not nosuid)
 
 
 def test_no_driver_at_all_is_a_problem(machine: Callable[..., Environment]) -> None:

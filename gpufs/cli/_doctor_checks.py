@@ -92,6 +92,17 @@ def _probe(what: Sequence[str]) -> dict[str, Any]:
     return {"error": lines[-1] if lines else "the engine did not answer"}
 
 
+def _raises_rights(program: str) -> bool:
+    """Whether a program may do more than who runs it: set-user-id of root, or with capabilities of its own."""
+    try:
+        status = os.stat(program)
+        if status.st_mode & stat.S_ISUID and status.st_uid == 0:
+            return not os.statvfs(program).f_flag & os.ST_NOSUID
+        return bool(os.getxattr(program, "security.capability"))
+    except OSError:
+        return False
+
+
 @dataclass(slots=True)
 class Environment:
     """A machine, as the checks see it. ``root`` is where /proc, /sys, /dev, /etc and /boot are found."""
@@ -102,6 +113,7 @@ class Environment:
     which: Callable[[str], str | None] = shutil.which
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     access: Callable[[Path, int], bool] = os.access
+    raises_rights: Callable[[str], bool] = _raises_rights
     probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
 
     def text(self, path: str) -> str | None:
@@ -177,7 +189,15 @@ def kernel(environment: Environment) -> Iterator[Finding]:
         else:
             yield Finding(group, "/dev/fuse", PROBLEM, f"{shown}: it cannot be opened", "chmod 0666 /dev/fuse")
     helper = environment.which("fusermount3")
-    if helper is not None:
+    kept_down = "NoNewPrivs:\t1" in (environment.text("proc/self/status") or "")
+    if helper is not None and not environment.raises_rights(helper):
+        text, advice = f"{helper} has no rights of its own (set-user-id): only root can mount", f"chmod u+s {helper}"
+        yield Finding(group, "fusermount3", NOTE if environment.uid == 0 else PROBLEM, text, advice)
+    elif helper is not None and kept_down and environment.uid != 0:
+        text = "processes here get no rights by it (no_new_privs), and only root can do without"
+        advice = "start the container without no-new-privileges, or the unit without NoNewPrivileges"
+        yield Finding(group, "fusermount3", PROBLEM, text, advice)
+    elif helper is not None:
         yield Finding(group, "fusermount3", OK, helper)
     elif environment.uid == 0:
         yield Finding(group, "fusermount3", NOTE, "is not there: only root can mount", "install the package fuse3")
