@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -78,3 +81,10 @@ def test_every_target_of_make_is_explained() -> None:
             assert re.search(rf"\b(?:make )?{target}\b", head), target
     for target in re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()):
         assert target in phony[1].split(), target
+
+
+def test_the_gpu_benchmark_shows_its_options_without_a_gpu() -> None:
+    command = [str(ROOT / "scripts/bench-gpu"), "--help"]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--no-cold" in done.stdout
