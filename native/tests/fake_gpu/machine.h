@@ -1,10 +1,10 @@
 // The devices behind a fake library: memory, streams and events over host memory, planned faults, and an account of
-// everything that is open. Streams are really asynchronous: each has a thread that does its work in order. Copies from
-// the host that the copy engines do pass through a few queues, which all streams of a device share: each is done in the
-// order in which it was queued there, so behind those of a stream that stands others stand. A stray access, or a
-// planned fault of that kind, poisons its device: every later call on it fails. Owned by the library that is built with
-// it, which has one for the process. Any thread: what a vendor's function does, it does with the mutex held (ENTER),
-// but for what waits.
+// everything that is open. Streams are really asynchronous: each has a thread that does its work in order. Copies over
+// the bus pass through a few queues for each direction, which all streams of a device share: each is done in the order
+// in which it was queued there, so behind those of a stream that stands others stand. A stray access, or a planned
+// fault of that kind, poisons its device: every later call on it fails.
+// Owned by the library that is built with it, which has one for the process.
+// Any thread: what a vendor's function does, it does with the mutex held (ENTER), but for what waits.
 #pragma once
 
 #include <sys/mman.h>
@@ -84,8 +84,9 @@ struct CopyQueue {
 };
 
 struct StreamObject {
-  // in: the device's queue in which its copies from the host are.
-  StreamObject(int on, CopyQueue& in) : device(on), copies(in), worker([this] { run(); }) {}
+  // in, out: the device's queues in which its copies from and to the host are.
+  StreamObject(int on, CopyQueue& in, CopyQueue& out)
+      : device(on), copies_in(in), copies_out(out), worker([this] { run(); }) {}
   ~StreamObject() {
     {
       const std::scoped_lock lock(mutex);
@@ -132,7 +133,8 @@ struct StreamObject {
   }
 
   const int device;
-  CopyQueue& copies;
+  CopyQueue& copies_in;
+  CopyQueue& copies_out;
   std::mutex mutex;  // guards all below but the thread
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
@@ -164,7 +166,7 @@ struct Vendor {
   std::uint64_t granularity;  // of memory, as the library states it
   unsigned first_bus;         // of the devices' PCI addresses
   bool piece_by_piece;        // whether a call unmaps or opens one mapping alone, or several side by side
-  const char* copy_queues;    // the environment's variable for the number of queues of copies from the host, or null
+  const char* copy_queues;    // the environment's variable for the number of queues of copies, or null
   bool (*is_fatal)(api::Code code);
   int (*current)();  // the device current on the calling thread, -1 if none
 };
@@ -478,16 +480,18 @@ class Machine {
 
   api::Code copy_in(Address destination, const void* source, std::size_t bytes, api::Stream handle) {
     if (bytes <= kInline) come_behind_standing(handle);
-    return copy(handle, {destination}, pointer(destination), source, bytes, source, /*queued=*/bytes > kInline);
+    return copy(handle, {destination}, pointer(destination), source, bytes, source,
+                bytes > kInline ? to_device : nullptr);
   }
   // Of rows without gaps between them.
   api::Code copy_rows_in(Address destination, const void* source, std::size_t width, std::size_t rows,
                          api::Stream handle) {
     if (rows < 2) come_behind_standing(handle);
-    return copy(handle, {destination}, pointer(destination), source, width * rows, source, /*queued=*/rows >= 2);
+    return copy(handle, {destination}, pointer(destination), source, width * rows, source,
+                rows >= 2 ? to_device : nullptr);
   }
   api::Code copy_out(void* destination, Address source, std::size_t bytes, api::Stream handle) {
-    return copy(handle, {source}, destination, pointer(source), bytes, destination);
+    return copy(handle, {source}, destination, pointer(source), bytes, destination, to_host);
   }
   api::Code copy_within(Address destination, Address source, std::size_t bytes, api::Stream handle) {
     come_behind_standing(handle);
@@ -510,7 +514,7 @@ class Machine {
   api::Code create_stream(std::unique_lock<std::mutex>& lock, api::Stream* stream, unsigned flags) {
     if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
     wait_for_standing(lock);
-    *stream = new api::StreamObject(current(), next_copy_queue());
+    *stream = new_stream();
     (*stream)->hold(held_);
     streams_.insert(*stream);
     return api::kSuccess;
@@ -536,7 +540,7 @@ class Machine {
   api::Stream stream_at(api::Stream handle) {
     if (number(handle) > api::kLastDefaultStream) return streams_.contains(handle) ? handle : nullptr;
     std::unique_ptr<api::StreamObject>& stream = defaults_.at(static_cast<std::size_t>(current()));
-    if (stream == nullptr) stream = std::make_unique<api::StreamObject>(current(), next_copy_queue());
+    if (stream == nullptr) stream.reset(new_stream());
     return stream.get();
   }
   api::Code wait_for_event(api::Stream handle, api::Event event) {
@@ -719,24 +723,28 @@ class Machine {
     }
     return api::kSuccess;
   }
+  static api::CopyQueue& to_device(api::StreamObject& stream) { return stream.copies_in; }
+  static api::CopyQueue& to_host(api::StreamObject& stream) { return stream.copies_out; }
   // Streams are spread over the queues as they come.
-  api::CopyQueue& next_copy_queue() {
-    auto& queues = copies_.at(static_cast<std::size_t>(current()));
-    int& next = next_queue_.at(static_cast<std::size_t>(current()));
-    return queues.at(static_cast<std::size_t>(next++ % copy_queues_));
+  api::Stream new_stream() {
+    const auto device = static_cast<std::size_t>(current());
+    const auto queue = static_cast<std::size_t>(next_queue_.at(device)++ % copy_queues_);
+    return new api::StreamObject(current(), copies_in_.at(device).at(queue), copies_out_.at(device).at(queue));
   }
-  // host: the side of the copy that is host memory, null for none. queued: it goes through the stream's copy queue.
+  // host: the side of the copy that is host memory, null for none. in: which of the stream's queues it goes through,
+  // null for none.
   api::Code copy(api::Stream handle, std::initializer_list<Address> addresses, void* destination, const void* source,
-                 std::size_t bytes, const void* host, bool queued = false) {
+                 std::size_t bytes, const void* host, api::CopyQueue& (*in)(api::StreamObject&) = nullptr) {
     api::Stream stream = nullptr;
     api::Code code = checked(addresses, bytes, handle, &stream);
     if (code == api::kSuccess && host != nullptr) code = count_host_copy(host, bytes);
     if (code != api::kSuccess) return code;
-    if (!queued) {
+    if (in == nullptr) {
       stream->queue([=] { std::memmove(destination, source, bytes); });
       return code;
     }
-    stream->queue([=, place = stream->copies.join(), &queue = stream->copies] {
+    api::CopyQueue& queue = in(*stream);
+    stream->queue([=, place = queue.join(), &queue] {
       queue.enter(place);
       std::memmove(destination, source, bytes);
       queue.leave();
@@ -766,7 +774,9 @@ class Machine {
   ByAddress<Allocation> allocations_;
   ByAddress<Range> pinned_;
   // By device. Streams have references to them.
-  std::array<std::array<api::CopyQueue, kMaximumCopyQueues>, kMaximumDevices> copies_;
+  using CopyQueues = std::array<std::array<api::CopyQueue, kMaximumCopyQueues>, kMaximumDevices>;
+  CopyQueues copies_in_;
+  CopyQueues copies_out_;
   std::array<int, kMaximumDevices> next_queue_{};
   int copy_queues_ = 8;
   std::set<api::Stream> streams_;
