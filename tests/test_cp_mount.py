@@ -190,6 +190,28 @@ def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> 
         assert refused.value.errno == errno.EINVAL
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("losetup"), reason="makes a loop device")
+def test_onto_a_disk_and_back(root: Path, host: Path) -> None:
+    """The disk is larger than what is copied onto it: that alone is compared."""
+    content = noise(MIB + 5)
+    (root / "file").write_bytes(content)
+    (host / "image").write_bytes(noise(3 * MIB, 1))
+    made = run("losetup", "--find", "--show", host / "image", check=False)
+    if made.returncode:
+        pytest.skip(f"no loop devices: {made.stderr.strip()}")
+    disk = Path(made.stdout.strip())
+    try:
+        assert client.copy(root / "file", disk, verify=True, fsync=True).sha256 == sha256(root / "file")
+        assert client.copy(disk, root / "back", verify=True).bytes == 3 * MIB
+        assert_same((root / "back").read_bytes(), content + noise(3 * MIB, 1)[MIB + 5 :])
+        (root / "larger").write_bytes(noise(4 * MIB))
+        with pytest.raises(client.CopyError) as full:
+            client.copy(root / "larger", disk)
+        assert (full.value.errno, full.value.bytes_done) == (errno.ENOSPC, 3 * MIB)
+    finally:
+        run("losetup", "--detach", disk)
+
+
 def test_sparse_files_stay_sparse(root: Path, host: Path) -> None:
     with open(root / "file", "wb") as file:
         file.truncate(64 * MIB)

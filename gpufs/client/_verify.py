@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import threading
 
 from gpufs.client._outcome import CopyError
@@ -26,10 +27,12 @@ def compare(one: Copy) -> str:
         for fd in (one.destination_fd, back):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         digests: dict[int, str | OSError] = {}
+        # Behind the copy a disk goes on.
+        end = one.moved.done if stat.S_ISBLK(os.fstat(back).st_mode) else None
 
         def digest(fd: int, *, tell: bool) -> None:
             try:
-                digests[fd] = _digest(fd, one, tell=tell)
+                digests[fd] = _digest(fd, one, None if fd == one.source_fd else end, tell=tell)
             except OSError as error:
                 digests[fd] = error
 
@@ -52,14 +55,15 @@ def compare(one: Copy) -> str:
     return of_source
 
 
-def _digest(fd: int, one: Copy, *, tell: bool) -> str:
+def _digest(fd: int, one: Copy, end: int | None, *, tell: bool) -> str:
+    """Of the bytes up to the offset ``end``; None: of all."""
     checksum = hashlib.sha256()
     buffer = memoryview(bytearray(_STREAM_BYTES))
     offset = 0
     while True:
         if one.cancel is not None and one.cancel.cancelled:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        count = os.preadv(fd, [buffer], offset)
+        count = os.preadv(fd, [buffer if end is None else buffer[: end - offset]], offset)
         if not count:
             return checksum.hexdigest()
         checksum.update(buffer[:count])
