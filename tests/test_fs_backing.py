@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import stat
 import tempfile
@@ -259,6 +260,25 @@ def test_descriptors_go_with_the_kernels_references(backed: GpufsMount, both: tu
     for path in list(shown.iterdir()):
         path.unlink()
     wait_until(lambda: Snapshot.of(backed.pid).descriptors <= before + 10, 10, "forgotten inodes")
+
+
+def test_more_files_than_descriptors(session: Session, driver: str, tmp_path: Path) -> None:
+    """The kernel is asked to forget files, but none that is open; what it forgot is found again."""
+    names = [f"d{n // 100}/f{n}" for n in range(1000)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with GpufsMount(session, "--backing", f"data={tmp_path}", driver=driver) as mount:
+        shown = mount.path / "backing" / "data"
+        limit = Snapshot.of(mount.pid).descriptors + 600
+        resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        with (shown / names[0]).open() as file:
+            for _ in range(2):
+                found = sorted(path.relative_to(shown).as_posix() for path in shown.rglob("f*") if path.stat().st_size)
+                assert found == sorted(names)
+            assert os.readlink(f"/proc/self/fd/{file.fileno()}") == str(shown / names[0])
+            assert file.read() == names[0]
+        assert [(shown / name).read_text() for name in names] == names
 
 
 @pytest.mark.parametrize("name", ["a,b", "back\\slash", "both\\,", "ends\\"])

@@ -17,8 +17,10 @@ import functools
 import logging
 import os
 import platform
+import resource
 import stat
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -38,6 +40,7 @@ T = TypeVar("T")
 
 DIRECTORY_NAME: Final = b"backing"
 _FIRST_INO: Final = 1 << 48  # the tree's own numbers are below
+_ASKED_TO_FORGET: Final = 8  # inodes, for each that is new where they are many
 _THREADS: Final = 32  # for the files of one file system
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 _SYS_OPENAT2: Final = 437  # the same on all architectures
@@ -67,9 +70,14 @@ class Backing:
 
 
 class BackingNode(Node):
-    """An inode of the host: ``fd`` is an O_PATH descriptor of it, ``depth`` the number of directories above it."""
+    """An inode of the host: ``fd`` is an O_PATH descriptor of it, ``depth`` the number of directories above it.
 
-    __slots__ = ("depth", "fd", "key", "share")
+    ``entry``: the directory's number and the name by which the kernel last asked for it; None where it has not, or has
+    been asked to forget it since.
+    ``handles``: how many handles of it are open.
+    """
+
+    __slots__ = ("depth", "entry", "fd", "handles", "key", "share")
 
     def __init__(self, ino: int, kind: int, fd: int, key: tuple[str, int, int], share: Backing, depth: int) -> None:
         super().__init__(ino, kind, -1)
@@ -77,6 +85,8 @@ class BackingNode(Node):
         self.key = key
         self.share = share
         self.depth = depth
+        self.entry: tuple[int, bytes] | None = None
+        self.handles = 0
 
     @property
     def link(self) -> str:
@@ -237,7 +247,7 @@ class BackingOperations(Operations):
         self._threads: dict[int, trio.CapacityLimiter] = {}  # by st_dev
         self._in_memory: dict[int, bool] = {}  # file systems by st_dev
         self._next_backing_ino = _FIRST_INO
-        self._known: dict[tuple[str, int, int], BackingNode] = {}
+        self._known: OrderedDict[tuple[str, int, int], BackingNode] = OrderedDict()
         self._listed: dict[int, _OpenDirectory] = {}  # by handle
         # By handle. The descriptor of one that is open for writing is kept for truncation.
         self._open_files: dict[int, tuple[BackingNode, int | None]] = {}
@@ -318,7 +328,28 @@ class BackingOperations(Operations):
         self._next_backing_ino += 1
         self._known[key] = node
         self._tree.nodes[node.ino] = node
+        self._ask_to_forget()
         return node
+
+    def _ask_to_forget(self) -> None:
+        """Where half of the descriptors are spent on inodes that the kernel knows: asks it to forget some of them.
+
+        It does where nobody uses them, some time later. Those that it has known for long come first. Directories stay:
+        a program may be in one, which would lose its name.
+        """
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(self._known) <= most // 2:
+            return
+        for _ in range(_ASKED_TO_FORGET):
+            key = next(iter(self._known))
+            self._known.move_to_end(key)
+            node = self._known[key]
+            if node.entry is not None and node.handles == 0 and node.kind != stat.S_IFDIR:
+                entry, node.entry = node.entry, None  # once: what is not heard while its directory is read may be much
+                try:
+                    self._mount.invalidate_entry(*entry)
+                except OSError:
+                    return  # the mount ends
 
     def _attributes(self, node: BackingNode, found: os.stat_result) -> pyfuse3.EntryAttributes:
         reply = self._entry_reply(node.ino, found.st_mode)
@@ -334,10 +365,11 @@ class BackingOperations(Operations):
         reply.st_ctime_ns = found.st_ctime_ns
         return reply
 
-    def _adopt(self, fd: int, found: os.stat_result, parent: BackingNode) -> pyfuse3.EntryAttributes:
+    def _adopt(self, fd: int, found: os.stat_result, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
         """The reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._node_of(fd, found, parent.share, parent.depth + 1)
         node.lookups += 1
+        node.entry = None if name == UNNAMED else (parent.ino, name)
         return self._attributes(node, found)
 
     async def _find(self, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
@@ -350,7 +382,7 @@ class BackingOperations(Operations):
                 raise
 
         fd, found = await self._on_thread(parent, find)
-        return self._adopt(fd, found, parent)
+        return self._adopt(fd, found, parent, name)
 
     # ---- names ----
 
@@ -416,7 +448,7 @@ class BackingOperations(Operations):
 
         fd, path_fd, found = await self._as_caller(parent, ctx, make)
         try:
-            reply = self._adopt(path_fd, found, parent)
+            reply = self._adopt(path_fd, found, parent, name)
             node = self._backing(reply.st_ino)
         except BaseException:
             os.close(fd)
@@ -822,6 +854,7 @@ class BackingOperations(Operations):
 
         handle, kept = await self._on_thread(node, hand_over)
         self._open_files[handle] = (node, kept)
+        node.handles += 1
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     @handler
@@ -830,6 +863,7 @@ class BackingOperations(Operations):
             await super().release(fh)
             return
         node, kept = self._open_files.pop(fh)
+        node.handles -= 1
 
         def close() -> None:
             if kept is not None:
