@@ -183,8 +183,8 @@ Status TransferJob::prepare() {
   if (total.value() > 0) {
     plan = make_plan(total.value());
     if (!plan.ok()) return plan.status();
-    const Status ready = request_.direction == Direction::kStore ? preallocate(total.value(), plan.value())
-                                                                 : leave_holes_out(total.value(), &plan.value());
+    Status ready = request_.direction == Direction::kStore ? preallocate(total.value(), plan.value())
+                                                           : leave_holes_out(total.value(), &plan.value());
     if (!ready.ok()) return ready;
   }
   std::uint64_t data = 0;
@@ -253,7 +253,7 @@ Status TransferJob::leave_holes_out(std::uint64_t total, Plan* plan) {
   if (holes.value().empty()) return {};
   *plan = without_holes(*plan, holes.value());
   if (!begin_use()) return Status(ECANCELED, "cancelled");
-  const Status cleared = clear_holes(*plan);
+  Status cleared = clear_holes(*plan);
   end_use();
   return cleared;
 }
@@ -268,7 +268,7 @@ Status TransferJob::clear_holes(const Plan& plan) {
     if (cancelled_) return Status(ECANCELED, "cancelled");
     const Result<std::uint64_t> held = buffer.seek_data(start);
     if (!held.ok() || held.value() >= end) continue;
-    const Status punched = buffer.punch(start, end - start);
+    Status punched = buffer.punch(start, end - start);
     if (!punched.ok()) return punched;
   }
   return {};
@@ -480,7 +480,7 @@ Status TransferJob::populate_data(std::uint64_t start, std::uint64_t end) {
     const std::uint64_t from = std::max(start, segment->offset);
     const std::uint64_t to = std::min(end, hole == plan_.end() ? total_ : hole->offset);
     if (to > from) {
-      const Status status = target().buffer()->populate(request_.target_offset + from, to - from, &made_);
+      Status status = target().buffer()->populate(request_.target_offset + from, to - from, &made_);
       if (!status.ok()) return status;
     }
     segment = std::find_if_not(hole, plan_.cend(), is_hole);
