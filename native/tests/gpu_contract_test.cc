@@ -426,7 +426,11 @@ TEST_P(GpuContract, CopiesToTheDeviceBehindStreamsThatStandTakeTheirQueues) {
   std::byte* const host = held.host();
   const DeviceAddress base = range->base();
   held.hold();
-  for (const auto& stream : held.streams) EXPECT_OK(stream->copy_to_device(base + 16 * kMiB, host, 64 * 1024));
+  DeviceAddress theirs = base + 16 * kMiB;
+  for (const auto& stream : held.streams) {
+    EXPECT_OK(stream->copy_to_device(theirs, host, 64 * 1024));
+    theirs += 64 * 1024;
+  }
   const std::vector<std::byte> data = pattern(kMiB, 9);
   std::memcpy(host + kMiB, data.data(), data.size());
   std::future<Status> copy = std::async(std::launch::async, [&] {
