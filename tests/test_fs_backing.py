@@ -241,6 +241,33 @@ def test_the_mount_inside_itself_is_refused(backed: GpufsMount, both: tuple[Path
         run("umount", there / "inner")
 
 
+def test_opening_what_was_just_removed_on_the_host(both: tuple[Path, Path]) -> None:
+    """The kernel knows the name for a while yet; nothing is written into a file that has none."""
+    shown, there = both
+    for index, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY | os.O_TRUNC)):
+        (there / f"{index}").write_bytes(b"old")
+        assert (shown / f"{index}").read_bytes() == b"old"
+        with open(there / f"{index}", "rb") as kept:
+            (there / f"{index}").unlink()
+            assert errno_of(os.open, shown / f"{index}", flags) == errno.ENOENT
+            assert kept.read() == b"old"
+    for index in range(5):
+        (there / "again").write_bytes(b"old")
+        assert (shown / "again").read_bytes() == b"old"
+        (there / "again").unlink()
+        (shown / "again").write_bytes(b"new" * index)
+        assert (there / "again").read_bytes() == b"new" * index
+
+
+def test_what_has_no_name_is_opened_anew(both: tuple[Path, Path]) -> None:
+    shown, there = both
+    (there / "file").write_bytes(b"data")
+    with open(shown / "file", "rb") as opened:
+        (there / "file").unlink()
+        for _ in range(3):
+            assert Path(f"/proc/self/fd/{opened.fileno()}").read_bytes() == b"data"
+
+
 def test_extended_attributes(both: tuple[Path, Path]) -> None:
     shown, there = both
     (there / "file").write_bytes(b"")

@@ -350,6 +350,9 @@ def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                 )
                 warm_cache(path)
 
+            if hot is None:
+                load(buffer)
+
             def store() -> None:
                 with gpufs.BackingFile.open(engine, target, "w") as out:
                     if out.write(buffer, size) != size:
@@ -477,7 +480,7 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
         stores.insert(0, ("cp to backing/", mount.backing("shm") / target.name, lambda to: command("cp", file, to)))
     for name, to, store in stores:
         work = functools.partial(store, to)
-        row = bench.measure("store tmpfs", name, size, work, prepare=remove(target), yardstick="tmpfs write")
+        row = bench.measure("store tmpfs", name, size, work, prepare=remove(to), yardstick="tmpfs write")
         if row is not None and subprocess.run(["cmp", str(path), str(target)], check=False).returncode != 0:
             bench.skip(f"{name}: THE STORED FILE DIFFERS FROM THE LOADED ONE")
     remove(target)()

@@ -75,9 +75,10 @@ class BackingNode(Node):
     ``entry``: the directory's number and the name by which the kernel last asked for it; None where it has not, or has
     been asked to forget it since.
     ``handles``: how many handles of it are open.
+    ``nameless``: an open has been told that it has no name any more.
     """
 
-    __slots__ = ("depth", "entry", "fd", "handles", "key", "share")
+    __slots__ = ("depth", "entry", "fd", "handles", "key", "nameless", "share")
 
     def __init__(self, ino: int, kind: int, fd: int, key: tuple[str, int, int], share: Backing, depth: int) -> None:
         super().__init__(ino, kind, -1)
@@ -87,6 +88,7 @@ class BackingNode(Node):
         self.depth = depth
         self.entry: tuple[int, bytes] | None = None
         self.handles = 0
+        self.nameless = False
 
     @property
     def link(self) -> str:
@@ -767,6 +769,11 @@ class BackingOperations(Operations):
         uid, gid = ctx.uid, ctx.gid
 
         def open_it() -> int:
+            # Removed on the host while the kernel still knew the name, perhaps: then it looks the name up anew. Who
+            # means this very file (by /proc/self/fd) asks once more, which the kernel does for him.
+            if not node.nameless and os.fstat(node.fd).st_nlink == 0:
+                node.nameless = True
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             fd = self._open_for_caller(node, _handed_on(flags) | os.O_CLOEXEC)
             try:
                 # The engine writes as root, for whom the host would leave them.
