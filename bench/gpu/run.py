@@ -350,7 +350,7 @@ def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                 )
                 warm_cache(path)
 
-            if hot is None:
+            if buffer.info.size < size and bench.wants("store tmpfs: gpufs.engine, store"):
                 load(buffer)
 
             def store() -> None:
