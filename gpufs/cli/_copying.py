@@ -17,6 +17,7 @@ from gpufs.cli._cp_options import OPTIONS
 from gpufs.cli._cp_walk import Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError
+from gpufs.client._handed import take
 
 # signal, threading and queue are on top of these, and take longer to import than the copy of a gigabyte takes.
 TYPE_CHECKING = False
@@ -30,6 +31,7 @@ else:
 
     from gpufs.cli._cp_progress import Bar
     from gpufs.client import CopyProgress, CopyResult
+    from gpufs.client._handed import Handed
 
 _QUEUED_FILES: Final = 1024
 _REFRESH: Final = 0.1
@@ -39,6 +41,7 @@ _INTERRUPT_SECONDS: Final = 10.0
 
 def copy(options: dict[str, Any]) -> int:
     """Runs the command with its options, and "names"; returns the exit code. Failure when nothing can be done."""
+    handed = take()
     if options["archive"]:
         options = {**options, "recursive": True, "preserve": True}
     for option in OPTIONS:
@@ -52,9 +55,9 @@ def copy(options: dict[str, Any]) -> int:
     chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "preserve", "force")}
     chosen["remove_destination"] = options["remove_destination"]
     with Copier(**chosen, notice=_complain) as copier:
-        run = _Run(copier, options, show=show)
+        run = _Run(copier, options, handed, show=show)
         rules = {name: bool(options[name]) for name in ("no_target_directory", "target_directory")}
-        named = list(targets(sources, destination, **rules))
+        named = [(sources[0], handed.destination)] if handed else list(targets(sources, destination, **rules))
         run.copy(named, int(options["jobs"]))
     if options["json"]:
         from gpufs.cli._output import json_text
@@ -126,10 +129,14 @@ class _Worker:
 
 
 class _Run:
-    """One run of the command: walks the sources, has files copied by threads, and keeps the books."""
+    """One run of the command: walks the sources, has files copied by threads, and keeps the books.
 
-    def __init__(self, copier: Copier, options: dict[str, Any], *, show: bool) -> None:
+    ``handed``: the only copy of the run, if it is under way already.
+    """
+
+    def __init__(self, copier: Copier, options: dict[str, Any], handed: Handed | None, *, show: bool) -> None:
         self._copier = copier
+        self._handed = handed
         self._recursive: bool = options["recursive"]
         self._verbose: bool = options["verbose"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON stands alone
@@ -161,6 +168,8 @@ class _Run:
             for number in (_signal.SIGINT, _signal.SIGTERM)
             if _signal.getsignal(number) != _signal.SIG_IGN  # as shells have what runs in the background ignore SIGINT
         }
+        if self._handed is not None:
+            _signal.pthread_sigmask(_signal.SIG_UNBLOCK, self._handed.signals)
         if len(named) == 1 and not self._recursive:
             jobs = 1
         workers = [_Worker(lambda number=number: self._work(number)) for number in range(jobs)]  # type: ignore[misc]
@@ -189,7 +198,10 @@ class _Run:
             started.append(worker)
         workers = started
         for source, destination in named:
-            self._walk.find(source, destination)
+            if self._handed is None:
+                self._walk.find(source, destination)
+            else:
+                self._found(source, destination, os.fstat(self._handed.source_fd).st_size)
         for _ in workers:
             self._put(None)
         self._wait(workers)
@@ -267,16 +279,18 @@ class _Run:
 
         while (item := self._queue.get()) is not None:
             source, destination = item
-            if self._cancel.cancelled:
+            if self._cancel.cancelled and self._handed is None:
                 continue
             name = os.path.basename(source)
             with tally.lock:
                 tally.name = name
             done, paths = 0, {}
             try:
-                result = self._copier.copy_file(
-                    source, destination, progress=tell if self._show else None, cancel=self._cancel
-                )
+                progress = tell if self._show else None
+                if self._handed is None:
+                    result = self._copier.copy_file(source, destination, progress=progress, cancel=self._cancel)
+                else:
+                    result = self._copier.take_over(self._handed, source, progress=progress, cancel=self._cancel)
                 done, paths = result.bytes, result.paths
                 self._copied(result)
             except CopyError as error:

@@ -61,16 +61,21 @@ class Cancellation:
 
 
 class Connection:
-    """Speaks with a daemon over a connected socket, which it owns. OSError and ProtocolError end its use."""
+    """Speaks with a daemon over a connected socket, which it owns. OSError and ProtocolError end its use.
 
-    __slots__ = ("_next", "_sock", "requests", "server")
+    ``asked``: whoever connected it has sent hello, and the first copy that :meth:`copy` will be called for.
+    """
 
-    def __init__(self, sock: _socket.socket) -> None:
+    __slots__ = ("_asked", "_next", "_sock", "requests", "server")
+
+    def __init__(self, sock: _socket.socket, *, asked: bool = False) -> None:
         self._sock = sock
         self._next = 1
+        self._asked = asked
         try:
             sock.settimeout(_HELLO_SECONDS)
-            _protocol.send(sock, Hello([_protocol.VERSION], f"gpufs {__version__}"))
+            if not asked:
+                _protocol.send(sock, Hello([_protocol.VERSION], f"gpufs {__version__}"))
             message = self._receive()
             if not isinstance(message, Welcome):
                 raise ProtocolError("the daemon does not greet")
@@ -126,7 +131,9 @@ class Connection:
         """
         request = Copy(self._next, direction, host_offset, offset, size, fastpath, sync, interval if progress else 0.0)
         self._next += 1
-        self._send(request, (host_fd, mount_fd))
+        if not self._asked:
+            self._send(request, (host_fd, mount_fd))
+        self._asked = False
         _linux.library()  # wanted after the copy, and there is time now
         cancelled = False
         try:

@@ -24,10 +24,13 @@ from gpufs.client._protocol import LOAD, STORE, Progress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import _socket
     from collections.abc import Callable
     from dataclasses import dataclass
     from types import TracebackType
     from typing import Final, Literal, Self
+
+    from gpufs.client._handed import Handed
 
     Fastpath = Literal["auto", "off", "require"]
 else:
@@ -169,22 +172,59 @@ class Copier:
             with _Closing(destination_fd) as closing:
                 moved = _Moved(total=_ends.size_of(source_fd, before))
                 one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
-                after = os.fstat(destination_fd)
-                try:
-                    self._move(one, before, after)
-                except OSError as error:
-                    raise self._failure(one, error, after) from None
-                try:
-                    digest = self._complete(one, before, after, created=created)
-                    closing.close()
-                except CopyError:
-                    raise
-                except OSError as error:
-                    counts = {"bytes_done": moved.done, "bytes_total": moved.total}
-                    raise CopyError(error.errno or errno.EIO, text_of(error), destination, None, **counts) from None
+                return self._copy_open(one, closing, before, self._move, began=began, created=created)
+
+    def take_over(
+        self,
+        handed: Handed,
+        source: str,
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyResult:
+        """Sees the copy to its end that was asked for before this program started; otherwise as :meth:`copy_file`.
+
+        It owns what it is handed. A copy that has been cancelled meanwhile has moved what CopyError tells.
+        """
+        with _Closing(handed.source_fd, quiet=True), _Closing(handed.destination_fd) as closing:
+            before = os.fstat(handed.source_fd)
+            moved = _Moved(total=before.st_size)
+            one = _One(source, handed.destination, handed.source_fd, handed.destination_fd, moved, progress, cancel)
+
+            def move(one: _One, before: os.stat_result, after: os.stat_result) -> None:
+                device = before.st_dev if handed.direction == STORE else after.st_dev
+                self._by_daemon(one, handed.direction, device, self.mount_of(device) or [], handed.sock)
+
+            return self._copy_open(one, closing, before, move, began=handed.began, created=handed.created)
+
+    def _copy_open(
+        self,
+        one: _One,
+        closing: _Closing,
+        before: os.stat_result,
+        move: Callable[[_One, os.stat_result, os.stat_result], None],
+        *,
+        began: float,
+        created: bool,
+    ) -> CopyResult:
+        """Moves the bytes between two open files and does what is left then. ``closing``: the destination."""
+        moved = one.moved
+        after = os.fstat(one.destination_fd)
+        try:
+            move(one, before, after)
+        except OSError as error:
+            raise self._failure(one, error, after) from None
+        try:
+            digest = self._complete(one, before, after, created=created)
+            closing.close()
+        except CopyError:
+            raise
+        except OSError as error:
+            counts = {"bytes_done": moved.done, "bytes_total": moved.total}
+            raise CopyError(error.errno or errno.EIO, text_of(error), one.destination, None, **counts) from None
         seconds = time.monotonic() - began
         return CopyResult(
-            source, destination, moved.done, seconds, moved.method, moved.paths or {}, moved.refusals, digest
+            one.source, one.destination, moved.done, seconds, moved.method, moved.paths or {}, moved.refusals, digest
         )
 
     def _complete(self, one: _One, source: os.stat_result, destination: os.stat_result, *, created: bool) -> str | None:
@@ -239,8 +279,11 @@ class Copier:
         else:  # the destination's directory was another one when it was looked at
             raise OSError(errno.EXDEV, "neither of them is on a gpufs mount: use cp")
 
-    def _by_daemon(self, one: _One, direction: str, device: int, mounts: list[MountPoint]) -> None:
-        connection = self._connection(device, mounts)
+    def _by_daemon(
+        self, one: _One, direction: str, device: int, mounts: list[MountPoint], asked: _socket.socket | None = None
+    ) -> None:
+        """``asked``: a socket on which this very copy has been asked for."""
+        connection = self._connection(device, mounts, asked)
         if connection is None:
             one.through_mount()
             return
@@ -262,7 +305,7 @@ class Copier:
         if not answered:
             one.through_mount()
 
-    def _connection(self, device: int, mounts: list[MountPoint]) -> Connection | None:
+    def _connection(self, device: int, mounts: list[MountPoint], asked: _socket.socket | None) -> Connection | None:
         """A connection to a mount's daemon; None where there is none to be had and the mount serves without."""
         with self._lock:
             idle = self._idle.get(device, [])
@@ -274,10 +317,10 @@ class Copier:
             failure = self._unreachable.get(device)
         if failure is None:
             try:
-                return Connection(_find.connect(device, mounts))
+                return Connection(asked or _find.connect(device, mounts), asked=asked is not None)
             except OSError as error:
                 failure = error
-        if self._fastpath == "require":
+        if self._fastpath == "require" or not mounts:
             raise failure
         with self._lock:
             known = device in self._unreachable

@@ -25,7 +25,7 @@ from support.processes import NOBODY, PATIENCE, PATIENT, SESSION_VARIABLE, wait_
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "gpufs-tests-"
-GPUFS = (sys.executable, "-m", "gpufs")
+GPUFS = (str(Path(sys.executable).with_name("gpufs")),)
 
 
 def default_memory() -> int:

@@ -41,6 +41,19 @@ bool parse_number(std::string_view text, Number* number) {
   return parsed.ec == std::errc() && parsed.ptr == text.data() + text.size();
 }
 
+// As the kernel writes it, with blanks, backslashes and ends of lines as three octal digits: "\\040".
+std::string unescape(std::string_view text) {
+  std::string plain;
+  while (!text.empty()) {
+    unsigned value = 0;
+    const bool escaped = text.front() == '\\' && text.size() >= 4 &&
+                         std::from_chars(text.data() + 1, text.data() + 4, value, 8).ptr == text.data() + 4;
+    plain.push_back(escaped ? static_cast<char>(value) : text.front());
+    text.remove_prefix(escaped ? 4 : 1);
+  }
+  return plain;
+}
+
 // "36 35 98:0 /root /mount/point rw,noatime shared:1 master:2 - ext4 /dev/sda rw,data=ordered"
 std::optional<MountEntry> parse_line(std::string_view line) {
   MountEntry entry;
@@ -48,6 +61,8 @@ std::optional<MountEntry> parse_line(std::string_view line) {
   take_field(line, ' ');  // the parent's id
   std::string_view device = take_field(line, ' ');
   if (!parse_number(take_field(device, ':'), &entry.major) || !parse_number(device, &entry.minor)) return std::nullopt;
+  entry.root = unescape(take_field(line, ' '));
+  entry.path = unescape(take_field(line, ' '));
   // Fields before the dash vary in number; none of them can be a lone dash, since blanks in paths are written \040.
   const std::size_t dash = line.find(" - ");
   if (dash == std::string_view::npos) return std::nullopt;

@@ -1,4 +1,4 @@
-// The mounts that this process sees, from /proc/self/mountinfo: what a backing file's file system is.
+// The mounts that this process sees, from /proc/self/mountinfo: what a backing file's file system is, where a gpufs is.
 // A value owned by its reader.
 // Any thread may call any function.
 #pragma once
@@ -16,6 +16,8 @@ struct MountEntry {
   std::uint64_t id = 0;
   std::uint32_t major = 0;
   std::uint32_t minor = 0;
+  std::string root;           // the directory of the file system that is shown at the path
+  std::string path;           // where it is mounted
   std::string type;           // "ext4", "fuse.gpufs"
   std::string super_options;  // of the file system, not of the mount: "rw,data=journal"
 };
