@@ -62,8 +62,12 @@ PYTHON_MAY_USE = {
 }
 
 
-def native_sources() -> list[Path]:
-    return sorted(p for p in (ROOT / "native/src").rglob("*") if p.suffix in (".h", ".cc"))
+def native_sources(folder: str = "native/src") -> list[Path]:
+    return sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cc"))
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
 
 
 def test_native_parts_depend_in_one_direction() -> None:
@@ -73,7 +77,7 @@ def test_native_parts_depend_in_one_direction() -> None:
         inside = path.relative_to(ROOT / "native/src")
         part = inside.parts[0]
         assert part in NATIVE_ORDER, f"{inside}: an unknown part"
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+        for name in includes(path):
             used = name.split("/")[0]
             if name == "gpufs.h":
                 if part not in ("abi", "fuse", "io"):
@@ -81,6 +85,12 @@ def test_native_parts_depend_in_one_direction() -> None:
             elif used in NATIVE_ORDER and NATIVE_ORDER.index(used) > NATIVE_ORDER.index(part):
                 bad.append(f"{inside} includes {name}")
     assert not bad
+
+
+def test_the_launcher_has_nothing_of_the_engine() -> None:
+    """Its start counts: what it needs is little, and starts no thread and no driver."""
+    used = {name for path in native_sources("native/launcher") for name in includes(path)}
+    assert {name for name in used if not name.startswith("launcher/")} == {"base/unique_fd.h", "io/mount_table.h"}
 
 
 def test_drivers_do_not_know_each_other() -> None:
@@ -99,7 +109,7 @@ def test_drivers_do_not_know_each_other() -> None:
 def test_headers_say_what_they_are() -> None:
     """Each header opens with what it is for, who owns it, and which thread may call it."""
     bad = []
-    for path in native_sources():
+    for path in native_sources() + native_sources("native/launcher"):
         if path.suffix == ".h":
             lines = path.read_text().splitlines()[:3]
             if len(lines) < 3 or not all(line.startswith("//") for line in lines):

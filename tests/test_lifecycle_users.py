@@ -121,6 +121,7 @@ def test_a_plain_user_lets_others_in_where_root_allows_it(user: User, mountpoint
     him = "setpriv --reuid 65534 --regid 65534 --clear-groups"
     other = "setpriv --reuid 65533 --regid 65533 --clear-groups"
     command = " ".join(user[0])
+    (launcher,) = GPUFS
     file = mountpoint / "gpu0/file"
     script = f"""
         mount --make-rprivate /
@@ -133,6 +134,9 @@ def test_a_plain_user_lets_others_in_where_root_allows_it(user: User, mountpoint
         {him} chmod 666 {file}
         {other} sh -c 'echo theirs >{file}'
         cat {file}
+        head -c 1M /dev/zero >{home}/source
+        {launcher} cp {home}/source {file}3 2>&1 | grep -o 'must not have our descriptors'
+        stat -c %s {file}3
         {other} fusermount3 -u {mountpoint} 2>&1 | grep -o 'fusermount3:' | head -n 1
         {him} fusermount3 -u {mountpoint}
         findmnt {mountpoint} || echo gone
@@ -145,6 +149,8 @@ def test_a_plain_user_lets_others_in_where_root_allows_it(user: User, mountpoint
         "Permission denied",
         "Permission denied",
         "theirs",
+        "must not have our descriptors",
+        str(1 << 20),
         "fusermount3:",
         "gone",
     ]

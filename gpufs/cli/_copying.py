@@ -201,7 +201,7 @@ class _Run:
             if self._handed is None:
                 self._walk.find(source, destination)
             else:
-                self._found(source, destination, os.fstat(self._handed.source_fd).st_size)
+                self._found(source, destination, self._handed.size)
         for _ in workers:
             self._put(None)
         self._wait(workers)

@@ -172,7 +172,12 @@ class Copier:
             with _Closing(destination_fd) as closing:
                 moved = _Moved(total=_ends.size_of(source_fd, before))
                 one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
-                return self._copy_open(one, closing, before, self._move, began=began, created=created)
+                after = os.fstat(destination_fd)
+                try:
+                    self._move(one, before, after)
+                except OSError as error:
+                    raise self._failure(one, error, cut=stat.S_ISREG(after.st_mode)) from None
+                return self._end(one, closing, before, after, began=began, created=created)
 
     def take_over(
         self,
@@ -187,35 +192,30 @@ class Copier:
         It owns what it is handed. A copy that has been cancelled meanwhile has moved what CopyError tells.
         """
         with _Closing(handed.source_fd, quiet=True), _Closing(handed.destination_fd) as closing:
-            before = os.fstat(handed.source_fd)
-            moved = _Moved(total=before.st_size)
+            moved = _Moved(total=handed.size)
             one = _One(source, handed.destination, handed.source_fd, handed.destination_fd, moved, progress, cancel)
-
-            def move(one: _One, before: os.stat_result, after: os.stat_result) -> None:
+            try:
+                before, after = os.fstat(one.source_fd), os.fstat(one.destination_fd)
                 device = before.st_dev if handed.direction == STORE else after.st_dev
                 self._by_daemon(one, handed.direction, device, self.mount_of(device) or [], handed.sock)
+            except OSError as error:
+                raise self._failure(one, error, cut=True) from None
+            return self._end(one, closing, before, after, began=handed.began, created=handed.created)
 
-            return self._copy_open(one, closing, before, move, began=handed.began, created=handed.created)
-
-    def _copy_open(
+    def _end(
         self,
         one: _One,
         closing: _Closing,
-        before: os.stat_result,
-        move: Callable[[_One, os.stat_result, os.stat_result], None],
+        source: os.stat_result,
+        destination: os.stat_result,
         *,
         began: float,
         created: bool,
     ) -> CopyResult:
-        """Moves the bytes between two open files and does what is left then. ``closing``: the destination."""
+        """Does what is left once the bytes are there. ``closing``: the destination; ``source``: before the copy."""
         moved = one.moved
-        after = os.fstat(one.destination_fd)
         try:
-            move(one, before, after)
-        except OSError as error:
-            raise self._failure(one, error, after) from None
-        try:
-            digest = self._complete(one, before, after, created=created)
+            digest = self._complete(one, source, destination, created=created)
             closing.close()
         except CopyError:
             raise
@@ -332,10 +332,10 @@ class Copier:
             )
         return None
 
-    def _failure(self, one: _One, error: OSError, destination: os.stat_result) -> CopyError:
-        """The error for the user, after the destination got the size that was really copied."""
+    def _failure(self, one: _One, error: OSError, *, cut: bool) -> CopyError:
+        """The error for the user. ``cut``: the destination is a regular file, and gets the size that was copied."""
         moved = one.moved
-        if stat.S_ISREG(destination.st_mode):
+        if cut:
             try:
                 if _linux.refresh(one.destination_fd) > moved.done:
                     os.ftruncate(one.destination_fd, moved.done)

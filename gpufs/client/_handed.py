@@ -19,12 +19,13 @@ _VARIABLE: Final = "GPUFS_HANDED"
 class Handed:
     """A copy under way: both files, and the socket on which its daemon has been greeted and asked for it.
 
-    ``began``: seconds, by :func:`time.monotonic`. ``created``: the destination was not there before. ``signals``: those
-    that have been blocked since and wait for somebody who ends the copy.
+    ``began``: seconds, by :func:`time.monotonic`. ``size``: the source's bytes. ``created``: the destination was not
+    there before. ``signals``: those that have been blocked since and wait for somebody who ends the copy.
     """
 
     began: float
     direction: str
+    size: int
     sock: _socket.socket
     source_fd: int
     destination_fd: int
@@ -39,12 +40,13 @@ def take() -> Handed | None:
     process, _, rest = text.partition(":")
     if process != str(os.getpid()):
         return None  # inherited
-    began, direction, connection, source, destination, created, signals, name = rest.split(":", 7)
+    began, direction, size, connection, source, destination, created, signals, name = rest.split(":", 8)
     for fd in (connection, source, destination):
         os.set_inheritable(int(fd), False)
     return Handed(
         int(began) / 1e9,
         direction,
+        int(size),
         _socket.socket(fileno=int(connection)),
         int(source),
         int(destination),

@@ -89,18 +89,18 @@ std::optional<Plan> plan_of(const char* source, const char* destination) {
   return plan;
 }
 
-bool open_source(const Plan& plan, UniqueFd* opened, mode_t* mode) {
-  *opened = UniqueFd(::open(plan.source, O_RDONLY | O_CLOEXEC | O_NOCTTY));
-  struct stat status = {};
-  if (!opened->valid() || ::fstat(opened->get(), &status) != 0) return false;
-  *mode = status.st_mode;
-  return status.st_dev == plan.from.st_dev && is_worth_it(status);
+// Also looks at it anew: it may be another file by now.
+bool open_source(Plan* plan, UniqueFd* opened) {
+  const dev_t device = plan->from.st_dev;
+  *opened = UniqueFd(::open(plan->source, O_RDONLY | O_CLOEXEC | O_NOCTTY));
+  return opened->valid() && ::fstat(opened->get(), &plan->from) == 0 && plan->from.st_dev == device &&
+         is_worth_it(plan->from);
 }
 
-bool open_destination(const Plan& plan, mode_t mode, UniqueFd* opened) {
+bool open_destination(const Plan& plan, UniqueFd* opened) {
   int flags = (plan.store ? O_RDWR : O_WRONLY) | O_CLOEXEC | O_NOCTTY;  // _ends.open_destination() says why
   flags |= plan.exists ? O_TRUNC : O_CREAT | O_EXCL;
-  *opened = UniqueFd(::open(plan.destination.c_str(), flags, mode & 0777));
+  *opened = UniqueFd(::open(plan.destination.c_str(), flags, plan.from.st_mode & 0777));
   struct stat status = {};
   return opened->valid() && ::fstat(opened->get(), &status) == 0 && S_ISREG(status.st_mode) && status.st_dev == plan.to;
 }
@@ -139,7 +139,8 @@ std::string blocked_since(const sigset_t& before) {
 }
 
 bool tell_next_program(const HandedCopy& copy, const Plan& plan, std::int64_t began) {
-  std::string value = std::to_string(::getpid()) + ':' + std::to_string(began) + (plan.store ? ":store" : ":load");
+  std::string value = std::to_string(::getpid()) + ':' + std::to_string(began) + (plan.store ? ":store:" : ":load:");
+  value += std::to_string(plan.from.st_size);
   for (const UniqueFd* fd : {&copy.connection, &copy.source, &copy.destination}) {
     if (::fcntl(fd->get(), F_SETFD, 0) != 0) return false;  // not closed on exec
     value += ':' + std::to_string(fd->get());
@@ -167,20 +168,18 @@ bool standard_streams_are_open() {
 std::optional<HandedCopy> hand_over(const char* source, const char* destination) {
   const std::int64_t began = monotonic_now();
   if (!standard_streams_are_open()) return std::nullopt;  // else these files would become one of them
-  const std::optional<Plan> plan = plan_of(source, destination);
+  std::optional<Plan> plan = plan_of(source, destination);
   if (!plan) return std::nullopt;
   HandedCopy copy;
-  mode_t mode = 0;
   copy.connection = connect_to_daemon(plan->mounts, plan->mount());
-  if (!copy.connection.valid() || !open_source(*plan, &copy.source, &mode)) return std::nullopt;
+  if (!copy.connection.valid() || !open_source(&*plan, &copy.source)) return std::nullopt;
 
   sigset_t held;
   sigemptyset(&held);
   for (const int number : kSignals) sigaddset(&held, number);
   ::sigprocmask(SIG_BLOCK, &held, &copy.signals_before);
   // The request comes last: what fails before it has moved nothing.
-  if (open_destination(*plan, mode, &copy.destination) && tell_next_program(copy, *plan, began) &&
-      ask(copy, plan->store)) {
+  if (open_destination(*plan, &copy.destination) && tell_next_program(copy, *plan, began) && ask(copy, plan->store)) {
     return copy;
   }
   ::unsetenv(kVariable);

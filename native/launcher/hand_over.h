@@ -10,10 +10,11 @@
 
 namespace gpufs::launcher {
 
-// Its value is "PROCESS:BEGAN:DIRECTION:CONNECTION:SOURCE:DESTINATION:CREATED:SIGNALS:NAME":
+// Its value is "PROCESS:BEGAN:DIRECTION:SIZE:CONNECTION:SOURCE:DESTINATION:CREATED:SIGNALS:NAME":
 //   PROCESS      this process's number, by which a variable that was inherited from another is told
 //   BEGAN        nanoseconds of CLOCK_MONOTONIC
 //   DIRECTION    load or store
+//   SIZE         the source's, in bytes
 //   CONNECTION, SOURCE, DESTINATION    descriptors; hello, and a copy with the id 1, has been sent on the first
 //   CREATED      1 where the destination was not there before
 //   SIGNALS      the numbers of those that have been blocked since, with commas between them

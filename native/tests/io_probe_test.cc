@@ -41,12 +41,22 @@ TEST(MountTable, ParsesLinesWithAnyNumberOfOptionalFields) {
   ASSERT_EQ(entries.size(), 3U);
   EXPECT_EQ(entries[0].id, 36U);
   EXPECT_EQ(entries[0].major, 98U);
+  EXPECT_EQ(entries[0].root, "/mnt1");
+  EXPECT_EQ(entries[0].path, "/mnt/a b");
   EXPECT_EQ(entries[0].type, "ext4");
   EXPECT_EQ(option_value(entries[0].super_options, "data"), "journal");
   EXPECT_EQ(entries[1].type, "fuse.gpufs");
   EXPECT_EQ(entries[1].minor, 45U);
   EXPECT_EQ(entries[2].super_options, "rw");
   EXPECT_EQ(option_value(entries[2].super_options, "data"), "");
+}
+
+TEST(MountTable, WritesNamesAsTheyAre) {
+  const std::vector<MountEntry> entries =
+      parse_mount_table("1 2 0:3 /a\\134040 /t\\011n\\012b\\134\\040\xff\\9\\04 rw - fuse.gpufs gpufs rw\n");
+  ASSERT_EQ(entries.size(), 1U);
+  EXPECT_EQ(entries[0].root, "/a\\040");
+  EXPECT_EQ(entries[0].path, "/t\tn\nb\\ \xff\\9\\04");
 }
 
 TEST(MountTable, KnowsTheMountOfADescriptor) {
