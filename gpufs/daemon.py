@@ -28,8 +28,9 @@ import trio
 
 from gpufs import config, engine, heap, loop, mounting, service, supervision, threads
 from gpufs._version import __version__
-from gpufs.fs.backing import Backing, BackingOperations
+from gpufs.fs.backing import BackingOperations
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
+from gpufs.fs.host_inodes import Backing
 from gpufs.fs.operations import Operations
 from gpufs.fs.tree import Tree
 from gpufs.logs import Log

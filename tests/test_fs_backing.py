@@ -290,7 +290,7 @@ def test_descriptors_go_with_the_kernels_references(backed: GpufsMount, both: tu
 
 
 def test_more_files_than_descriptors(session: Session, driver: str, tmp_path: Path) -> None:
-    """The kernel is asked to forget files, but none that is open; what it forgot is found again."""
+    """Files that are not open are found again by their names."""
     names = [f"d{n // 100}/f{n}" for n in range(1000)]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

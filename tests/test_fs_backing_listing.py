@@ -11,7 +11,8 @@ import pyfuse3
 import pytest
 from support.fake_table import FakeTable
 
-from gpufs.fs.backing import Backing, BackingNode, BackingOperations
+from gpufs.fs.backing import BackingOperations
+from gpufs.fs.host_inodes import Backing, look_up
 from gpufs.fs.tree import Tree, error
 
 
@@ -36,15 +37,14 @@ async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, mo
     share = await operations.lookup(shown.ino, b"data", context)
     handle = await operations.opendir(share.st_ino, context)
     order = os.listdir(tmp_path)
-    true_find = BackingOperations._find
     broken = order[1].encode()
 
-    async def find(self: BackingOperations, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
-        if name == broken:
+    def failing(directory: int, path: bytes) -> tuple[int, os.stat_result]:
+        if path == broken:
             raise error(errno.EIO)
-        return await true_find(self, parent, name)
+        return look_up(directory, path)
 
-    monkeypatch.setattr(BackingOperations, "_find", find)
+    monkeypatch.setattr("gpufs.fs.backing.look_up", failing)
     token: Any = None
     await operations.readdir(handle, 0, token)
     assert [name for name, _, _ in replied] == [b".", b"..", order[0].encode()]

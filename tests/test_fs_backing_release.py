@@ -13,7 +13,8 @@ import trio
 from support.fake_table import FakeTable
 from support.processes import wait_until
 
-from gpufs.fs.backing import Backing, BackingOperations
+from gpufs.fs.backing import BackingOperations
+from gpufs.fs.host_inodes import Backing
 from gpufs.fs.tree import Tree, error
 
 

@@ -1,9 +1,9 @@
 """Directories of the host, shown below ``backing/NAME``.
 
-A faithful pass-through: what the host says is the answer, errors too. Each inode that the kernel knows has an O_PATH
-descriptor here, found with openat2 below the shown directory and never through a symbolic link. Attributes come from
-the host at each question: these inodes are not in the engine's table. Whatever needs rights is done as the caller, with
-his user, group and supplementary groups, on a thread, so neither a slow disk nor a hung server holds up the loop.
+A faithful pass-through: what the host says is the answer, errors too. Each inode that the kernel knows is reached by
+an O_PATH descriptor, found with openat2 below the shown directory and never through a symbolic link. Attributes come
+from the host at each question: these inodes are not in the engine's table. Whatever needs rights is done as the caller,
+with his user, group and supplementary groups, on a thread, so neither a slow disk nor a hung server holds up the loop.
 
 Symbolic links that are absolute or lead out of the shown directory are ELOOP when they are read. A directory shown
 ``:ro`` answers EROFS to every change. This mount itself inside a shown directory is EDEADLK.
@@ -17,11 +17,11 @@ import functools
 import logging
 import os
 import platform
-import resource
 import stat
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -30,20 +30,20 @@ import trio
 
 from gpufs import threads
 from gpufs.engine import SET_NLINK, Attributes
-from gpufs.fs.nodes import Directory, Node
+from gpufs.fs.host_inodes import Backing, BackingNode, HostInodes, look_up, open_beneath
+from gpufs.fs.nodes import Directory
 from gpufs.fs.operations import UNNAMED, Operations, handler
 from gpufs.fs.tree import Tree, error
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Found = tuple[int, os.stat_result]
 
 DIRECTORY_NAME: Final = b"backing"
-_FIRST_INO: Final = 1 << 48  # the tree's own numbers are below
-_ASKED_TO_FORGET: Final = 8  # inodes, for each that is new where they are many
 _THREADS: Final = 32  # for the files of one file system
-_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
-_SYS_OPENAT2: Final = 437  # the same on all architectures
+_OPEN_FILE: Final = 4  # descriptors that an open file has, at most
+_NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
 _CHANGES: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 # What an open file here does not have from its caller: the kernel has made names and offsets of these.
@@ -60,64 +60,23 @@ _TRUSTED: Final = "trusted."
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Backing:
-    """A directory of the host to show: its name below ``backing/``, its path, and whether it must not be changed."""
-
-    name: str
-    path: str
-    read_only: bool
-
-
-class BackingNode(Node):
-    """An inode of the host: ``fd`` is an O_PATH descriptor of it, ``depth`` the number of directories above it.
-
-    ``entry``: the directory's number and the name by which the kernel last asked for it; None where it has not, or has
-    been asked to forget it since.
-    ``handles``: how many handles of it are open.
-    ``nameless``: an open has been told that it has no name any more.
-    """
-
-    __slots__ = ("depth", "entry", "fd", "handles", "key", "nameless", "share")
-
-    def __init__(self, ino: int, kind: int, fd: int, key: tuple[str, int, int], share: Backing, depth: int) -> None:
-        super().__init__(ino, kind, -1)
-        self.fd = fd
-        self.key = key
-        self.share = share
-        self.depth = depth
-        self.entry: tuple[int, bytes] | None = None
-        self.handles = 0
-        self.nameless = False
-
-    @property
-    def link(self) -> str:
-        """A path that leads to the inode, whatever its names are."""
-        return f"/proc/self/fd/{self.fd}"
-
-
 @dataclass(slots=True)
 class _OpenDirectory:
-    """A directory that a program reads: ``fd`` is open for it. ``names`` are those that its positions count."""
+    """A directory that a program reads: ``fd`` is open for it. ``names`` are those that its positions count.
+
+    ``fit``: how many of them the kernel's last question had room for.
+    """
 
     node: BackingNode
     fd: int
     names: list[bytes]
+    fit: int = sys.maxsize
 
 
 def _close(fd: int) -> None:
     """Closes a descriptor: it is gone whatever its file's server says, which may be the failure of earlier writes."""
     with contextlib.suppress(OSError):
         os.close(fd)
-
-
-def _open_beneath(directory: int, name: bytes, flags: int, mode: int = 0) -> int:
-    """openat2(2) of one name, never through a symbolic link and never out of the directory."""
-    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
-    fd: int = _libc.syscall(_SYS_OPENAT2, directory, name, how, len(how))
-    if fd < 0:
-        raise error(ctypes.get_errno())
-    return fd
 
 
 def _handed_on(flags: int) -> int:
@@ -149,7 +108,9 @@ def _identity(uid: int, gid: int, pid: int) -> Iterator[None]:
         return
     try:
         groups = sorted(pyfuse3.get_sup_groups(pid)) if pid else []
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as failure:
+        if isinstance(failure, OSError) and failure.errno == errno.EMFILE:
+            raise
         groups = []  # the caller has gone, or is of another PID namespace: he gets no more than his group
     before = os.getgroups()
     _set_groups(groups)
@@ -214,6 +175,33 @@ def _names_in(directory: int) -> list[bytes]:
         return [os.fsencode(entry.name) for entry in entries]
 
 
+def _look_up_each(parent: BackingNode, names: Sequence[bytes]) -> deque[tuple[bytes, _Found | None]]:
+    """What each name leads to, None where there is no such name any more; up to a failure, which the first one's is."""
+    each: deque[tuple[bytes, _Found | None]] = deque()
+    for name in names:
+        try:
+            each.append((name, look_up(parent.fd, name)))
+        except FileNotFoundError:
+            each.append((name, None))
+        except OSError:
+            if not each:
+                raise
+            break
+    return each
+
+
+@contextlib.contextmanager
+def _used(*nodes: BackingNode) -> Iterator[None]:
+    """None of them rests meanwhile."""
+    for node in nodes:
+        node.users += 1
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.users -= 1
+
+
 def _leads_out(target: bytes, depth: int) -> bool:
     """Whether a link in a directory ``depth`` levels below the shown one leads out of it."""
     if target.startswith(b"/"):
@@ -245,11 +233,9 @@ class BackingOperations(Operations):
         """``device``: the st_dev of this mount. OSError, with the path, when a directory cannot be opened."""
         super().__init__(tree, table, **options)
         self._mount = table
-        self._device = device
         self._threads: dict[int, trio.CapacityLimiter] = {}  # by st_dev
         self._in_memory: dict[int, bool] = {}  # file systems by st_dev
-        self._next_backing_ino = _FIRST_INO
-        self._known: OrderedDict[tuple[str, int, int], BackingNode] = OrderedDict()
+        self._inodes = HostInodes(tree.nodes, device, self._descriptors, lambda *entry: table.invalidate_entry(*entry))
         self._listed: dict[int, _OpenDirectory] = {}  # by handle
         # By handle. The descriptor of one that is open for writing is kept for truncation.
         self._open_files: dict[int, tuple[BackingNode, int | None]] = {}
@@ -261,7 +247,7 @@ class BackingOperations(Operations):
         try:
             for share in backings:
                 fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                node = self._node_of(fd, os.fstat(fd), share, 0)
+                node = self._inodes.meet(fd, os.fstat(fd), share, 0)
                 node.names = 1  # stays
                 self._shares[os.fsencode(share.name)] = node
         except OSError:
@@ -270,9 +256,7 @@ class BackingOperations(Operations):
 
     def close(self) -> None:
         """Gives the descriptors back."""
-        for node in list(self._known.values()):
-            os.close(node.fd)
-        self._known.clear()
+        self._inodes.close()
         for directory in self._listed.values():
             os.close(directory.fd)
         self._listed.clear()
@@ -284,10 +268,20 @@ class BackingOperations(Operations):
     # ---- inside ----
 
     def _backing(self, ino: int) -> BackingNode | None:
-        node = self._tree.nodes.get(ino)
-        return node if isinstance(node, BackingNode) else None
+        return self._inodes.of(ino)
 
-    async def _as_caller(self, node: BackingNode, ctx: pyfuse3.RequestContext, work: Callable[[], T]) -> T:
+    def _descriptors(self) -> int:
+        """What open files and directories have, at most."""
+        return _OPEN_FILE * len(self._open_files) + len(self._listed)
+
+    async def _as_caller(
+        self,
+        node: BackingNode,
+        ctx: pyfuse3.RequestContext,
+        work: Callable[[], T],
+        *also: BackingNode,
+        again: bool = False,
+    ) -> T:
         """Runs work, which asks the server of a node's file, on a thread with the caller's identity."""
         uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
 
@@ -295,15 +289,39 @@ class BackingOperations(Operations):
             with _identity(uid, gid, pid):
                 return work()
 
-        return await self._on_thread(node, run)
+        return await self._on_thread(node, run, *also, again=again)
 
-    async def _on_thread(self, node: BackingNode, work: Callable[[], T]) -> T:
-        """Runs work, which asks the server of a node's file, on a thread.
+    async def _on_thread(self, node: BackingNode, work: Callable[[], T], *also: BackingNode, again: bool = False) -> T:
+        """Runs work, which asks the server of a node's file, on a thread. This node and others have descriptors then.
 
+        ``again``: work that finds no descriptor for its own use may be repeated; it is, once more inodes rest.
         A server that hangs holds up those alone who ask it, and nobody waits for it at the mount's end.
         """
         limiter = self._threads.setdefault(node.key[1], trio.CapacityLimiter(_THREADS))
-        return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
+        with _used(node, *also):
+            for each in (node, *also):
+                if each.fd < 0:
+                    await self._wake(each)
+                else:
+                    self._inodes.use(each)
+            while True:
+                try:
+                    return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
+                except OSError as failure:
+                    if failure.errno != errno.EMFILE or not again or not self._inodes.let_more_rest():
+                        raise
+
+    async def _wake(self, node: BackingNode) -> None:
+        """Finds an inode that rests again. ESTALE where its names lead to it no more: the kernel looks them up anew."""
+        above, path = self._inodes.way_to(node)
+        try:
+            fd, found = await self._on_thread(above, lambda: look_up(above.fd, path), again=True)
+        except OSError as failure:
+            raise error(errno.ESTALE if failure.errno in _NOT_THERE else failure.errno or errno.EIO) from None
+        if node.fd < 0 and not node.is_at(fd, found):
+            os.close(fd)
+            raise error(errno.ESTALE)
+        self._inodes.wake(node, fd)
 
     async def _give_back(self, node: BackingNode, work: Callable[[], None]) -> None:
         """Runs work that gives something of a node's back, and raises nothing: later where no thread can be had now."""
@@ -315,43 +333,6 @@ class BackingOperations(Operations):
     def _changeable(self, *nodes: BackingNode) -> None:
         if any(node.share.read_only for node in nodes):
             raise error(errno.EROFS)
-
-    def _node_of(self, fd: int, found: os.stat_result, share: Backing, depth: int) -> BackingNode:
-        """The node for an O_PATH descriptor, which it takes over."""
-        if found.st_dev == self._device:
-            os.close(fd)
-            raise error(errno.EDEADLK)
-        key = (share.name, found.st_dev, found.st_ino)
-        node = self._known.get(key)
-        if node is not None:
-            os.close(fd)
-            return node
-        node = BackingNode(self._next_backing_ino, stat.S_IFMT(found.st_mode), fd, key, share, depth)
-        self._next_backing_ino += 1
-        self._known[key] = node
-        self._tree.nodes[node.ino] = node
-        self._ask_to_forget()
-        return node
-
-    def _ask_to_forget(self) -> None:
-        """Where half of the descriptors are spent on inodes that the kernel knows: asks it to forget some of them.
-
-        It does where nobody uses them, some time later. Those that it has known for long come first. Directories stay:
-        a program may be in one, which would lose its name.
-        """
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if len(self._known) <= most // 2:
-            return
-        for _ in range(_ASKED_TO_FORGET):
-            key = next(iter(self._known))
-            self._known.move_to_end(key)
-            node = self._known[key]
-            if node.entry is not None and node.handles == 0 and node.kind != stat.S_IFDIR:
-                entry, node.entry = node.entry, None  # once: what is not heard while its directory is read may be much
-                try:
-                    self._mount.invalidate_entry(*entry)
-                except OSError:
-                    return  # the mount ends
 
     def _attributes(self, node: BackingNode, found: os.stat_result) -> pyfuse3.EntryAttributes:
         reply = self._entry_reply(node.ino, found.st_mode)
@@ -369,22 +350,37 @@ class BackingOperations(Operations):
 
     def _adopt(self, fd: int, found: os.stat_result, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
         """The reply that gives the kernel one more reference; takes the descriptor over."""
-        node = self._node_of(fd, found, parent.share, parent.depth + 1)
+        node = self._inodes.meet(fd, found, parent.share, parent.depth + 1)
         node.lookups += 1
         node.entry = None if name == UNNAMED else (parent.ino, name)
+        node.asked_to_forget = False
         return self._attributes(node, found)
 
-    async def _find(self, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
-        def find() -> tuple[int, os.stat_result]:
-            fd = _open_beneath(parent.fd, name, os.O_PATH | os.O_NOFOLLOW)
-            try:
-                return fd, os.fstat(fd)
-            except BaseException:
-                os.close(fd)
-                raise
+    async def _look_up(self, parent: BackingNode, name: bytes) -> tuple[int, os.stat_result]:
+        return await self._on_thread(parent, lambda: look_up(parent.fd, name), again=True)
 
-        fd, found = await self._on_thread(parent, find)
+    async def _find(self, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+        fd, found = await self._look_up(parent, name)
         return self._adopt(fd, found, parent, name)
+
+    @contextlib.asynccontextmanager
+    async def _parted(self, *names: tuple[BackingNode, bytes]) -> AsyncIterator[None]:
+        """While names are taken from inodes: those stay without them, as who has them open by O_PATH expects."""
+        kept: list[BackingNode] = []
+        with contextlib.ExitStack() as stack:
+            if self._inodes.some_rest:
+                for parent, name in names:
+                    with contextlib.suppress(OSError):
+                        fd, found = await self._look_up(parent, name)
+                        node = self._inodes.known(fd, found, parent.share)
+                        if node is None:
+                            os.close(fd)
+                        else:
+                            stack.enter_context(_used(node))
+                            kept.append(node)
+            yield
+            for node in kept:
+                node.entry = None
 
     # ---- names ----
 
@@ -415,10 +411,7 @@ class BackingOperations(Operations):
                 continue
             node.lookups = max(0, node.lookups - count)
             if node.lookups == 0 and node.names == 0:
-                del self._tree.nodes[ino]
-                if self._known.get(node.key) is node:
-                    del self._known[node.key]
-                os.close(node.fd)
+                self._inodes.drop(node)
         if others:
             await super().forget(others)
 
@@ -439,7 +432,7 @@ class BackingOperations(Operations):
                 # Without O_EXCL, which the kernel obeys itself.
                 fd = os.open(parent.link, asked | os.O_TMPFILE | os.O_CLOEXEC, permissions)
             else:
-                fd = _open_beneath(parent.fd, name, wanted, permissions)
+                fd = open_beneath(parent.fd, name, wanted, permissions)
             try:
                 found = os.fstat(fd)
                 fd = self._for_both(fd, found, asked)
@@ -457,16 +450,23 @@ class BackingOperations(Operations):
             raise
         assert node is not None
         try:
-            return await self._opened(node, fd), reply
+            handle, kept = await self._on_thread(node, lambda: self._hand_over(node, fd), again=True)
         except BaseException:
+            _close(fd)
             await self.forget([(node.ino, 1)])  # the kernel hears of no reference
             raise
+        return self._opened(node, handle, kept), reply
 
     async def _make(
-        self, parent: BackingNode, name: bytes, ctx: pyfuse3.RequestContext, make: Callable[[], None]
+        self,
+        parent: BackingNode,
+        name: bytes,
+        ctx: pyfuse3.RequestContext,
+        make: Callable[[], None],
+        *also: BackingNode,
     ) -> pyfuse3.EntryAttributes:
         self._changeable(parent)
-        await self._as_caller(parent, ctx, make)
+        await self._as_caller(parent, ctx, make, *also)
         return await self._find(parent, name)
 
     @handler
@@ -517,6 +517,7 @@ class BackingOperations(Operations):
             new_name,
             ctx,
             lambda: os.link(os.fsencode(node.link), new_name, dst_dir_fd=parent.fd, follow_symlinks=True),
+            node,
         )
 
     @handler
@@ -536,7 +537,8 @@ class BackingOperations(Operations):
             await super().unlink(parent_inode, name, ctx)
             return
         self._changeable(parent)
-        await self._as_caller(parent, ctx, lambda: os.unlink(name, dir_fd=parent.fd))
+        async with self._parted((parent, name)):
+            await self._as_caller(parent, ctx, lambda: os.unlink(name, dir_fd=parent.fd))
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -545,7 +547,8 @@ class BackingOperations(Operations):
             await super().rmdir(parent_inode, name, ctx)
             return
         self._changeable(parent)
-        await self._as_caller(parent, ctx, lambda: os.rmdir(name, dir_fd=parent.fd))
+        async with self._parted((parent, name)):
+            await self._as_caller(parent, ctx, lambda: os.rmdir(name, dir_fd=parent.fd))
 
     @handler
     async def rename(
@@ -564,7 +567,8 @@ class BackingOperations(Operations):
         if old is None or new is None or old.share is not new.share:
             raise error(errno.EXDEV)
         self._changeable(old, new)
-        await self._as_caller(old, ctx, lambda: _rename(old.fd, name_old, new.fd, name_new, flags))
+        async with self._parted((old, name_old), (new, name_new)):
+            await self._as_caller(old, ctx, lambda: _rename(old.fd, name_old, new.fd, name_new, flags), new)
 
     # ---- directories ----
 
@@ -577,7 +581,7 @@ class BackingOperations(Operations):
         def open_it() -> int:
             return os.open(node.link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-        fd = await self._as_caller(node, ctx, open_it)
+        fd = await self._as_caller(node, ctx, open_it, again=True)
         handle = self._take_handle()
         self._listed[handle] = _OpenDirectory(node, fd, [])
         return handle
@@ -599,23 +603,37 @@ class BackingOperations(Operations):
         for cookie, name in ((1, b"."), (2, b"..")):
             if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
                 return
-        listed = False
-        for index in range(max(start_id - 2, 0), len(directory.names)):
-            name = directory.names[index]
+        listed = 0
+        index = max(start_id - 2, 0)
+        while index < len(directory.names):
+            names = directory.names[index : index + max(1, min(self._inodes.at_once, directory.fit - listed))]
             try:
-                reply = await self._find(node, name)
-            except FileNotFoundError:
-                continue  # removed meanwhile
-            except OSError as failure:
-                if failure.errno == errno.EDEADLK:
-                    continue
+                each = await self._on_thread(node, functools.partial(_look_up_each, node, names), again=True)
+            except OSError:
                 if listed:
                     return  # what the kernel has no answer about it would never forget; it asks again from here on
                 raise
-            if not pyfuse3.readdir_reply(token, name, reply, index + 3):
-                await self.forget([(reply.st_ino, 1)])
-                return
-            listed = True
+            try:
+                while each:
+                    name, found = each.popleft()
+                    index += 1
+                    if found is None:
+                        continue
+                    try:
+                        reply = self._adopt(*found, node, name)
+                    except OSError as failure:
+                        if failure.errno == errno.EDEADLK:
+                            continue
+                        raise
+                    if not pyfuse3.readdir_reply(token, name, reply, index + 2):
+                        await self.forget([(reply.st_ino, 1)])
+                        directory.fit = listed
+                        return
+                    listed += 1
+            finally:
+                for _, found in each:
+                    if found is not None:
+                        os.close(found[0])
 
     async def _list_shares(self, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         above = self._entry_reply(self._shown.ino, stat.S_IFDIR)
@@ -766,7 +784,7 @@ class BackingOperations(Operations):
             return await super().open(inode, flags, ctx)
         if flags & _CHANGES:
             self._changeable(node)
-        uid, gid = ctx.uid, ctx.gid
+        uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
 
         def open_it() -> int:
             # Removed on the host while the kernel still knew the name, perhaps: then it looks the name up anew. Who
@@ -785,7 +803,17 @@ class BackingOperations(Operations):
                 os.close(fd)
                 raise
 
-        return await self._opened(node, await self._as_caller(node, ctx, open_it))
+        def open_and_hand_over() -> tuple[int, int | None]:
+            with _identity(uid, gid, pid):
+                fd = open_it()
+            try:
+                return self._hand_over(node, fd)
+            except BaseException:
+                _close(fd)
+                raise
+
+        with _used(node):
+            return self._opened(node, *await self._on_thread(node, open_and_hand_over, again=True))
 
     @staticmethod
     def _open_for_caller(node: BackingNode, flags: int) -> int:
@@ -845,23 +873,20 @@ class BackingOperations(Operations):
         with _daemons_rights():
             os.fchmod(fd, mode)
 
-    async def _opened(self, node: BackingNode, fd: int) -> pyfuse3.FileInfo:
-        """The engine's handle of an open file, for it moves the bytes. Takes the descriptor over."""
+    def _hand_over(self, node: BackingNode, fd: int) -> tuple[int, int | None]:
+        """Gives an open file to the engine, which moves its bytes: its handle, and the descriptor that is kept.
 
-        def hand_over() -> tuple[int, int | None]:
-            try:
-                handle: int = self._mount.backing_file_open(node.ino, fd)  # with descriptors of its own
-                if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
-                    return handle, fd
-            except BaseException:
-                _close(fd)
-                raise
-            _close(fd)
-            return handle, None
+        Takes the descriptor over unless it fails.
+        """
+        handle: int = self._mount.backing_file_open(node.ino, fd)  # with descriptors of its own
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            return handle, fd
+        _close(fd)
+        return handle, None
 
-        handle, kept = await self._on_thread(node, hand_over)
+    def _opened(self, node: BackingNode, handle: int, kept: int | None) -> pyfuse3.FileInfo:
         self._open_files[handle] = (node, kept)
-        node.handles += 1
+        node.users += 1
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     @handler
@@ -870,7 +895,7 @@ class BackingOperations(Operations):
             await super().release(fh)
             return
         node, kept = self._open_files.pop(fh)
-        node.handles -= 1
+        node.users -= 1
 
         def close() -> None:
             if kept is not None:
