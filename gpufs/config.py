@@ -251,7 +251,11 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="0: chosen by the number of CPUs",
     ),
     Knob(
-        "io_slots", kinds.integer(1, 16), 3, "", "Pinned slots of each of these threads: file and device work overlap."
+        "io_slots",
+        kinds.integer(1, 16),
+        3,
+        "",
+        "Pinned slots that each of these threads has at most. It takes one more where the device is behind it.",
     ),
     Knob(
         "io_fastpath",

@@ -193,5 +193,21 @@ TEST(Faults, PinnedMemoryStaysWithinItsCap) {
   EXPECT_TRUE(rig.buffer_has(data));
 }
 
+TEST(Faults, OneSlotMoreIsPinnedOnlyWhereTheDeviceLags) {
+  for (const bool lags : {false, true}) {
+    IoOptions options = FakeRig::without_fastpath();
+    options.workers = 1;
+    options.slots = 4;
+    FakeRig rig(false, options);
+    rig.plan->lags = lags;
+    const auto data = pattern(16 * kMiB);
+    rig.make_file(data);
+    rig.make_buffer(32 * kMiB);
+    EXPECT_TRUE(rig.finish(rig.load()).status.ok());
+    EXPECT_EQ(rig.plan->pins, lags ? 4 : 1);
+    EXPECT_TRUE(rig.buffer_has(data));
+  }
+}
+
 }  // namespace
 }  // namespace gpufs

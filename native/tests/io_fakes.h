@@ -30,6 +30,8 @@ struct FakePlan {
   bool cpu_addressable = false;
   std::atomic<int> pins_possible{1 << 30};
   std::atomic<int> read_only_pins_possible{0};
+  // Whether it is done with something only when that is looked at for the second time.
+  std::atomic<bool> lags{true};
 
   std::atomic<int> pinned{0};
   std::atomic<int> pins{0};
@@ -99,6 +101,7 @@ class FakeEvent final : public Event {
   explicit FakeEvent(std::shared_ptr<FakePlan> plan) : plan_(std::move(plan)) { ++plan_->events; }
   ~FakeEvent() override { --plan_->events; }
   Result<bool> query() override {
+    if (plan_->lags && !looked_at_.exchange(true)) return false;
     const Status status = synchronize();
     if (!status.ok()) return status;
     return true;
@@ -110,12 +113,14 @@ class FakeEvent final : public Event {
   std::shared_ptr<FakePlan> plan_;
   FakeStream* stream_ = nullptr;
   std::uint64_t number_ = 0;
+  std::atomic<bool> looked_at_{false};  // since it was recorded
 };
 
 inline Status FakeStream::record(Event& event) {
   auto& fake = static_cast<FakeEvent&>(event);
   fake.stream_ = this;
   fake.number_ = queued();
+  fake.looked_at_ = false;
   return {};
 }
 

@@ -358,7 +358,7 @@ class Session {
   Slot* next_slot(Status* failure) {
     *failure = open_lane();
     if (!failure->ok()) return nullptr;
-    if (turn_ < slots_.size() && slots_[turn_]->busy && static_cast<int>(slots_.size()) < job_.options().slots) {
+    if (static_cast<int>(slots_.size()) < job_.options().slots && device_lags()) {
       BounceLease more = job_.engine().bounce_pool()->try_acquire(device_, job_.threads());
       if (more.valid()) {
         // An event that cannot be had now only means fewer slots.
@@ -380,6 +380,14 @@ class Session {
     turn_ = (turn_ + 1) % slots_.size();
     if (slot.busy) finish_slot(slot);
     return &slot;
+  }
+
+  // Whether the device still works on what is in the slot that is next. Where it does not, that slot is better than one
+  // more: what all threads copy through stays in the CPUs' cache, and the device reads it from there.
+  bool device_lags() {
+    if (slots_.empty() || !slots_[turn_]->busy) return false;
+    const Result<bool> done = slots_[turn_]->event->query();
+    return done.ok() && !done.value();
   }
 
   Status open_lane() {
