@@ -236,6 +236,25 @@ def test_changes_of_contents_take_set_id_bits(places: Places, mode: int) -> None
     assert found == [oct(mode & 0o777)] * 4
 
 
+@pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755])
+@pytest.mark.parametrize("groups", [(), (OTHER,)])
+def test_who_writes_takes_set_id_bits(places: Places, mode: int, groups: tuple[int, ...]) -> None:
+    """By a descriptor that root has opened. A set-gid bit without execution for the group stays with those of it."""
+
+    def act(place: Path) -> str:
+        file = place / "file"
+        file.touch()
+        os.chown(file, 0, OTHER)
+        file.chmod(mode)
+        fd = os.open(file, os.O_WRONLY)
+        in_child(lambda: os.write(fd, b"x"), uid=NOBODY, gid=NOBODY, groups=groups)
+        os.close(fd)
+        return oct(os.stat(file).st_mode & 0o7777)
+
+    stays = stat.S_ISGID if groups and not mode & stat.S_IXGRP else 0
+    assert places.agree(act) == oct(mode & (0o777 | stays))
+
+
 @pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755, 0o2755])
 @pytest.mark.parametrize("group", [NOBODY, -1])
 def test_a_new_group_takes_set_id_bits(places: Places, mode: int, group: int) -> None:

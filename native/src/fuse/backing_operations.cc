@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "fuse/caller.h"
 #include "fuse/long_operation.h"
 #include "fuse/protocol.h"
 
@@ -29,13 +30,16 @@ constexpr std::chrono::milliseconds kLook{20};
 constexpr std::uint64_t kUserBit = std::uint64_t{1} << 61;
 constexpr std::uint64_t kServerBit = std::uint64_t{1} << 62;
 
-// As the kernel does for who writes without the right to keep them.
-void drop_set_id(int fd) {
+// As the kernel does for who writes without the right to keep them all: a set-gid bit without execution stays with
+// those of the group.
+void drop_set_id(int fd, const Caller& writer) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) return;
   mode_t mode = status.st_mode & 07777U;
   if ((mode & S_ISUID) != 0) mode &= ~static_cast<mode_t>(S_ISUID);
-  if ((mode & S_ISGID) != 0 && (mode & S_IXGRP) != 0) mode &= ~static_cast<mode_t>(S_ISGID);
+  if ((mode & S_ISGID) != 0 && ((mode & S_IXGRP) != 0 || !writer.in_group(status.st_gid))) {
+    mode &= ~static_cast<mode_t>(S_ISGID);
+  }
   if (mode != (status.st_mode & 07777U)) static_cast<void>(::fchmod(fd, mode));
 }
 
@@ -273,7 +277,8 @@ bool BackingOperations::write(Request& request, Responder& responder) {
   }
   Lane& lane = lane_of(*open);
   pass_through(lane, std::move(responder),
-               [open, in, bytes = std::vector<std::byte>(data.begin(), data.end())](const Operation&) {
+               [open, in, writer = Caller::of(request.header),
+                bytes = std::vector<std::byte>(data.begin(), data.end())](const Operation&) {
                  // At the host's end of the file, which is not always the kernel's; pages that a mapping changed have
                  // their place, however the handle that they come by was opened.
                  const bool append = (in.flags & O_APPEND) != 0 && (in.write_flags & FUSE_WRITE_CACHE) == 0;
@@ -287,7 +292,7 @@ bool BackingOperations::write(Request& request, Responder& responder) {
                    if (count <= 0) break;  // a short count; the next write meets the error again
                    done += static_cast<std::size_t>(count);
                  }
-                 if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(open->fd.get());
+                 if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(open->fd.get(), writer);
                  fuse_write_out out{};
                  out.size = static_cast<std::uint32_t>(done);
                  Answer answer = answer_of(out);
