@@ -74,8 +74,15 @@ struct Looked {
   MountEntry mount;  // of no type where it is not visible here
 };
 
+bool same_file(const struct statx& one, const struct statx& other) {
+  return ((one.stx_mask & other.stx_mask) & STATX_MNT_ID) != 0 && one.stx_mnt_id == other.stx_mnt_id &&
+         one.stx_dev_major == other.stx_dev_major && one.stx_dev_minor == other.stx_dev_minor &&
+         one.stx_ino == other.stx_ino;
+}
+
 // What a descriptor is, without asking its file system; the refusals that need no more than that.
-Result<Looked> look_at(int fd) {
+// before: what one of the same file was found to be. The kernel writes the table of mounts anew for each reader.
+Result<Looked> look_at(int fd, const Looked* before = nullptr) {
   Looked looked;
   looked.flags = ::fcntl(fd, F_GETFL);
   if (looked.flags < 0) return Status::from_errno(errno, "the backing file's descriptor");
@@ -84,8 +91,8 @@ Result<Looked> look_at(int fd) {
     return Status(EBADF, "the descriptor is open for neither reading nor writing");
   }
   // Without synchronising, so that a file of our own mount answers from the kernel's memory.
-  if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_MNT_ID | STATX_DIOALIGN, &looked.status) !=
-      0) {
+  if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID | STATX_DIOALIGN,
+              &looked.status) != 0) {
     return Status::from_errno(errno, "looking at the backing file");
   }
   if ((looked.status.stx_mask & STATX_MNT_ID) == 0) {
@@ -94,6 +101,10 @@ Result<Looked> look_at(int fd) {
       looked.status.stx_mnt_id = id.value();
       looked.status.stx_mask |= STATX_MNT_ID;
     }
+  }
+  if (before != nullptr && same_file(looked.status, before->status)) {
+    looked.mount = before->mount;
+    return looked;
   }
   Result<std::vector<MountEntry>> mounts = read_mount_table();
   if (!mounts.ok()) return mounts.status();
@@ -131,7 +142,7 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   if (!seen.ok()) return seen.status();
   UniqueFd held(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
   if (!held.valid()) return Status::from_errno(errno, "the backing file's descriptor");
-  seen = look_at(held.get());
+  seen = look_at(held.get(), &seen.value());
   if (!seen.ok()) return seen.status();
   const struct statx& status = seen.value().status;
   const int flags = seen.value().flags;
