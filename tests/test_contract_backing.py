@@ -238,21 +238,35 @@ def test_changes_of_contents_take_set_id_bits(places: Places, mode: int) -> None
 
 @pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755])
 @pytest.mark.parametrize("groups", [(), (OTHER,)])
-def test_who_writes_takes_set_id_bits(places: Places, mode: int, groups: tuple[int, ...]) -> None:
+def test_who_changes_contents_takes_set_id_bits(places: Places, mode: int, groups: tuple[int, ...]) -> None:
     """By a descriptor that root has opened. A set-gid bit without execution for the group stays with those of it."""
+    changes: list[Callable[[int, int], Any]] = [
+        lambda fd, source: os.write(fd, b"x"),
+        lambda fd, source: os.ftruncate(fd, 3),
+        lambda fd, source: os.posix_fallocate(fd, 0, 5),
+        lambda fd, source: os.copy_file_range(source, fd, 3, 0, 0),
+    ]
 
-    def act(place: Path) -> str:
-        file = place / "file"
-        file.touch()
-        os.chown(file, 0, OTHER)
-        file.chmod(mode)
-        fd = os.open(file, os.O_WRONLY)
-        in_child(lambda: os.write(fd, b"x"), uid=NOBODY, gid=NOBODY, groups=groups)
-        os.close(fd)
-        return oct(os.stat(file).st_mode & 0o7777)
+    def act(place: Path) -> list[str]:
+        modes = []
+        (place / "source").write_bytes(b"source")
+        source = os.open(place / "source", os.O_RDONLY)
+        for n, change in enumerate(changes):
+            file = place / f"file{n}"
+            file.touch()
+            os.chown(file, 0, OTHER)
+            file.chmod(mode)
+            fd = os.open(file, os.O_WRONLY)
+            in_child(functools.partial(change, fd, source), uid=NOBODY, gid=NOBODY, groups=groups)
+            os.close(fd)
+            modes.append(oct(os.stat(file).st_mode & 0o7777))
+        os.close(source)
+        return modes
 
     stays = stat.S_ISGID if groups and not mode & stat.S_IXGRP else 0
-    assert places.agree(act) == oct(mode & (0o777 | stays))
+    # Before Linux 6.2 allocation and copies left a set-gid bit without execution for the group where it was.
+    found = places.agree(act) if kernel_version() >= (6, 2) else act(places.both[0])
+    assert found == [oct(mode & (0o777 | stays))] * 4
 
 
 @pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755, 0o2755])

@@ -217,6 +217,19 @@ def test_writes_drop_set_id_bits(both: tuple[Path, Path]) -> None:
         assert stat.S_IMODE((there / name).stat().st_mode) == 0o777
 
 
+def test_a_copy_from_a_buffer_drops_set_id_bits(backed: GpufsMount, both: tuple[Path, Path]) -> None:
+    """By who may not keep them, also where another has opened the file for him."""
+    shown, there = both
+    (backed.device / "source").write_bytes(b"source")
+    (there / "file").touch()
+    (there / "file").chmod(0o6644)
+    with (backed.device / "source").open("rb") as source, (shown / "file").open("wb") as file:
+        assert as_nobody(lambda: os.copy_file_range(source.fileno(), file.fileno(), 6, 0, 0)) == 6
+    assert (there / "file").read_bytes() == b"source"
+    assert oct((there / "file").stat().st_mode & 0o7777) == "0o644"
+    (backed.device / "source").unlink()
+
+
 def test_between_what_does_not_belong_together(backed: GpufsMount, both: tuple[Path, Path]) -> None:
     shown, there = both
     (there / "file").write_bytes(b"1")

@@ -43,6 +43,13 @@ void drop_set_id(int fd, const Caller& writer) {
   if (mode != (status.st_mode & 07777U)) static_cast<void>(::fchmod(fd, mode));
 }
 
+// The same after changes of which the kernel does not say whether who makes them may keep the bits.
+void drop_set_id_unless_kept(int fd, const Caller& caller) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0 || (status.st_mode & (S_ISUID | S_ISGID)) == 0 || caller.keeps_set_id()) return;
+  drop_set_id(fd, caller);
+}
+
 }  // namespace
 
 BackingOperations::BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers,
@@ -337,11 +344,13 @@ bool BackingOperations::fallocate(Request& request, Responder& responder) {
     return true;
   }
   Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder), [open, in](const Operation&) {
+  pass_through(lane, std::move(responder), [open, in, caller = Caller::of(request.header)](const Operation&) {
     const int outcome = ::fallocate(open->fd.get(), static_cast<int>(in.mode), static_cast<off_t>(in.offset),
                                     static_cast<off_t>(in.length));
+    const int error = errno;
+    if (outcome == 0) drop_set_id_unless_kept(open->fd.get(), caller);
     // The kernel remembers for the whole mount that there is no fallocate, which would end it for buffers too.
-    return failed(outcome == 0 ? 0 : errno == ENOSYS ? EOPNOTSUPP : errno);
+    return failed(outcome == 0 ? 0 : error == ENOSYS ? EOPNOTSUPP : error);
   });
   return true;
 }
@@ -403,9 +412,12 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
   }
   if (from && to) {
     Lane& lane = lane_of(from->file->facts().may_hang ? *from : *to);
-    pass_through(lane, std::move(responder), [from, to, in, wide](const Operation& operation) {
-      return copy_files(*from, *to, in, wide, operation);
-    });
+    pass_through(lane, std::move(responder),
+                 [from, to, in, wide, caller = Caller::of(request.header)](const Operation& operation) {
+                   Answer answer = copy_files(*from, *to, in, wide, operation);
+                   if (answer.copied > 0) drop_set_id_unless_kept(to->fd.get(), caller);
+                   return answer;
+                 });
     return true;
   }
   const std::uint64_t other = backing_in ? in.fh_out : in.fh_in;
@@ -422,27 +434,28 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
   const BackingFacts& facts = backing->file->facts();
   const std::uint64_t client = facts.may_hang ? kServerBit | facts.device : kUserBit | request.header.uid;
   const Direction direction = from ? Direction::kLoad : Direction::kStore;
-  submit_operation(
-      lane_of(*backing).copies, cancellations_, std::move(responder),
-      [this, direction, backing, buffer_file, in, wide, client](const Operation& operation, Responder& reply) {
-        const bool load = direction == Direction::kLoad;
-        const Result<std::uint64_t> copied =
-            copy_with_buffer(direction, *backing, *buffer_file->inode, load ? in.off_in : in.off_out,
-                             load ? in.off_out : in.off_in, in.len, client, operation);
-        if (copied.ok()) {
-          copied_bytes_.add(copied.value());
-          statistics_.copied_bytes.add(copied.value());
-          return reply_copied(reply, wide, copied.value());
-        }
-        const int error = copied.error();
-        if (error == ECANCELED) return reply.error(EINTR);
-        // Programs go on by reads and writes after these, which hides what was refused or has failed.
-        if (error == EOPNOTSUPP || error == ENOSYS) {
-          log_warning("copy_file_range failed: ", copied.status().message());
-          return reply.error(EIO);
-        }
-        reply.error(error);
-      });
+  submit_operation(lane_of(*backing).copies, cancellations_, std::move(responder),
+                   [this, direction, backing, buffer_file, in, wide, client, caller = Caller::of(request.header)](
+                       const Operation& operation, Responder& reply) {
+                     const bool load = direction == Direction::kLoad;
+                     const Result<std::uint64_t> copied =
+                         copy_with_buffer(direction, *backing, *buffer_file->inode, load ? in.off_in : in.off_out,
+                                          load ? in.off_out : in.off_in, in.len, client, operation);
+                     if (copied.ok()) {
+                       if (!load && copied.value() > 0) drop_set_id_unless_kept(backing->fd.get(), caller);
+                       copied_bytes_.add(copied.value());
+                       statistics_.copied_bytes.add(copied.value());
+                       return reply_copied(reply, wide, copied.value());
+                     }
+                     const int error = copied.error();
+                     if (error == ECANCELED) return reply.error(EINTR);
+                     // Programs go on by reads and writes after these, which hides what was refused or has failed.
+                     if (error == EOPNOTSUPP || error == ENOSYS) {
+                       log_warning("copy_file_range failed: ", copied.status().message());
+                       return reply.error(EIO);
+                     }
+                     reply.error(error);
+                   });
   return true;
 }
 
