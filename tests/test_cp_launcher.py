@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -243,6 +244,15 @@ def test_with_a_stream_closed(root: Path, host: Path, install: Install) -> None:
     assert not_handed(json.loads(done.stdout))
 
 
+def test_with_hardly_a_descriptor_left(root: Path, host: Path, install: Install) -> None:
+    """Those that are handed on would be the ones that Python needs to start."""
+    (host / "source").write_bytes(noise(SIZE))
+    launcher = install(PROBE)
+    done = run("bash", "-c", f"ulimit -n 18; {launcher} cp {host / 'source'} {root / 'target'}")
+    assert not_handed(json.loads(done.stdout))
+    assert not (root / "target").exists()
+
+
 def test_a_variable_that_was_inherited_is_not_believed(root: Path, host: Path, install: Install) -> None:
     environment = {**os.environ, "GPUFS_HANDED": f"{os.getpid()}:1:load:0:1:2:0:2:/etc/passwd"}
     assert not_handed(probe(install(PROBE), "df", env=environment))
@@ -272,6 +282,18 @@ def test_without_its_python(root: Path, host: Path, install: Install, missing: b
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"gpufs: {program}: No such file or directory (it belongs to gpufs: install gpufs again)\n"
     assert not missing or not (root / "target").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="hides /proc, which takes root")
+def test_without_proc(root: Path, host: Path, install: Install) -> None:
+    """What it is called by then leads to its Python, by way of links as well."""
+    (host / "source").write_bytes(noise(SIZE))
+    launcher = install('#!/bin/sh\necho "$GPUFS_HANDED" "$@"\n')
+    (host / "link").symlink_to(launcher)
+    words = f"cp {host / 'source'} {root / 'target'}"
+    script = f"mount -t tmpfs none /proc; {launcher} {words}; cd {host}; ./link {words}; PATH=$PWD:$PATH; link {words}"
+    done = run("unshare", "--mount", "--propagation", "private", "sh", "-c", script)
+    assert (done.stdout, done.stderr) == (f" {words}\n" * 3, "")
 
 
 # ---- what happens before Python is there ----
@@ -360,6 +382,34 @@ def test_a_signal_meanwhile_waits_for_python(
     assert done.returncode == -number
     if len(held) < size:  # else it was through before Python could have it cancelled
         assert f"interrupted: the copy has {len(held)} of {size} bytes" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_an_open_that_is_not_answered(
+    root: Path, host: Path, install: Install, number: signal.Signals
+) -> None:
+    """As by a file's server that hangs: here others wait until a lease on the destination has been given back."""
+    (root / "source").write_bytes(noise(SIZE))
+    (host / "target").write_bytes(b"before")
+    told = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+    lease = os.open(host / "target", os.O_RDWR)
+    try:
+        fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        child = subprocess.Popen([install(PROBE), "cp", root / "source", host / "target"], stdout=subprocess.PIPE)
+        inode = f":{os.fstat(lease).st_ino} "
+        wait_until(
+            lambda: any(inode in x and "BREAKING" in x for x in Path("/proc/locks").read_text().splitlines()),
+            20,
+            "the destination to be opened",
+        )
+        child.send_signal(number)
+        assert child.communicate(timeout=60)[0] == b""  # there was no Python
+        assert child.returncode == -number
+    finally:
+        os.close(lease)
+        signal.sigtimedwait([signal.SIGIO], 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, told)
+    assert (host / "target").read_bytes() == b"before"
 
 
 def test_a_killed_one_leaves_nothing(mount: Mounter, host: Path, install: Install) -> None:

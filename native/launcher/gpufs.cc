@@ -1,6 +1,7 @@
 // The command `gpufs`: it becomes the Python program beside it, which is all of the command but for one thing. Python
 // takes 15 ms and more to start, as long as a gigabyte takes to copy; so a plain `gpufs cp SOURCE DEST` is asked for
 // here (hand_over.h), and Python starts while its bytes move.
+#include <sys/auxv.h>
 #include <unistd.h>
 
 #include <array>
@@ -17,13 +18,19 @@
 
 namespace {
 
-// Of its process, so that a link to this program works as well. "" where it cannot be told.
+// Without links, so that one to this program works as well. "" where it cannot be told.
+std::string own_path() {
+  std::array<char, PATH_MAX> path;
+  const ssize_t length = ::readlink("/proc/self/exe", path.data(), path.size());
+  if (length > 0) return {path.data(), static_cast<std::size_t>(length)};
+  // Where no /proc is mounted.
+  const char* started_as = reinterpret_cast<const char*>(::getauxval(AT_EXECFN));
+  return started_as != nullptr && ::realpath(started_as, path.data()) != nullptr ? path.data() : "";
+}
+
 std::string python_program() {
-  std::array<char, PATH_MAX> own;
-  const ssize_t length = ::readlink("/proc/self/exe", own.data(), own.size());
-  if (length <= 0) return "";
-  const std::string path(own.data(), static_cast<std::size_t>(length));
-  return path.substr(0, path.rfind('/') + 1) + "gpufs-python";
+  const std::string own = own_path();
+  return own.empty() ? own : own.substr(0, own.rfind('/') + 1) + "gpufs-python";
 }
 
 bool is_name(std::string_view word) { return !word.empty() && word.front() != '-'; }

@@ -1,6 +1,7 @@
 #include "launcher/hand_over.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -27,6 +28,8 @@ namespace {
 // As in gpufs/client/_copy.py: up to here one read and one write are faster than the daemon.
 constexpr off_t kSmallBytes = 128 << 10;
 constexpr double kProgressSeconds = 0.1;
+// What Python may need at once, of shared libraries and modules that it loads.
+constexpr rlim_t kSpareDescriptors = 16;
 // They wait for Python, which has the copy cancelled and says what has been copied.
 constexpr std::array<int, 2> kSignals = {SIGINT, SIGTERM};
 
@@ -72,7 +75,7 @@ bool find_destination(const char* given, Plan* plan) {
   }
   plan->exists = true;
   plan->to = there.st_dev;
-  return S_ISREG(there.st_mode) && (there.st_dev != plan->from.st_dev || there.st_ino != plan->from.st_ino);
+  return S_ISREG(there.st_mode);
 }
 
 std::optional<Plan> plan_of(const char* source, const char* destination) {
@@ -163,6 +166,12 @@ bool standard_streams_are_open() {
   return true;
 }
 
+// With another one open; the numbers below the last one are taken.
+bool python_can_open_files(int last) {
+  rlimit limit = {};
+  return ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && static_cast<rlim_t>(last) + kSpareDescriptors < limit.rlim_cur;
+}
+
 }  // namespace
 
 std::optional<HandedCopy> hand_over(const char* source, const char* destination) {
@@ -173,19 +182,20 @@ std::optional<HandedCopy> hand_over(const char* source, const char* destination)
   HandedCopy copy;
   copy.connection = connect_to_daemon(plan->mounts, plan->mount());
   if (!copy.connection.valid() || !open_source(&*plan, &copy.source)) return std::nullopt;
+  if (!python_can_open_files(copy.source.get())) return std::nullopt;
+  const bool opened = open_destination(*plan, &copy.destination);
 
+  // Not before: a signal ends an open() that a file system does not answer.
   sigset_t held;
   sigemptyset(&held);
   for (const int number : kSignals) sigaddset(&held, number);
   ::sigprocmask(SIG_BLOCK, &held, &copy.signals_before);
   // The request comes last: what fails before it has moved nothing.
-  if (open_destination(*plan, &copy.destination) && tell_next_program(copy, *plan, began) && ask(copy, plan->store)) {
-    return copy;
-  }
+  if (opened && tell_next_program(copy, *plan, began) && ask(copy, plan->store)) return copy;
+  ::sigprocmask(SIG_SETMASK, &copy.signals_before, nullptr);
   ::unsetenv(kVariable);
   // Made with its source's mode, it might not be open to its maker a second time.
   if (!plan->exists && copy.destination.valid()) ::unlink(plan->destination.c_str());
-  ::sigprocmask(SIG_SETMASK, &copy.signals_before, nullptr);
   return std::nullopt;
 }
 
