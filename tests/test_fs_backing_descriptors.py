@@ -172,6 +172,17 @@ def test_changes_on_the_host(short: tuple[Path, Path], tmp_path: Path) -> None:
             os.close(fd)
 
 
+def test_what_is_removed_on_the_host(short: tuple[Path, Path], tmp_path: Path) -> None:
+    """It is not found by its name any more, and keeps its descriptor no longer than the kernel its name."""
+    shown, _ = short
+    for n in range(2 * LIMIT):
+        name = f"file{n}"
+        (tmp_path / name).write_text(name)
+        assert (shown / name).read_text() == name
+        (tmp_path / name).unlink()
+    assert os.listdir(shown) == []
+
+
 def test_many_open_files(short: tuple[Path, Path]) -> None:
     """They leave fewer descriptors for inodes that nobody uses, not none for others."""
     _, crowd = short
@@ -195,8 +206,7 @@ def test_the_kernel_is_asked_to_forget_very_many(tmp_path: Path, monkeypatch: py
     def meet(name: str) -> host_inodes.BackingNode:
         fd, found = host_inodes.look_up(top, name.encode())
         node = inodes.meet(fd, found, share, 1)
-        node.entry = (1, name.encode())
-        node.asked_to_forget = False
+        inodes.set_entry(node, (1, name.encode()))
         return node
 
     (tmp_path / "directory").mkdir()

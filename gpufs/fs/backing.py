@@ -352,8 +352,7 @@ class BackingOperations(Operations):
         """The reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._inodes.meet(fd, found, parent.share, parent.depth + 1)
         node.lookups += 1
-        node.entry = None if name == UNNAMED else (parent.ino, name)
-        node.asked_to_forget = False
+        self._inodes.set_entry(node, None if name == UNNAMED else (parent.ino, name))
         return self._attributes(node, found)
 
     async def _look_up(self, parent: BackingNode, name: bytes) -> tuple[int, os.stat_result]:
@@ -380,7 +379,7 @@ class BackingOperations(Operations):
                             kept.append(node)
             yield
             for node in kept:
-                node.entry = None
+                self._inodes.set_entry(node, None)
 
     # ---- names ----
 

@@ -1,13 +1,14 @@
 """The inodes of the host that the kernel knows below ``backing/``, and the descriptors that lead to them.
 
 Each has an O_PATH descriptor while there are enough. Of more inodes those rest that nobody has used for longest: their
-descriptors are closed, and opened anew by their names when they are asked for. What is not found by its name at the
-time, or is in use, does not rest. What somebody on the host renames or removes while it rests is ESTALE, for which the
-kernel looks the name up again.
+descriptors are closed, and opened anew by their names when they are asked for. What is in use does not rest, nor what
+is not found by its name, which the kernel is asked to forget: somebody on the host has renamed or removed it. Where he
+does that while it rests it is ESTALE, for which the kernel looks the name up again.
 
 Owned by the operations on them; the trio thread alone uses it.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -134,6 +135,7 @@ class HostInodes:
         # Both have those first that have been used, or looked at, longest ago.
         self._known: OrderedDict[tuple[str, int, int], BackingNode] = OrderedDict()
         self._awake: OrderedDict[int, BackingNode] = OrderedDict()
+        self._named: dict[tuple[int, bytes], BackingNode] = {}  # by their entries
 
     def close(self) -> None:
         """Gives the descriptors back."""
@@ -172,7 +174,7 @@ class HostInodes:
         self._nodes[node.ino] = node
         self._awake[node.ino] = node
         self._let_rest()
-        self._ask_to_forget()
+        self._let_forget()
         return node
 
     def known(self, fd: int, found: os.stat_result, share: Backing) -> BackingNode | None:
@@ -191,12 +193,25 @@ class HostInodes:
 
     def drop(self, node: BackingNode) -> None:
         """The kernel has forgotten it."""
+        self.set_entry(node, None)
         del self._nodes[node.ino]
         if self._known.get(node.key) is node:
             del self._known[node.key]
         if node.fd >= 0:
             del self._awake[node.ino]
             os.close(node.fd)
+
+    def set_entry(self, node: BackingNode, entry: tuple[int, bytes] | None) -> None:
+        """The name by which the kernel knows it, and no other any more."""
+        if node.entry is not None:
+            del self._named[node.entry]
+        node.entry = entry
+        node.asked_to_forget = False
+        if entry is not None:
+            before = self._named.get(entry)
+            if before is not None:
+                before.entry = None
+            self._named[entry] = node
 
     def use(self, node: BackingNode) -> None:
         """It is not among those that rest next."""
@@ -239,8 +254,11 @@ class HostInodes:
                 return
             node = next(iter(self._awake.values()))
             self._awake.move_to_end(node.ino)
-            # One that has a name here is a shown directory.
-            if node.users == 0 and node.names == 0 and self._found_by_name(node):
+            if node.users > 0 or node.names > 0:
+                continue  # one that has a name here is a shown directory
+            if not self._found_by_name(node):
+                self._ask_to_forget(node)
+            else:
                 node.stamp = _stamp_of(node.fd)
                 del self._awake[node.ino]
                 os.close(node.fd)
@@ -262,7 +280,7 @@ class HostInodes:
         except OSError:
             return False  # a path that is too long
 
-    def _ask_to_forget(self) -> None:
+    def _let_forget(self) -> None:
         """Asks the kernel to forget files where there are very many: it does where nobody uses them, some time later.
 
         Directories stay: a program may be in one, which would lose its name.
@@ -272,10 +290,13 @@ class HostInodes:
         for _ in range(_TRIED):
             key, node = next(iter(self._known.items()))
             self._known.move_to_end(key)
-            if node.asked_to_forget or node.entry is None or node.users > 0 or node.kind == stat.S_IFDIR:
-                continue
-            node.asked_to_forget = True  # once: what is not heard while its directory is read may be much
-            try:
-                self._forget(*node.entry)
-            except OSError:
-                return  # the mount ends
+            if node.users == 0 and node.kind != stat.S_IFDIR:
+                self._ask_to_forget(node)
+
+    def _ask_to_forget(self, node: BackingNode) -> None:
+        """Once for each time that it is found: what is not heard while its directory is read may be much."""
+        if node.entry is None or node.asked_to_forget:
+            return
+        node.asked_to_forget = True
+        with contextlib.suppress(OSError):  # the mount ends
+            self._forget(*node.entry)
