@@ -4,7 +4,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
-from errno import ERANGE
+from errno import ERANGE, ETIMEDOUT
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -95,7 +95,10 @@ class Handle:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Closes the object; a second call does nothing. EngineError when the engine cannot."""
+        """Closes the object; a second call does nothing.
+
+        EngineError when the engine cannot, ETIMEDOUT where a device stands still: what it uses goes when it goes on.
+        """
         if self._finalizer.detach() is not None:
             check(self._close(self._handle))
 
@@ -111,4 +114,10 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except EngineError as failed:
+            # Whoever was interrupted while a device stood still hears of that first.
+            if error is None or failed.errno != ETIMEDOUT:
+                raise
+            error.add_note(f"and closing {self!r}: {failed}")

@@ -1,5 +1,6 @@
 """The engine and its devices."""
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any, Final, Literal
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._automatic_locks import AutomaticLocks
 from gpufs.engine._binding import EngineError, Handle, check, json_of
+from gpufs.engine._in_use import Users
 from gpufs.engine._native import ffi, lib
 
 LockPolicy = Literal["auto", "off", "mandatory"]
@@ -97,9 +99,12 @@ class Engine(Handle):
     quarter of the machine's memory at most (GPUs only); "off" never does; "mandatory" locks whatever is copied
     from or to for as long as that takes, and the copy fails where it cannot.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
+
+    Closing is EngineError ETIMEDOUT where a device did not get done what operations and transfers waited for
+    (docs/operations.md): the engine is closed then, and their memory is kept until the process ends.
     """
 
-    __slots__ = ("_automatic_locks", "_devices", "driver")
+    __slots__ = ("_automatic_locks", "_devices", "_users", "driver")
 
     def __init__(
         self,
@@ -128,7 +133,8 @@ class Engine(Handle):
         )
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_engine_open(options, handle))
-        self._own(handle[0], lib.gpufs_engine_close)
+        self._users = Users()
+        self._own(handle[0], functools.partial(self._users.close, lib.gpufs_engine_close))
         self.driver = driver
         count = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, count))

@@ -3,16 +3,20 @@
 import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from gpufs.engine._completions import completions
+
+# How long a task that was cancelled waits for its work to let go of the memory: seconds.
+_PATIENCE: Final = 10.0
 
 
 class EngineFuture(Future[int]):
     """The bytes moved, or the TransferError that it raises.
 
     ``await`` it in trio or asyncio, or wait with :mod:`concurrent.futures`. When a task that awaits it in trio is
-    cancelled so is the work, and the task goes on once the memory is not used any more; asyncio does not wait for that.
+    cancelled so is the work, and the task goes on once the memory is not used any more, or 10 s later where a device
+    stands still; asyncio does not wait for that. What the work needs lives until it is over.
     """
 
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
@@ -37,23 +41,21 @@ class EngineFuture(Future[int]):
         import trio
 
         token = trio.lowlevel.current_trio_token()
-        task = trio.lowlevel.current_task()
-        raise_cancel: Any = None
+        over = trio.Event()
 
-        def wake(_: object) -> None:
+        def tell(_: object) -> None:
             try:
-                token.run_sync_soon(trio.lowlevel.reschedule, task)
+                token.run_sync_soon(over.set)
             except trio.RunFinishedError:
                 pass
 
-        def abort(raiser: Any) -> Any:
-            nonlocal raise_cancel
-            raise_cancel = raiser
+        self.add_done_callback(tell)
+        try:
+            await over.wait()
+        except (trio.Cancelled, KeyboardInterrupt) as stopped:
             self.cancel()
-            return trio.lowlevel.Abort.FAILED  # not before the memory is free
-
-        self.add_done_callback(wake)
-        await trio.lowlevel.wait_task_rescheduled(abort)
-        if raise_cancel is not None and self.cancelled():
-            raise_cancel()
+            with trio.CancelScope(deadline=trio.current_time() + _PATIENCE, shield=True):
+                await over.wait()  # until the memory is free
+            if isinstance(stopped, KeyboardInterrupt) or not self.done() or self.cancelled():
+                raise
         return self.result()

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import functools
 import itertools
 import numbers
 import os
@@ -18,6 +19,7 @@ from gpufs.engine._binding import Handle, check, failure
 from gpufs.engine._completions import completions, report_callback
 from gpufs.engine._engine import Engine
 from gpufs.engine._futures import EngineFuture
+from gpufs.engine._in_use import close_or_leave
 from gpufs.engine._native import ffi, lib
 from gpufs.engine._transfer import BackingFile, Direction, Switch, Sync, TransferError, fill_request, refusal_names
 
@@ -93,7 +95,8 @@ class Cells(Handle):
     """64-bit signed integers in pinned memory, zero at first, which kernels can read and write, too.
 
     ``cells[n]`` reads and sets one, :meth:`late` names it to an operation. EngineError ENOMEM when no more memory can
-    be pinned. They must not be closed before the operations and kernels that use them are over.
+    be pinned. They must not be closed before the operations and kernels that use them are over. While operations hold
+    streams the memory of closed ones stays as it is, and is given back once none does.
     """
 
     __slots__ = ("_count", "_memory", "device_address", "engine")
@@ -383,13 +386,39 @@ def _result(operation: Operation, ended: Any) -> OperationResult:
     )
 
 
+class _Submitted:
+    """The operations of a batch that were submitted and not collected."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # guards all below
+        self.under_way: dict[int, tuple[Operation, object]] = {}
+
+    def in_use(self) -> object:
+        with self.lock:
+            return list(self.under_way.values())
+
+    def over(self, handle: int) -> bool:
+        """Lets go of what is over; whether that is all, or nothing can be known any more."""
+        found = ffi.new("gpufs_completion[]", _COLLECTED_AT_A_TIME)
+        count = ffi.new("uint64_t *")
+        while True:
+            if lib.gpufs_queue_collect(handle, found, _COLLECTED_AT_A_TIME, 0, 0, count).error:
+                return True
+            with self.lock:
+                for index in range(count[0]):
+                    self.under_way.pop(found[index].cookie, None)
+                if count[0] < _COLLECTED_AT_A_TIME:
+                    return not self.under_way
+
+
 class Batch(Handle):
     """Operations that are submitted together and collected as they end; all that have no stream run side by side.
 
-    ``capacity``: under way or not collected, at most. Closing cancels what is under way, and waits for it.
+    ``capacity``: under way or not collected, at most. Closing cancels what is under way, and waits for it. EngineError
+    ETIMEDOUT where a device stands still: what is under way, and its memory, goes when the device goes on.
     """
 
-    __slots__ = ("_cookies", "_ended", "_lock", "_under_way", "engine")
+    __slots__ = ("_cookies", "_ended", "_submitted", "engine")
 
     def __init__(self, engine: Engine, capacity: int = 0) -> None:
         instance("engine", Engine, engine)
@@ -397,10 +426,11 @@ class Batch(Handle):
         check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
         self.engine = engine
         self._cookies = itertools.count(1)
-        self._lock = threading.Lock()  # guards the two below
-        self._under_way: dict[int, tuple[Operation, object]] = {}
-        self._ended: list[OperationResult] = []  # collected, and given to nobody yet
-        self._own(handle[0], lib.gpufs_queue_close)
+        self._submitted = _Submitted()
+        self._ended: list[OperationResult] = []  # collected, and given to nobody yet; guarded by the lock of those
+        engine._users.add(self._submitted)
+        close, event_fd = lib.gpufs_queue_close, lib.gpufs_queue_event_fd
+        self._own(handle[0], functools.partial(close_or_leave, close, event_fd, self._submitted.over, self._submitted))
 
     def submit(self, operations: Iterable[Operation]) -> None:
         """Submits all of them, or none.
@@ -419,15 +449,15 @@ class Batch(Handle):
             cookie: (operation, operation._fill(array[index], cookie))
             for index, (cookie, operation) in enumerate(zip(cookies, wanted, strict=True))
         }
-        with self._lock:
-            self._under_way |= kept
+        with self._submitted.lock:
+            self._submitted.under_way |= kept
         bad = ffi.new("uint64_t *")
         status = lib.gpufs_queue_submit(self._handle, array, len(wanted), ffi.NULL, bad)
         if status.error:
             error = failure(status)
-            with self._lock:
+            with self._submitted.lock:
                 for cookie in cookies:
-                    self._under_way.pop(cookie, None)
+                    self._submitted.under_way.pop(cookie, None)
             if len(wanted) > 1 and error.errno != errno.EAGAIN:
                 error.add_note(f"operation {bad[0]} of {len(wanted)}")
             raise error
@@ -443,15 +473,15 @@ class Batch(Handle):
         left = seconds("timeout", timeout)
         fewest = min(fewest, most)
         while True:
-            with self._lock:
+            with self._submitted.lock:
                 missing = fewest - len(self._ended)
-                room = min(most - len(self._ended), len(self._under_way))
+                room = min(most - len(self._ended), len(self._submitted.under_way))
             # In parts, so that the interpreter can look at signals.
             part = min(left, _PART_SECONDS) if missing > 0 else 0.0
             count = self._collect(room, max(missing, 0), part) if room > 0 else 0
             left -= part
-            with self._lock:
-                enough = len(self._ended) >= fewest or left <= 0 or not self._under_way
+            with self._submitted.lock:
+                enough = len(self._ended) >= fewest or left <= 0 or not self._submitted.under_way
                 if enough or (not count and not self.under_way):
                     results, self._ended = self._ended[:most], self._ended[most:]
                     return results
@@ -461,10 +491,10 @@ class Batch(Handle):
         found = ffi.new("gpufs_completion[]", room)
         count = ffi.new("uint64_t *")
         check(lib.gpufs_queue_collect(self._handle, found, room, fewest, int(seconds * 1000), count))
-        with self._lock:
+        with self._submitted.lock:
             for index in range(count[0]):
                 # One that was cancelled while it was refused was never submitted.
-                kept = self._under_way.pop(found[index].cookie, None)
+                kept = self._submitted.under_way.pop(found[index].cookie, None)
                 if kept is not None:
                     self._ended.append(_result(kept[0], found[index]))
         return int(count[0])
@@ -484,7 +514,9 @@ class Batch(Handle):
 class OperationFuture(EngineFuture):
     """The outcome of an operation.
 
-    cancel() asks the operation to stop: one that its stream has not come to is over at once and moves nothing.
+    cancel() asks the operation to stop: one that its stream has not come to is over at once and moves nothing. One that
+    moves bytes is over once the device has done what it was given, which may be never where that stands still; result()
+    is TimeoutError after its timeout, and can be interrupted.
     """
 
     def __init__(self, queue: "_Queue", keep: object) -> None:
@@ -524,6 +556,11 @@ class _Queue:
         self._futures: dict[int, OperationFuture] = {}
         self._watched = False
         self._watched_fd = -1  # an eventfd that is open while it is watched
+        engine._users.add(self)
+
+    def in_use(self) -> object:
+        with self._lock:
+            return [future._keep for future in self._futures.values()]
 
     def submit(self, operation: Operation) -> OperationFuture:
         cookie = next(self._cookies)

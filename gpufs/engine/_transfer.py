@@ -1,6 +1,7 @@
 """Transfers between files of the host and device memory."""
 
 import errno
+import functools
 import math
 import os
 import time
@@ -14,6 +15,7 @@ from gpufs.engine._buffer import Buffer
 from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
 from gpufs.engine._futures import EngineFuture
+from gpufs.engine._in_use import Used, close_or_leave
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
@@ -327,7 +329,8 @@ class Transfer(Handle):
     transfer is done; arrays are kept alive. EngineError when it cannot be queued, TypeError or ValueError for memory
     that cannot take part; how it ends is in progress() and result().
 
-    Closing cancels it if it still runs, and waits for its end.
+    Closing cancels it if it still runs, and waits for its end. EngineError ETIMEDOUT where its device stands still: the
+    transfer, and its memory, goes when the device goes on.
     """
 
     __slots__ = ("_keep", "backing", "memory")
@@ -368,7 +371,10 @@ class Transfer(Handle):
         check(lib.gpufs_transfer_start(backing.engine._handle, request, handle))
         self.backing = backing
         self.memory = memory
-        self._own(handle[0], lib.gpufs_transfer_close)
+        used = Used(backing, memory, self._keep)
+        backing.engine._users.add(used)
+        close, event_fd = lib.gpufs_transfer_close, lib.gpufs_transfer_event_fd
+        self._own(handle[0], functools.partial(close_or_leave, close, event_fd, lambda _: True, used))
 
     @property
     def event_fd(self) -> int:

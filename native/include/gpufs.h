@@ -106,7 +106,9 @@ typedef struct {
 } gpufs_device_memory;
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine);
-/* Closes every buffer and mount of the engine that is still open, then the devices. */
+/* Closes every buffer and mount of the engine that is still open, then the devices. ETIMEDOUT: it is closed, but a
+ * device did not get done what operations and transfers waited for. What of their memory is the program's own must stay
+ * as it is until the process ends. */
 gpufs_status gpufs_engine_close(gpufs_handle engine);
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
@@ -388,7 +390,8 @@ gpufs_status gpufs_transfer_result(gpufs_handle transfer);
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer);
 /* An eventfd of the transfer's, readable once it is done; valid until the transfer is closed. */
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd);
-/* Cancels it if it still runs and waits for its end. */
+/* Cancels it if it still runs and waits for its end. ETIMEDOUT: its device stands still; the transfer uses its memory
+ * until that goes on, and its handle stays open. */
 gpufs_status gpufs_transfer_close(gpufs_handle transfer);
 
 /* ---- operations: reads and writes on streams, and batches of them ---- */
@@ -439,6 +442,7 @@ gpufs_status gpufs_stream_close(gpufs_handle stream);
  * the device sees it. It must outlive the operations that name it. */
 gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
                                  void** memory, uint64_t* device_address);
+/* Where streams stand the memory is given back when they have gone on. */
 gpufs_status gpufs_pinned_close(gpufs_handle pinned);
 
 typedef struct {
@@ -487,7 +491,9 @@ gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_
 gpufs_status gpufs_queue_event_fd(gpufs_handle queue, int* fd);
 /* Asks an operation to stop, 0: all of them. ENOENT: it is over. */
 gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id);
-/* Cancels what is under way and waits until none of it uses its memory any more. */
+/* Cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: a device stands still; what
+ * is under way uses its memory until that goes on, the queue takes no more, and its handle stays open for collecting.
+ */
 gpufs_status gpufs_queue_close(gpufs_handle queue);
 
 /* CFFI END */

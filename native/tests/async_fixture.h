@@ -80,7 +80,6 @@ class Rig {
     if (kind == Kind::kHostCalls || kind == Kind::kCudaCalls || kind == Kind::kHipCalls) {
       options.stream_waits = Switch::kOff;
     }
-    std::shared_ptr<Driver> driver;
     if (kind == Kind::kHost || kind == Kind::kHostCalls) {
       driver = testing::make_faulty_driver(plan, 512 * kMiB, devices);
     } else if (kind == Kind::kCuda || kind == Kind::kCudaCalls) {
@@ -161,6 +160,7 @@ class Rig {
   }
 
   std::shared_ptr<testing::FaultPlan> plan;
+  std::shared_ptr<Driver> driver;
   std::vector<std::shared_ptr<DeviceContext>> contexts;
   std::shared_ptr<TransferEngine> transfers;
   std::shared_ptr<AsyncEngine> engine;

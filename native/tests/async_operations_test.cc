@@ -522,7 +522,7 @@ TEST_P(AsyncOperations, OfABatchAreSubmittedAllOrNone) {
     return false;
   };
   ASSERT_OK(batch->submit(entries, nullptr, &bad));
-  batch->close();
+  EXPECT_OK(batch->close());
   EXPECT_EQ(batch->counts().under_way, 0U);
   EXPECT_EQ(batch->submit(entries, nullptr, &bad).error(), ESHUTDOWN);
 }

@@ -240,7 +240,7 @@ gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t b
     if (!found.ok()) return found.status();
     Result<std::shared_ptr<gpufs::DeviceContext>> context = found.value()->device(device);
     if (!context.ok()) return context.status();
-    Result<std::unique_ptr<PinnedBlock>> made = PinnedBlock::create(context.take(), static_cast<std::size_t>(bytes));
+    Result<std::shared_ptr<PinnedBlock>> made = gpufs::take_block(context.value(), static_cast<std::size_t>(bytes));
     if (!made.ok()) return made.status();
     const std::shared_ptr<PinnedBlock> block = made.take();
     Result<gpufs_handle> handle = HandleTable::instance().put<PinnedBlock>(block, engine);
@@ -253,7 +253,11 @@ gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t b
 }
 
 gpufs_status gpufs_pinned_close(gpufs_handle pinned) {
-  return guarded([&]() -> Status { return HandleTable::instance().take<PinnedBlock>(pinned).status(); });
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<PinnedBlock>> taken = HandleTable::instance().take<PinnedBlock>(pinned);
+    if (taken.ok()) gpufs::give_back(taken.take());
+    return taken.status();
+  });
 }
 
 gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue) {
@@ -269,7 +273,7 @@ gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_hand
     entry->operations = operations.take();
     entry->queue = entry->operations->open_queue(static_cast<std::size_t>(capacity));
     Result<gpufs_handle> handle = HandleTable::instance().put<QueueEntry>(
-        std::move(entry), engine, [](QueueEntry& closing) { closing.queue->close(); });
+        std::move(entry), engine, [](QueueEntry& closing) { (void)closing.queue->close(); });
     if (handle.ok()) *queue = handle.value();
     return handle.status();
   });
@@ -350,9 +354,10 @@ gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id) {
 
 gpufs_status gpufs_queue_close(gpufs_handle queue) {
   return guarded([&]() -> Status {
-    Result<std::shared_ptr<QueueEntry>> taken = HandleTable::instance().take<QueueEntry>(queue);
-    if (taken.ok()) taken.value()->queue->close();
-    return taken.status();
+    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
+    if (!found.ok()) return found.status();
+    Status closed = found.value()->queue->close();
+    return closed.ok() ? HandleTable::instance().take<QueueEntry>(queue).status() : closed;
   });
 }
 }

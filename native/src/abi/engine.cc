@@ -141,7 +141,7 @@ void Engine::at_close(std::function<void()> work) {
   work();
 }
 
-void Engine::close() {
+Status Engine::close() {
   std::vector<std::function<void()>> work;
   std::shared_ptr<TransferEngine> transfers;
   std::shared_ptr<AsyncEngine> operations;
@@ -153,6 +153,20 @@ void Engine::close() {
     operations.swap(operations_);
   }
   for (auto item = work.rbegin(); item != work.rend(); ++item) (*item)();
+  const std::size_t let_go = operations == nullptr ? 0 : operations->let_go();
+  const std::size_t left = transfers == nullptr ? 0 : transfers->left_in_use();
+  if (let_go == 0 && left == 0) return {};
+  std::string text;
+  for (const std::shared_ptr<DeviceContext>& device : devices_) {
+    if (device->awaited() >= DeviceContext::kAlert) text += device->standstill() + "; ";
+  }
+  if (let_go > 0) {
+    text += operations->let_go_on() + " did nothing of what " + std::to_string(let_go) +
+            " operations waited for, so their streams went on before they were over; ";
+  }
+  if (left > 0) text += "the memory of " + std::to_string(left) + " operations and transfers is still in use; ";
+  text.resize(text.size() - 2);
+  return Status(ETIMEDOUT, text);
 }
 
 namespace {
@@ -219,11 +233,11 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
   return guarded([&]() -> Status {
     Result<std::shared_ptr<Engine>> taken = HandleTable::instance().take<Engine>(engine);
     if (!taken.ok()) return taken.status();
-    taken.value()->close();
+    Status closed = taken.value()->close();
     HandleTable::instance().close_owned(engine);
     // After the mounts, whose requests' memory is locked, too.
     taken.value()->host_locks()->close();
-    return {};
+    return closed;
   });
 }
 

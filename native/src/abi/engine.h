@@ -61,7 +61,8 @@ class Engine {
   // closed already.
   void at_close(std::function<void()> work);
   // Runs that work and drops the transfers. Handles that the engine owns are closed by the caller afterwards.
-  void close();
+  // ETIMEDOUT: some of what used memory had to be given up (gpufs_engine_close()).
+  Status close();
 
  private:
   Engine() = default;

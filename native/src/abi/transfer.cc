@@ -356,10 +356,9 @@ gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
 
 gpufs_status gpufs_transfer_close(gpufs_handle transfer) {
   return guarded([&]() -> Status {
-    Result<std::shared_ptr<Transfer>> taken = HandleTable::instance().take<Transfer>(transfer);
-    if (!taken.ok()) return taken.status();
-    taken.value()->cancel();
-    taken.value()->wait();
-    return {};
+    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
+    if (!found.ok()) return found.status();
+    Status closed = found.value()->close();
+    return closed.ok() ? HandleTable::instance().take<Transfer>(transfer).status() : closed;
   });
 }

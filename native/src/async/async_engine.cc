@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 #include <string>
+#include <string_view>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -67,6 +68,27 @@ Status apply_numbers(OperationRequest& request, bool aligned, bool late) {
                               std::to_string(transfer.bytes) + " since the operation was submitted");
   }
   return check_number(transfer.bytes, "size", aligned);
+}
+
+// Writes the outcome to where the program wants it.
+void tell_program(const OperationRequest& request, const Completion& completion) {
+  const int error = completion.status.error();
+  if (request.codes != nullptr) {
+    request.codes[0] = error;
+    request.codes[1] = completion.status.device_code();
+  }
+  if (request.count != nullptr) {
+    const bool nothing = error != 0 && completion.bytes == 0;
+    std::atomic_ref<std::int64_t>(*request.count)
+        .store(nothing ? -error : static_cast<std::int64_t>(completion.bytes), std::memory_order_release);
+  }
+}
+
+// What helps against a standstill, where that is known.
+std::string remedy(const DeviceContext& device) {
+  const bool cuda = std::string_view(device.driver().name()) == "cuda";
+  return std::string("queue them once the operation is over") +
+         (cuda ? ", or set CUDA_DEVICE_MAX_COPY_CONNECTIONS=32 before CUDA starts" : "");
 }
 
 }  // namespace
@@ -390,16 +412,7 @@ bool AsyncEngine::end(const std::shared_ptr<Operation>& operation, Completion co
     transfer = std::move(operation->transfer_);
     if (completion.status.error() == ECANCELED && !operation->unheld_.ok()) completion.status = operation->unheld_;
   }
-  const int error = completion.status.error();
-  if (request.codes != nullptr) {
-    request.codes[0] = error;
-    request.codes[1] = completion.status.device_code();
-  }
-  if (request.count != nullptr) {
-    const bool nothing = error != 0 && completion.bytes == 0;
-    std::atomic_ref<std::int64_t>(*request.count)
-        .store(nothing ? -error : static_cast<std::int64_t>(completion.bytes), std::memory_order_release);
-  }
+  tell_program(request, completion);
   completion.cookie = request.cookie;
   completion.id = operation->id();
   // Before the stream goes on, so that what ends on a stream is found in its order.
@@ -408,7 +421,7 @@ bool AsyncEngine::end(const std::shared_ptr<Operation>& operation, Completion co
   {
     const std::lock_guard lock(operation->mutex_);
     operation->phase_ = Operation::Phase::kDone;
-    reached = operation->reached_;
+    reached = operation->reached_ && !operation->let_go_;
   }
   operation->changed_.notify_all();
   if (reached) operation->stream_->release(*operation);
@@ -450,7 +463,7 @@ bool AsyncEngine::cancel(const std::shared_ptr<Operation>& operation) {
 
 void AsyncEngine::wait(Operation& operation) {
   std::unique_lock lock(operation.mutex_);
-  operation.changed_.wait(lock, [&] { return operation.phase_ == Operation::Phase::kDone; });
+  operation.changed_.wait(lock, [&] { return operation.phase_ == Operation::Phase::kDone || operation.let_go_; });
 }
 
 // ---- the keeper ----
@@ -487,6 +500,7 @@ void AsyncEngine::keeper_main() {
     }
     if (!streams_.empty() && Clock::now() >= look) {
       lock.unlock();
+      watch_devices();
       keep_streams();
       lock.lock();
       look = Clock::now() + kLook;
@@ -538,26 +552,96 @@ void AsyncEngine::keep_streams() {
   std::move(going.begin(), going.end(), std::back_inserter(streams_));
 }
 
+std::vector<std::shared_ptr<CompletionQueue>> AsyncEngine::queues() {
+  std::vector<std::shared_ptr<CompletionQueue>> found;
+  const std::lock_guard lock(mutex_);
+  for (const std::weak_ptr<CompletionQueue>& weak : queues_) {
+    if (std::shared_ptr<CompletionQueue> queue = weak.lock()) found.push_back(std::move(queue));
+  }
+  return found;
+}
+
+void AsyncEngine::watch_devices() {
+  for (const std::unique_ptr<DeviceState>& state : devices_) {
+    const DeviceContext& device = *state->context;
+    const bool stands = device.streams_stand() && device.stands_still();
+    if (!stands || state->told) {
+      state->told = stands;
+      continue;
+    }
+    state->told = true;
+    std::size_t standing = 0;
+    for (const std::shared_ptr<CompletionQueue>& queue : queues()) {
+      for (const std::shared_ptr<Operation>& operation : queue->under_way()) {
+        const std::lock_guard lock(operation->mutex_);
+        if (operation->device_.get() == &device && operation->phase_ != Operation::Phase::kQueued) ++standing;
+      }
+    }
+    log_warning(device.standstill(), ", and ", standing,
+                " operations stand: copies of the program's own behind streams that wait for an operation are likely to"
+                " keep the device's queues; ",
+                remedy(device));
+  }
+}
+
+bool AsyncEngine::awaited() const {
+  return std::any_of(devices_.begin(), devices_.end(), [](const std::unique_ptr<DeviceState>& state) {
+    return state->context->awaited() > std::chrono::milliseconds{};
+  });
+}
+
+void AsyncEngine::let_go(const std::shared_ptr<Operation>& operation) {
+  if (operation->stream_ == nullptr || operation->device_->awaited() < DeviceContext::kAlert) return;
+  {
+    const std::lock_guard lock(operation->mutex_);
+    if (operation->phase_ != Operation::Phase::kRunning || !operation->reached_ || operation->let_go_) return;
+    operation->let_go_ = true;
+    Completion unknown;
+    unknown.status = Status(ETIMEDOUT, "");
+    tell_program(operation->request_, unknown);
+    operation->request_.count = nullptr;
+    operation->request_.codes = nullptr;
+  }
+  operation->changed_.notify_all();
+  operation->stream_->release(*operation);
+  ++let_go_;
+  const std::lock_guard lock(mutex_);
+  let_go_on_ = name_of(*operation->device_);
+}
+
+std::string AsyncEngine::let_go_on() const {
+  const std::lock_guard lock(mutex_);
+  return let_go_on_;
+}
+
 void AsyncEngine::shutdown() {
-  std::vector<std::shared_ptr<CompletionQueue>> queues;
   std::shared_ptr<TransferEngine> transfers;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
     transfers = transfers_;
-    for (const std::weak_ptr<CompletionQueue>& weak : queues_) {
-      if (std::shared_ptr<CompletionQueue> queue = weak.lock()) queues.push_back(std::move(queue));
-    }
   }
-  const Clock::time_point end = Clock::now() + transfers->options().shutdown_grace;
+  std::vector<std::shared_ptr<CompletionQueue>> queues = this->queues();
   constexpr std::chrono::milliseconds kStep{2};
-  // Again and again: one may have been on its way into its queue.
-  while (outstanding_ > 0 && Clock::now() < end) {
-    for (const std::shared_ptr<CompletionQueue>& queue : queues) (void)queue->cancel(0);
-    std::this_thread::sleep_for(kStep);
+  const auto cancel_until = [&](Clock::time_point end) {
+    // Again and again: one may have been on its way into its queue.
+    while (outstanding_ > 0 && Clock::now() < end) {
+      for (const std::shared_ptr<CompletionQueue>& queue : queues) (void)queue->cancel(0);
+      std::this_thread::sleep_for(kStep);
+    }
+  };
+  cancel_until(Clock::now() + transfers->options().shutdown_grace);
+  // What a device does not get done may wait for the streams that wait for it. One that goes on may stand again at
+  // once.
+  const Clock::time_point last = Clock::now() + DeviceContext::kAlert + kStreamGrace;
+  while (outstanding_ > 0 && awaited() && Clock::now() < last) {
+    for (const std::shared_ptr<CompletionQueue>& queue : queues) {
+      for (const std::shared_ptr<Operation>& operation : queue->under_way()) let_go(operation);
+    }
+    cancel_until(std::min(Clock::now() + kLook, last));
   }
-  // What is left hangs in its file: the transfers leave it behind, and end it.
+  // What is left hangs in its file, or uses its memory still: the transfers leave it behind, and end it.
   if (outstanding_ > 0) transfers->shutdown();
   queues.clear();
 

@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -53,12 +54,17 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   Result<std::shared_ptr<OperationStream>> imply_stream(NativeStream native, int device);
 
   // Cancels everything and waits for it: for what runs at most a little longer than the transfers' own grace, for
-  // streams that do not come to their operations a second. What such streams still refer to is left behind. May be
-  // called twice.
+  // streams that do not come to their operations a second. What such streams still refer to is left behind. Operations
+  // that a device does not get done let their streams go on before that, since it may be those that it waits for. May
+  // be called twice.
   void shutdown();
 
   [[nodiscard]] const AsyncOptions& options() const { return options_; }
   [[nodiscard]] std::size_t outstanding() const { return outstanding_.load(); }
+  // Operations whose streams shutdown() had go on before they were over.
+  [[nodiscard]] std::size_t let_go() const { return let_go_; }
+  // On which device, of several one of them.
+  [[nodiscard]] std::string let_go_on() const;
 
  private:
   friend class CompletionQueue;
@@ -77,6 +83,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
     std::mutex mutex;  // guards the two below, also while they are found out
     bool probed = false;
     bool waits_for_values = false;
+    bool told = false;  // of its standstill; the keeper's
   };
 
   AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
@@ -112,17 +119,26 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   Status start_keeper();
   void keeper_main();
   void keep_streams();
+  // Tells of devices that stand still while they hold streams, once each time.
+  void watch_devices();
+  std::vector<std::shared_ptr<CompletionQueue>> queues();
+  // Whether somebody waits for a device.
+  [[nodiscard]] bool awaited() const;
+  // Has the stream of an operation that runs go on, if its device does not get it done.
+  void let_go(const std::shared_ptr<Operation>& operation);
   void unreserve(std::size_t count) { outstanding_ -= count; }
 
   const AsyncOptions options_;
   std::vector<std::unique_ptr<DeviceState>> devices_;
   std::atomic<std::uint64_t> last_id_{0};
   std::atomic<std::size_t> outstanding_{0};
+  std::atomic<std::size_t> let_go_{0};
   std::array<Lane, 2> lanes_;
 
   // Guards all below; nothing is called under it. Before a stream's.
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
+  std::string let_go_on_;
   std::shared_ptr<TransferEngine> transfers_;  // null after shutdown()
   std::vector<std::shared_ptr<OperationStream>> streams_;
   std::vector<std::weak_ptr<CompletionQueue>> queues_;

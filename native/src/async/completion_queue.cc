@@ -31,6 +31,7 @@ Status CompletionQueue::submit(std::vector<Entry> entries, std::vector<std::uint
     operation->queue_ = shared_from_this();
     operation->stream_ = std::move(entry.stream);
     operation->may_hang_ = operation->request_.transfer.file->facts().may_hang;
+    operation->device_ = operation->request_.transfer.target.device();
     operations.push_back(std::move(operation));
   }
   {
@@ -102,26 +103,41 @@ Status CompletionQueue::cancel(std::uint64_t id) {
   std::vector<std::shared_ptr<Operation>> wanted;
   {
     const std::lock_guard lock(mutex_);
-    if (id == 0) {
-      wanted.reserve(under_way_.size());
-      for (const auto& [key, under_way] : under_way_) wanted.push_back(under_way.operation);
-    } else if (const auto found = under_way_.find(id); found != under_way_.end()) {
-      wanted.push_back(found->second.operation);
-    }
+    if (const auto found = under_way_.find(id); found != under_way_.end()) wanted.push_back(found->second.operation);
   }
+  if (id == 0) wanted = under_way();
   bool any = id == 0;
   for (const std::shared_ptr<Operation>& operation : wanted) any = engine_->cancel(operation) || any;
   return any ? Status{} : Status(ENOENT, "no such operation is under way");
 }
 
-void CompletionQueue::close() {
+Status CompletionQueue::close() {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
   }
   (void)cancel(0);
+  constexpr std::chrono::milliseconds kLook{20};
+  const auto earliest = std::chrono::steady_clock::now() + DeviceContext::kNotice;
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return under_way_.empty(); });
+  while (!changed_.wait_for(lock, kLook, [&] { return under_way_.empty(); })) {
+    if (std::chrono::steady_clock::now() < earliest) continue;
+    for (const auto& [id, under_way] : under_way_) {
+      const DeviceContext& device = *under_way.operation->device_;
+      if (!device.stands_still()) continue;
+      return Status(ETIMEDOUT, device.standstill() + ": " + std::to_string(under_way_.size()) +
+                                   " operations use their memory until it goes on");
+    }
+  }
+  return {};
+}
+
+std::vector<std::shared_ptr<Operation>> CompletionQueue::under_way() const {
+  std::vector<std::shared_ptr<Operation>> found;
+  const std::lock_guard lock(mutex_);
+  found.reserve(under_way_.size());
+  for (const auto& [id, under_way] : under_way_) found.push_back(under_way.operation);
+  return found;
 }
 
 CompletionQueue::Counts CompletionQueue::counts() const {

@@ -45,8 +45,9 @@ class CompletionQueue : public std::enable_shared_from_this<CompletionQueue> {
   // one that runs stops at its next piece. ENOENT: no such operation is under way.
   Status cancel(std::uint64_t id);
 
-  // Cancels all, waits until none uses its memory any more, and refuses what comes.
-  void close();
+  // Cancels all, refuses what comes, and waits until none uses its memory any more. ETIMEDOUT: a device stands still;
+  // what is under way ends when it goes on, and can be collected.
+  Status close();
 
   struct Counts {
     std::size_t under_way = 0;
@@ -62,6 +63,7 @@ class CompletionQueue : public std::enable_shared_from_this<CompletionQueue> {
     Node node;
   };
 
+  [[nodiscard]] std::vector<std::shared_ptr<Operation>> under_way() const;
   // An operation is over.
   void deliver(const Completion& completion);
   // It never was. False if it is over.

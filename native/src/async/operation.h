@@ -73,12 +73,14 @@ class Operation {
   std::uint32_t sequence_ = 0;               // in its stream
   bool waits_ = false;                       // the stream waits for it by its counter; otherwise the host's call does
   bool may_hang_ = false;                    // in its file
+  std::shared_ptr<DeviceContext> device_;    // its memory's
 
   // Guards all below. Nothing is called under it and no other lock taken.
   std::mutex mutex_;
   std::condition_variable changed_;  // phase_ is kDone
   Phase phase_ = Phase::kQueued;
   bool reached_ = false;    // the stream has come to it
+  bool let_go_ = false;     // the stream went on before it was over, and its outcome is written nowhere any more
   bool cancelled_ = false;  // somebody asked
   Status unheld_;           // why the stream's later work does not wait for it: then it must not go on
   std::shared_ptr<CompletionQueue> queue_;

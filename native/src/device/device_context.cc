@@ -260,6 +260,31 @@ void DeviceContext::streams_stand(int change) {
   device_->streams_stand(change);
 }
 
+std::chrono::milliseconds DeviceContext::awaited() const {
+  const DeviceWaits* const waits = device_->waits();
+  return waits == nullptr ? std::chrono::milliseconds{} : waits->longest();
+}
+
+bool DeviceContext::stands_still() const {
+  const DeviceWaits* const waits = device_->waits();
+  return waits != nullptr && waits->longest() >= waits->patience();
+}
+
+std::string DeviceContext::standstill() const {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(awaited());
+  return "gpu " + std::to_string(info().index) + " (" + info().name + ") has done nothing for " +
+         std::to_string(seconds.count()) + " s of what was queued there";
+}
+
+bool DeviceContext::wait_while_it_moves(const std::function<bool(std::chrono::milliseconds)>& done) const {
+  constexpr std::chrono::milliseconds kLook{20};
+  const auto earliest = std::chrono::steady_clock::now() + kNotice;
+  while (!done(kLook)) {
+    if (std::chrono::steady_clock::now() >= earliest && stands_still()) return false;
+  }
+  return true;
+}
+
 void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
 
 void DeviceContext::hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key) {

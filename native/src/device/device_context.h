@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -76,6 +77,20 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   // Of those that may stand now: 1, -1. Meanwhile streams_stand() where that matters.
   void streams_stand(int change);
   [[nodiscard]] bool streams_stand() const { return standing_->load(std::memory_order_relaxed) > 0; }
+
+  // For how long somebody has waited for a piece of work of the engine's; 0: nobody waits, or it is not counted.
+  [[nodiscard]] std::chrono::milliseconds awaited() const;
+  // So long that it is hardly done while things are as they are.
+  [[nodiscard]] bool stands_still() const;
+  // "gpu 0 (NVIDIA H200) has done nothing for 12 s of what was queued there": for who gives up on it.
+  [[nodiscard]] std::string standstill() const;
+  // Whether giving back what waits for all streams, as pinned memory does, may wait for ever.
+  [[nodiscard]] bool holds_up() const { return streams_stand() || awaited() >= kAlert; }
+  // Calls done(time), which waits so long at most for what it tells, until it is true. False once the device stands
+  // still, but not before kNotice: what was cancelled a moment ago may have set it going.
+  bool wait_while_it_moves(const std::function<bool(std::chrono::milliseconds)>& done) const;
+  static constexpr std::chrono::milliseconds kAlert{1000};
+  static constexpr std::chrono::milliseconds kNotice{200};
 
   [[nodiscard]] EventPool& events() const { return *events_; }
   [[nodiscard]] StreamPool& streams() const { return *streams_; }

@@ -14,6 +14,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "drivers/device_waits.h"
 
 namespace gpufs {
 
@@ -170,6 +171,9 @@ class Device {
   // destroyed meanwhile, and pinned memory that is given back, wait in any case. Any thread.
   virtual Status prepare_to_stand(std::size_t /*streams*/) { return {}; }
   virtual void streams_stand(int /*change*/) {}
+  [[nodiscard]] virtual bool any_stands() { return false; }
+  // Who waits for work of the engine's on the device; null where that is not counted. Any thread.
+  virtual DeviceWaits* waits() { return nullptr; }
 
   // Synchronous copies by the calling thread, which this binds itself: any thread. The thread waits for its own copy
   // only, not for work that others queued.

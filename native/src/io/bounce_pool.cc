@@ -86,7 +86,7 @@ void BouncePool::destroy_slot(Slot* raw) const {
   const std::unique_ptr<Slot> slot(raw);
   if (slot->pinned) {
     // To unpin waits for streams that stand, and those perhaps for whoever closes this.
-    if (slot->device->streams_stand()) return;
+    if (slot->device->holds_up()) return;
     const Status unpinned = slot->device->device().unpin(slot->memory);
     if (!unpinned.ok()) {
       // The driver may still use these pages: better never to give them to somebody else.

@@ -507,21 +507,27 @@ class Session {
       return;
     }
     // Copies that did start must end before the memory goes to others; how they end no longer matters.
-    if (queued) (void)caught([this] { return stream_->synchronize(); });
+    if (queued) settle_stream();
     end_slot(slot, status);
   }
 
   // Waits for the device's work on the slot and completes its piece.
   void finish_slot(Slot& slot) {
     const Status status = caught([&] { return await(slot); });
-    if (!status.ok()) (void)caught([this] { return stream_->synchronize(); });
+    if (!status.ok()) settle_stream();
     end_slot(slot, status);
+  }
+
+  void settle_stream() {
+    const DeviceWaits::Wait waiting(device_->device().waits());
+    (void)caught([this] { return stream_->synchronize(); });
   }
 
   // Drivers spin in synchronize(), which ends soonest. While other slots keep the device busy nothing is lost by
   // sleeping instead, and the CPU is left to others.
   Status await(Slot& slot) {
     observe::Span span(observe::TraceKind::kDeviceWait, device_->info().index, 0, 0, job_.trace_id());
+    const DeviceWaits::Wait waiting(device_->device().waits());
     const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
     for (; busy > 1; std::this_thread::sleep_for(kEventLook)) {
       const Result<bool> done = slot.event->query();

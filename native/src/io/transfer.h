@@ -89,6 +89,9 @@ class Transfer {
   // Blocks until it is done, up to `patience`; true if it is.
   virtual bool wait(std::chrono::milliseconds patience) = 0;
   virtual void wait() = 0;
+  // cancel(), and waits for the end. ETIMEDOUT: the device stands still; the transfer's memory is in use until it goes
+  // on.
+  virtual Status close() = 0;
   // An eventfd of the transfer's, readable once it is done; lives as long as the transfer.
   virtual Result<int> event_fd() = 0;
 };
@@ -121,6 +124,9 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }
   [[nodiscard]] std::string statistics_json() const;
   [[nodiscard]] std::size_t active() const;
+  // Transfers that shutdown() has given up on while a device or a file may still use their memory: that of the
+  // engine's they keep themselves, that of the program must stay.
+  [[nodiscard]] std::size_t left_in_use() const { return left_in_use_; }
 
  private:
   friend class TransferJob;
@@ -138,6 +144,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   const std::shared_ptr<DirectPath> direct_path_;
   const std::shared_ptr<BouncePool> bounce_pool_;
   const IoStatistics statistics_;
+  std::atomic<std::size_t> left_in_use_{0};
 
   // Guards all below; taken after a CancelToken's lock and before none.
   mutable std::mutex mutex_;

@@ -113,6 +113,12 @@ void TransferJob::wait() {
   done_.wait(lock, [&] { return phase_ == Phase::kDone; });
 }
 
+Status TransferJob::close() {
+  cancel();
+  if (device_->wait_while_it_moves([this](std::chrono::milliseconds patience) { return wait(patience); })) return {};
+  return Status(ETIMEDOUT, device_->standstill() + ": the transfer's memory stays in use until it goes on");
+}
+
 Result<int> TransferJob::event_fd() {
   const std::lock_guard lock(mutex_);
   if (!event_.valid()) {
@@ -784,6 +790,7 @@ std::chrono::milliseconds TransferJob::abandon_delay() const {
 bool TransferJob::abandon(bool forced) {
   std::uint64_t reached = 0;
   std::uint64_t touched = 0;
+  bool in_use = false;
   Target target;
   {
     const std::lock_guard lock(mutex_);
@@ -799,10 +806,13 @@ bool TransferJob::abandon(bool forced) {
     reached = prefix_locked();
     touched = std::max(populated_end_, cursor_);
     // What hangs must not hold the device's memory.
-    if (uses_ == 0) target = std::exchange(request_.target, Target{});
+    in_use = uses_ > 0;
+    if (!in_use) target = std::exchange(request_.target, Target{});
     count(details_.abandoned);
   }
-  log_warning("a cancelled ", direction_name(request_.direction), " was left behind by threads that hang in its file");
+  if (in_use) ++engine_->left_in_use_;
+  log_warning("a cancelled ", direction_name(request_.direction), " was left behind by threads that ",
+              in_use ? "still use its memory" : "hang in its file");
   if (request_.direction == Direction::kLoad && target.valid()) {
     const Status finished = caught([&] { return finish_load(target, reached, touched); });
     if (!finished.ok()) log_warning("after a cancelled load: ", finished.message());

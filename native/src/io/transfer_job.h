@@ -43,6 +43,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void cancel() override;
   bool wait(std::chrono::milliseconds patience) override;
   void wait() override;
+  Status close() override;
   Result<int> event_fd() override;
 
   // Work

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <iterator>
+#include <thread>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -63,6 +65,22 @@ std::string remedy() {
            "less";
   }
   return "; the machine or the process's cgroup has no more memory to lock: lock less, or in smaller parts";
+}
+
+// Drivers unpin once nothing stands any more, and would wait for ever on a device that gets nothing done. closing:
+// streams that were left behind may stand for ever, too.
+Status may_unpin(Device& device, bool closing) {
+  constexpr std::chrono::milliseconds kLook{2};
+  constexpr std::chrono::seconds kAlert{1};
+  const DeviceWaits* const waits = device.waits();
+  if (waits == nullptr) return {};
+  for (;; std::this_thread::sleep_for(kLook)) {
+    const std::chrono::milliseconds awaited = waits->longest();
+    if (awaited < kAlert && !(closing && device.any_stands())) return {};
+    if (closing || awaited >= waits->patience()) {
+      return Status(ETIMEDOUT, "streams stand, and nothing can be unlocked before they go on");
+    }
+  }
 }
 
 }  // namespace
@@ -236,8 +254,10 @@ Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
   Status status;
   if (entry->device != nullptr) {
     entry->state = State::kUnpinning;
+    const bool closing = closed_;
     lock.unlock();
-    status = entry->device->unpin(reinterpret_cast<void*>(entry->range.start));
+    status = may_unpin(*entry->device, closing);
+    if (status.ok()) status = entry->device->unpin(reinterpret_cast<void*>(entry->range.start));
     if (status.error() == ENOENT) {
       log_warning("somebody else has unlocked ", to_text(entry->range));
       status = Status();

@@ -164,6 +164,7 @@ SynchronousWork::~SynchronousWork() {
 
 Status SynchronousWork::finish() {
   finished_ = true;
+  const DeviceWaits::Wait waiting(&context_.waits());
   return context_.synchronize_stream(stream_);
 }
 

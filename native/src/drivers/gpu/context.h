@@ -66,6 +66,7 @@ class Context {
   // Work on a stream that must not come behind what stands on others: by the vendor's plain calls where nothing does.
   // copy_within() has been done by then where something does, and its ranges do not overlap.
   [[nodiscard]] StandingStreams& standing_streams() { return standing_; }
+  [[nodiscard]] DeviceWaits& waits() { return waits_; }
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream);
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes, StreamHandle stream);
   Status fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream);
@@ -167,6 +168,7 @@ class Context {
   std::size_t streams_ = 0;                 // idle, lent, or being made
 
   StandingStreams standing_{*this};
+  DeviceWaits waits_;
 };
 
 // Makes the device current on this thread while it lives, and then what was current before. Costs one cheap call where

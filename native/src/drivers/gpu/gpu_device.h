@@ -31,6 +31,8 @@ class GpuDevice final : public Device {
 
   Status prepare_to_stand(std::size_t streams) override;
   void streams_stand(int change) override { context_->standing_streams().change(change); }
+  bool any_stands() override { return context_->standing_streams().stand(); }
+  DeviceWaits* waits() override { return &context_->waits(); }
 
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;

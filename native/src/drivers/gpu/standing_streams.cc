@@ -83,6 +83,7 @@ Status StandingStreams::copy_within(DeviceAddress destination, DeviceAddress sou
     const std::size_t part = part_of(bytes);
     Status status = context_.copy_out(between, source, part, stream);
     if (status.ok()) status = copy_in(destination, between, part, stream);
+    const DeviceWaits::Wait waiting(&context_.waits());
     const Status done = context_.synchronize_stream(stream);
     if (!status.ok() || !done.ok()) return status.ok() ? done : status;
     destination += part;

@@ -35,10 +35,9 @@ class StandingStreams {
   void give_up();
 
   void change(int by) { standing_.fetch_add(by); }
+  [[nodiscard]] bool stand() const { return standing_.load(std::memory_order_relaxed) > 0; }
   // Whether another way than the plain one is needed, and there is one.
-  [[nodiscard]] bool any() const {
-    return standing_.load(std::memory_order_relaxed) > 0 && prepared_.load(std::memory_order_acquire);
-  }
+  [[nodiscard]] bool any() const { return stand() && prepared_.load(std::memory_order_acquire); }
 
   // In the order of the stream. A single byte has no second row, and goes the plain way.
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes, void* stream);

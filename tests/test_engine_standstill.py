@@ -1,0 +1,185 @@
+"""A device that stands still: copies of the program's own, behind streams that stand, keep the queues of all copies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from support import fake_gpu
+from support.mounting import REPOSITORY
+
+# Streams that a gate holds, each with a copy behind it: of the program's own (`behind` is None) or of an operation that
+# `behind(number)` queues before.
+_BEGIN = """
+import concurrent.futures, ctypes, errno, gc, mmap, os, signal, sys, tempfile, threading, time, weakref
+from gpufs import engine
+
+QUEUES, COPY, SIZE = 8, 1 << 20, 3 << 20
+cuda = ctypes.CDLL("libcuda.so.1")
+log = tempfile.TemporaryFile("w+")
+engine.log_configure(log.fileno(), 30)
+
+def call(name, *arguments):
+    assert getattr(cuda, name)(*arguments) == 0, name
+
+def told():
+    log.seek(0)
+    return [line for line in log if "has done nothing for" in line]
+
+def soon(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not within the time"
+        time.sleep(0.01)
+
+def timed_out(close):
+    try:
+        close()
+    except engine.EngineError as error:
+        assert error.errno == errno.ETIMEDOUT, error
+        return str(error)
+    raise AssertionError("it was closed")
+
+gpu = engine.Engine("cuda")
+engine.io_configure(gpu, workers=QUEUES)
+gate = engine.Cells(gpu, 1)
+counts = engine.Cells(gpu, QUEUES)
+context = ctypes.c_void_p()
+call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+call("cuCtxSetCurrent", context)
+streams = [ctypes.c_void_p() for _ in range(QUEUES)]
+for stream in streams:
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+host = ctypes.create_string_buffer(QUEUES * COPY)
+device = ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(device), ctypes.c_size_t(QUEUES * COPY))
+own = engine.Stream(gpu)
+path = os.path.join(sys.argv[1], "data")
+with open(path, "wb") as made:
+    made.write(os.urandom(SIZE))
+file = engine.BackingFile.open(gpu, path)
+
+def hold(behind=None):
+    for number, stream in enumerate(streams):
+        call("cuStreamWaitValue32_v2", stream, ctypes.c_uint64(gate.device_address), ctypes.c_uint32(1), 0)
+        if behind is not None:
+            behind(number)
+        call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(device.value + number * COPY), host, ctypes.c_size_t(COPY), stream)
+"""
+
+
+def over_fake(folder: Path, program: str) -> None:
+    """Runs a program, after the lines above, in a process whose GPU library is the fake one."""
+    outcome = subprocess.run(
+        [sys.executable, "-c", _BEGIN + textwrap.dedent(program), str(folder)],
+        env={**os.environ, **fake_gpu.environment(folder), "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+def test_what_is_closed_stays_until_the_device_goes_on(tmp_path: Path) -> None:
+    over_fake(
+        tmp_path,
+        """
+        hold()
+        buffer = engine.Buffer(gpu)
+        future = file.read_async(buffer, stream=own)
+        batch = engine.Batch(gpu)
+        other = engine.Buffer(gpu)
+        batch.submit([engine.Operation("load", file, other, SIZE)])
+        transfer = engine.Transfer("load", file, engine.Buffer(gpu))
+        spare = engine.Cells(gpu, 1)
+        known = weakref.ref(other)
+
+        # Ctrl-C and a limit of time end the waiting, and nothing else.
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            future.result()
+            raise AssertionError("it came")
+        except KeyboardInterrupt:
+            pass
+        try:
+            future.result(0.01)
+            raise AssertionError("it came")
+        except TimeoutError:
+            pass
+        soon(told)
+        time.sleep(0.3)
+        assert len(told()) == 1 and " 2 operations stand" in told()[0], told()
+        assert future.cancel() and not future.done()
+        spare.close()
+        try:
+            with batch:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            assert "2 operations" not in error.__notes__[0]
+            assert "1 operations use their memory until it goes on" in error.__notes__[0], error.__notes__
+        assert batch.closed
+        timed_out(transfer.close)
+        del batch, other, transfer
+        gc.collect()
+        assert known() is not None, "the memory of an operation that stands went"
+        gate[0] = 1
+        soon(lambda: known() is None)
+        soon(future.done)
+        gpu.close()
+        """,
+    )
+
+
+def test_closing_the_engine_lets_streams_go_on(tmp_path: Path) -> None:
+    over_fake(
+        tmp_path,
+        """
+        import trio
+
+        buffers = [engine.Buffer(gpu) for _ in streams]
+        futures = []
+
+        def read(number):
+            stream, count = streams[number].value, counts.late(number)
+            futures.append(file.read_async(buffers[number], SIZE, stream=stream, count=count))
+
+        async def work():
+            with trio.move_on_after(0.1) as scope:
+                await futures[0]
+            assert scope.cancelled_caught
+
+        hold(behind=read)
+        gate[0] = 1
+        time.sleep(0.5)
+        assert not any(future.done() for future in futures)
+        trio.run(work)
+        keep = weakref.ref(buffers[0])
+        said = timed_out(gpu.close)
+        assert "gpu 0 (fake device 0) did nothing of what" in said, said
+        assert "their streams went on before they were over" in said, said
+        for future in futures:
+            concurrent.futures.wait([future], 60)
+            assert future.done()
+        for stream in streams:
+            call("cuStreamSynchronize", stream)
+        buffers.clear()
+        gc.collect()
+        assert keep() is not None
+        """,
+    )
+
+
+def test_a_process_ends_while_a_device_stands(tmp_path: Path) -> None:
+    over_fake(
+        tmp_path,
+        """
+        hold()
+        batch = engine.Batch(gpu)
+        batch.submit([engine.Operation("load", file, engine.Buffer(gpu), SIZE, stream=own)])
+        transfer = engine.Transfer("load", file, engine.Buffer(gpu))
+        time.sleep(0.5)
+        """,
+    )
