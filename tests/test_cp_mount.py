@@ -283,6 +283,15 @@ def test_a_full_device(mount: Mounter, host: Path) -> None:
     wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "memory given back")
 
 
+def test_room_that_files_held_until_just_now(mount: Mounter, host: Path) -> None:
+    """Their memory goes back a moment after rm has ended; a copy waits for it, as a write does."""
+    small = mount(memory=64 * MIB)
+    (host / "source").write_bytes(noise(60 * MIB))
+    for _ in range(20):
+        cp(host / "source", small.device / "file")
+        (small.device / "file").unlink()
+
+
 def test_a_full_disk(root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/tmp") as folder:
         run("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder)

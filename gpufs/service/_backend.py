@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from dataclasses import dataclass, field
 from errno import EINVAL, EISDIR, ENOENT
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
@@ -16,6 +17,9 @@ _FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
     "off": "off",
     "require": "require",
 }
+# As long as a write through the mount waits for the memory of files that were removed just now.
+_SPACE_SECONDS: Final = 3.0
+_SPACE_LOOK: Final = 0.002
 
 
 class Closable(Protocol):
@@ -75,6 +79,9 @@ class Backend(Protocol):
         client: int,
     ) -> Transfer:
         """Starts a transfer between what open_host() and open_buffer() gave. OSError when it is not possible."""
+
+    def await_space(self, buffer: Any, size: int) -> None:
+        """Before a load of so many bytes: waits a little for the memory of files that were removed just now."""
 
     def written(self, ino: int) -> None:
         """The contents of an inode change: sets its times, takes its set-id bits, tells the kernel without waiting."""
@@ -164,6 +171,16 @@ class EngineBackend:
             client=client,
         )
         return _EngineTransfer(transfer)
+
+    def await_space(self, buffer: Any, size: int) -> None:
+        deadline = time.monotonic() + _SPACE_SECONDS
+        # In this order: what is not to come any more is free.
+        while (
+            self._mount.statistics()["table"]["orphan_bytes"]
+            and buffer.engine.devices[buffer.info.device].memory().free_bytes < size
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_SPACE_LOOK)
 
     def written(self, ino: int) -> None:
         self._mount.inode_written(ino)

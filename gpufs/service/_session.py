@@ -329,11 +329,13 @@ class Session:
         if _checks.check_file_system(host.fd):
             client = _SERVER_BIT | on_host.device
         size = None
+        found = os.fstat(host.fd)
         if copy.direction == LOAD:
             self._backend.written(on_mount.ino)
+            wanted = found.st_size - copy.host_offset
+            self._backend.await_space(buffer, wanted if copy.size is None else min(wanted, copy.size))
         else:
             drop_set_id(host.fd)
-            found = os.fstat(host.fd)
             size = found.st_size if stat.S_ISREG(found.st_mode) else None
         file = request.holdings.hold(self._backend.open_host(host.fd))
         request.ends = _checks.Ends(on_mount.ino, size)

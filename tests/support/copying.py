@@ -165,6 +165,9 @@ class FakeBackend:
         self.requests.append(request)
         return FakeTransfer(self, request)
 
+    def await_space(self, buffer: Item, size: int) -> None:
+        """There is no device that could be full."""
+
     def written(self, ino: int) -> None:
         self.writes.append(ino)
 
