@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -173,11 +174,26 @@ def test_a_terminal_gets_the_bar(root: Path, host: Path) -> None:
                 shown += os.read(ours, 65536)
             except OSError:  # EIO: nobody has the other end any more
                 break
-        assert child.wait(60) == 0
+        assert child.wait(60) == 0, shown.decode()
     finally:
         os.close(ours)
     assert b"100%" in shown
     assert_same((root / "target").read_bytes(), noise(64 * MIB))
+
+
+def test_the_program_finds_what_its_interpreter_finds() -> None:
+    """It leaves out `site`, whose work it has done when it was built: also where packages are another environment's."""
+    whole, plain = (
+        set(
+            run(PYTHON.with_name("python"), "-P", *words, "-c", "import sys; print(*sys.path, sep='\\n')").stdout.split(
+                "\n"
+            )
+        )
+        for words in ((), ("-S",))
+    )
+    (line,) = [line for line in PYTHON.read_text().splitlines() if "sys.path +=" in line]
+    root = str(Path(__file__).parents[1])
+    assert {root, *whole} - plain <= set(re.findall(r"['\"]([^'\"]+)['\"]", line))
 
 
 # ---- what it leaves to Python ----
