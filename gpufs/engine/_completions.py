@@ -12,6 +12,8 @@ from typing import Final
 _PATIENCE: Final = 1.0
 _PAUSE: Final = 0.05
 
+_Waiting = list[tuple[int, Callable[[], bool]]]  # descriptors, and whom to call
+
 
 def report_callback() -> None:
     """Tells of an exception of a program's own callback, which must not keep others from theirs."""
@@ -31,7 +33,7 @@ class Completions:
     def _reset(self) -> None:
         self._telling = threading.Lock()  # held while a future is told and calls its callbacks
         self._lock = threading.Lock()  # guards all below
-        self._waiting: list[tuple[int, Callable[[], bool]]] = []  # not yet seen by the thread
+        self._waiting: _Waiting = []  # not yet seen by the thread
         self._wake = -1  # an eventfd while the thread runs
 
     def watch(self, fd: int, done: Callable[[], bool]) -> int:
@@ -83,36 +85,44 @@ class Completions:
             raise
 
     def _run(self, wake: int, selector: selectors.BaseSelector) -> None:
-        late: list[tuple[int, Callable[[], bool]]] = []  # the kernel had no memory to watch them
+        late: _Waiting | None = []
         with selector:
-            while True:
-                idle = len(selector.get_map()) == 1
-                ready = selector.select(_PAUSE if late else _PATIENCE if idle else None)
-                with self._lock:
-                    added, self._waiting = late + self._waiting, []
-                    if idle and not ready and not added:
-                        self._wake = -1
-                        os.close(wake)
-                        return
-                late = []
-                for fd, done in added:
-                    try:
-                        selector.register(fd, selectors.EVENT_READ, done)
-                    except (OSError, MemoryError):
-                        late.append((fd, done))
-                for key, _ in ready:
-                    if key.fd == wake:
-                        os.eventfd_read(wake)
-                        continue
-                    again = False
-                    try:
-                        with self._telling:
-                            again = key.data()
-                    except BaseException:  # noqa: BLE001 - a program's own callback
-                        report_callback()
-                    if not again:
-                        selector.unregister(key.fd)
-                        os.close(key.fd)
+            while late is not None:
+                late = self._turn(wake, selector, late)
+
+    def _turn(self, wake: int, selector: selectors.BaseSelector, late: _Waiting) -> _Waiting | None:
+        """Waits for what is watched, and tells; the thread keeps nothing of it afterwards.
+
+        ``late``, and what it returns: those that the kernel had no memory to watch. None: there is nothing to do.
+        """
+        idle = len(selector.get_map()) == 1
+        ready = selector.select(_PAUSE if late else _PATIENCE if idle else None)
+        with self._lock:
+            added, self._waiting = late + self._waiting, []
+            if idle and not ready and not added:
+                self._wake = -1
+                os.close(wake)
+                return None
+        late = []
+        for fd, done in added:
+            try:
+                selector.register(fd, selectors.EVENT_READ, done)
+            except (OSError, MemoryError):
+                late.append((fd, done))
+        for key, _ in ready:
+            if key.fd == wake:
+                os.eventfd_read(wake)
+                continue
+            again = False
+            try:
+                with self._telling:
+                    again = key.data()
+            except BaseException:  # noqa: BLE001 - a program's own callback
+                report_callback()
+            if not again:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+        return late
 
 
 completions: Final = Completions()
