@@ -425,7 +425,7 @@ class Daemon:
 
     async def _give_back_memory(self, operations: Operations) -> None:
         """What the C library keeps of files that are gone goes back to the system."""
-        spare = heap.Shrinking(operations.inode_count)
+        spare = heap.Shrinking(operations.inodes_gone)
         while True:
             await trio.sleep(_HEAP_INTERVAL)
             if spare.due():

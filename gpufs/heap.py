@@ -23,18 +23,17 @@ def release() -> None:
 
 
 class Shrinking:
-    """Knows from looks at ``count``, the number of files, when there is memory to give back. For one thread."""
+    """Knows from looks at ``gone``, files that are no more, when there is memory to give back. For one thread."""
 
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
-        self._most = self._last = count()
+    def __init__(self, gone: Callable[[], int]) -> None:
+        self._gone = gone
+        self._released = self._last = gone()
 
     def due(self) -> bool:
-        """One look. True where at least a thousand files have gone since the last True, and no more are going."""
-        now = self._count()
-        falling, self._last = now < self._last, now
-        self._most = max(self._most, now)
-        if falling or now > self._most - _ENOUGH:
+        """One look. True where at least a thousand files have gone since the last True, and not as many are going."""
+        now = self._gone()
+        going, self._last = now - self._last >= _ENOUGH, now
+        if going or now - self._released < _ENOUGH:
             return False
-        self._most = now
+        self._released = now
         return True

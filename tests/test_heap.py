@@ -17,19 +17,19 @@ FILES = 9600
 
 
 @pytest.mark.parametrize(
-    ("counts", "due"),
+    ("gone", "due"),
     [
-        ([10, 10, 10], [False, False, False]),
-        ([10, 999, 10, 10], [False, False, False, False]),  # too few
-        ([10, 1010, 10, 10, 10], [False, False, False, True, False]),  # once, when no more are going
-        ([10, 5000, 3000, 1000, 1000, 1000], [False, False, False, False, True, False]),
-        ([10, 5000, 10, 10, 1008, 9, 9, 1010, 10, 10], [False] * 3 + [True] + [False] * 5 + [True]),
+        ([7, 7, 7], [False, False, False]),
+        ([7, 1006, 1006, 1006], [False, False, False, False]),  # too few
+        ([7, 1007, 1007, 1007], [False, False, True, False]),  # once, when no more are going
+        ([7, 5000, 9000, 9500, 9500], [False, False, False, True, False]),
+        ([0, 600, 1200, 1800, 2400], [False, False, True, False, True]),  # some always go
     ],
 )
-def test_memory_is_given_back_once_many_files_have_gone(counts: list[int], due: list[bool]) -> None:
-    now = iter([counts[0], *counts])
+def test_memory_is_given_back_once_many_files_have_gone(gone: list[int], due: list[bool]) -> None:
+    now = iter([gone[0], *gone])
     spare = Shrinking(lambda: next(now))
-    assert [spare.due() for _ in counts] == due
+    assert [spare.due() for _ in gone] == due
 
 
 def anonymous_bytes(pid: int) -> int:

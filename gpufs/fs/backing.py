@@ -265,6 +265,9 @@ class BackingOperations(Operations):
                 os.close(kept)
         self._open_files.clear()
 
+    def inodes_gone(self) -> int:
+        return super().inodes_gone() + self._inodes.made
+
     # ---- inside ----
 
     def _backing(self, ino: int) -> BackingNode | None:

@@ -150,6 +150,11 @@ class HostInodes:
         return node if isinstance(node, BackingNode) else None
 
     @property
+    def made(self) -> int:
+        """How many inodes there have been."""
+        return self._next_ino - _FIRST_INO
+
+    @property
     def at_once(self) -> int:
         """How many names a thread looks up."""
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -113,9 +113,9 @@ class Operations(pyfuse3.Operations):
         self._reply = self._entry_reply(0, 0)
         self._no_entry = self._entry_reply(0, 0)
 
-    def inode_count(self) -> int:
-        """How many inodes there are now, of the mount and of directories of the host."""
-        return len(self._tree.nodes)
+    def inodes_gone(self) -> int:
+        """How many inodes there are no more, of the mount and of directories of the host; from some number on."""
+        return self._tree.inodes_made - len(self._tree.nodes)
 
     # ---- names ----
 

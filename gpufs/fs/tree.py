@@ -316,6 +316,11 @@ class Tree:
 
     # ---- inside ----
 
+    @property
+    def inodes_made(self) -> int:
+        """How many there have been, from some number on."""
+        return self._next_ino
+
     def _take_ino(self) -> int:
         ino = self._next_ino
         self._next_ino += 1
