@@ -101,19 +101,20 @@ def test_mountpoint_of_another_user() -> None:
     assert user_fails("mount", "/var", "--driver", "host").startswith("/var: Permission denied")
 
 
-def as_user_in_namespace(setting: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """gpufs as a plain user, in a mount namespace of its own that root has set up."""
+def mount_as_user_in_namespace(setting: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs gpufs mount as a plain user, in a new mount namespace after root has run `setting` there."""
     with plain_user() as environment:
         command, environment = user_gpufs(environment)
         script = f'{setting} && exec setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups "$@"'
-        words = ["unshare", "-m", "sh", "-c", script, "sh", *command, *arguments]
+        place = Path(environment["HOME"], "mnt")
+        place.mkdir()
+        os.chown(place, NOBODY, NOBODY)
+        words = ["unshare", "-m", "sh", "-c", script, "sh", *command, "mount", str(place), "--driver", "host", *options]
         return run(*words, check=False, env=environment, cwd="/")
 
 
 def test_other_users_are_roots_to_let_in() -> None:
-    done = as_user_in_namespace(
-        "mount --bind /dev/null /etc/fuse.conf", "mount", "/tmp", "--driver", "host", "--allow-other"
-    )
+    done = mount_as_user_in_namespace("mount --bind /dev/null /etc/fuse.conf", "--allow-other")
     assert done.returncode == 1
     assert done.stderr.startswith("gpufs: --allow-other is for root alone here")
     assert len(done.stderr.splitlines()) == 1
@@ -122,7 +123,7 @@ def test_other_users_are_roots_to_let_in() -> None:
 def test_no_right_to_use_dev_fuse() -> None:
     """Its mode has changed when the command looks: in a mount namespace where it is root's alone."""
     setting = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && mknod -m 600 /dev/fuse c 10 229"
-    done = as_user_in_namespace(setting, "mount", "/tmp", "--driver", "host")
+    done = mount_as_user_in_namespace(setting)
     assert (done.returncode, done.stderr) == (1, "gpufs: /dev/fuse: Permission denied\n")
 
 

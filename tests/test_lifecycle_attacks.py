@@ -259,21 +259,22 @@ def test_no_room_on_the_disk_of_the_log(mount: Mounter, reference: Path) -> None
 @AS_ROOT
 def test_a_temporary_directory_that_is_full_or_read_only(tmp_path: Path, options: str) -> None:
     script = f"""
-        mount -t tmpfs -o {options} none /tmp
-        mount -t tmpfs none /mnt
-        mkdir /mnt/m
-        "$@" mount /mnt/m --driver host --memory 64M
-        echo works >/mnt/m/gpu0/file
-        cat /mnt/m/gpu0/file
-        "$@" umount /mnt/m
+        cd {tmp_path}
+        mkdir m tmp
+        mount -t tmpfs -o {options} none tmp
+        "$@" mount m --driver host --memory 64M
+        echo works >m/gpu0/file
+        cat m/gpu0/file
+        "$@" umount m
     """
-    done = run("unshare", "-m", "sh", "-euc", script, "sh", *GPUFS, cwd="/")
+    environment = {**os.environ, "TMPDIR": f"{tmp_path}/tmp"}
+    done = run("unshare", "-m", "sh", "-euc", script, "sh", *GPUFS, cwd="/", env=environment)
     assert (done.stdout, done.stderr) == ("works\n", "")
 
 
 @pytest.mark.parametrize("what", ["full", "read-only", "removed", "unmounted"])
 @AS_ROOT
-def test_a_runtime_directory_that_cannot_be_used(what: str) -> None:
+def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path, what: str) -> None:
     """What is below /run serves those who look in from outside: the mount does without it, and so does a copy."""
     before = {
         "full": "head -c 1M /dev/zero >/run/zeros || true",
@@ -284,16 +285,16 @@ def test_a_runtime_directory_that_cannot_be_used(what: str) -> None:
         mount -t tmpfs -o size=64k none /run
         mkdir /run/gpufs
         {before}
-        mount -t tmpfs none /mnt
-        mkdir /mnt/m
-        "$@" mount /mnt/m --driver host --memory 64M
+        cd {tmp_path}
+        mkdir m
+        "$@" mount m --driver host --memory 64M
         {after}
-        head -c 3000000 /dev/urandom >/mnt/m/gpu0/file
-        "$@" cp /mnt/m/gpu0/file /mnt/copy
-        cmp /mnt/m/gpu0/file /mnt/copy
-        "$@" stats /mnt/m >/dev/null
-        "$@" umount /mnt/m
-        ! pgrep -f "gpufs.daemon /mnt/m$"
+        head -c 3000000 /dev/urandom >m/gpu0/file
+        "$@" cp m/gpu0/file copy
+        cmp m/gpu0/file copy
+        "$@" stats m >/dev/null
+        "$@" umount m
+        ! pgrep -f "gpufs.daemon .*{tmp_path}/m$"
     """
     done = run("unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-euc", script, "sh", *GPUFS, cwd="/", check=False)
     assert (done.returncode, done.stdout) == (0, ""), done

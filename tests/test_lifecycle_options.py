@@ -180,8 +180,8 @@ def test_in_a_container(tmp_path: Path) -> None:
         {" ".join(GPUFS)} umount /mnt/gpu
         {" ".join(GPUFS)} mount /mnt/gpu --driver host --memory 32M
         kill -9 $(ls -d /proc/[0-9]* | while read p; do grep -qz gpufs.daemon $p/cmdline && echo ${{p#/proc/}}; done)
-        for i in $(seq 600); do grep -q gpufs /proc/mounts || break; sleep 0.1; done
-        grep gpufs /proc/mounts || echo clean
+        for i in $(seq 600); do grep -q " /mnt/gpu " /proc/mounts || break; sleep 0.1; done
+        grep " /mnt/gpu " /proc/mounts || echo clean
     """
     if not shutil.which("pivot_root"):
         pytest.skip("no pivot_root here")
