@@ -8,6 +8,8 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
 3. the file that ``--config`` or ``GPUFS_CONFIG`` names; without that, ``~/.config/gpufs/config.toml``
    (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``,
 4. the default.
+
+The user's file counts only where it and that directory belong to the user: sudo may leave root with another user's HOME.
 """
 
 import os
@@ -315,11 +317,18 @@ class Settings:
 
 
 def user_file(environ: Mapping[str, str]) -> Path | None:
-    """The calling user's configuration file, whether it exists or not; None for a user without a home."""
-    if folder := environ.get("XDG_CONFIG_HOME"):
-        return Path(folder) / "gpufs" / "config.toml"
-    if home := environ.get("HOME"):
-        return Path(home) / ".config" / "gpufs" / "config.toml"
+    """The calling user's configuration file; None where there is none, or where it or that directory is another user's.
+
+    HOME may be another user's, as with sudo: files there do not configure what root does.
+    """
+    uid = os.geteuid()
+    for variable, name in (("XDG_CONFIG_HOME", "gpufs/config.toml"), ("HOME", ".config/gpufs/config.toml")):
+        if folder := environ.get(variable):
+            path = Path(folder) / name
+            try:
+                return path if os.stat(folder).st_uid == uid and path.stat().st_uid in (uid, 0) else None
+            except OSError:
+                return None
     return None
 
 
@@ -455,6 +464,8 @@ def _page() -> Iterator[str]:
     yield "3. the file that `--config` or `GPUFS_CONFIG` names; without that `~/.config/gpufs/config.toml`"
     yield "   (`$XDG_CONFIG_HOME` counts), then `/etc/gpufs.toml`,"
     yield "4. the default.\n"
+    yield "The user's file counts only where it and that directory belong to the user who runs the command: with sudo,"
+    yield "HOME may be another user's.\n"
     yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
     yield "wherever it stands, and the message names the knob, where the value came from and what is allowed. Sizes"
     yield "take K, M, G and T (powers of 1024), times ms, s, m and h.\n"

@@ -340,6 +340,20 @@ def test_a_pipe_in_place_of_the_users_file_is_not_waited_for(tmp_path: Path) -> 
         config.load({}, {"XDG_CONFIG_HOME": str(tmp_path)}, system_file=NOWHERE)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("given", ["the directory", "the file"])
+def test_files_of_another_user_do_not_configure_root(tmp_path: Path, given: str) -> None:
+    """As with sudo where HOME is kept."""
+    file = tmp_path / ".config/gpufs/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('memory = "64M"\n')
+    (tmp_path / "gpufs").symlink_to(file.parent)
+    os.chown(tmp_path if given == "the directory" else file, 65534, 65534)
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        assert load(environ={variable: str(tmp_path)})["memory"] is None
+    assert load(environ={"HOME": str(tmp_path)}, config_file=file)["memory"] == 64 << 20
+
+
 def test_home_of_somebody_unknown() -> None:
     for arguments in ({"log_file": "~nobody-has-this-name/log"}, {"backing": "a=~nobody-has-this-name"}):
         with pytest.raises(config.ConfigError, match="is not allowed"):

@@ -279,3 +279,14 @@ def test_drivers_of_this_machine() -> None:
     assert [isinstance(driver, Driver) for driver in found] == [True] * 3
     assert found[2].devices
     assert all(driver.devices or driver.reason for driver in found)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_modules_in_the_current_directory_are_not_imported(tmp_path: Path) -> None:
+    """They may be another user's, and root runs the command."""
+    for name in ("json", "gpufs", "cffi", "sitecustomize", "usercustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\n")
+    os.chown(tmp_path, NOBODY, NOBODY)
+    for words in (["doctor"], ["status"], ["stats"]):
+        run(*GPUFS, *words, cwd=tmp_path, check=False)
+    assert not (tmp_path / "imported").exists()

@@ -7,11 +7,12 @@ import resource
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from gpufs.cli._python import python_module
 
 OK: Final = "ok"
 NOTE: Final = "note"  # works, and could be better
@@ -73,10 +74,10 @@ class Driver:
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
     """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
-    command = [sys.executable, "-m", "gpufs.cli._doctor_probe", *what]
+    command = [*python_module("gpufs.cli._doctor_probe"), *what]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_SECONDS, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", timeout=_PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {_PROBE_SECONDS:g} seconds"}

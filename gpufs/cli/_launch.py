@@ -15,8 +15,9 @@ from typing import IO, Any, NoReturn
 
 from gpufs import mounting
 from gpufs.cli._errors import Failure, complain
+from gpufs.cli._python import python_module
 
-DAEMON = (sys.executable, "-P", "-m", "gpufs.daemon")
+DAEMON = tuple(python_module("gpufs.daemon"))
 _GRACE = 3.0  # seconds between asking a process to end and ending it
 
 
@@ -48,6 +49,7 @@ def run_in_foreground(request: Request) -> NoReturn:
         file.write(request.encode())
         file.seek(0)
         os.dup2(file.fileno(), 0)
+    os.chdir("/")  # as in the background: relative entries of the module search path do not name the user's directory
     os.execv(DAEMON[0], [*DAEMON, request.mountpoint])
 
 
