@@ -9,7 +9,7 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
    (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``,
 4. the default.
 
-The user's file counts only where it and that directory belong to the user: sudo may leave root with another user's HOME.
+The user's file counts only where it and that directory are the user's: with sudo, HOME may be somebody else's.
 """
 
 import os

@@ -124,15 +124,16 @@ def _set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozens
 
 
 def _is_there(entry: mounting.MountEntry) -> bool:
-    """Whether this very mount can be seen: it may be gone, another may stand in its place, or hide it.
+    """Whether this very mount can be seen; also true where mountinfo cannot be read, so that unmounting it is tried."""
+    return _now(entry) is not None
 
-    So it seems, too, where nobody can look, for want of descriptors or memory: unmounting it tells.
-    """
+
+def _now(entry: mounting.MountEntry) -> mounting.MountEntry | None:
+    """This very mount where it is now, None if it is gone or hidden. The old entry where mountinfo cannot be read."""
     try:
-        now = mounting.entry_of(entry.mountpoint)
+        return mounting.entry_with(entry.identity)
     except OSError:
-        return True
-    return now is not None and now.identity == entry.identity
+        return entry
 
 
 @contextmanager
@@ -155,11 +156,11 @@ def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
 
 
 @contextmanager
-def _mounted(request: Request) -> Iterator[int]:
-    """The descriptor of a fresh mount, which is gone at the end, however that comes."""
+def _mounted(request: Request) -> Iterator[tuple[int, mounting.MountEntry]]:
+    """The descriptor of a fresh mount and its entry; it is unmounted at the end, however that comes."""
     try:
         with _nobody_else_mounts(request.mountpoint):
-            fd = mounting.mount(
+            fd, entry = mounting.mount(
                 request.mountpoint,
                 source=request.source,
                 allow_other=bool(request.config["allow_other"]),
@@ -167,16 +168,14 @@ def _mounted(request: Request) -> Iterator[int]:
             )
     except OSError as failure:
         raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
-    entry = None
     try:
-        entry = mounting.entry_of(request.mountpoint)
-        yield fd
+        yield fd, entry
     finally:
-        if entry is None or _is_there(entry):
+        if (now := _now(entry)) is not None:
             try:
-                mounting.unmount(request.mountpoint, lazy=True)
+                mounting.unmount(now.mountpoint, lazy=True)
             except OSError as failure:
-                if entry is None or _is_there(entry):  # else somebody was faster
+                if _is_there(entry):  # else somebody was faster
                     log.warning("%s", failure.strerror or failure)
 
 
@@ -229,14 +228,10 @@ class Daemon:
             if values["auto_unmount"]:
                 guard = parts.enter_context(supervision.Guard(self._request.mountpoint, values["log_file"]))
             try:
-                fuse_fd = parts.enter_context(_mounted(self._request))
+                fuse_fd, entry = parts.enter_context(_mounted(self._request))
             except BaseException:
                 os.close(relay_fd)
                 raise
-            entry = mounting.entry_of(self._request.mountpoint)
-            if entry is None:
-                os.close(relay_fd)
-                raise StartFailure(errno.EIO, f"{self._request.mountpoint}: mounted, but not in mountinfo")
             if guard is not None:
                 guard.watch(entry.identity)
             counters.belongs_to(entry.device)
@@ -470,12 +465,12 @@ class Daemon:
                     # Left behind at the end: the unmounting itself lets it go.
                     await threads.run(changes.wait, abandon_on_cancel=True)
                 seen = False
-                now = mounting.entry_of(entry.mountpoint)
+                now = mounting.entry_with(entry.identity)
             except OSError:  # no thread, no descriptor, no memory: what has changed is looked at later
                 await trio.sleep(_FLAGS_PAUSE)
                 continue
             seen = True
-            if now is not None and now.identity == entry.identity and now.flags != entry.flags:
+            if now is not None and now.flags != entry.flags:
                 entry = now
                 _set_access_times(mount, entry.flags)
 
@@ -493,11 +488,11 @@ class Daemon:
     async def _unmount(self, entry: mounting.MountEntry) -> None:
         """In peace, or by detaching where it stays in use. What else stands there now stays."""
         deadline = trio.current_time() + _BUSY_GRACE
-        while _is_there(entry):
+        while (now := _now(entry)) is not None:
             lazy = trio.current_time() >= deadline
             try:
                 await threads.run(
-                    functools.partial(mounting.unmount, entry.mountpoint, lazy=lazy), abandon_on_cancel=True
+                    functools.partial(mounting.unmount, now.mountpoint, lazy=lazy), abandon_on_cancel=True
                 )
                 return
             except OSError as failure:

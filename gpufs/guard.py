@@ -49,8 +49,8 @@ def main(pid: str, mountpoint: str, log_file: str) -> None:
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     from gpufs import mounting
 
-    entry = mounting.entry_of(mountpoint)
-    if entry is None or (said[0] and said[0] != entry.identity):
+    entry = mounting.entry_with(said[0]) if said[0] else mounting.entry_of(mountpoint)
+    if entry is None:
         return
     try:
         gone = mounting.unmount_dead(entry)
@@ -59,7 +59,7 @@ def main(pid: str, mountpoint: str, log_file: str) -> None:
         _tell(log_file, f"the daemon ({pid}) has died: {reason}: run gpufs umount {mountpoint}")
         return
     if gone:
-        _tell(log_file, f"the daemon ({pid}) has died: its mount at {mountpoint} was taken away")
+        _tell(log_file, f"the daemon ({pid}) has died: its mount at {entry.mountpoint} was taken away")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Mounting and unmounting: mount(2) as root, fusermount3 as a user, and the list of mounts in mountinfo.
+"""Mounting and unmounting: system calls as root, fusermount3 as a user, and the list of mounts in mountinfo.
 
-Nothing here touches a file of a mount, so nothing here can hang because a mount does.
+Nothing here touches a file of a mount, so nothing here can hang because a mount does. Root works on descriptors whose
+place has been checked: whoever owns a part of the path cannot redirect root by exchanging it for a symbolic link.
 """
 
 import ctypes
@@ -11,7 +12,8 @@ import select
 import shutil
 import socket
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,6 +39,24 @@ _USER_FLAGS: Final = frozenset({"ro", "noexec", "sync", "dirsync", "noatime"})
 _MS_NOSUID: Final = 2
 _MS_NODEV: Final = 4
 _MS_REMOUNT: Final = 32
+# The mount system calls that work on descriptors; libc wraps them only from glibc 2.36 on.
+_FSOPEN: Final = 430
+_FSCONFIG: Final = 431
+_FSMOUNT: Final = 432
+_MOVE_MOUNT: Final = 429
+_CLOEXEC: Final = 1  # of fsopen and fsmount
+_SET_FLAG: Final = 0  # commands of fsconfig
+_SET_STRING: Final = 1
+_CREATE: Final = 6
+_EMPTY_PATHS: Final = 0x44  # of move_mount: both descriptors are meant themselves
+# FLAGS in the form that fsmount takes: attributes of one mount. Relative access times are the default.
+_ATTRIBUTES: Final = {"ro": 1, "noexec": 8, "nodiratime": 0x80, "nosymfollow": 0x200000}
+_ATTRIBUTE_NOSUID: Final = 2
+_ATTRIBUTE_NODEV: Final = 4
+_ATTRIBUTE_NOATIME: Final = 0x10
+_ATTRIBUTE_STRICTATIME: Final = 0x20
+# FLAGS of the file system, which fsconfig takes by name.
+_FILE_SYSTEM_FLAGS: Final = ("ro", "sync", "dirsync", "lazytime")
 _MNT_FORCE: Final = 1
 _MNT_DETACH: Final = 2
 _UMOUNT_NOFOLLOW: Final = 8
@@ -47,6 +67,7 @@ _FUSERMOUNT_TIMEOUT: Final = 30.0
 _DESCRIPTOR_BYTES: Final = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,38 +106,39 @@ def _undo_escapes(text: str) -> str:
     return os.fsdecode(raw)
 
 
-def mounts(pid: str = "self") -> list[MountEntry]:
-    """The gpufs mounts that a process can see, dead ones as well; of several on one mountpoint the uppermost.
-
-    OSError where ``pid`` is another's process, or has ended.
-    """
-    found: dict[str, MountEntry | None] = {}
+def _listed(pid: str = "self") -> Iterator[MountEntry]:
+    """Every mount that a process can see, of any type, in the kernel's order."""
     with open(f"/proc/{pid}/mountinfo", errors="surrogateescape", newline="\n") as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
             separator = fields.index("-", 6)
             fstype, source, options = fields[separator + 1 : separator + 4]
-            mountpoint = _undo_escapes(fields[4])
-            found.pop(mountpoint, None)
-            if fstype == FILESYSTEM_TYPE:
-                found[mountpoint] = MountEntry(
-                    mountpoint,
-                    fields[2],
-                    _undo_escapes(source),
-                    options,
-                    fstype,
-                    int(fields[0]),
-                    frozenset(fields[5].split(",")),
-                )
-            else:
-                found[mountpoint] = None  # hides what is mounted below it there
-    return [entry for entry in found.values() if entry is not None]
+            yield MountEntry(
+                _undo_escapes(fields[4]),
+                fields[2],
+                _undo_escapes(source),
+                options,
+                fstype,
+                int(fields[0]),
+                frozenset(fields[5].split(",")),
+            )
+
+
+def mounts(pid: str = "self") -> list[MountEntry]:
+    """The gpufs mounts that a process can see, dead ones as well; of several on one mountpoint the uppermost.
+
+    OSError where ``pid`` is another's process, or has ended.
+    """
+    found: dict[str, MountEntry] = {}
+    for entry in _listed(pid):
+        found.pop(entry.mountpoint, None)  # each hides what was mounted there before it
+        found[entry.mountpoint] = entry
+    return [entry for entry in found.values() if entry.fstype == FILESYSTEM_TYPE]
 
 
 def mountpoints() -> list[str]:
     """Where this process can see anything mounted, of whatever kind."""
-    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
-        return [_undo_escapes(line.split(" ")[4]) for line in file]
+    return [entry.mountpoint for entry in _listed()]
 
 
 def entry_of(mountpoint: str) -> MountEntry | None:
@@ -124,15 +146,15 @@ def entry_of(mountpoint: str) -> MountEntry | None:
     return next((entry for entry in mounts() if entry.mountpoint == mountpoint), None)
 
 
+def entry_with(identity: str) -> MountEntry | None:
+    """The gpufs mount of this identity, wherever it is now: a directory above it may have been renamed."""
+    return next((entry for entry in mounts() if entry.identity == identity), None)
+
+
 def filesystem_type(device: int) -> str | None:
     """What kind of file system has this st_dev; None where no mount shows it under that number."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
-        for line in file:
-            fields = line.split(" ")
-            if fields[2] == number:
-                return fields[fields.index("-", 6) + 1]
-    return None
+    return next((entry.fstype for entry in _listed() if entry.device == number), None)
 
 
 class Changes:
@@ -165,23 +187,83 @@ def _bits(flags: Collection[str]) -> ctypes.c_ulong:
     return ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(flags)))
 
 
-def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
-    fd = _open_device()
-    options = f"fd={fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions"
-    if allow_other:
-        options += ",allow_other"
-    status = _libc.mount(
-        os.fsencode(source),
-        os.fsencode(mountpoint),
-        FILESYSTEM_TYPE.encode(),
-        _bits(flags),
-        options.encode(),
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    """A system call. OSError where it fails."""
+    result: int = _libc.syscall(
+        ctypes.c_long(number), *(ctypes.c_long(x) if isinstance(x, int) else x for x in arguments)
     )
-    if status != 0:
+    if result < 0:
         code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _attributes(flags: Collection[str]) -> int:
+    bits = _ATTRIBUTE_NOSUID | _ATTRIBUTE_NODEV | sum(bit for name, bit in _ATTRIBUTES.items() if name in flags)
+    if "strictatime" in flags:  # as for mount(2), of several ways to keep access times the strictest counts
+        return bits | _ATTRIBUTE_STRICTATIME
+    return bits | (_ATTRIBUTE_NOATIME if "noatime" in flags else 0)
+
+
+def _number_of(fd: int) -> int:
+    """The ID of the mount that a descriptor is of; asks its file system nothing."""
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["mnt_id"])
+
+
+def _open_directory(path: str) -> int:
+    """A directory for use in system calls. OSError where the path now leads elsewhere, through a symbolic link."""
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.readlink(f"/proc/self/fd/{fd}") != path:
+            raise OSError(errno.ELOOP, f"{path}: the path has just been changed to lead to another place")
+    except BaseException:
         os.close(fd)
-        raise OSError(code, f"{mountpoint}: mount failed: {os.strerror(code)}")
+        raise
     return fd
+
+
+def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> tuple[int, MountEntry]:
+    """Attaches a detached mount to the directory by descriptor, and undoes that if it is not at its place then."""
+    fuse = _open_device()
+    with ExitStack() as held:
+        opened = held.enter_context(ExitStack())
+        opened.callback(os.close, fuse)
+        try:
+            directory = _open_directory(mountpoint)
+            held.callback(os.close, directory)
+            context = _call(_FSOPEN, b"fuse", _CLOEXEC)
+            held.callback(os.close, context)
+            for name, value in (
+                ("source", source),
+                ("subtype", "gpufs"),
+                ("fd", str(fuse)),
+                ("rootmode", "40000"),
+                ("user_id", str(os.geteuid())),
+                ("group_id", str(os.getegid())),
+            ):
+                _call(_FSCONFIG, context, _SET_STRING, name.encode(), os.fsencode(value), 0)
+            named = [name for name in _FILE_SYSTEM_FLAGS if name in flags]
+            for name in ("default_permissions", *(["allow_other"] if allow_other else []), *named):
+                _call(_FSCONFIG, context, _SET_FLAG, name.encode(), None, 0)
+            _call(_FSCONFIG, context, _CREATE, None, None, 0)
+            mount = _call(_FSMOUNT, context, _CLOEXEC, _attributes(flags))
+            held.callback(os.close, mount)
+            _call(_MOVE_MOUNT, mount, b"", directory, b"", _EMPTY_PATHS)
+        except OSError as failure:
+            raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
+        try:
+            number = _number_of(mount)
+            entry = next((one for one in _listed() if one.number == number), None)
+            if entry is None or entry.mountpoint != mountpoint:
+                where = "nowhere" if entry is None else entry.mountpoint
+                raise OSError(errno.EIO, f"{mountpoint}: mount failed: it was moved while mounting (to {where})")
+        except BaseException:
+            _libc.umount2(f"/proc/self/fd/{mount}".encode(), _MNT_DETACH)
+            raise
+        opened.pop_all()
+        return fuse, entry
 
 
 def _option(text: str) -> str:
@@ -224,24 +306,49 @@ def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Colle
     raise OSError(errno.EPERM, f"{mountpoint}: {reason}")
 
 
-def mount(mountpoint: str, *, source: str = "gpufs", allow_other: bool = False, flags: Collection[str] = ()) -> int:
-    """Mounts an empty FUSE connection at ``mountpoint`` and returns its descriptor, close-on-exec and the caller's.
+def mount(
+    mountpoint: str, *, source: str = "gpufs", allow_other: bool = False, flags: Collection[str] = ()
+) -> tuple[int, MountEntry]:
+    """Mounts an empty FUSE connection at ``mountpoint``; returns its descriptor, which is close-on-exec, and the mount.
 
     ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev; ``flags``
-    are names of FLAGS. As root by mount(2), otherwise by fusermount3. OSError with one line for the user where that
+    are names of FLAGS. As root by system calls, otherwise by fusermount3. OSError with one line for the user where that
     cannot be; nothing is mounted then.
     """
     if os.geteuid() == 0:
         return _mount_directly(mountpoint, source, allow_other, flags)
-    return _mount_as_user(mountpoint, source, allow_other, flags)
+    fd = _mount_as_user(mountpoint, source, allow_other, flags)
+    try:
+        entry = entry_of(mountpoint)
+        if entry is None:
+            raise OSError(errno.EIO, f"{mountpoint}: mounted, but not in mountinfo")
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            unmount(mountpoint, lazy=True)
+        raise
+    return fd, entry
 
 
-def remount(mountpoint: str, flags: Collection[str]) -> None:
-    """Gives a mount other FLAGS; those that are not named are off. OSError, with one line: EBUSY, EPERM."""
-    status = _libc.mount(None, os.fsencode(mountpoint), None, ctypes.c_ulong(_bits(flags).value | _MS_REMOUNT), None)
-    if status != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{mountpoint}: remount failed: {os.strerror(code)}")
+@contextmanager
+def _opened(entry: MountEntry) -> Iterator[int]:
+    """A descriptor of the root of this very mount. OSError EINVAL where another one is mounted at its place."""
+    fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if _number_of(fd) != entry.number:
+            raise OSError(errno.EINVAL, f"{entry.mountpoint}: no longer this mount")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def remount(entry: MountEntry, flags: Collection[str]) -> None:
+    """Gives a mount other FLAGS; those that are not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
+    with _opened(entry) as fd:
+        bits = ctypes.c_ulong(_bits(flags).value | _MS_REMOUNT)
+        if _libc.mount(None, f"/proc/self/fd/{fd}".encode(), None, bits, None) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"{entry.mountpoint}: remount failed: {os.strerror(code)}")
 
 
 def abort(entry: MountEntry) -> bool:
@@ -266,38 +373,24 @@ def unmount_dead(entry: MountEntry) -> bool:
     Waits until a daemon that is ending has ended, or a living one has answered.
     """
     try:
-        fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as failure:
-        if failure.errno not in _DEAD:
-            return False
-        raise
-    try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
-            if f"mnt_id:\t{entry.number}\n" not in file.readlines():
-                return False
-        try:
-            os.fstatvfs(fd)
-            return False
-        except OSError as failure:
-            if failure.errno not in _DEAD:
-                return False
-        if os.geteuid() != 0:
+        with _opened(entry) as fd:
             try:
-                unmount(entry.mountpoint, lazy=True)
+                os.fstatvfs(fd)
+                return False
             except OSError as failure:
-                if failure.errno == errno.EINVAL:
-                    return False  # somebody else was faster
-                raise
+                if failure.errno not in _DEAD:
+                    return False
+            if os.geteuid() != 0:
+                unmount(entry.mountpoint, lazy=True)
+            # By the descriptor: whatever is mounted there in this moment stays.
+            elif _libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, f"{entry.mountpoint}: {os.strerror(code)}")
             return True
-        # By the descriptor: whatever is mounted there in this moment stays.
-        if _libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH) != 0:
-            code = ctypes.get_errno()
-            if code == errno.EINVAL:
-                return False  # somebody else was faster
-            raise OSError(code, f"{entry.mountpoint}: {os.strerror(code)}")
-        return True
-    finally:
-        os.close(fd)
+    except OSError as failure:
+        if failure.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False  # it has been unmounted, or its place has changed
+        raise
 
 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
@@ -308,9 +401,15 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
     """
     if os.geteuid() == 0:
         flags = _UMOUNT_NOFOLLOW | (_MNT_FORCE if force else 0) | (_MNT_DETACH if lazy else 0)
-        if _libc.umount2(os.fsencode(mountpoint), flags) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"{mountpoint}: {os.strerror(code)}")
+        # By way of the directory above it: a descriptor of the mount itself would keep it busy.
+        folder, name = os.path.split(mountpoint)
+        above = _open_directory(folder)
+        try:
+            if _libc.umount2(os.fsencode(f"/proc/self/fd/{above}/{name}"), flags) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, f"{mountpoint}: {os.strerror(code)}")
+        finally:
+            os.close(above)
         return
     program = shutil.which("fusermount3")
     if program is None:

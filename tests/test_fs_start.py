@@ -86,11 +86,11 @@ STEPS = {
     "io": "engine.io_configure = fail",
     "relay": "engine.relay_pair = crash",
     "mount": "mounting.mount = fail",
-    "mountinfo": "mounting.entry_of = lambda path: None",
+    "mountinfo": "mounting._listed = lambda: iter(())",
     "mountinfo that cannot be read": (
         "old = mounting.mount\n"
         "def mount(*arguments, **named):\n"
-        "    mounting.entry_of = fail\n"
+        "    mounting._listed = fail\n"
         "    return old(*arguments, **named)\n"
         "mounting.mount = mount"
     ),
@@ -281,6 +281,60 @@ def test_of_two_for_one_place_the_second_is_refused(mountpoint: str, tmp_path: P
         code, answers, said = started.result()
     assert code == 0, said
     assert answers[0]["ok"] is True
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts as root")
+@pytest.mark.parametrize("exchanged", ["the mountpoint", "a directory above it", "a directory above it, later"])
+def test_a_path_exchanged_for_a_link_does_not_redirect_the_mount(tmp_path: Path, exchanged: str) -> None:
+    """Its owner does that while root mounts, after the path was checked."""
+    mountpoint, elsewhere = tmp_path / "owned/mnt", tmp_path / "private"
+    mountpoint.mkdir(parents=True)
+    (elsewhere / "mnt").mkdir(parents=True)
+    place, target = (mountpoint, elsewhere) if exchanged == "the mountpoint" else (mountpoint.parent, elsewhere)
+    # "later": once the daemon has a descriptor of the directory.
+    moment = "os.readlink" if "later" in exchanged else "os.open"
+    patch = (
+        f"old = {moment}\n"
+        "def wrapped(path, *arguments, **named):\n"
+        "    done = old(path, *arguments, **named)\n"
+        f"    if str(path) == '/dev/fuse' or str(done) == {str(mountpoint)!r}:\n"
+        f"        {moment} = old\n"
+        f"        os.rename({str(place)!r}, {str(tmp_path / 'old')!r})\n"
+        f"        os.symlink({str(target)!r}, {str(place)!r})\n"
+        "    return done\n"
+        f"{moment} = wrapped"
+    )
+    try:
+        code, answers, said = start(str(mountpoint), patch)
+        assert place.is_symlink()
+        assert code == 1, said
+        assert answers[0]["error"]
+        assert str(answers[0]["message"]).startswith(f"{mountpoint}: mount failed: ")
+        assert "\n" not in str(answers[0]["message"])
+    finally:
+        left = [path for path in mounting.mountpoints() if path.startswith(str(tmp_path))]
+        for path in left:
+            mounting.unmount(path, lazy=True)
+    assert not left
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts as root")
+def test_a_mount_whose_parent_was_renamed_is_unmounted_at_its_new_place(tmp_path: Path) -> None:
+    mountpoint = tmp_path / "before/mnt"
+    mountpoint.mkdir(parents=True)
+    patch = (
+        "old_give = daemon.Answer.give\n"
+        "def give(self, fields):\n"
+        "    given = old_give(self, fields)\n"
+        f"    os.rename({str(tmp_path / 'before')!r}, {str(tmp_path / 'after')!r})\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return given\n"
+        "daemon.Answer.give = give"
+    )
+    code, answers, said = start(str(mountpoint), patch)
+    assert code == 0, said
+    assert answers[0]["ok"] is True
+    assert not [path for path in mounting.mountpoints() if path.startswith(str(tmp_path))]
 
 
 def test_a_copy_service_that_fails_costs_no_mount(mountpoint: str) -> None:

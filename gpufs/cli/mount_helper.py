@@ -70,7 +70,7 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
         if wanted != running.get(name):
             raise Failure(f"mount option {name} cannot be changed by a remount: unmount {path} and mount it again", 2)
     try:
-        mounting.remount(entry.mountpoint, given.flags)
+        mounting.remount(entry, given.flags)
     except OSError as error:
         hint = " (files are open for writing)" if "ro" in given.flags else ""
         raise Failure(f"{error.strerror}{hint}") from None
