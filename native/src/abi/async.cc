@@ -27,8 +27,6 @@ constexpr std::uint32_t kKnownFlags =
 // Of an engine at most: one fails, and not the system, when something submits for ever.
 constexpr std::uint64_t kMostOperations = std::uint64_t{1} << 22;
 
-Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
-
 // A wait that overflowed the clock would end at once.
 std::chrono::milliseconds patience_of(std::int64_t milliseconds) {
   constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
@@ -146,10 +144,8 @@ using gpufs::Status;
 extern "C" {
 
 gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_options* options) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (options == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
     gpufs::AsyncOptions wanted;
     if (options->operations > gpufs::kMostOperations) return Status(EINVAL, "operations must be at most 4194304");
     if (options->stream_depth > gpufs::kMostOperations) return Status(EINVAL, "stream_depth must be at most 4194304");
@@ -161,7 +157,7 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
     }
     if (options->stream_waits == GPUFS_OFF) wanted.stream_waits = gpufs::Switch::kOff;
     bool made = false;
-    Result<std::shared_ptr<AsyncEngine>> operations = gpufs::operations_with(*found.value(), wanted, &made);
+    Result<std::shared_ptr<AsyncEngine>> operations = gpufs::operations_with(found, wanted, &made);
     if (!operations.ok()) return operations.status();
     return made ? Status{} : Status(EBUSY, "streams or queues of this engine have been used already");
   });
@@ -195,33 +191,27 @@ gpufs_status gpufs_stream_register(gpufs_handle engine, int32_t device, uint64_t
 }
 
 gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info) {
-  return guarded([&]() -> Status {
+  return gpufs::with<OperationStream>(stream, [&](OperationStream& found) -> Status {
     if (info == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<OperationStream>> found = HandleTable::instance().get<OperationStream>(stream);
-    if (!found.ok()) return found.status();
     *info = {};
-    info->native = found.value()->native();
-    info->outstanding = found.value()->outstanding();
-    info->device = found.value()->device()->info().index;
-    info->flags = gpufs::flags_of(found.value()->promises());
-    info->waits_for_values = found.value()->waits_for_values() ? 1 : 0;
+    info->native = found.native();
+    info->outstanding = found.outstanding();
+    info->device = found.device()->info().index;
+    info->flags = gpufs::flags_of(found.promises());
+    info->waits_for_values = found.waits_for_values() ? 1 : 0;
     return {};
   });
 }
 
 gpufs_status gpufs_stream_call(gpufs_handle stream, void (*function)(void*), void* argument) {
-  return guarded([&]() -> Status {
+  return gpufs::with<OperationStream>(stream, [&](OperationStream& found) -> Status {
     if (function == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<OperationStream>> found = HandleTable::instance().get<OperationStream>(stream);
-    return found.ok() ? found.value()->call(function, argument) : found.status();
+    return found.call(function, argument);
   });
 }
 
 gpufs_status gpufs_stream_synchronize(gpufs_handle stream) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<OperationStream>> found = HandleTable::instance().get<OperationStream>(stream);
-    return found.ok() ? found.value()->synchronize() : found.status();
-  });
+  return gpufs::with<OperationStream>(stream, [&](OperationStream& found) -> Status { return found.synchronize(); });
 }
 
 gpufs_status gpufs_stream_close(gpufs_handle stream) {
@@ -234,11 +224,9 @@ gpufs_status gpufs_stream_close(gpufs_handle stream) {
 
 gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
                                  void** memory, uint64_t* device_address) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (pinned == nullptr || memory == nullptr || device_address == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
-    Result<std::shared_ptr<gpufs::DeviceContext>> context = found.value()->device(device);
+    Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     Result<std::shared_ptr<PinnedBlock>> made = gpufs::take_block(context.value(), static_cast<std::size_t>(bytes));
     if (!made.ok()) return made.status();
@@ -281,14 +269,12 @@ gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_hand
 
 gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* operations, uint64_t count, uint64_t* ids,
                                 uint64_t* bad) {
-  return guarded([&]() -> Status {
+  return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (operations == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
-    if (!found.ok()) return found.status();
     std::vector<gpufs::CompletionQueue::Entry> entries;
     entries.reserve(static_cast<std::size_t>(std::min(count, gpufs::kMostOperations)));
     for (std::uint64_t number = 0; number < count; ++number) {
-      Result<gpufs::CompletionQueue::Entry> entry = gpufs::entry_from(*found.value(), operations[number]);
+      Result<gpufs::CompletionQueue::Entry> entry = gpufs::entry_from(found, operations[number]);
       if (!entry.ok()) {
         if (bad != nullptr) *bad = number;
         return entry.status();
@@ -298,7 +284,7 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
     std::vector<std::uint64_t> given;
     given.reserve(entries.size());
     std::size_t first_bad = 0;
-    Status status = found.value()->queue->submit(std::move(entries), &given, &first_bad);
+    Status status = found.queue->submit(std::move(entries), &given, &first_bad);
     if (bad != nullptr) *bad = first_bad;
     if (status.ok() && ids != nullptr) std::copy(given.begin(), given.end(), ids);
     return status;
@@ -307,13 +293,11 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
 
 gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completions, uint64_t capacity, uint64_t fewest,
                                  int64_t timeout_ms, uint64_t* collected) {
-  return guarded([&]() -> Status {
+  return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (collected == nullptr || (completions == nullptr && capacity > 0)) return gpufs::null_argument();
-    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
-    if (!found.ok()) return found.status();
     const std::vector<gpufs::Completion> over =
-        found.value()->queue->collect(static_cast<std::size_t>(std::min(fewest, capacity)),
-                                      static_cast<std::size_t>(capacity), gpufs::patience_of(timeout_ms));
+        found.queue->collect(static_cast<std::size_t>(std::min(fewest, capacity)), static_cast<std::size_t>(capacity),
+                             gpufs::patience_of(timeout_ms));
     for (std::size_t number = 0; number < over.size(); ++number) {
       gpufs::fill_completion(over[number], completions[number]);
     }
@@ -323,11 +307,9 @@ gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completio
 }
 
 gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_t* uncollected) {
-  return guarded([&]() -> Status {
+  return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (under_way == nullptr || uncollected == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
-    if (!found.ok()) return found.status();
-    const gpufs::CompletionQueue::Counts counts = found.value()->queue->counts();
+    const gpufs::CompletionQueue::Counts counts = found.queue->counts();
     *under_way = counts.under_way;
     *uncollected = counts.uncollected;
     return {};
@@ -335,28 +317,21 @@ gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_
 }
 
 gpufs_status gpufs_queue_event_fd(gpufs_handle queue, int* fd) {
-  return guarded([&]() -> Status {
+  return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (fd == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
-    if (!found.ok()) return found.status();
-    Result<int> event = found.value()->queue->event_fd();
+    Result<int> event = found.queue->event_fd();
     if (event.ok()) *fd = event.value();
     return event.status();
   });
 }
 
 gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
-    return found.ok() ? found.value()->queue->cancel(id) : found.status();
-  });
+  return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status { return found.queue->cancel(id); });
 }
 
 gpufs_status gpufs_queue_close(gpufs_handle queue) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<QueueEntry>> found = HandleTable::instance().get<QueueEntry>(queue);
-    if (!found.ok()) return found.status();
-    Status closed = found.value()->queue->close();
+  return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+    Status closed = found.queue->close();
     return closed.ok() ? HandleTable::instance().take<QueueEntry>(queue).status() : closed;
   });
 }

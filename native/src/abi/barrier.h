@@ -5,10 +5,12 @@
 
 #include <cerrno>
 #include <exception>
+#include <memory>
 #include <new>
 #include <type_traits>
 #include <utility>
 
+#include "abi/handles.h"
 #include "base/status.h"
 #include "gpufs.h"
 
@@ -34,6 +36,18 @@ gpufs_status guarded(Body&& body) noexcept {
   } catch (...) {
     return report(Status(EIO, ""));
   }
+}
+
+// The one answer to a null pointer where the interface needs one.
+inline Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
+
+// Runs `body` on the object behind a handle: body(T&) returns a Status. EBADF if the handle does not name a T.
+template <typename T, typename Body>
+gpufs_status with(gpufs_handle handle, Body&& body) noexcept {
+  return guarded([&]() -> Status {
+    Result<std::shared_ptr<T>> found = HandleTable::instance().get<T>(handle);
+    return found.ok() ? std::forward<Body>(body)(*found.value()) : found.status();
+  });
 }
 
 }  // namespace gpufs

@@ -14,23 +14,6 @@
 #include "gpufs.h"
 #include "memory/host_transfer.h"
 
-namespace gpufs {
-namespace {
-
-Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
-
-// Runs `body` on the buffer behind a handle.
-template <typename Body>
-gpufs_status on_buffer(gpufs_handle handle, Body&& body) noexcept {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Buffer>> found = HandleTable::instance().get<Buffer>(handle);
-    return found.ok() ? body(*found.value()) : found.status();
-  });
-}
-
-}  // namespace
-}  // namespace gpufs
-
 using gpufs::Buffer;
 using gpufs::guarded;
 using gpufs::HandleTable;
@@ -40,11 +23,9 @@ using gpufs::Status;
 extern "C" {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
-  return guarded([&]() -> Status {
+  return gpufs::with<gpufs::Engine>(engine, [&](gpufs::Engine& owner) -> Status {
     if (buffer == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<gpufs::Engine>> owner = HandleTable::instance().get<gpufs::Engine>(engine);
-    if (!owner.ok()) return owner.status();
-    Result<std::shared_ptr<gpufs::DeviceContext>> context = owner.value()->device(device);
+    Result<std::shared_ptr<gpufs::DeviceContext>> context = owner.device(device);
     if (!context.ok()) return context.status();
     Result<std::shared_ptr<Buffer>> created = Buffer::create(context.take());
     if (!created.ok()) return created.status();
@@ -59,7 +40,7 @@ gpufs_status gpufs_buffer_close(gpufs_handle buffer) {
 }
 
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (info == nullptr) return gpufs::null_argument();
     *info = {found.size(), found.bytes_held(), found.device()->info().index};
     return {};
@@ -67,11 +48,11 @@ gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info)
 }
 
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) { return found.resize(size); });
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) { return found.resize(size); });
 }
 
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     const bool keep_size = (mode & GPUFS_KEEP_SIZE) != 0;
     switch (mode & ~static_cast<std::uint32_t>(GPUFS_KEEP_SIZE)) {
       case 0:
@@ -88,7 +69,7 @@ gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t 
 }
 
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* position) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (position == nullptr) return gpufs::null_argument();
     if (whence != GPUFS_SEEK_DATA && whence != GPUFS_SEEK_HOLE) return Status(EINVAL, "not SEEK_DATA or SEEK_HOLE");
     const Result<std::uint64_t> result = whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset);
@@ -99,7 +80,7 @@ gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t off
 
 gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes,
                                uint64_t* done) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (done == nullptr || (destination == nullptr && bytes > 0)) return gpufs::null_argument();
     *done = 0;
     const Result<std::size_t> count =
@@ -111,7 +92,7 @@ gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* desti
 
 gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
                                 uint64_t* done) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (done == nullptr || (source == nullptr && bytes > 0)) return gpufs::null_argument();
     *done = 0;
     const Result<std::size_t> count =
@@ -122,7 +103,7 @@ gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void
 }
 
 gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address) {
-  return gpufs::on_buffer(buffer, [&](Buffer& found) -> Status {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (address == nullptr) return gpufs::null_argument();
     const Result<gpufs::DeviceAddress> promised = found.pin_address(maximum_bytes);
     if (promised.ok()) *address = promised.value();

@@ -171,10 +171,6 @@ Status Engine::close() {
 
 namespace {
 
-Result<std::shared_ptr<Engine>> find(gpufs_handle handle) { return HandleTable::instance().get<Engine>(handle); }
-
-Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
-
 Result<LockPolicy> lock_policy_from(std::int32_t value) {
   switch (value) {
     case GPUFS_LOCK_AUTO:
@@ -242,28 +238,24 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
 }
 
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (json == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    return found.ok() ? found.value()->counters().describe(json) : found.status();
+    return found.counters().describe(json);
   });
 }
 
 gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (found.ok()) found.value()->publish_gauges();
-    return found.status();
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+    found.publish_gauges();
+    return {};
   });
 }
 
 gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (needed == nullptr || (data == nullptr && capacity > 0)) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (!found.ok()) return found.status();
-    found.value()->publish_gauges();
-    const std::string_view bytes = found.value()->counters().bytes();
+    found.publish_gauges();
+    const std::string_view bytes = found.counters().bytes();
     *needed = bytes.size();
     if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more room");
     std::memcpy(data, bytes.data(), bytes.size());
@@ -272,20 +264,17 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
 }
 
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (count == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (found.ok()) *count = static_cast<int32_t>(found.value()->device_count());
-    return found.status();
+    *count = static_cast<int32_t>(found.device_count());
+    return {};
   });
 }
 
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (info == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (!found.ok()) return found.status();
-    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.value()->device(device);
+    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     const gpufs::DeviceInfo& known = context.value()->info();
     gpufs::fill(info->name, known.name);
@@ -300,11 +289,9 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
 }
 
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (memory == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (!found.ok()) return found.status();
-    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.value()->device(device);
+    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     *memory = {};
     memory->held_bytes = context.value()->held_bytes();
@@ -324,28 +311,22 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
 }
 
 gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t bytes, int32_t read_only) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (!found.ok()) return found.status();
-    return found.value()->host_locks()->lock(
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+    return found.host_locks()->lock(
         address, bytes, read_only != 0 ? gpufs::HostLocks::Access::kSource : gpufs::HostLocks::Access::kBoth);
   });
 }
 
 gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    return found.ok() ? found.value()->host_locks()->unlock(address, bytes) : found.status();
-  });
+  return gpufs::with<Engine>(engine,
+                             [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
 }
 
 gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
                                       gpufs_host_lock_info* info) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (info == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Engine>> found = gpufs::find(engine);
-    if (!found.ok()) return found.status();
-    const Result<gpufs::HostLocks::Info> known = found.value()->host_locks()->info(address, bytes);
+    const Result<gpufs::HostLocks::Info> known = found.host_locks()->info(address, bytes);
     if (!known.ok()) return known.status();
     *info = {known.value().whole.start, known.value().whole.bytes(), known.value().references,
              known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0};

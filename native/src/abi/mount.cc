@@ -109,10 +109,6 @@ class Mount {
   std::unique_ptr<fuse::Session> session_;  // uses the table, so it goes first
 };
 
-Result<std::shared_ptr<Mount>> find(gpufs_handle handle) { return HandleTable::instance().get<Mount>(handle); }
-
-Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
-
 }  // namespace
 }  // namespace gpufs
 
@@ -172,18 +168,13 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
 }
 
 gpufs_status gpufs_mount_start(gpufs_handle mount) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->session().start() : found.status();
-  });
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.session().start(); });
 }
 
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fd == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    *fd = found.value()->session().ended_fd();
+    *fd = found.session().ended_fd();
     return {};
   });
 }
@@ -199,11 +190,9 @@ gpufs_status gpufs_mount_close(gpufs_handle mount) {
 }
 
 gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (needed == nullptr || (text == nullptr && capacity > 0)) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    const std::string json = found.value()->session().statistics();
+    const std::string json = found.session().statistics();
     *needed = json.size() + 1;
     if (capacity < *needed) return Status(ERANGE, "the statistics need " + std::to_string(*needed) + " bytes");
     std::memcpy(text, json.c_str(), json.size() + 1);
@@ -212,9 +201,7 @@ gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t cap
 }
 
 gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     gpufs::fuse::AccessTimes wanted{};
     switch (policy) {
       case GPUFS_RELATIME:
@@ -229,32 +216,26 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
       default:
         return Status(EINVAL, "no policy of access times");
     }
-    found.value()->table().set_access_times(wanted, not_directories != 0);
+    found.table().set_access_times(wanted, not_directories != 0);
     return {};
   });
 }
 
 gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (attributes == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->table().add(*attributes, parent, umask) : found.status();
+    return found.table().add(*attributes, parent, umask);
   });
 }
 
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->table().remove(ino) : found.status();
-  });
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().remove(ino); });
 }
 
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (attributes == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
     *attributes = inode->attributes();
     return {};
@@ -265,7 +246,7 @@ gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_in
   return guarded([&]() -> Status {
     using gpufs::observe::Flow;
     if (activity == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
+    Result<std::shared_ptr<Mount>> found = HandleTable::instance().get<Mount>(mount);
     if (!found.ok()) return found.status();
     const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
@@ -279,72 +260,59 @@ gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_in
 }
 
 gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (attributes == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->table().set(ino, set, attributes) : found.status();
+    return found.table().set(ino, set, attributes);
   });
 }
 
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    found.value()->table().was_read(*inode);
+    found.table().was_read(*inode);
     return {};
   });
 }
 
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
     inode->was_written(gpufs::fuse::SetIdLoss::kExecutable);
-    return found.value()->session().invalidate_inode(ino);
+    return found.session().invalidate_inode(ino);
   });
 }
 
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    Result<std::uint64_t> opened = found.value()->table().open(ino, flags);
+    Result<std::uint64_t> opened = found.table().open(ino, flags);
     if (opened.ok()) *fh = opened.value();
     return opened.status();
   });
 }
 
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    Result<std::uint64_t> opened = found.value()->session().backing_files().open(ino, fd);
+    Result<std::uint64_t> opened = found.session().backing_files().open(ino, fd);
     if (opened.ok()) *fh = opened.value();
     return opened.status();
   });
 }
 
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.value()->session().backing_files().release(fh);
-    return found.value()->table().release(fh);
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.session().backing_files().release(fh);
+    return found.table().release(fh);
   });
 }
 
 gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (buffer == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
+    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
     if (!inode->buffer()) {
       const bool directory = (inode->attributes().mode & 0170000) == 0040000;
@@ -357,19 +325,13 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
 }
 
 gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    return found.ok() ? found.value()->session().invalidate_inode(ino) : found.status();
-  });
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.session().invalidate_inode(ino); });
 }
 
 gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes) {
-  return guarded([&]() -> Status {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (name == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = gpufs::find(mount);
-    if (!found.ok()) return found.status();
-    return found.value()->session().invalidate_entry(parent,
-                                                     std::string_view(name, static_cast<std::size_t>(name_bytes)));
+    return found.session().invalidate_entry(parent, std::string_view(name, static_cast<std::size_t>(name_bytes)));
   });
 }
 }

@@ -181,34 +181,28 @@ using gpufs::Transfer;
 using gpufs::TransferEngine;
 
 gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options) {
-  return guarded([&]() -> Status {
-    if (options == nullptr) return Status(EINVAL, "no options were given");
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+    if (options == nullptr) return gpufs::null_argument();
     Result<gpufs::IoOptions> wanted = gpufs::options_from(*options);
     if (!wanted.ok()) return wanted.status();
     bool made = false;
-    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::transfers_with(*found.value(), wanted.value(), &made);
+    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::transfers_with(found, wanted.value(), &made);
     if (!transfers.ok()) return transfers.status();
     return made ? Status{} : Status(EBUSY, "transfers of this engine have been used already");
   });
 }
 
 gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
-    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(*found.value());
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(found);
     if (!transfers.ok()) return transfers.status();
     return gpufs::copy_text(transfers.value()->statistics_json(), text, capacity, needed);
   });
 }
 
 gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing) {
-  return guarded([&]() -> Status {
-    if (backing == nullptr) return Status(EINVAL, "no place for the handle");
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
+  return gpufs::with<Engine>(engine, [&](Engine& /*owner*/) -> Status {
+    if (backing == nullptr) return gpufs::null_argument();
     Result<std::shared_ptr<BackingFile>> file = BackingFile::open(fd);
     if (!file.ok()) return file.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<BackingFile>(file.take(), engine);
@@ -223,17 +217,15 @@ gpufs_status gpufs_backing_close(gpufs_handle backing) {
 }
 
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info) {
-  return guarded([&]() -> Status {
-    if (info == nullptr) return Status(EINVAL, "no place for the information");
-    Result<std::shared_ptr<BackingFile>> file = HandleTable::instance().get<BackingFile>(backing);
-    if (!file.ok()) return file.status();
-    const gpufs::BackingFacts& facts = file.value()->facts();
+  return gpufs::with<BackingFile>(backing, [&](BackingFile& file) -> Status {
+    if (info == nullptr) return gpufs::null_argument();
+    const gpufs::BackingFacts& facts = file.facts();
     *info = {};
     facts.file_system.copy(info->file_system, sizeof info->file_system - 1);
     info->block_device = facts.block_device ? 1 : 0;
     info->readable = facts.readable ? 1 : 0;
     info->writable = facts.writable ? 1 : 0;
-    info->direct = file.value()->direct_fd() >= 0 ? 1 : 0;
+    info->direct = file.direct_fd() >= 0 ? 1 : 0;
     info->offset_align = facts.offset_align;
     info->memory_align = facts.memory_align;
     info->fastpath_refusals = facts.fastpath_refusals;
@@ -274,13 +266,11 @@ const char* gpufs_refusal_name(int32_t bit) {
 }
 
 gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer) {
-  return guarded([&]() -> Status {
-    if (request == nullptr || transfer == nullptr) return Status(EINVAL, "no request or no place for the handle");
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
-    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(*found.value());
+  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+    if (request == nullptr || transfer == nullptr) return gpufs::null_argument();
+    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(found);
     if (!transfers.ok()) return transfers.status();
-    Result<gpufs::TransferRequest> wanted = gpufs::transfer_request_from(*found.value(), *request);
+    Result<gpufs::TransferRequest> wanted = gpufs::transfer_request_from(found, *request);
     if (!wanted.ok()) return wanted.status();
     Result<std::shared_ptr<Transfer>> started = transfers.value()->start(wanted.value());
     if (!started.ok()) return started.status();
@@ -297,16 +287,14 @@ gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_requ
 }
 
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
-    if (!found.ok()) return found.status();
+  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
     bool ended = true;
     if (timeout_ms < 0) {
-      found.value()->wait();
+      found.wait();
     } else {
       // A wait that overflowed the clock would end at once.
       constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
-      ended = found.value()->wait(std::chrono::milliseconds(std::min(timeout_ms, kLongest)));
+      ended = found.wait(std::chrono::milliseconds(std::min(timeout_ms, kLongest)));
     }
     if (done != nullptr) *done = ended ? 1 : 0;
     return {};
@@ -314,40 +302,32 @@ gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int3
 }
 
 gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress) {
-  return guarded([&]() -> Status {
-    if (progress == nullptr) return Status(EINVAL, "no place for the progress");
-    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
-    if (!found.ok()) return found.status();
-    gpufs::fill_progress(found.value()->progress(), *progress);
+  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    if (progress == nullptr) return gpufs::null_argument();
+    gpufs::fill_progress(found.progress(), *progress);
     return {};
   });
 }
 
 gpufs_status gpufs_transfer_result(gpufs_handle transfer) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
-    if (!found.ok()) return found.status();
-    const gpufs::TransferProgress progress = found.value()->progress();
+  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    const gpufs::TransferProgress progress = found.progress();
     if (progress.state != gpufs::TransferState::kDone) return Status(EINPROGRESS, "the transfer is still running");
     return progress.status;
   });
 }
 
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
-    if (!found.ok()) return found.status();
-    found.value()->cancel();
+  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    found.cancel();
     return {};
   });
 }
 
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
-  return guarded([&]() -> Status {
-    if (fd == nullptr) return Status(EINVAL, "no place for the descriptor");
-    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
-    if (!found.ok()) return found.status();
-    Result<int> event = found.value()->event_fd();
+  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    if (fd == nullptr) return gpufs::null_argument();
+    Result<int> event = found.event_fd();
     if (!event.ok()) return event.status();
     *fd = event.value();
     return {};
@@ -355,10 +335,8 @@ gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
 }
 
 gpufs_status gpufs_transfer_close(gpufs_handle transfer) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<Transfer>> found = HandleTable::instance().get<Transfer>(transfer);
-    if (!found.ok()) return found.status();
-    Status closed = found.value()->close();
+  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    Status closed = found.close();
     return closed.ok() ? HandleTable::instance().take<Transfer>(transfer).status() : closed;
   });
 }
