@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -25,7 +24,6 @@ from support.mounting import GPUFS, Mounter
 from support.processes import run
 
 from gpufs import engine, statistics
-from gpufs.engine._automatic_locks import AutomaticLocks
 
 REPOSITORY = Path(__file__).parent.parent
 FAKES = REPOSITORY / "build/cmake/native/tests"
@@ -434,60 +432,6 @@ def test_what_another_library_locked(tmp_path: Path, fake: str) -> None:
 
 
 @both
-def test_arrays_that_are_used_again_and_again(tmp_path: Path, fake: str) -> None:
-    over_fake(
-        tmp_path,
-        fake,
-        """
-        with engine.Engine(driver) as gpu, engine.Buffer(gpu) as buffer:
-            def copy(times, memory):
-                for _ in range(times):
-                    buffer.write(0, memory)
-
-            data = numpy.zeros(4 * MIB, dtype=numpy.uint8)
-            copy(2, data)
-            assert calls() == (0, 0, 0, 2), calls()
-            copy(2, data)
-            assert calls() == (1, 0, 2, 2), calls()
-            buffer.read(0, data)
-            assert calls() == (1, 0, 3, 2), calls()
-            copy(3, data[MIB:])  # inside: the same pinning
-            assert calls()[0] == 1
-            assert locked(gpu) == 4 * MIB
-            del data
-            assert locked(gpu) == 0 and calls()[:2] == (1, 1), calls()
-            # Parts of an array count as far as they go; it is locked whole, and what the program locks is inside.
-            parted = numpy.zeros(8 * MIB, dtype=numpy.uint8)
-            copy(11, parted[MIB : 3 * MIB])
-            assert locked(gpu) == 0 and calls()[:2] == (1, 1), calls()
-            copy(2, parted[MIB : 3 * MIB])
-            assert locked(gpu) == 8 * MIB and calls()[:2] == (2, 1), calls()
-            for mine in (parted, parted[2 * MIB : 5 * MIB], parted[5:]):
-                engine.HostLock(gpu, mine).unlock()
-            assert locked(gpu) == 8 * MIB and calls()[:2] == (2, 1), calls()
-            del parted, mine
-            assert locked(gpu) == 0 and calls()[:2] == (2, 2), calls()
-            # Small arrays, and memory whose end nobody sees, are left alone.
-            copy(9, numpy.zeros(MIB // 2, dtype=numpy.uint8))
-            kept = bytearray(4 * MIB)
-            copy(9, kept)
-            copy(9, numpy.frombuffer(kept, dtype=numpy.uint8))
-            assert calls()[:2] == (2, 2), calls()
-            # One that cannot be locked is not tried again, and copied all the same.
-            stubborn = numpy.ones(4 * MIB, dtype=numpy.uint8)
-            fail(0, 2, 100)
-            copy(9, stubborn)
-            assert calls()[0] == 3 and buffer.read_bytes(0, 3) == b"\\x01" * 3
-        kept = None
-        with engine.Engine(driver, lock_policy="off") as gpu, engine.Buffer(gpu) as buffer:
-            for _ in range(9):
-                buffer.write(0, stubborn)
-            assert calls()[0] == 3
-        """,
-    )
-
-
-@both
 def test_memory_that_is_mapped_for_reading_only(tmp_path: Path, fake: str) -> None:
     over_fake(
         tmp_path,
@@ -570,28 +514,3 @@ def test_requests_whose_memory_cannot_be_locked(mount: Mounter, tmp_path: Path) 
     assert "mandatory" in failed.stderr
     assert "lock less" in failed.stderr
     assert not os.path.ismount(tmp_path)
-
-
-def test_a_forked_child_never_waits_for_the_list_of_automatic_locks() -> None:
-    """An array may go in the child whatever other threads of the parent were doing when it was forked."""
-    locks = AutomaticLocks(0)
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with locks._lock:
-            held.set()
-            done.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        locks._gone(1)
-        os._exit(0)
-    try:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        done.set()
-        holder.join()

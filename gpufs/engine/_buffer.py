@@ -88,9 +88,6 @@ class Buffer(Handle):
     def _move(self, call: Any, offset: int, memory: Any, *, writable: bool) -> int:
         host = host_range(memory, writable=writable)
         try:
-            automatic = self.engine._automatic_locks
-            if automatic is not None:
-                automatic.seen(memory, host)
             done = ffi.new("uint64_t *")
             check(call(self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes, done))
         finally:

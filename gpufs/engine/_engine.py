@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
-from gpufs.engine._automatic_locks import AutomaticLocks
 from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._in_use import Users
 from gpufs.engine._native import ffi, lib
@@ -94,17 +93,15 @@ class Engine(Handle):
     ``statistics_path``: a file that the counters live in (docs/statistics.md), made anew and left at the end.
     ``keep_freed``: seconds for which a GPU's memory is kept after a buffer has given it back, for whoever takes as much
     next: the driver clears what it gets back, which slows copies down meanwhile. 0: given back at once.
-    ``lock_policy`` says when host memory is locked without a :class:`HostLock`: "auto" locks numpy arrays that own
-    their memory, once three times their bytes are copied from or to in pieces of 1 MiB and more, until they go; a
-    quarter of the machine's memory at most (GPUs only); "off" never does; "mandatory" locks whatever is copied
-    from or to for as long as that takes, and the copy fails where it cannot.
+    ``lock_policy`` "mandatory" locks the host memory of every copy for as long as the copy takes, and the copy fails
+    if that is impossible. With "auto" and "off" only a :class:`HostLock` locks a program's memory.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
 
     Closing is EngineError ETIMEDOUT where a device did not get done what operations and transfers waited for
     (docs/operations.md): the engine is closed then, and their memory is kept until the process ends.
     """
 
-    __slots__ = ("_automatic_locks", "_devices", "_users", "driver")
+    __slots__ = ("_devices", "_users", "driver")
 
     def __init__(
         self,
@@ -139,9 +136,6 @@ class Engine(Handle):
         count = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, count))
         self._devices = int(count[0])
-        self._automatic_locks: AutomaticLocks | None = None
-        if lock_policy == "auto" and not all(device.info.cpu_addressable for device in self.devices):
-            self._automatic_locks = AutomaticLocks(self._handle)
 
     @property
     def devices(self) -> tuple[Device, ...]:
