@@ -16,6 +16,9 @@ log = logging.getLogger("gpufs.daemon")
 
 # Seconds until what found no memory, or nothing else that the system may run out of, is tried again.
 _PAUSE: Final = 0.5
+# Requests that are served at a time. More than may wait for directories of the host (gpufs/fs/backing.py), so that
+# names in memory are answered whatever those do. A task that waits takes some 20 KiB.
+_TASKS: Final = 10_000
 # What pyfuse3 runs once for each request that it serves at a time.
 _WORKER: Final = "_session_loop"
 
@@ -25,7 +28,7 @@ async def serve() -> None:
     worker = getattr(pyfuse3, _WORKER, None)
     if worker is not None and not hasattr(worker, "patient"):
         setattr(pyfuse3, _WORKER, _patient(worker))
-    await pyfuse3.main()
+    await pyfuse3.main(max_tasks=_TASKS)
 
 
 def _patient(worker: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

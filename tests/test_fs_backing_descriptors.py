@@ -205,7 +205,7 @@ def test_the_kernel_is_asked_to_forget_very_many(tmp_path: Path, monkeypatch: py
 
     def meet(name: str) -> host_inodes.BackingNode:
         fd, found = host_inodes.look_up(top, name.encode())
-        node = inodes.meet(fd, found, share, 1)
+        node = inodes.meet(fd, found, share, None)
         inodes.set_entry(node, (1, name.encode()))
         return node
 

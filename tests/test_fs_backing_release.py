@@ -11,7 +11,7 @@ import pyfuse3
 import pytest
 import trio
 from support.fake_table import FakeTable
-from support.processes import wait_until
+from support.processes import PATIENCE
 
 from gpufs.fs.backing import BackingOperations
 from gpufs.fs.host_inodes import Backing
@@ -52,7 +52,7 @@ class World:
         found = await self.operations.lookup(share.st_ino, b"file", context)
         self.file = (await self.operations.open(found.st_ino, os.O_RDWR, context)).fh
         self.listing = await self.operations.opendir(share.st_ino, context)
-        _, kept = self.operations._open_files[self.file]
+        _, _, kept = self.operations._open_files[self.file]
         assert kept is not None
         self.descriptors = {kept, self.operations._listed[self.listing].fd}
 
@@ -70,8 +70,9 @@ class World:
         planned.setattr(os, "close", noted)
         await self.operations.release(self.file)
         await self.operations.releasedir(self.listing)
-        await trio.to_thread.run_sync(lambda: wait_until(lambda: not self.descriptors, 20, "both to be closed"))
-        await trio.to_thread.run_sync(lambda: wait_until(lambda: not self.table.open_files, 20, "the file's release"))
+        with trio.fail_after(PATIENCE):
+            while self.descriptors or self.table.open_files:  # noqa: ASYNC110 - no event says so
+                await trio.sleep(0.01)
         self.operations.close()
 
 

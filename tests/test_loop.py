@@ -22,7 +22,7 @@ async def test_a_worker_without_memory_waits(monkeypatch: pytest.MonkeyPatch, au
         if len(ran) < 3:
             raise OSError(errno.ENOMEM, "fuse_session_receive_buf failed")
 
-    async def main() -> None:
+    async def main(**_: object) -> None:
         await getattr(pyfuse3, loop._WORKER)("nursery", 1, 99)
 
     monkeypatch.setattr(pyfuse3, loop._WORKER, worker)
@@ -36,7 +36,7 @@ async def test_a_worker_that_fails_otherwise_ends(monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.EIO, "fuse_session_receive_buf failed")
 
     monkeypatch.setattr(pyfuse3, loop._WORKER, worker)
-    monkeypatch.setattr(pyfuse3, "main", lambda: getattr(pyfuse3, loop._WORKER)())
+    monkeypatch.setattr(pyfuse3, "main", lambda **_: getattr(pyfuse3, loop._WORKER)())
     with pytest.raises(OSError, match="receive_buf") as caught:
         await loop.serve()
     assert caught.value.errno == errno.EIO

@@ -20,8 +20,8 @@ import platform
 import stat
 import struct
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -33,7 +33,7 @@ from gpufs.engine import SET_NLINK, Attributes
 from gpufs.fs.host_inodes import Backing, BackingNode, HostInodes, look_up, open_beneath
 from gpufs.fs.nodes import Directory
 from gpufs.fs.operations import UNNAMED, Operations, handler
-from gpufs.fs.tree import Tree, error
+from gpufs.fs.tree import RENAME_EXCHANGE, Tree, error
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,16 @@ T = TypeVar("T")
 _Found = tuple[int, os.stat_result]
 
 DIRECTORY_NAME: Final = b"backing"
-_THREADS: Final = 32  # for the files of one file system
+_THREADS: Final = 32  # for the calls of one user on one file system
+# Calls of the host that may be under way or wait for a thread: of one user, and of all. pyfuse3 serves more requests
+# than that at a time (gpufs/loop.py), so those that wait for the host never use up its tasks.
+_CALLS_OF_A_USER: Final = 1024
+_CALLS: Final = 8192
+_THREAD_PAUSE: Final = 0.5  # seconds between two attempts to start a thread for work that cannot be refused
+# Seconds between two attempts to open a file whose lease somebody has to give up, and until that is an error: the
+# system takes a lease away after 45 seconds (/proc/sys/fs/lease-break-time).
+_LEASE_PAUSE: Final = 0.05
+_LEASE_PATIENCE: Final = 60.0
 _OPEN_FILE: Final = 4  # descriptors that an open file has, at most
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
@@ -64,11 +73,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class _OpenDirectory:
     """A directory that a program reads: ``fd`` is open for it. ``names`` are those that its positions count.
 
-    ``fit``: how many of them the kernel's last question had room for.
+    ``fit``: how many of them the kernel's last question had room for. ``uid``: the user that opened it.
     """
 
     node: BackingNode
     fd: int
+    uid: int
     names: list[bytes]
     fit: int = sys.maxsize
 
@@ -84,6 +94,15 @@ def _handed_on(flags: int) -> int:
     flags &= ~_NOT_HANDED_ON
     # Access mode 3 asks for the rights to both and gives the use of neither, which the kernel sees to.
     return flags & ~os.O_WRONLY if flags & os.O_ACCMODE == os.O_ACCMODE else flags
+
+
+def _truncate(node: BackingNode, size: int) -> None:
+    """truncate(2), which fails with BlockingIOError where it would wait for somebody's lease."""
+    fd = os.open(node.link, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        _close(fd)
 
 
 def _rename(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
@@ -233,23 +252,25 @@ class BackingOperations(Operations):
         """``device``: the st_dev of this mount. OSError, with the path, when a directory cannot be opened."""
         super().__init__(tree, table, **options)
         self._mount = table
-        self._threads: dict[int, trio.CapacityLimiter] = {}  # by st_dev
+        self._threads: dict[tuple[int, int], trio.CapacityLimiter] = {}  # by user and st_dev
+        self._calls: Counter[int] = Counter()  # that are under way, by user
         self._in_memory: dict[int, bool] = {}  # file systems by st_dev
         self._inodes = HostInodes(tree.nodes, device, self._descriptors, lambda *entry: table.invalidate_entry(*entry))
         self._listed: dict[int, _OpenDirectory] = {}  # by handle
-        # By handle. The descriptor of one that is open for writing is kept for truncation.
-        self._open_files: dict[int, tuple[BackingNode, int | None]] = {}
+        # By handle, with the user that opened it. The descriptor of a file open for writing is kept for truncation.
+        self._open_files: dict[int, tuple[BackingNode, int, int | None]] = {}
         self._shown = Directory(tree._take_ino(), -1)
         self._shown.fixed = True
         tree._place(tree.root, DIRECTORY_NAME, self._shown, 0o555, uid, gid)
         table.inode_set(tree.root.ino, SET_NLINK, Attributes(nlink=2 + tree.root.subdirectories))
-        self._shares: dict[bytes, BackingNode] = {}
+        self._shares: dict[bytes, tuple[BackingNode, os.stat_result]] = {}
         try:
             for share in backings:
                 fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                node = self._inodes.meet(fd, os.fstat(fd), share, 0)
+                found = os.fstat(fd)
+                node = self._inodes.meet(fd, found, share, None)
                 node.names = 1  # stays
-                self._shares[os.fsencode(share.name)] = node
+                self._shares[os.fsencode(share.name)] = node, found
         except OSError:
             self.close()
             raise
@@ -260,7 +281,7 @@ class BackingOperations(Operations):
         for directory in self._listed.values():
             os.close(directory.fd)
         self._listed.clear()
-        for _, kept in self._open_files.values():
+        for _, _, kept in self._open_files.values():
             if kept is not None:
                 os.close(kept)
         self._open_files.clear()
@@ -292,33 +313,72 @@ class BackingOperations(Operations):
             with _identity(uid, gid, pid):
                 return work()
 
-        return await self._on_thread(node, run, *also, again=again)
+        return await self._on_thread(uid, node, run, *also, again=again)
 
-    async def _on_thread(self, node: BackingNode, work: Callable[[], T], *also: BackingNode, again: bool = False) -> T:
+    @contextlib.contextmanager
+    def _call_of(self, uid: int) -> Iterator[None]:
+        """A call that may wait for the host. EBUSY where a user, or all together, have too many of them."""
+        if self._calls[uid] >= _CALLS_OF_A_USER or self._calls.total() >= _CALLS:
+            raise error(errno.EBUSY)
+        self._calls[uid] += 1
+        try:
+            yield
+        finally:
+            self._calls[uid] -= 1
+            if not self._calls[uid]:
+                del self._calls[uid]
+
+    async def _in_thread(self, uid: int, device: int, work: Callable[[], T]) -> T:
+        """Runs work on one of the threads that a user's calls on a file system have."""
+        key = uid, device
+        limiter = self._threads.setdefault(key, trio.CapacityLimiter(_THREADS))
+        try:
+            return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
+        finally:
+            if not limiter.borrowed_tokens and not limiter.statistics().tasks_waiting:
+                self._threads.pop(key, None)
+
+    async def _on_thread(
+        self, uid: int, node: BackingNode, work: Callable[[], T], *also: BackingNode, again: bool = False
+    ) -> T:
         """Runs work, which asks the server of a node's file, on a thread. This node and others have descriptors then.
 
         ``again``: work that finds no descriptor for its own use may be repeated; it is, once more inodes rest.
-        A server that hangs holds up those alone who ask it, and nobody waits for it at the mount's end.
+        A server that hangs holds up the user's calls on its files, and nobody waits for it at the mount's end.
         """
-        limiter = self._threads.setdefault(node.key[1], trio.CapacityLimiter(_THREADS))
-        with _used(node, *also):
+        with self._call_of(uid), _used(node, *also):
             for each in (node, *also):
                 if each.fd < 0:
-                    await self._wake(each)
+                    await self._wake(uid, each)
                 else:
                     self._inodes.use(each)
             while True:
                 try:
-                    return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
+                    return await self._in_thread(uid, node.device_number, work)
                 except OSError as failure:
                     if failure.errno != errno.EMFILE or not again or not self._inodes.let_more_rest():
                         raise
 
-    async def _wake(self, node: BackingNode) -> None:
+    async def _past_leases(self, uid: int, flags: int, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Opens a file, which must not wait, again until its lease is given up; the system sees to that.
+
+        A caller that does not wait either (O_NONBLOCK) gets EAGAIN at once.
+        """
+        deadline = trio.current_time() + _LEASE_PATIENCE
+        with self._call_of(uid):
+            while True:
+                try:
+                    return await attempt()
+                except BlockingIOError:
+                    if flags & os.O_NONBLOCK or trio.current_time() >= deadline:
+                        raise
+                await trio.sleep(_LEASE_PAUSE)
+
+    async def _wake(self, uid: int, node: BackingNode) -> None:
         """Finds an inode that rests again. ESTALE where its names lead to it no more: the kernel looks them up anew."""
         above, path = self._inodes.way_to(node)
         try:
-            fd, found = await self._on_thread(above, lambda: look_up(above.fd, path), again=True)
+            fd, found = await self._on_thread(uid, above, lambda: look_up(above.fd, path), again=True)
         except OSError as failure:
             raise error(errno.ESTALE if failure.errno in _NOT_THERE else failure.errno or errno.EIO) from None
         if node.fd < 0 and not node.is_at(fd, found):
@@ -326,12 +386,19 @@ class BackingOperations(Operations):
             raise error(errno.ESTALE)
         self._inodes.wake(node, fd)
 
-    async def _give_back(self, node: BackingNode, work: Callable[[], None]) -> None:
-        """Runs work that gives something of a node's back, and raises nothing: later where no thread can be had now."""
-        try:
-            await self._on_thread(node, work)
-        except OSError:
-            threads.in_background(work)
+    def _give_back(self, uid: int, node: BackingNode, work: Callable[[], None]) -> None:
+        """Runs work that gives something of a node's back, and raises nothing. Nobody waits for it.
+
+        (Above all not the kernel, which sends few RELEASE requests at a time, for all files together.)
+        """
+        trio.lowlevel.spawn_system_task(self._give_back_now, uid, node.device_number, work)
+
+    async def _give_back_now(self, uid: int, device: int, work: Callable[[], None]) -> None:
+        while True:
+            try:
+                return await self._in_thread(uid, device, work)
+            except OSError:  # no thread can be started now
+                await trio.sleep(_THREAD_PAUSE)
 
     def _changeable(self, *nodes: BackingNode) -> None:
         if any(node.share.read_only for node in nodes):
@@ -353,28 +420,36 @@ class BackingOperations(Operations):
 
     def _adopt(self, fd: int, found: os.stat_result, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
         """The reply that gives the kernel one more reference; takes the descriptor over."""
-        node = self._inodes.meet(fd, found, parent.share, parent.depth + 1)
+        entry = None if name == UNNAMED else (parent.ino, name)
+        node = self._inodes.meet(fd, found, parent.share, entry)
         node.lookups += 1
-        self._inodes.set_entry(node, None if name == UNNAMED else (parent.ino, name))
+        self._inodes.set_entry(node, entry)
         return self._attributes(node, found)
 
-    async def _look_up(self, parent: BackingNode, name: bytes) -> tuple[int, os.stat_result]:
-        return await self._on_thread(parent, lambda: look_up(parent.fd, name), again=True)
+    def _share_reply(self, name: bytes) -> pyfuse3.EntryAttributes:
+        """For a shown directory, without asking its server. The kernel asks for attributes when it needs them."""
+        share, found = self._shares[name]
+        reply = self._attributes(share, found)
+        reply.attr_timeout = 0
+        return reply
 
-    async def _find(self, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
-        fd, found = await self._look_up(parent, name)
+    async def _look_up(self, uid: int, parent: BackingNode, name: bytes) -> tuple[int, os.stat_result]:
+        return await self._on_thread(uid, parent, lambda: look_up(parent.fd, name), again=True)
+
+    async def _find(self, uid: int, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+        fd, found = await self._look_up(uid, parent, name)
         return self._adopt(fd, found, parent, name)
 
     @contextlib.asynccontextmanager
-    async def _parted(self, *names: tuple[BackingNode, bytes]) -> AsyncIterator[None]:
+    async def _parted(self, uid: int, *names: tuple[BackingNode, bytes]) -> AsyncIterator[None]:
         """While names are taken from inodes: those stay without them, as who has them open by O_PATH expects."""
         kept: list[BackingNode] = []
         with contextlib.ExitStack() as stack:
             if self._inodes.some_rest:
                 for parent, name in names:
                     with contextlib.suppress(OSError):
-                        fd, found = await self._look_up(parent, name)
-                        node = self._inodes.known(fd, found, parent.share)
+                        fd, found = await self._look_up(uid, parent, name)
+                        node = self._inodes.known(fd, found, parent.share, (parent.ino, name))
                         if node is None:
                             os.close(fd)
                         else:
@@ -389,18 +464,17 @@ class BackingOperations(Operations):
     @handler
     async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         if parent_inode == self._shown.ino and name not in (b".", b".."):
-            share = self._shares.get(name)
-            if share is None:
+            if name not in self._shares:
                 return self._no_entry
-            share.lookups += 1
-            return self._attributes(share, await self._on_thread(share, lambda: os.fstat(share.fd)))
+            self._shares[name][0].lookups += 1
+            return self._share_reply(name)
         parent = self._backing(parent_inode)
         if parent is None:
             return await super().lookup(parent_inode, name, ctx)
         if name in (b".", b".."):
             raise error(errno.ESTALE)
         try:
-            return await self._find(parent, name)
+            return await self._find(ctx.uid, parent, name)
         except FileNotFoundError:
             return self._no_entry
 
@@ -426,7 +500,9 @@ class BackingOperations(Operations):
             return await super().create(parent_inode, name, mode, flags, ctx)
         self._changeable(parent)
         asked = _handed_on(flags) & ~os.O_TMPFILE
-        wanted = asked | os.O_CREAT | os.O_NOFOLLOW | flags & os.O_EXCL
+        # What is there already is never opened here: it may be a FIFO, or have a lease, and the kernel keeps the whole
+        # directory locked meanwhile.
+        wanted = asked | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
         def make() -> tuple[int, int, os.stat_result]:
             permissions = _new_mode(parent, mode, ctx.umask)
@@ -443,7 +519,13 @@ class BackingOperations(Operations):
                 os.close(fd)
                 raise
 
-        fd, path_fd, found = await self._as_caller(parent, ctx, make)
+        try:
+            fd, path_fd, found = await self._as_caller(parent, ctx, make)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            # The kernel believed that there is no such name: it looks again, and opens what it finds.
+            raise error(errno.ESTALE) from None
         try:
             reply = self._adopt(path_fd, found, parent, name)
             node = self._backing(reply.st_ino)
@@ -452,12 +534,12 @@ class BackingOperations(Operations):
             raise
         assert node is not None
         try:
-            handle, kept = await self._on_thread(node, lambda: self._hand_over(node, fd), again=True)
+            handle, kept = await self._on_thread(ctx.uid, node, lambda: self._hand_over(node, fd), again=True)
         except BaseException:
             _close(fd)
             await self.forget([(node.ino, 1)])  # the kernel hears of no reference
             raise
-        return self._opened(node, handle, kept), reply
+        return self._opened(node, ctx.uid, handle, kept), reply
 
     async def _make(
         self,
@@ -469,7 +551,7 @@ class BackingOperations(Operations):
     ) -> pyfuse3.EntryAttributes:
         self._changeable(parent)
         await self._as_caller(parent, ctx, make, *also)
-        return await self._find(parent, name)
+        return await self._find(ctx.uid, parent, name)
 
     @handler
     async def mknod(
@@ -527,8 +609,8 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().readlink(inode, ctx)
-        target = await self._on_thread(node, lambda: os.readlink(b"", dir_fd=node.fd))
-        if _leads_out(target, node.depth - 1):
+        target = await self._on_thread(ctx.uid, node, lambda: os.readlink(b"", dir_fd=node.fd))
+        if _leads_out(target, self._inodes.depth(node) - 1):
             raise error(errno.ELOOP)
         return target
 
@@ -539,7 +621,7 @@ class BackingOperations(Operations):
             await super().unlink(parent_inode, name, ctx)
             return
         self._changeable(parent)
-        async with self._parted((parent, name)):
+        async with self._parted(ctx.uid, (parent, name)):
             await self._as_caller(parent, ctx, lambda: os.unlink(name, dir_fd=parent.fd))
 
     @handler
@@ -549,7 +631,7 @@ class BackingOperations(Operations):
             await super().rmdir(parent_inode, name, ctx)
             return
         self._changeable(parent)
-        async with self._parted((parent, name)):
+        async with self._parted(ctx.uid, (parent, name)):
             await self._as_caller(parent, ctx, lambda: os.rmdir(name, dir_fd=parent.fd))
 
     @handler
@@ -569,8 +651,14 @@ class BackingOperations(Operations):
         if old is None or new is None or old.share is not new.share:
             raise error(errno.EXDEV)
         self._changeable(old, new)
-        async with self._parted((old, name_old), (new, name_new)):
+        one, other = (old.ino, name_old), (new.ino, name_new)
+        moved, replaced = self._inodes.at(one), self._inodes.at(other)
+        async with self._parted(ctx.uid, (old, name_old), (new, name_new)):
             await self._as_caller(old, ctx, lambda: _rename(old.fd, name_old, new.fd, name_new, flags), new)
+        if flags & RENAME_EXCHANGE and replaced is not None:
+            self._inodes.move(replaced, one)
+        if moved is not None:
+            self._inodes.move(moved, other)
 
     # ---- directories ----
 
@@ -585,7 +673,7 @@ class BackingOperations(Operations):
 
         fd = await self._as_caller(node, ctx, open_it, again=True)
         handle = self._take_handle()
-        self._listed[handle] = _OpenDirectory(node, fd, [])
+        self._listed[handle] = _OpenDirectory(node, fd, ctx.uid, [])
         return handle
 
     @handler
@@ -594,13 +682,13 @@ class BackingOperations(Operations):
         if directory is None:
             opened = self._directories.get(fh)
             if opened is not None and opened.directory is self._shown:
-                await self._list_shares(start_id, token)
+                self._list_shares(start_id, token)
                 return
             await super().readdir(fh, start_id, token)
             return
         node = directory.node
         if start_id == 0:  # the first time, and after rewinddir(3), which shows what is new
-            directory.names = await self._on_thread(node, functools.partial(_names_in, directory.fd))
+            directory.names = await self._on_thread(directory.uid, node, functools.partial(_names_in, directory.fd))
         above = self._entry_reply(node.ino, stat.S_IFDIR)
         for cookie, name in ((1, b"."), (2, b"..")):
             if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
@@ -610,7 +698,8 @@ class BackingOperations(Operations):
         while index < len(directory.names):
             names = directory.names[index : index + max(1, min(self._inodes.at_once, directory.fit - listed))]
             try:
-                each = await self._on_thread(node, functools.partial(_look_up_each, node, names), again=True)
+                look = functools.partial(_look_up_each, node, names)
+                each = await self._on_thread(directory.uid, node, look, again=True)
             except OSError:
                 if listed:
                     return  # what the kernel has no answer about it would never forget; it asks again from here on
@@ -637,16 +726,15 @@ class BackingOperations(Operations):
                     if found is not None:
                         os.close(found[0])
 
-    async def _list_shares(self, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+    def _list_shares(self, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         above = self._entry_reply(self._shown.ino, stat.S_IFDIR)
         for cookie, name in ((1, b"."), (2, b"..")):
             if start_id < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
                 return
-        for cookie, (name, share) in enumerate(self._shares.items(), 3):
+        for cookie, (name, (share, _)) in enumerate(self._shares.items(), 3):
             if start_id >= cookie:
                 continue
-            found = await self._on_thread(share, functools.partial(os.fstat, share.fd))
-            if not pyfuse3.readdir_reply(token, name, self._attributes(share, found), cookie):
+            if not pyfuse3.readdir_reply(token, name, self._share_reply(name), cookie):
                 return
             share.lookups += 1
 
@@ -656,7 +744,7 @@ class BackingOperations(Operations):
         if directory is None:
             await super().releasedir(fh)
             return
-        await self._give_back(directory.node, functools.partial(_close, directory.fd))
+        self._give_back(directory.uid, directory.node, functools.partial(_close, directory.fd))
 
     @handler
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
@@ -664,7 +752,8 @@ class BackingOperations(Operations):
         if directory is None:
             await super().fsyncdir(fh, datasync)
             return
-        await self._on_thread(directory.node, functools.partial(os.fdatasync if datasync else os.fsync, directory.fd))
+        sync = functools.partial(os.fdatasync if datasync else os.fsync, directory.fd)
+        await self._on_thread(directory.uid, directory.node, sync)
 
     # ---- attributes ----
 
@@ -673,7 +762,7 @@ class BackingOperations(Operations):
         node = self._backing(inode)
         if node is None:
             return await super().getattr(inode, ctx)
-        found = await self._on_thread(node, lambda: os.fstat(node.fd))
+        found = await self._on_thread(ctx.uid, node, lambda: os.fstat(node.fd))
         return self._attributes(node, found)
 
     @handler
@@ -691,14 +780,17 @@ class BackingOperations(Operations):
         self._changeable(node)
         mode, uid, gid = attr.st_mode, attr.st_uid, attr.st_gid
         size, atime, mtime = attr.st_size, attr.st_atime_ns, attr.st_mtime_ns
-        _, open_fd = self._open_files.get(fh, (node, None)) if fh is not None else (node, None)
+        _, _, open_fd = self._open_files.get(fh, (node, 0, None)) if fh is not None else (node, 0, None)
 
         def change() -> None:
             if fields.update_mode and fields.update_size:
                 self._change_mode(node, stat.S_IMODE(mode))  # before the host takes set-id bits away by itself
             if fields.update_size:
                 # An open file may be truncated whatever its mode says by now.
-                os.truncate(node.link if open_fd is None else open_fd, size)
+                if open_fd is None:
+                    _truncate(node, size)
+                else:
+                    os.ftruncate(open_fd, size)
             if not any(getattr(fields, name) for name in _SETTABLE):
                 # chown(-1, -1); or a change of contents takes a set-gid bit away, which open() has seen to.
                 with contextlib.suppress(PermissionError):
@@ -726,8 +818,8 @@ class BackingOperations(Operations):
                         raise
                     os.utime(node.link)
 
-        await self._as_caller(node, ctx, change)
-        found = await self._on_thread(node, lambda: os.fstat(node.fd))
+        await self._past_leases(ctx.uid, 0, lambda: self._as_caller(node, ctx, change))
+        found = await self._on_thread(ctx.uid, node, lambda: os.fstat(node.fd))
         return self._attributes(node, found)
 
     # ---- extended attributes ----
@@ -791,11 +883,16 @@ class BackingOperations(Operations):
         def open_it() -> int:
             # Removed on the host while the kernel still knew the name, perhaps: then it looks the name up anew. Who
             # means this very file (by /proc/self/fd) asks once more, which the kernel does for him.
-            if not node.nameless and os.fstat(node.fd).st_nlink == 0:
+            before = os.fstat(node.fd)
+            if not node.nameless and before.st_nlink == 0:
                 node.nameless = True
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            fd = self._open_for_caller(node, _handed_on(flags) | os.O_CLOEXEC)
+                raise error(errno.ESTALE)
+            if not stat.S_ISREG(before.st_mode):
+                raise error(errno.EINVAL)
+            fd = self._open_for_caller(node, _handed_on(flags) | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
+                if not flags & os.O_NONBLOCK:
+                    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
                 # The engine writes as root, for whom the host would leave them.
                 found = os.fstat(fd)
                 if flags & _CHANGES and uid != 0 and found.st_mode & _SET_ID:
@@ -815,7 +912,10 @@ class BackingOperations(Operations):
                 raise
 
         with _used(node):
-            return self._opened(node, *await self._on_thread(node, open_and_hand_over, again=True))
+            handle, kept = await self._past_leases(
+                uid, flags, lambda: self._on_thread(uid, node, open_and_hand_over, again=True)
+            )
+            return self._opened(node, uid, handle, kept)
 
     @staticmethod
     def _open_for_caller(node: BackingNode, flags: int) -> int:
@@ -886,8 +986,8 @@ class BackingOperations(Operations):
         _close(fd)
         return handle, None
 
-    def _opened(self, node: BackingNode, handle: int, kept: int | None) -> pyfuse3.FileInfo:
-        self._open_files[handle] = (node, kept)
+    def _opened(self, node: BackingNode, uid: int, handle: int, kept: int | None) -> pyfuse3.FileInfo:
+        self._open_files[handle] = (node, uid, kept)
         node.users += 1
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
@@ -896,7 +996,7 @@ class BackingOperations(Operations):
         if fh not in self._open_files:
             await super().release(fh)
             return
-        node, kept = self._open_files.pop(fh)
+        node, uid, kept = self._open_files.pop(fh)
         node.users -= 1
 
         def close() -> None:
@@ -907,4 +1007,4 @@ class BackingOperations(Operations):
             except OSError:
                 log.exception("a file of backing/ is not released")
 
-        await self._give_back(node, close)
+        self._give_back(uid, node, close)

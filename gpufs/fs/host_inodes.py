@@ -40,6 +40,13 @@ _HANDLE_BYTES: Final = 128  # at most
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+# A directory's number and a name in it.
+_Entry = tuple[int, bytes]
+# The name of the shown directory, st_dev and st_ino; of a symbolic link also its name. So each name of one has an inode
+# of its own, and it is known where the link is that somebody follows.
+_Key = tuple[str, int, int, _Entry | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Backing:
     """A directory of the host to show: its name below ``backing/``, its path, and whether it must not be changed."""
@@ -50,7 +57,7 @@ class Backing:
 
 
 class BackingNode(Node):
-    """An inode of the host: ``fd`` is an O_PATH descriptor of it, ``depth`` the number of directories above it.
+    """An inode of the host: ``fd`` is an O_PATH descriptor of it.
 
     ``fd`` is -1 while it rests; ``users`` counts the handles of it that are open and the requests under way on it,
     which keep it from that.
@@ -60,19 +67,23 @@ class BackingNode(Node):
     ``nameless``: an open has been told that it has no name any more.
     """
 
-    __slots__ = ("asked_to_forget", "depth", "entry", "fd", "key", "nameless", "share", "stamp", "users")
+    __slots__ = ("asked_to_forget", "entry", "fd", "key", "nameless", "share", "stamp", "users")
 
-    def __init__(self, ino: int, kind: int, fd: int, key: tuple[str, int, int], share: Backing, depth: int) -> None:
+    def __init__(self, ino: int, kind: int, fd: int, key: _Key, share: Backing) -> None:
         super().__init__(ino, kind, -1)
         self.fd = fd
         self.key = key
         self.share = share
-        self.depth = depth
-        self.entry: tuple[int, bytes] | None = None
+        self.entry: _Entry | None = None
         self.users = 0
         self.stamp: bytes | None = None
         self.nameless = False
         self.asked_to_forget = False
+
+    @property
+    def device_number(self) -> int:
+        """The st_dev of its file system."""
+        return self.key[1]
 
     @property
     def link(self) -> str:
@@ -81,7 +92,7 @@ class BackingNode(Node):
 
     def is_at(self, fd: int, found: os.stat_result) -> bool:
         """Whether a descriptor is one of this inode, which rests."""
-        same = self.key[1:] == (found.st_dev, found.st_ino) and self.kind == stat.S_IFMT(found.st_mode)
+        same = self.key[1:3] == (found.st_dev, found.st_ino) and self.kind == stat.S_IFMT(found.st_mode)
         return same and (self.stamp is None or self.stamp == _stamp_of(fd))
 
 
@@ -102,6 +113,10 @@ def look_up(directory: int, path: bytes) -> tuple[int, os.stat_result]:
     except BaseException:
         os.close(fd)
         raise
+
+
+def _key(share: Backing, found: os.stat_result, entry: _Entry | None) -> _Key:
+    return share.name, found.st_dev, found.st_ino, entry if stat.S_ISLNK(found.st_mode) else None
 
 
 def _stamp_of(fd: int) -> bytes | None:
@@ -133,9 +148,9 @@ class HostInodes:
         self._forget = forget
         self._next_ino = _FIRST_INO
         # Both have those first that have been used, or looked at, longest ago.
-        self._known: OrderedDict[tuple[str, int, int], BackingNode] = OrderedDict()
+        self._known: OrderedDict[_Key, BackingNode] = OrderedDict()
         self._awake: OrderedDict[int, BackingNode] = OrderedDict()
-        self._named: dict[tuple[int, bytes], BackingNode] = {}  # by their entries
+        self._named: dict[_Entry, BackingNode] = {}  # by their entries
 
     def close(self) -> None:
         """Gives the descriptors back."""
@@ -164,16 +179,16 @@ class HostInodes:
     def some_rest(self) -> bool:
         return len(self._known) > len(self._awake)
 
-    def meet(self, fd: int, found: os.stat_result, share: Backing, depth: int) -> BackingNode:
-        """The node for an O_PATH descriptor, which it takes over. EDEADLK for what is in this mount."""
+    def meet(self, fd: int, found: os.stat_result, share: Backing, entry: _Entry | None) -> BackingNode:
+        """The node for an O_PATH descriptor found by a name; takes it over. EDEADLK for what is in this mount."""
         if found.st_dev == self._device:
             os.close(fd)
             raise error(errno.EDEADLK)
-        node = self.known(fd, found, share)
+        node = self.known(fd, found, share, entry)
         if node is not None:
             return node
-        key = (share.name, found.st_dev, found.st_ino)
-        node = BackingNode(self._next_ino, stat.S_IFMT(found.st_mode), fd, key, share, depth)
+        key = _key(share, found, entry)
+        node = BackingNode(self._next_ino, stat.S_IFMT(found.st_mode), fd, key, share)
         self._next_ino += 1
         self._known[key] = node
         self._nodes[node.ino] = node
@@ -182,9 +197,9 @@ class HostInodes:
         self._let_forget()
         return node
 
-    def known(self, fd: int, found: os.stat_result, share: Backing) -> BackingNode | None:
+    def known(self, fd: int, found: os.stat_result, share: Backing, entry: _Entry | None) -> BackingNode | None:
         """The node, awake, for an O_PATH descriptor, which it takes over; None, and the descriptor stays, without."""
-        node = self._known.get((share.name, found.st_dev, found.st_ino))
+        node = self._known.get(_key(share, found, entry))
         if node is None:
             return None
         if node.fd >= 0:
@@ -206,7 +221,7 @@ class HostInodes:
             del self._awake[node.ino]
             os.close(node.fd)
 
-    def set_entry(self, node: BackingNode, entry: tuple[int, bytes] | None) -> None:
+    def set_entry(self, node: BackingNode, entry: _Entry | None) -> None:
         """The name by which the kernel knows it, and no other any more."""
         if node.entry is not None:
             del self._named[node.entry]
@@ -217,6 +232,30 @@ class HostInodes:
             if before is not None:
                 before.entry = None
             self._named[entry] = node
+
+    def at(self, entry: _Entry) -> BackingNode | None:
+        """The inode that the kernel knows by a name, as far as is known here."""
+        return self._named.get(entry)
+
+    def move(self, node: BackingNode, entry: _Entry) -> None:
+        """The kernel knows it by another name now: it has been renamed."""
+        self.set_entry(node, entry)
+        if node.key[3] is not None and self._known.get(node.key) is node:
+            del self._known[node.key]
+            node.key = (*node.key[:3], entry)
+            self._known[node.key] = node
+
+    def depth(self, node: BackingNode) -> int:
+        """The number of directories above an inode, with the shown one, where the kernel knows it; 1 if unknown."""
+        count = 0
+        at = node
+        while at.names == 0:  # a shown directory has a name here
+            above = None if at.entry is None else self.of(at.entry[0])
+            if above is None or count == _MOST_NAMES:
+                return 1
+            count += 1
+            at = above
+        return count
 
     def use(self, node: BackingNode) -> None:
         """It is not among those that rest next."""

@@ -18,7 +18,7 @@ from pathlib import Path
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _STATFS, _RELEASE, _FLUSH, _INIT = 1, 2, 3, 14, 15, 17, 18, 25, 26
 _INTERRUPT, _DESTROY, _BATCH_FORGET = 36, 38, 42
 _NO_REPLY = (_FORGET, _INTERRUPT, _BATCH_FORGET)
-OPERATIONS = {"open": _OPEN, "read": _READ, "statfs": _STATFS, "flush": _FLUSH, "release": _RELEASE}
+OPERATIONS = {"lookup": _LOOKUP, "open": _OPEN, "read": _READ, "statfs": _STATFS, "flush": _FLUSH, "release": _RELEASE}
 _ROOT, _FILE = 1, 2
 _KEEP_CACHE = 2
 

@@ -31,7 +31,6 @@ inline constexpr std::uint64_t kInitParallelDirops = 1ULL << 18;
 inline constexpr std::uint64_t kInitHandleKillpriv = 1ULL << 19;
 inline constexpr std::uint64_t kInitPosixAcl = 1ULL << 20;
 inline constexpr std::uint64_t kInitMaxPages = 1ULL << 22;
-inline constexpr std::uint64_t kInitCacheSymlinks = 1ULL << 23;
 inline constexpr std::uint64_t kInitExplicitInvalData = 1ULL << 25;
 inline constexpr std::uint64_t kInitHandleKillprivV2 = 1ULL << 28;
 inline constexpr std::uint64_t kInitSetxattrExt = 1ULL << 29;

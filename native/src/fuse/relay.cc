@@ -1,8 +1,12 @@
 #include "fuse/relay.h"
 
+#include <poll.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <memory>
@@ -30,6 +34,9 @@ constexpr std::size_t kDirectoryPart = 64 << 10;
 // Until what finds neither room in the socket nor memory to wait in is sent again. It will be: what waits before it is
 // sent without memory.
 constexpr std::chrono::milliseconds kMemoryPause{5};
+// Between an INTERRUPT and the answer EINTR. Few programs expect EINTR of calls such as mkdir(2), and many get signals
+// that do not end them: so it is given only where the control plane waits for something.
+constexpr std::chrono::seconds kInterruptGrace{2};
 
 // Requests after which the control plane has more to keep than before. Others go on while it lacks memory: it lives of
 // its reserve then, and what is removed gives memory back.
@@ -51,6 +58,13 @@ bool keeps_memory(std::uint32_t opcode) {
   }
 }
 
+void set_timer(int timer, std::chrono::nanoseconds delay) {
+  const auto seconds = std::chrono::floor<std::chrono::seconds>(delay);
+  itimerspec when{};
+  when.it_value = {seconds.count(), (delay - seconds).count() + 1};  // 0 would be never
+  static_cast<void>(::timerfd_settime(timer, 0, &when, nullptr));
+}
+
 }  // namespace
 
 Relay::Relay(UniqueFd socket, Statistics& statistics)
@@ -61,6 +75,8 @@ Relay::Relay(UniqueFd socket, Statistics& statistics)
 
 Status Relay::start(RelayHandler& handler) {
   handler_ = &handler;
+  timer_ = UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  if (!timer_.valid()) return Status::from_errno(errno, "timerfd_create");
   Result<std::thread> receiver = start_thread(
       "gpufs-relay-rx",
       [this, buffer = std::make_shared<std::vector<std::byte>>(message_limit_ + kPage)] { receive_loop(*buffer); });
@@ -92,9 +108,30 @@ bool Relay::alive() const {
   return !dead_;
 }
 
-bool Relay::is_pending(std::uint64_t unique) const {
+bool Relay::interrupt(std::uint64_t unique) {
   const std::lock_guard lock(pending_mutex_);
-  return pending_.contains(unique);
+  if (!pending_.contains(unique)) return false;
+  interrupted_.emplace_back(std::chrono::steady_clock::now() + kInterruptGrace, unique);
+  if (interrupted_.size() == 1) set_timer(timer_.get(), kInterruptGrace);
+  return true;
+}
+
+void Relay::answer_interrupted() {
+  std::uint64_t expirations = 0;
+  static_cast<void>(!::read(timer_.get(), &expirations, sizeof(expirations)));
+  std::vector<Responder> due;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    for (; !interrupted_.empty() && interrupted_.front().first <= now; interrupted_.pop_front()) {
+      const auto found = pending_.find(interrupted_.front().second);
+      if (found != pending_.end()) due.push_back(std::move(found->second));
+    }
+    if (!interrupted_.empty()) set_timer(timer_.get(), interrupted_.front().first - now);
+  }
+  for (Responder& responder : due) {
+    if (responder.pending()) responder.error(EINTR);
+  }
 }
 
 std::span<std::byte> Relay::clip(Request& request) {
@@ -162,8 +199,7 @@ void Relay::forward(Request& request, Responder responder) {
     if (!closes) throw;
     // Nobody hears how closing ended, so the kernel need not wait for it.
     responder.error(0);
-    unheard_.fetch_add(1);
-    forward_one_way(message);
+    forward_unheard(message);
     return;
   }
   if (admission == Admission::kDead) {
@@ -184,6 +220,7 @@ void Relay::forward(Request& request, Responder responder) {
   for (; error == ENOMEM && closes; error = send(message)) std::this_thread::sleep_for(kMemoryPause);
   if (error != 0) {
     Responder failed = take_pending(unique);
+    if (!failed.pending()) return;
     failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : error == ENOMEM ? ENOMEM : EIO);
   }
 }
@@ -197,6 +234,11 @@ void Relay::forward_one_way(std::span<const std::byte> message) {
     // It must not be lost: what the kernel forgets is forgotten here, or never.
     std::this_thread::sleep_for(kMemoryPause);
   }
+}
+
+void Relay::forward_unheard(std::span<const std::byte> message) {
+  unheard_.fetch_add(1);
+  forward_one_way(message);
 }
 
 int Relay::send(std::span<const std::byte> message) {
@@ -250,6 +292,10 @@ void Relay::overflow_loop() {
 
 void Relay::receive_loop(std::span<std::byte> buffer) {
   for (;;) {
+    std::array<pollfd, 2> ready{pollfd{socket_.get(), POLLIN, 0}, pollfd{timer_.get(), POLLIN, 0}};
+    if (::poll(ready.data(), ready.size(), -1) < 0) continue;
+    if (ready[1].revents != 0) answer_interrupted();
+    if (ready[0].revents == 0) continue;
     iovec part{buffer.data(), buffer.size()};
     msghdr header{};
     header.msg_iov = &part;
@@ -285,10 +331,12 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
     }
     return;
   }
-  // The library asks by EAGAIN to have an INTERRUPT again that found no request: it would only spin.
-  if ((header.unique & kUniqueInterruptBit) != 0) return;
-
-  Responder responder = take_pending(header.unique);
+  bool answered = false;
+  Responder responder = take_pending(header.unique, &answered);
+  if (answered) {
+    if (header.error == 0 && !truncated) handler_->unheard(responder.opcode(), message);
+    return;
+  }
   if (!responder.pending()) {
     if (unheard_.load() > 0) {
       unheard_.fetch_sub(1);
@@ -323,12 +371,13 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   handler_->replied(opcode, header.error == 0);
 }
 
-Responder Relay::take_pending(std::uint64_t unique) {
+Responder Relay::take_pending(std::uint64_t unique, bool* answered) {
   const std::lock_guard lock(pending_mutex_);
   const auto found = pending_.find(unique);
   if (found == pending_.end()) return {};
   Responder responder = std::move(found->second);
   pending_.erase(found);
+  if (answered != nullptr) *answered = !responder.pending();
   return responder;
 }
 
@@ -340,6 +389,7 @@ void Relay::die() {
     pending.swap(pending_);
   }
   for (auto& [unique, responder] : pending) {
+    if (!responder.pending()) continue;
     statistics_.relay_refused.add();
     responder.error(ENOTCONN);
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <span>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -31,6 +33,8 @@ class RelayHandler {
   // The same reply has been written to the kernel.
   virtual void replied(std::uint32_t opcode, bool success) = 0;
   virtual void notification(std::span<const std::byte> message) = 0;
+  // A request has succeeded that was answered EINTR before: the kernel has none of what its reply hands out.
+  virtual void unheard(std::uint32_t opcode, std::span<const std::byte> reply) = 0;
   // A request that the control plane, being gone, cannot answer any more. The responder answers ENOTCONN unless used.
   virtual void orphaned(Request& request, Responder& responder) = 0;
 };
@@ -50,8 +54,11 @@ class Relay {
   void forward(Request& request, Responder responder);
   // A message without a reply; dropped when the control plane is gone.
   void forward_one_way(std::span<const std::byte> message);
-  // Whether the control plane still owes a reply to it.
-  [[nodiscard]] bool is_pending(std::uint64_t unique) const;
+  // A request whose reply nobody needs.
+  void forward_unheard(std::span<const std::byte> message);
+  // An INTERRUPT: a request that the control plane does not answer soon is answered EINTR. A client that is killed
+  // cannot end before. False if the control plane owes no reply to it.
+  [[nodiscard]] bool interrupt(std::uint64_t unique);
 
   // Bytes of payload that a relayed request or reply can carry.
   [[nodiscard]] std::size_t payload_limit() const { return payload_limit_; }
@@ -69,8 +76,11 @@ class Relay {
   void receive_loop(std::span<std::byte> buffer);
   void receive(std::span<std::byte> message, bool truncated);
   void overflow_loop();
+  // Answers those whose time is over, and sets the timer for the next one.
+  void answer_interrupted();
   void die();
-  Responder take_pending(std::uint64_t unique);
+  // answered: whether it has been answered EINTR. A responder that is not pending where there is none.
+  Responder take_pending(std::uint64_t unique, bool* answered = nullptr);
 
   const UniqueFd socket_;
   const std::size_t message_limit_;
@@ -81,10 +91,12 @@ class Relay {
   std::thread sender_;
 
   std::atomic<std::uint64_t> unheard_{0};  // replies to come of requests that were answered when they were sent
+  UniqueFd timer_;                         // a timerfd: somebody is to be answered EINTR
 
-  // Guards the two below; no reply is written under it.
+  // Guards the three below; no reply is written under it.
   mutable std::mutex pending_mutex_;
-  std::unordered_map<std::uint64_t, Responder> pending_;
+  std::unordered_map<std::uint64_t, Responder> pending_;  // one that is not pending has been answered EINTR
+  std::deque<std::pair<std::chrono::steady_clock::time_point, std::uint64_t>> interrupted_;  // and when that is due
   bool dead_ = false;
 
   // Guards the order of messages and all below; only sends that do not block are made under it.

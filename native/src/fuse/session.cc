@@ -270,9 +270,8 @@ void Session::handle_interrupt(Request& request) {
     statistics_.bad_requests.add();
     return;
   }
-  if (relay_->is_pending(in.unique)) {
+  if (relay_->interrupt(in.unique)) {
     statistics_.interrupts_relayed.add();
-    relay_->forward_one_way(request.message);
     return;
   }
   if (cancellations_.interrupt(in.unique)) {
@@ -332,6 +331,58 @@ void Session::replied(std::uint32_t opcode, bool success) {
 }
 
 void Session::notification(std::span<const std::byte> message) { notifier_->forward(message); }
+
+void Session::unheard(std::uint32_t opcode, std::span<const std::byte> reply) {
+  fuse_out_header answered{};
+  if (!read_struct(reply, 0, &answered)) return;
+  const auto forget = [&](std::size_t entry_at) {
+    fuse_entry_out entry{};
+    if (!read_struct(reply, entry_at, &entry) || entry.nodeid == 0) return;
+    struct {
+      fuse_in_header header;
+      fuse_forget_in in;
+    } const message{{sizeof(message), FUSE_FORGET, 0, entry.nodeid, 0, 0, 0, 0, 0}, {1}};
+    relay_->forward_one_way(std::as_bytes(std::span(&message, 1)));
+  };
+  const auto release = [&](std::uint32_t by, std::size_t open_at) {
+    fuse_open_out open{};
+    if (!read_struct(reply, open_at, &open)) return;
+    struct {
+      fuse_in_header header;
+      fuse_release_in in;
+    } const message{{sizeof(message), by, answered.unique, 0, 0, 0, 0, 0, 0}, {open.fh, 0, 0, 0}};
+    relay_->forward_unheard(std::as_bytes(std::span(&message, 1)));
+  };
+  constexpr std::size_t kBody = sizeof(fuse_out_header);
+  switch (opcode) {
+    case FUSE_LOOKUP:
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_SYMLINK:
+    case FUSE_LINK:
+      return forget(kBody);
+    case FUSE_CREATE:
+    case FUSE_TMPFILE:
+      release(FUSE_RELEASE, kBody + sizeof(fuse_entry_out));
+      return forget(kBody);
+    case FUSE_OPEN:
+      return release(FUSE_RELEASE, kBody);
+    case FUSE_OPENDIR:
+      return release(FUSE_RELEASEDIR, kBody);
+    case FUSE_READDIRPLUS:
+      break;
+    default:
+      return;
+  }
+  fuse_direntplus entry{};
+  for (std::size_t at = kBody; read_struct(reply, at, &entry); at += FUSE_DIRENTPLUS_SIZE(&entry)) {
+    const auto name = reply.subspan(at + FUSE_NAME_OFFSET_DIRENTPLUS);
+    const std::size_t length = entry.dirent.namelen;
+    const bool dots = length <= 2 && length <= name.size() &&
+                      std::ranges::all_of(name.first(length), [](std::byte c) { return c == std::byte{'.'}; });
+    if (!dots) forget(at);  // "." and ".." are no references
+  }
+}
 
 void Session::orphaned(Request& request, Responder& responder) {
   // A backing file that is closed after the control plane's end is closed all the same.

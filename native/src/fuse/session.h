@@ -78,6 +78,7 @@ class Session final : private RequestHandler, private RelayHandler {
   std::span<const std::byte> amend(std::uint32_t opcode, std::span<std::byte> reply) override;
   void replied(std::uint32_t opcode, bool success) override;
   void notification(std::span<const std::byte> message) override;
+  void unheard(std::uint32_t opcode, std::span<const std::byte> reply) override;
   void orphaned(Request& request, Responder& responder) override;
 
   void handle_init(Request& request, Responder responder);
