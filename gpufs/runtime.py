@@ -23,7 +23,7 @@ def runtime_directory(*, allow_other: bool) -> str:
     places = ["/run/gpufs"] if uid == 0 else []
     if parent and not allow_other and os.path.isdir(parent) and os.stat(parent).st_uid == uid:
         places.append(os.path.join(parent, "gpufs"))
-    places.append(f"/tmp/gpufs-{uid}")
+    places.append(str(statistics.folders(uid)[-1]))
     mode = 0o711 if allow_other or uid == 0 else 0o700
     problems = []
     for path in places:

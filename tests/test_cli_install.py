@@ -52,6 +52,24 @@ def test_the_command_runs(installed: Path) -> None:
     assert run(installed / "usr/local/bin/gpufs", "--version").stdout.startswith("gpufs")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_program_that_is_closed_to_others_is_reported_with_the_folder(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    (private / "bin").mkdir(parents=True)
+    program = private / "bin/gpufs"
+    program.write_text(f'#!/bin/sh\nexec {Path(sys.executable).with_name("gpufs")} "$@"\n')
+    program.chmod(0o755)
+    private.chmod(0o700)
+    for parent in private.parents:
+        if not os.stat(parent).st_mode & 0o001:
+            parent.chmod(os.stat(parent).st_mode | 0o001)  # pytest's own folders are private, too
+    environment = {**os.environ, "DESTDIR": str(tmp_path / "installed"), "GPUFS": str(program)}
+    done = run(ROOT / "scripts/install-helpers", env=environment)
+    assert f"{private} is closed to them" in done.stderr
+    assert "PYTHON=/usr/bin/python3" in done.stderr
+    run(ROOT / "scripts/install-helpers", "--remove", env=environment)
+
+
 # ---- the manual page ----
 
 

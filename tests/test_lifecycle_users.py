@@ -183,19 +183,34 @@ def test_force_ends_a_stopped_daemon_of_a_plain_user(user: User, mountpoint: Pat
     assert not mounted_at(str(mountpoint))
 
 
+@pytest.fixture
+def roots_directories() -> Iterator[None]:
+    """Where root has used gpufs, with and without /run."""
+    made = []
+    for path in map(Path, ("/run/gpufs", "/tmp/gpufs-0")):
+        if not path.exists():
+            path.mkdir()
+            made.append(path)
+    yield
+    for path in made:
+        path.rmdir()
+
+
+@pytest.mark.usefixtures("roots_directories")
 def test_a_plain_user_in_a_user_namespace_of_his_own(user: User, mountpoint: Path) -> None:
-    """He is root there, and root nowhere else: he mounts by mount(2), and needs no fusermount3."""
+    """Root in that namespace alone, the user mounts without fusermount3 and without the real root's directories."""
+    environment = {name: value for name, value in user[1].items() if name != "XDG_RUNTIME_DIR"}
     command = " ".join(user[0])
     script = f"""
         {command} mount {mountpoint} --driver host --memory 64M
         echo inside >{mountpoint}/gpu0/x
         cat {mountpoint}/gpu0/x
         stat -c %u {mountpoint}/gpu0/x
+        {command} stats {mountpoint} >/dev/null
         {command} umount {mountpoint}
     """
-    done = run(
-        "unshare", "-Urm", "sh", "-euc", script, check=False, cwd="/", env={**user[1], "PATH": "/usr/bin"}, **AS_NOBODY
-    )
+    environment["PATH"] = "/usr/bin"
+    done = run("unshare", "-Urm", "sh", "-euc", script, check=False, cwd="/", env=environment, **AS_NOBODY)
     assert done.returncode == 0, done
     assert done.stdout.splitlines() == ["inside", "0"]
     assert not mounted_at(str(mountpoint))
