@@ -16,18 +16,20 @@ def _label(text: str) -> str:
 
 
 class _Page:
-    """Lines in Prometheus' text format, version 0.0.4."""
+    """Lines in Prometheus' text format, version 0.0.4. Every sample names the mount: a machine may have several."""
 
-    def __init__(self) -> None:
+    def __init__(self, mountpoint: str) -> None:
         self.lines: list[str] = []
+        self._mountpoint = mountpoint
 
     def family(self, name: str, kind: str, text: str) -> None:
         self.lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
 
     def sample(self, name: str, value: float, **labels: str) -> None:
-        shown = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
+        named = {"mountpoint": self._mountpoint, **labels}
+        shown = ",".join(f'{key}="{_label(text)}"' for key, text in named.items())
         number = repr(value) if isinstance(value, float) else str(value)
-        self.lines.append(f"{name}{{{shown}}} {number}" if shown else f"{name} {number}")
+        self.lines.append(f"{name}{{{shown}}} {number}")
 
     def histogram(
         self,
@@ -92,9 +94,9 @@ _DEVICE_TEXTS: Final = {
 
 def page(found: Statistics) -> str:
     """The counters in Prometheus' text format. What a backend of a device has never done is left out."""
-    page = _Page()
+    page = _Page(str(found.facts.get("mountpoint") or ""))
     page.family("gpufs_build_info", "gauge", "1; the labels say what runs.")
-    facts = {key: str(found.facts.get(key) or "") for key in ("version", "driver", "mountpoint")}
+    facts = {key: str(found.facts.get(key) or "") for key in ("version", "driver")}
     page.sample("gpufs_build_info", 1, **facts)
     page.family("gpufs_start_time_seconds", "gauge", "When the mount's process began, in seconds since 1970.")
     page.sample("gpufs_start_time_seconds", found.created)

@@ -237,7 +237,7 @@ def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
     pieces = [counted(stats(own), backend, "in")["bytes"] for backend in ("fastpath", "fallback")]
     assert sum(pieces) == total
     page = parse_metrics((own.path / ".gpufs/metrics").read_text())
-    labels = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
+    labels = (("mountpoint", str(own.path)), ("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
     assert page["gpufs_bytes_total"][labels] == total
     assert page["gpufs_operation_size_bytes_count"][labels] == operations
 
@@ -501,14 +501,17 @@ def test_metrics(mount: Mounter) -> None:
     (own.device / "file").read_bytes()
     settled(own, 2 * MIB)
     found = parse_metrics((own.path / ".gpufs/metrics").read_text())
-    key = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
+    place = ("mountpoint", str(own.path))
+    assert all(labels[0] == place for samples in found.values() for labels in samples)
+    key = (place, ("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
     assert found["gpufs_bytes_total"][key] == 2 * MIB
     assert found["gpufs_operation_size_bytes_sum"][key] == 2 * MIB
     assert found["gpufs_operation_duration_seconds_count"][key] == found["gpufs_operation_size_bytes_count"][key]
-    assert found["gpufs_device_held_bytes"][(("device", "gpu0"),)] == 2 * MIB
-    assert (("version", engine.engine_version()), ("driver", "host"), ("mountpoint", str(own.path))) in found[
-        "gpufs_build_info"
-    ]
+    assert found["gpufs_device_held_bytes"][(place, ("device", "gpu0"))] == 2 * MIB
+    assert (place, ("version", engine.engine_version()), ("driver", "host")) in found["gpufs_build_info"]
+    other = parse_metrics((mount().path / ".gpufs/metrics").read_text())
+    for family, samples in found.items():
+        assert not samples.keys() & other.get(family, {}).keys(), "series of two mounts are the same"
 
 
 def test_metrics_of_odd_numbers() -> None:
@@ -525,7 +528,9 @@ def test_metrics_of_odd_numbers() -> None:
     gauges = dict.fromkeys(statistics._ENGINE_GAUGES, 0)
     whole = statistics.Statistics(1, 2.0, 3.0, {"mountpoint": 'a "b"\\\n'}, gauges, [device])
     found = parse_metrics(prometheus.page(whole))
-    key = (("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
+    (place,) = {labels[0] for samples in found.values() for labels in samples}
+    assert place == ("mountpoint", r"a \"b\"\\\n")
+    key = (place, ("device", "gpu0"), ("backend", "mount"), ("direction", "in"))
     assert found["gpufs_in_flight"] == {key: 1}
     assert found["gpufs_refusals_total"] == {(*key, ("reason", "too_small")): 3}
     assert found["gpufs_operation_size_bytes_bucket"][(*key, ("le", "512"))] == 2
