@@ -288,12 +288,12 @@ class Daemon:
             io=opened.io_statistics,
         )
         counted = MountStatistics(opened, self._request.mountpoint, driver)
-        contents: dict[str, Callable[[], bytes]] = {
-            "version": version_text,
+        contents: dict[str, Callable[[int], bytes]] = {  # for the user who opens the file
+            "version": lambda _: version_text(),
             "status": status.as_bytes,
-            "stats": counted.as_bytes,
-            "metrics": counted.as_metrics,
-            "socket": lambda: os.fsencode(socket_path) + b"\n",
+            "stats": lambda _: counted.as_bytes(),
+            "metrics": lambda _: counted.as_metrics(),
+            "socket": lambda _: os.fsencode(socket_path) + b"\n",
         }
         tree = Tree(
             mount,

@@ -41,7 +41,7 @@ DEVICE: dict[str, type | tuple[type, ...]] = {
     "free_bytes": int,
     "held_bytes": int,
     "files": int,
-    "health": (str, type(None)),
+    "health": str,
 }
 DF: dict[str, type | tuple[type, ...]] = {
     "path": str,

@@ -29,7 +29,7 @@ class World:
 
     def __init__(self) -> None:
         self.table = FakeTable()
-        self.tree = Tree(self.table, 2, uid=7, gid=8, control_files={"version": lambda: b"1\n"})
+        self.tree = Tree(self.table, 2, uid=7, gid=8, control_files={"version": lambda uid: b"1\n"})
         self.gpu0 = self.tree.lookup(ROOT_INODE, b"gpu0").ino
         self.gpu1 = self.tree.lookup(ROOT_INODE, b"gpu1").ino
         self.control = self.tree.lookup(ROOT_INODE, b".gpufs").ino

@@ -11,6 +11,7 @@ from gpufs import prometheus, statistics
 from gpufs._version import __version__
 from gpufs.engine import Device, Engine, EngineError, refusal_names
 
+_PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
 _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 
 
@@ -31,8 +32,9 @@ class MountStatus:
     io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The status now. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
+    def as_dict(self, uid: int) -> dict[str, Any]:
+        """The status now, for this user. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
+        hidden = () if uid in (0, os.geteuid()) else _PRIVATE
         statistics = dict(self.statistics())
         status: dict[str, Any] = {
             "version": __version__,
@@ -44,7 +46,7 @@ class MountStatus:
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
             "devices": [self._device(device) for device in self.devices],
-            "knobs": dict(self.knobs),
+            "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
             "statistics": statistics,
         }
         if self.transfers is not None:
@@ -53,9 +55,9 @@ class MountStatus:
             status["io"] = dict(self.io())
         return status
 
-    def as_bytes(self) -> bytes:
-        """The text of ``.gpufs/status``: one JSON object."""
-        return json.dumps(self.as_dict(), indent=2, default=str).encode() + b"\n"
+    def as_bytes(self, uid: int) -> bytes:
+        """The text of ``.gpufs/status`` for this user: one JSON object."""
+        return json.dumps(self.as_dict(uid), indent=2, default=str).encode() + b"\n"
 
     def _device(self, device: Device) -> dict[str, Any]:
         info = device.info
@@ -68,7 +70,7 @@ class MountStatus:
             "free_bytes": 0,
             "held_bytes": 0,
             "files": self.files(device.index),
-            "health": None,
+            "health": "good",
         }
         try:
             memory = device.memory()
@@ -78,7 +80,8 @@ class MountStatus:
             entry["total_bytes"] = memory.total_bytes
             entry["free_bytes"] = memory.free_bytes
             entry["held_bytes"] = memory.held_bytes
-            entry["health"] = None if memory.health is None else str(memory.health)
+            if memory.health is not None:
+                entry["health"] = str(memory.health)
         return entry
 
 

@@ -69,11 +69,11 @@ class Special(Node):
 
 
 class ControlFile(Node):
-    """A read-only file whose content ``produce`` makes at each open."""
+    """A read-only file whose content ``produce`` makes at each open, for the user who opens it."""
 
     __slots__ = ("produce",)
 
-    def __init__(self, ino: int, produce: Callable[[], bytes]) -> None:
+    def __init__(self, ino: int, produce: Callable[[int], bytes]) -> None:
         super().__init__(ino, stat.S_IFREG, -1)
         self.fixed = True
         self.produce = produce

@@ -300,7 +300,7 @@ class Operations(pyfuse3.Operations):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
                 raise error(errno.EACCES)
             handle = self._take_handle()
-            self._contents[handle] = node.produce()
+            self._contents[handle] = node.produce(ctx.uid)
             return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
         if isinstance(node, StreamFile):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:

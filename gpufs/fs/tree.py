@@ -66,7 +66,7 @@ class Tree:
         uid: int,
         gid: int,
         device_mode: int = 0o755,
-        control_files: dict[str, Callable[[], bytes]],
+        control_files: dict[str, Callable[[int], bytes]],
         streams: dict[str, Callable[[], Stream]] | None = None,
     ) -> None:
         self._table = table
