@@ -61,6 +61,10 @@ _SECOND: Final = 1e9
 _SUFFIX: Final = ".stats"
 _ASIDE: Final = "left"
 _LONGEST_TEXT: Final = 4096
+# Bounds of what is read of a file: it may be one that another user has made up.
+_LARGEST: Final = 32 << 20
+_MOST_COLUMNS: Final = 1024  # reasons of refusal, buckets of a histogram
+_MOST_FILES: Final = 8  # of one mount
 _KEPT_SECONDS: Final = 3600.0  # of the last counters of a mount whose process died
 _KEPT_FILES: Final = 64
 
@@ -120,9 +124,7 @@ class Statistics:
         """What ``.gpufs/stats`` and ``gpufs stats --json`` show; docs/statistics.md explains each key."""
         return {
             "format": VERSION,
-            "mountpoint": self.facts.get("mountpoint"),
-            "version": self.facts.get("version"),
-            "driver": self.facts.get("driver"),
+            **{name: self._text(name) for name in ("mountpoint", "version", "driver")},
             "pid": self.pid,
             "alive": self.alive,
             "started": self.created,
@@ -131,6 +133,10 @@ class Statistics:
             "gauges": dict(self.gauges),
             "devices": [_device_dict(device) for device in self.devices],
         }
+
+    def _text(self, name: str) -> str | None:
+        value = self.facts.get(name)
+        return value if isinstance(value, str) else None
 
 
 def _device_dict(device: DeviceStatistics) -> dict[str, Any]:
@@ -201,6 +207,8 @@ def parse(data: bytes, *, alive: bool = True) -> Statistics:
         or block_bytes != 8 * words
         or (backends, flows) != (len(BACKENDS), len(FLOWS))
         or min(stripes, buckets) < 1
+        or max(reasons, buckets) > _MOST_COLUMNS
+        or text_bytes > _LONGEST_TEXT
         or gauges_at + gauges_bytes > len(data)
         or device_gauges_at + devices * device_gauges_bytes > len(data)
         or details_at + devices * flows * details_bytes > len(data)
@@ -210,12 +218,7 @@ def parse(data: bytes, *, alive: bool = True) -> Statistics:
         or details_bytes < 8 * len(_DETAILS)
     ):
         raise StatisticsError("the statistics are damaged")
-    try:
-        facts = json.loads(data[_TEXT : _TEXT + text_bytes]) if text_bytes else {}
-    except ValueError:
-        facts = {}
-    if not isinstance(facts, dict):
-        facts = {}
+    facts = _facts(data[_TEXT : _TEXT + text_bytes])
     stripe_bytes = devices * backends * flows * block_bytes
     columns = [_words(data, blocks_at + stripe * stripe_bytes, stripe_bytes) for stripe in range(stripes)]
     totals = columns[0] if stripes == 1 else array("Q", [sum(row) & _WRAP for row in zip(*columns, strict=True)])
@@ -242,6 +245,15 @@ def parse(data: bytes, *, alive: bool = True) -> Statistics:
 
 
 _WRAP: Final = (1 << 64) - 1
+
+
+def _facts(text: bytes) -> dict[str, Any]:
+    """What the text beside the counters says; nothing where it is damaged."""
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _list(facts: Mapping[str, Any], name: str) -> list[Any]:
@@ -297,12 +309,25 @@ def device_of(name: str) -> str | None:
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Where the runtime directory of a user's mounts may be."""
     if uid == 0:
-        return [Path("/run/gpufs"), Path("/tmp/gpufs-0")]
-    found = [Path(f"/run/user/{uid}/gpufs"), Path(f"/tmp/gpufs-{uid}")]
+        return [Path("/run/gpufs"), Path(f"/tmp/gpufs-{_outer(uid)}")]
+    found = [Path(f"/run/user/{uid}/gpufs"), Path(f"/tmp/gpufs-{_outer(uid)}")]
     own = environ.get("XDG_RUNTIME_DIR")
     if own and Path(own) / "gpufs" not in found:
         found.insert(0, Path(own) / "gpufs")
     return found
+
+
+def _outer(uid: int) -> int:
+    """A user's number outside of this user namespace: in /tmp, which namespaces share, it names nobody else."""
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            for line in file:
+                inside, outside, count = map(int, line.split())
+                if inside <= uid < inside + count:
+                    return outside + uid - inside
+    except OSError:
+        pass
+    return uid
 
 
 def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Path]:
@@ -351,6 +376,8 @@ def read(path: Path, uid: int | None = None) -> Statistics:
             raise OSError(EINVAL, "no regular file", str(path))
         if uid is not None and status.st_uid != uid:
             raise OSError(EPERM, "the file of another user", str(path))
+        if status.st_size > _LARGEST:
+            raise StatisticsError(f"{path}: too large for a file of counters")
         alive = _is_locked(fd)
         data = b""
         while part := os.pread(fd, status.st_size - len(data), len(data)):
@@ -364,7 +391,7 @@ def read_mount(device: str, uid: int) -> Statistics:
     """The counters of a mount by its device number and the user who made it. OSError ENOENT where there are none."""
     failure: Exception = FileNotFoundError(ENOENT, os.strerror(ENOENT))
     newest: Statistics | None = None
-    for path in find(device, uid):
+    for path in find(device, uid)[:_MOST_FILES]:
         try:
             found = read(path, uid)
         except (OSError, StatisticsError) as error:
@@ -435,9 +462,8 @@ def _died_elsewhere(path: Path, mountpoint: str) -> float | None:
     if len(data) < _TEXT or not data.startswith(MAGIC):
         return None
     *_, text_bytes, _, updated = _HEADER.unpack_from(data)
-    try:
-        served = json.loads(data[_TEXT : _TEXT + text_bytes])["mountpoint"]
-    except (ValueError, LookupError, TypeError):
+    served = _facts(data[_TEXT : _TEXT + text_bytes]).get("mountpoint")
+    if served is None:
         return None  # it died before there was a mount, or writes another format
     return None if served == mountpoint else updated / _SECOND
 

@@ -15,7 +15,7 @@ from support.processes import has_ended, plain_user, run, wait_until
 from support.users import user_gpufs
 from support.watchdog import mounted_at, rescue
 
-from gpufs import cli
+from gpufs import cli, mounting
 from gpufs.cli import _launch, _mounts
 
 NOBODY = 65534
@@ -216,7 +216,7 @@ def test_as_a_plain_user() -> None:
             # Not even root may look into a user's mount without --allow-other; he sees that it is there and whose.
             status = state_of(gpufs("status", "--json").stdout)
             assert status["state"] == "no permission"
-            assert status["pid"] == _mounts.daemons(str(path))[0]
+            assert status["pid"] == _mounts.daemons(str(path), mounting.entry_of(str(path)))[0]
             as_user("umount", path)
         finally:
             if mounted_at(str(path)):

@@ -5,13 +5,14 @@ import select
 import signal
 import time
 from collections.abc import Sequence
-from errno import ENOTCONN, ETIMEDOUT
+from errno import EFBIG, ENOTCONN, ETIMEDOUT
 from typing import Final
 
 from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
 
 STATUS_FILE: Final = ".gpufs/status"
+_MOST_BYTES: Final = 4 << 20  # of one file; a mount of many devices has a tenth of that to say
 
 
 def absolute(path: str) -> str:
@@ -50,36 +51,37 @@ def find(path: str) -> "mounting.MountEntry":
     raise Failure(f"{path}: no gpufs is mounted there (gpufs status lists those that are)")
 
 
-def daemons(mountpoint: str, device: str | None = None) -> list[int]:
-    """The processes that serve a mountpoint, by their command lines: also those that hang or have lost their mount.
+def trusted_first(entries: Sequence[mounting.MountEntry]) -> list[mounting.MountEntry]:
+    """Root's mounts and the caller's own before those of other users, who may delay what comes after theirs."""
+    return sorted(entries, key=lambda entry: entry.uid not in (0, os.geteuid()))
 
-    With the ``device`` ("major:minor") of a mount those that, as far as can be seen, serve this one: an earlier one at
-    the same place may live on where it is still in use.
+
+def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
+    """The processes that serve a mountpoint, also those that hang or have lost their mount, as far as we may look.
+
+    A process counts that belongs to the user who mounted, holds a connection of FUSE, and was started for this
+    mountpoint: anybody can start one whose command line looks like a daemon's. With the ``entry`` of a mount those that
+    serve this one: an earlier one at the same place may live on where it is still in use. Without, the caller's own.
     """
     wanted = os.fsencode(mountpoint)
+    uid = os.geteuid() if entry is None else entry.uid
     found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
+            if os.stat(f"/proc/{name}").st_uid != uid:
+                continue
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 words = file.read().rstrip(b"\0").split(b"\0")
+            if words[-1] != wanted or b"gpufs.daemon" not in words or not _same_namespace(name):
+                continue
+            held = [os.readlink(f"/proc/{name}/fd/{fd}") for fd in os.listdir(f"/proc/{name}/fd")]
         except OSError:
             continue
-        if words[-1] != wanted or b"gpufs.daemon" not in words or not _same_namespace(name):
-            continue
-        if device is None or _device_of(name) in (device, None):
+        # Its counters' file is named after the mount; there is none where the runtime directory could not be written.
+        served = {device for link in held if (device := statistics.device_of(os.path.basename(link)))}
+        if mounting.FUSE_DEVICE in held and (entry is None or not served or entry.device in served):
             found.append(int(name))
     return found
-
-
-def _device_of(pid: str) -> str | None:
-    """Which mount a daemon serves, by the name of the counters' file that it has open; None where that is not known."""
-    try:
-        names = [os.path.basename(os.readlink(f"/proc/{pid}/fd/{fd}")) for fd in os.listdir(f"/proc/{pid}/fd")]
-    except OSError:
-        return None
-    return next((device for device in map(statistics.device_of, names) if device is not None), None)
 
 
 def _same_namespace(pid: str) -> bool:
@@ -173,14 +175,16 @@ def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
 def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
     """The contents of files that may never answer, all asked at once; OSError ETIMEDOUT for those that do not.
 
-    Each is read by a process of its own: one that waits for a hung mount cannot always be ended, not even by SIGKILL,
-    and we must be able to go.
+    EFBIG for one that is larger than any of gpufs'. Each is read by a process of its own: one that waits for a hung
+    mount cannot always be ended, not even by SIGKILL, and we must be able to go.
     """
-    readers: list[tuple[int, int]] = []  # of what is still asked: the process, and the pipe from it
+    readers: dict[int, tuple[int, int]] = {}  # by the pipe from it: which file, and the process
+    said = [bytearray() for _ in paths]
+    results: list[bytes | OSError] = [OSError(ETIMEDOUT, os.strerror(ETIMEDOUT), path) for path in paths]
     deadline = time.monotonic() + timeout
-    results: list[bytes | OSError] = []
+    poll = select.poll()
     try:
-        for path in paths:
+        for place, path in enumerate(paths):
             source, sink = os.pipe2(os.O_CLOEXEC)
             pid = os.fork()
             if pid == 0:
@@ -189,21 +193,23 @@ def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
                 finally:
                     os._exit(0)  # also where it is interrupted: what comes behind this is the parent's
             os.close(sink)
-            readers.append((pid, source))
-        for path in paths:
-            pid, source = readers[0]
-            content = _receive(source, deadline)
-            del readers[0]
-            os.close(source)
-            if content is None:
-                _end(pid)
-                results.append(OSError(ETIMEDOUT, os.strerror(ETIMEDOUT), path))
-                continue
-            os.waitpid(pid, 0)
-            error = content[0] if content else ENOTCONN
-            results.append(OSError(error, os.strerror(error), path) if error else content[1:])
-    finally:  # where we are interrupted
-        for pid, source in readers:
+            readers[source] = (place, pid)
+            poll.register(source, select.POLLIN)
+        while readers and (ready := poll.poll(max(deadline - time.monotonic(), 0) * 1000)):
+            for source, _ in ready:
+                place, pid = readers[source]
+                part = os.read(source, 1 << 16)
+                said[place] += part
+                if part:
+                    continue
+                poll.unregister(source)
+                os.close(source)
+                del readers[source]
+                os.waitpid(pid, 0)
+                error = said[place][0] if said[place] else ENOTCONN
+                results[place] = OSError(error, os.strerror(error), paths[place]) if error else bytes(said[place][1:])
+    finally:  # also where we are interrupted
+        for source, (_, pid) in readers.items():
             os.close(source)
             _end(pid)
     return results
@@ -219,20 +225,12 @@ def _read(path: str, sink: int) -> None:
     """In the child: sends the errno as a byte, then the content."""
     try:
         with open(path, "rb", buffering=0) as file:
-            message = b"\0" + file.read()
+            message = b"\0"
+            while len(message) <= _MOST_BYTES and (part := file.read(_MOST_BYTES)):
+                message += part
+        if len(message) > _MOST_BYTES:
+            message = bytes([EFBIG])
     except OSError as error:
         message = bytes([(error.errno or ENOTCONN) & 0xFF])
     while message:
         message = message[os.write(sink, message) :]
-
-
-def _receive(source: int, deadline: float) -> bytes | None:
-    poll = select.poll()
-    poll.register(source, select.POLLIN)
-    content = b""
-    while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        part = os.read(source, 1 << 16)
-        if not part:
-            return content
-        content += part
-    return None

@@ -14,10 +14,11 @@ def bytes_text(size: int | None) -> str:
     if size is None:
         return "-"
     value = float(size)
-    units = iter(("", "K", "M", "G", "T", "P"))
-    unit = next(units)
-    while value >= 1023.95:
-        value, unit = value / 1024, next(units)
+    unit = ""
+    for larger in "KMGTPE":
+        if value < 1023.95:
+            break
+        value, unit = value / 1024, larger
     return (f"{value:.0f}" if value >= 99.95 else f"{value:.1f}".removesuffix(".0")) + unit
 
 

@@ -1,6 +1,5 @@
 """What the mounts say about themselves, and what is known about those that do not answer."""
 
-import json
 import os
 from collections.abc import Sequence
 from errno import EACCES, ECONNABORTED, ENOTCONN, EPERM, ETIMEDOUT
@@ -8,6 +7,7 @@ from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli import _mounts
+from gpufs.cli._untrusted import SIZE, TIME, items, parse, record, text
 
 # errno of reading the status file: state of the mount
 _STATES: Final = {
@@ -17,6 +17,11 @@ _STATES: Final = {
     EPERM: "no permission",
     ETIMEDOUT: "no answer",
 }
+# What the commands show of a status; there may be more in it.
+_USED: Final = record(
+    started=TIME,
+    devices=items(record(name=text, total_bytes=SIZE, held_bytes=SIZE, free_bytes=SIZE)),
+)
 
 
 def collect(entries: "Sequence[mounting.MountEntry]", timeout: float) -> list[dict[str, Any]]:
@@ -43,17 +48,15 @@ def _one(entry: "mounting.MountEntry", content: bytes | OSError) -> dict[str, An
     }
     if isinstance(content, bytes):
         try:
-            said = json.loads(content)
-            if not isinstance(said, dict):
-                raise ValueError("not an object")
+            said = parse(content, _USED)
         except ValueError as error:
             status.update(state="error", error=f"{_mounts.STATUS_FILE} is not understood: {error}")
         else:
-            status = {**status, **said, "mountpoint": entry.mountpoint, "source": entry.source}
-            return status
+            known = {name: status[name] for name in ("mountpoint", "source", "state", "error")}
+            return {**status, **said, **known}
     else:
         status.update(state=_STATES.get(content.errno or 0, "error"), error=content.strerror)
-    pids = _mounts.daemons(entry.mountpoint, entry.device)
+    pids = _mounts.daemons(entry.mountpoint, entry)
     if len(pids) == 1:
         status["pid"] = pids[0]
     return status

@@ -21,7 +21,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
     Of all mounts, or of the MOUNTPOINTs.
     """
     timeout: float = settings("df", arguments)["status_timeout"]
-    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else mounting.mounts()
+    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else _mounts.trusted_first(mounting.mounts())
     found = _status.collect(entries, timeout)
     devices = [_device(status, device) for status in found for device in status["devices"]]
     if as_json:
@@ -62,7 +62,7 @@ def _print(devices: list[dict[str, Any]]) -> None:
                 bytes_text(device["free_bytes"]),
                 f"{100 * device['used_bytes'] / usable:.0f}%" if usable else "-",
                 "-" if device["files"] is None else str(device["files"]),
-                device["description"] or "-",
+                str(device["description"] or "-"),
             )
         )
     headers = ("DEVICE", "SIZE", "USED", "FREE", "USE%", "FILES", "IS")

@@ -15,6 +15,8 @@ from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
 from gpufs.cli._main import settings
 from gpufs.cli._options import Options, origin, parse
+from gpufs.cli._untrusted import parse as parse_answer
+from gpufs.cli._untrusted import record
 from gpufs.cli.mount import mount
 
 # Exit codes of mount(8), which hands on ours.
@@ -64,7 +66,10 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
     (answer,) = _mounts.read_files([os.path.join(entry.mountpoint, _mounts.STATUS_FILE)], _PATIENCE)
     if isinstance(answer, OSError):
         raise Failure(f"{path}: cannot be remounted, it does not answer: {answer.strerror}")
-    running = json.loads(answer)["knobs"]
+    try:
+        running = parse_answer(answer, record(knobs=record()))["knobs"]
+    except ValueError as error:
+        raise Failure(f"{path}: cannot be remounted, its status is not understood: {error}") from None
     for name in given.knobs.keys() & config.BY_NAME.keys():
         wanted = json.loads(json.dumps(chosen[name]))
         if wanted != running.get(name):

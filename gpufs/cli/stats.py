@@ -18,10 +18,30 @@ from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, printable
 from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
+from gpufs.cli._untrusted import SIZE, TIME, items, maybe, numeric, parse, record, text, values
 
 _FILE: Final = ".gpufs/stats"
 _LEAST_PAUSE: Final = 0.1  # seconds between two looks
 _MOST_PAUSE: Final = 86400.0
+# What is shown of `.gpufs/stats`; there may be more in it.
+_GAUGES: Final = (
+    "bounce_pinned_bytes bounce_capacity_bytes bounce_used_bytes bounce_waits request_pinned_bytes locked_bytes "
+    "transfers_active"
+).split()
+_BUCKETS: Final = items(lambda value: isinstance(value, list) and len(value) == 2 and all(map(maybe(SIZE), value)))
+_COUNTS: Final = record(
+    bytes=SIZE, operations=SIZE, errors=SIZE, in_flight=SIZE, refusals=values(SIZE), sizes=_BUCKETS, times=_BUCKETS
+)
+_DEVICE: Final = record(name=text, gauges=record(health_error=SIZE), backends=values(values(_COUNTS)))
+_USED: Final = record(
+    pid=SIZE,
+    alive=numeric(2),
+    driver=maybe(text),
+    started=TIME,
+    dead_since=maybe(TIME),
+    gauges=record(**dict.fromkeys(_GAUGES, SIZE)),
+    devices=items(_DEVICE),
+)
 
 
 def _pause(text: str) -> float | None:
@@ -85,7 +105,7 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
 def _look(mountpoint: str | None, timeout: float) -> list[dict[str, Any]]:
     """The statistics of the mounts; those that cannot be read have "error" and no devices."""
     if mountpoint is None:
-        entries = mounting.mounts()
+        entries = _mounts.trusted_first(mounting.mounts())
     else:
         try:
             entries = [_mounts.find(mountpoint)]
@@ -96,8 +116,11 @@ def _look(mountpoint: str | None, timeout: float) -> list[dict[str, Any]]:
             return [left.as_dict()]
     found: list[dict[str, Any] | None] = []
     reasons: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
     for place, entry in enumerate(entries):
         try:
+            if time.monotonic() > deadline:  # because of many or large files, of other users if not of this one
+                raise statistics.StatisticsError(f"its statistics could not be read within {timeout:g} seconds")
             one = statistics.read_mount(entry.device, entry.uid).as_dict()
         except statistics.StatisticsError as error:
             reasons[place] = str(error)
@@ -119,8 +142,9 @@ def _answered(mountpoint: str, answer: bytes | OSError, reason: str) -> dict[str
     problem = reason
     if isinstance(answer, bytes):
         try:
-            said = json.loads(answer)
-            if isinstance(said, dict) and said.get("format") == statistics.VERSION:
+            if parse(answer, record()).get("format") == statistics.VERSION:
+                said = parse(answer, _USED)
+                said.pop("error", None)
                 return {**said, "mountpoint": mountpoint}
             problem = f"{_FILE} has another format: another version of gpufs serves the mount"
         except ValueError as error:
@@ -210,6 +234,10 @@ def _rows(one: dict[str, Any], before: _Counted | None = None, seconds: float = 
     return rows
 
 
+def _errno_text(number: int) -> str:
+    return os.strerror(number) if number < 4096 else f"error {number}"
+
+
 def _remarks(one: dict[str, Any]) -> list[str]:
     if one.get("error"):
         return []
@@ -222,12 +250,12 @@ def _remarks(one: dict[str, Any]) -> list[str]:
     )
     lines = [memory]
     for device in one["devices"]:
-        for flow, counts in device["backends"]["fastpath"].items():
+        for flow, counts in device["backends"].get("fastpath", {}).items():
             if counts["refusals"]:
                 reasons = ", ".join(f"{name} {number}" for name, number in sorted(counts["refusals"].items()))
                 lines.append(f"{device['name']} {flow}: not by fastpath: {reasons}")
         if device["gauges"]["health_error"]:
-            lines.append(f"{device['name']} is out of service: {os.strerror(device['gauges']['health_error'])}")
+            lines.append(f"{device['name']} is out of service: {_errno_text(device['gauges']['health_error'])}")
     return lines
 
 

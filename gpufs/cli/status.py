@@ -7,7 +7,7 @@ import click
 
 from gpufs import mounting
 from gpufs.cli import _mounts, _status
-from gpufs.cli._errors import Failure, printable
+from gpufs.cli._errors import Failure, complain, printable
 from gpufs.cli._main import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
@@ -24,13 +24,16 @@ def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
     """
     timeout: float = settings("status", arguments)["status_timeout"]
     if mountpoint is None:
-        found = _status.collect(mounting.mounts(), timeout)
+        found = _status.collect(_mounts.trusted_first(mounting.mounts()), timeout)
         if as_json:
             print(json_text(found))
         elif found:
             _print_list(found)
         else:
             print("no gpufs is mounted")
+        for status in found:
+            if status["state"] == "error" and not as_json:
+                complain(f"{status['mountpoint']}: {status['error']}")
         return
     (status,) = _status.collect([_mounts.find(mountpoint)], timeout)
     if as_json:
@@ -84,7 +87,7 @@ def _print_one(status: dict[str, Any]) -> None:
                 bytes_text(device["held_bytes"]),
                 bytes_text(device["free_bytes"]),
                 _text(device.get("files")),
-                _text(device.get("health") or "good"),
+                _text(device.get("health")),
                 _text(device.get("description")),
             )
             for device in status["devices"]

@@ -46,7 +46,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         _end_left_over(path, missing, force=force, timeout=timeout)
         return
     mountpoint = entry.mountpoint
-    pids = _mounts.daemons(mountpoint, entry.device)
+    pids = _mounts.daemons(mountpoint, entry)
     if force:
         _signal(pids, signal.SIGTERM)
         # One that is stopped cannot hear it.

@@ -1,0 +1,210 @@
+"""Root runs the commands beside the mounts, files and processes of a user who means harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import NOBODY, as_nobody, run, wait_until
+from support.watchdog import mounted_at
+
+from gpufs import mounting, statistics
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
+
+# A file system of another user that calls itself gpufs. Its files below .gpufs have the content of a file of the host.
+SERVER = """
+import ctypes, errno, os, stat, sys
+import pyfuse3, trio
+
+place, content = sys.argv[1:]
+device = os.open("/dev/fuse", os.O_RDWR)
+options = f"fd={device},rootmode=40000,user_id=65534,group_id=65534,allow_other"
+assert ctypes.CDLL(None).mount(b"gpufs", place.encode(), b"fuse.gpufs", 6, options.encode()) == 0
+source = os.open(content, os.O_RDONLY)
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+
+class Hostile(pyfuse3.Operations):
+    def entry(self, inode):
+        found = pyfuse3.EntryAttributes()
+        found.st_ino, found.st_mode = inode, (stat.S_IFDIR | 0o755 if inode < 3 else stat.S_IFREG | 0o644)
+        return found
+    async def getattr(self, inode, ctx=None):
+        return self.entry(inode)
+    async def lookup(self, parent, name, ctx=None):
+        return self.entry(2 if parent == 1 else 3)
+    async def open(self, inode, flags, ctx):
+        return pyfuse3.FileInfo(fh=1, direct_io=True)
+    async def read(self, fh, offset, size):
+        return os.pread(source, size, offset)
+
+pyfuse3.init(Hostile(), f"/dev/fd/{device}", {"fsname=gpufs"})
+trio.run(pyfuse3.main)
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
+    """A mount of another user whose control files have the content given; returns its place."""
+    place, content = tmp_path / "hostile", tmp_path / "content"
+    place.mkdir()
+    content.touch()
+    server = subprocess.Popen([sys.executable, "-c", SERVER, place, content], cwd="/")
+
+    def show(text: bytes) -> Path:
+        content.write_bytes(text)
+        return place
+
+    try:
+        wait_until(lambda: mounted_at(str(place)), 60, "the hostile mount")
+        yield show
+    finally:
+        subprocess.run(["umount", "-l", place], check=False)
+        server.kill()
+        server.wait()
+
+
+COUNTS = {"bytes": 1, "operations": 1, "errors": 0, "in_flight": 0, "refusals": {}, "sizes": [], "times": []}
+STATS = {"format": 1, "pid": 1, "alive": True, "driver": "host", "started": 1, "dead_since": None, "devices": []}
+ANSWERS: dict[str, Any] = {
+    "deep": b'{"devices": [], "started": 1, "format": 1, "x": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "very deep": b"[" * 200_000,
+    "no object": b"7",
+    "nothing": b"",
+    "other types": {"format": 1, "devices": {"a": 1}, "started": "yesterday"},
+    "no numbers": {"format": 1, "devices": [{"name": "gpu0"}], "started": 1},
+    "large numbers": {
+        "devices": [{"name": "gpu0", "total_bytes": 10**400, "held_bytes": 0, "free_bytes": 0}],
+        "started": 1,
+    },
+    "a late start": {**STATS, "started": 1e300},
+    "text that cannot be printed": b'{"devices": [], "started": 1, "version": "\\ud800", "format": 1}',
+    "a counter that is none": {**STATS, "gauges": {"bounce_waits": []}},
+    "buckets": {
+        **STATS,
+        "gauges": {},
+        "devices": [{"name": "g", "gauges": {"health_error": 1}, "backends": {"mount": {"in": COUNTS | {"sizes": 1}}}}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_another_users_mount_says_does_not_hide_roots_own(
+    shared_mount: GpufsMount, hostile: Callable[[bytes], Path], answer: str
+) -> None:
+    content = ANSWERS[answer]
+    place = hostile(content if isinstance(content, bytes) else json.dumps(content).encode())
+    for words in (["status"], ["df"], ["stats"], ["status", "--json"], ["stats", "--json"]):
+        done = run(*GPUFS, *words, check=False)
+        assert done.returncode == 0, done
+        assert str(shared_mount.path) in done.stdout
+        # A status that is understood may have no device, and then df has no line about it.
+        assert words == ["df"] or str(place) in done.stdout + done.stderr
+        assert "internal error" not in done.stdout + done.stderr
+        assert len(done.stderr.splitlines()) <= 1
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(
+    shared_mount: GpufsMount, hostile: Callable[[bytes], Path], tmp_path: Path
+) -> None:
+    place = hostile(b"")
+    os.truncate(tmp_path / "content", 1 << 40)
+    for words in (["status"], ["df"], ["stats"]):
+        done = run(*GPUFS, *words, preexec_fn=limited)
+        assert str(shared_mount.path) in done.stdout
+        assert str(place) in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["sparse", "many reasons", "deep"])
+def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[bytes], Path], kind: str) -> None:
+    place = hostile(b"")
+    entry = mounting.entry_of(str(place))
+    own = mounting.entry_of(str(shared_mount.path))
+    assert entry is not None
+    assert own is not None
+    folder = Path(f"/tmp/gpufs-{NOBODY}")
+    made = not folder.exists()
+    folder.mkdir(exist_ok=True)
+    os.chown(folder, NOBODY, NOBODY)
+    path = folder / statistics.file_name(1, entry.device)
+    data = bytearray(statistics.find(own.device, 0)[0].read_bytes())
+    if kind == "many reasons":
+        data[48:52] = (0xFFFFFFF0).to_bytes(4, "little")
+        data[24:28] = bytes(4)  # no devices, so that no block is too short for them
+    elif kind == "deep":
+        data[256 : 256 + 4000] = b"[" * 4000
+        data[100:104] = (4000).to_bytes(4, "little")
+    path.write_bytes(data)
+    if kind == "sparse":
+        os.truncate(path, 3 << 30)
+    os.chown(path, NOBODY, NOBODY)
+    try:
+        done = run(*GPUFS, "stats", preexec_fn=limited)
+        assert str(shared_mount.path) in done.stdout
+        assert str(place) in done.stdout
+        assert "internal error" not in done.stderr
+    finally:
+        path.unlink()
+        if made:
+            folder.rmdir()
+
+
+def test_a_process_that_looks_like_a_daemon_is_not_waited_for(mount: Mounter) -> None:
+    """Nor is it ended by force."""
+    own = mount()
+    words = ["-m", "gpufs.daemon", str(own.path)]
+    identities: list[dict[str, Any]] = [{"user": NOBODY, "group": NOBODY, "extra_groups": []}, {}]
+    for identity in identities:
+        stand_in = subprocess.Popen(
+            ["/usr/bin/env", "sh", "-c", "read x; true", *words], stdin=subprocess.PIPE, **identity
+        )
+        try:
+            status = json.loads(run(*GPUFS, "status", "--json", own.path).stdout)
+            assert status["pid"] == own.pid
+            done = run(*GPUFS, "umount", own.path, check=False)
+            assert done.returncode == 0, done
+            own.wait_ended()
+            assert "no gpufs is mounted there" in run(*GPUFS, "umount", "--force", own.path, check=False).stderr
+            assert stand_in.poll() is None
+        finally:
+            stand_in.kill()
+            stand_in.communicate()
+        if identity:
+            own = mount()
+            words[-1] = str(own.path)
+
+
+def test_paths_of_the_host_are_shown_to_root_and_the_owner_alone(mount: Mounter, tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    share.mkdir()
+    own = mount("--backing", f"share={share}", allow_other=True)
+    status = own.path / ".gpufs/status"
+
+    def shown() -> dict[str, Any]:
+        knobs: dict[str, Any] = json.loads(status.read_text())["knobs"]
+        return knobs
+
+    root = shown()
+    assert root["backing"] == [["share", str(share), False]]
+    assert root["log_file"] == str(own.log)
+    with open(status) as held:  # what root reads is not what another user gets, whose file is open at the same time
+        held.read(1)
+        text = as_nobody(status.read_text)
+        knobs = json.loads(text)["knobs"]
+    assert str(tmp_path) not in text.replace(str(own.path), "")
+    assert str(own.log) not in text
+    assert knobs == {name: value for name, value in root.items() if name not in ("backing", "log_file")}
