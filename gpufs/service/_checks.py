@@ -8,7 +8,7 @@ writes them.
 import os
 import stat
 from dataclasses import dataclass
-from errno import EBADF, EDEADLK, EINVAL, EISDIR, EXDEV
+from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, EXDEV
 from typing import Final
 
 from gpufs.client._linux import Identity, file_system_type, identity, open_flags
@@ -114,7 +114,12 @@ def check_file_system(fd: int) -> bool:
 
     OSError EINVAL for a file that is an interface of the kernel.
     """
-    magic = file_system_type(fd)
+    try:
+        magic = file_system_type(fd)
+    except OSError as error:
+        if error.errno == ENOSYS:
+            return True  # a FUSE server without STATFS; the kernel's own file systems all have it
+        raise
     if magic in _KERNEL_FILE_SYSTEMS:
         raise OSError(EINVAL, "the host's file is an interface of the kernel, not storage")
     return magic in _SERVED_FILE_SYSTEMS
