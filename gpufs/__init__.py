@@ -5,9 +5,10 @@ first asked for: :func:`copy` from :mod:`gpufs.client`; the native engine is :mo
 is opened with an :class:`gpufs.engine.Engine`.
 """
 
+from typing import TYPE_CHECKING
+
 from gpufs._version import __version__
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpufs.client import CopyError, CopyProgress, CopyResult, copy
 

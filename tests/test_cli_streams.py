@@ -132,8 +132,7 @@ main()
     [
         (("status",), "gpufs.cli._errors", -2, ""),
         (("status",), "click", 130, "gpufs: interrupted\n"),
-        (("cp", "a", "b"), "gpufs.cli._cp_options", -2, ""),
-        (("cp", "a", "b"), "gpufs.cli._copying", -2, ""),
+        (("cp", "a", "b"), "gpufs.cli._copying", 130, "\ngpufs: interrupted\n"),
     ],
 )
 def test_interrupted_while_modules_are_loaded(words: tuple[str, ...], late: str, code: int, said: str) -> None:

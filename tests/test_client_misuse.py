@@ -15,7 +15,7 @@ from support.copying import MIB, FakeMount
 from support.processes import in_child
 
 from gpufs import client
-from gpufs.client import Cancellation, Copier, CopyError, _find, _linux, _protocol
+from gpufs.client import Cancellation, Copier, CopyError, _find, _protocol
 from gpufs.client._connection import Connection
 from gpufs.client._protocol import Result, Welcome
 
@@ -75,9 +75,9 @@ def test_empty_names(fake: FakeMount, names: tuple[str, str]) -> None:
 
 
 def test_failures_travel_between_processes() -> None:
-    error = CopyError(errno.EIO, "why", "a", "b", bytes_done=3, bytes_total=9, device_code=700)
+    error = CopyError(errno.EIO, "why", "a", "b", bytes_done=3, bytes_total=9, device_code=700, left="3 are kept")
     again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error) == "a -> b: why (device code 700) (3 of 9 bytes copied)"
+    assert str(again) == str(error) == "a -> b: why (device code 700) (3 are kept)"
     assert (again.errno, again.bytes_done, again.bytes_total, again.device_code) == (errno.EIO, 3, 9, 700)
 
 
@@ -100,7 +100,8 @@ def test_the_last_words_of_a_daemon_that_ends_while_it_is_told_to_cancel(monkeyp
 
     daemon = threading.Thread(target=serve)
     daemon.start()
-    monkeypatch.setattr(_linux, "library", lambda: said.wait(60))  # between the request and the waiting
+    true_wait = Connection._wait
+    monkeypatch.setattr(Connection, "_wait", lambda self, cancel: said.wait(60) and true_wait(self, cancel))
     with Connection(ours) as connection, open(os.devnull) as file:
         assert connection.copy("load", file.fileno(), file.fileno(), cancel=cancel) == result
     daemon.join()

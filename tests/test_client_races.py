@@ -14,9 +14,8 @@ from support.copying import MIB, FakeMount, opened, wait_until
 
 from gpufs import service
 from gpufs.cli import _copying
-from gpufs.client import Cancellation, Copier, _connection, _protocol
+from gpufs.client import Cancellation, Copier, _connection, _find, _protocol
 from gpufs.client._connection import Connection
-from gpufs.client._find import MountPoint
 from gpufs.client._protocol import Cancel, Copy, Goodbye, Hello, Result, Welcome
 
 
@@ -114,10 +113,9 @@ def test_a_kept_connection_that_the_daemon_ends_when_it_is_taken_up(
     fake = make(idle=0.05)
     source = fake.file("source", os.urandom(MIB))
     notices: list[str] = []
+    monkeypatch.setattr(_find, "mount_points", lambda: [fake.mount_point()])
     monkeypatch.setattr(Connection, "usable", lambda _: True)  # as it was a moment before
     with Copier(notice=notices.append) as copier:
-        entry: MountPoint = fake.mount_point()
-        monkeypatch.setattr(copier, "_mounts", {fake.device: [entry]})
         for number in range(2):
             target = fake.folder / f"target{number}"
             result = copier.copy_file(str(source), str(target))

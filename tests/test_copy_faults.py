@@ -49,7 +49,7 @@ def copy(program: str, mount: GpufsMount, there: Path, name: str, source: str, t
     """Copies between a file of `there`, shown as backing/NAME, and a buffer, one of which is called "buffer"."""
     host = mount.path / "backing" / name if program == "cp" else there
     words = [str((mount.device if path == "buffer" else host) / path) for path in (source, target)]
-    return run(*(["cp"] if program == "cp" else [*GPUFS, "cp", "--json"]), *words, check=False)
+    return run(*(["cp"] if program == "cp" else [*GPUFS, "cp", "--json", "--partial"]), *words, check=False)
 
 
 def expect_failure(done: subprocess.CompletedProcess[str], program: str, error: int, target: Path, size: int) -> None:

@@ -47,7 +47,7 @@ class World:
     def command(self, program: str, source: Path, target: Path) -> list[str]:
         """`cp` is given the host's files below backing/, `gpufs cp` as they are."""
         if program == "gpufs cp":
-            return [*GPUFS, "cp", str(source), str(target)]
+            return [*GPUFS, "cp", "--partial", str(source), str(target)]
         shown = self.mount.path / "backing"
         words = ["cp"]
         for path in (source, target):

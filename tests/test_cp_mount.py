@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -272,13 +273,15 @@ def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str
 def test_a_full_device(mount: Mounter, host: Path) -> None:
     small = mount(memory=32 * MIB)
     (host / "source").write_bytes(noise(48 * MIB))
-    done = cp(host / "source", small.device / "file", check=False)
-    assert done.returncode == 1
-    assert "No space left on device" in done.stderr or "device" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    size = (small.device / "file").stat().st_size
-    assert_same((small.device / "file").read_bytes(), noise(48 * MIB)[:size])
-    (small.device / "file").unlink()
+    (small.device / "there").write_bytes(b"precious")
+    for name in ("file", "there"):
+        done = cp(host / "source", small.device / name, check=False)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert "No space left on device: needs 48.0 MiB, " in done.stderr
+        assert f" free on {small.device.name}" in done.stderr
+    assert not (small.device / "file").exists()
+    assert (small.device / "there").read_bytes() == b"precious"
     (host / "source").write_bytes(noise(20 * MIB))
     wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "memory given back")
 
@@ -300,7 +303,11 @@ def test_a_full_disk(root: Path) -> None:
             done = cp(root / "file", f"{folder}/copy", check=False)
             assert done.returncode == 1
             assert "No space left on device" in done.stderr
+            assert os.listdir(folder) == []
+            done = cp("--partial", root / "file", f"{folder}/copy", check=False)
+            assert done.returncode == 1
             size = os.stat(f"{folder}/copy").st_size
+            assert f"{size} of {40 * MIB} bytes are kept" in done.stderr
             assert_same(Path(folder, "copy").read_bytes(), noise(40 * MIB)[:size])
         finally:
             run("umount", folder)  # at once: the daemon holds nothing of it any more
@@ -346,12 +353,12 @@ def test_found_from_anywhere(shared_mount: GpufsMount, root: Path, host: Path) -
 
 
 def test_interrupted(mount: Mounter, host: Path) -> None:
-    """Ctrl-C: it ends soon, and the destination has what was copied."""
+    """Ctrl-C: it ends soon, and --partial keeps what was copied."""
     big = mount(memory=2 * GIB, environment={"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K"})
     size = 3 * GIB // 2
     with open(host / "source", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
-    command = [*GPUFS_CP, "--json", "--fastpath", "off", str(host / "source"), str(big.device / "file")]
+    command = [*GPUFS_CP, "--json", "--partial", "--fastpath", "off", str(host / "source"), str(big.device / "file")]
     for pause in (0.15, 0.05, 0.01, *[0] * 40):  # a busy machine may let us send the signal too late
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started(big, child)
@@ -363,7 +370,7 @@ def test_interrupted(mount: Mounter, host: Path) -> None:
     assert child.returncode == -signal.SIGINT, errors
     (error,) = json.loads(output)["errors"]
     assert (big.device / "file").stat().st_size == error["bytes_done"] < size
-    assert f"interrupted: the copy has {error['bytes_done']} of {size} bytes" in errors
+    assert f"interrupted: {error['bytes_done']} of {size} bytes are kept" in errors
     idle(big)
     (big.device / "file").unlink()
 
@@ -451,6 +458,54 @@ def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
     assert late.returncode == 1
     assert len(late.stderr.splitlines()) == 1
     own.rescue()
+
+
+def test_a_mount_that_comes_later_is_noticed(mount: Mounter, host: Path) -> None:
+    """By a program that keeps its Copier."""
+    (host / "source").write_bytes(noise(2 * MIB))
+    first = mount()
+    with client.Copier() as copier:
+        assert copier.copy_file(str(host / "source"), str(first.device / "file")).method == "transfer"
+        second = mount()
+        first.unmount()
+        assert copier.copy_file(str(host / "source"), str(second.device / "file")).method == "transfer"
+        assert copier.copy_file(str(second.device / "file"), str(host / "back")).method == "transfer"
+    assert_same((host / "back").read_bytes(), noise(2 * MIB))
+
+
+def test_a_name_may_hold_anything(root: Path, host: Path) -> None:
+    folder = root / "a:b\nc\\040 \udcff"
+    folder.mkdir()
+    (host / "source").write_bytes(noise(MIB))
+    cp(host / "source", folder / "\x1b[1m: -")
+    cp(folder / "\x1b[1m: -", host / "back")
+    assert_same((host / "back").read_bytes(), noise(MIB))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_an_open_that_is_not_answered(root: Path, host: Path, number: signal.Signals) -> None:
+    """As by a file's server that hangs: here others wait until a lease on the destination has been given back."""
+    (root / "source").write_bytes(noise(MIB))
+    (host / "target").write_bytes(b"before")
+    lease = os.open(host / "target", os.O_RDWR)
+    try:
+        fcntl.fcntl(lease, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored, and not SIGIO, which would end us
+        fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        command = [*GPUFS_CP, str(root / "source"), str(host / "target")]
+        child = subprocess.Popen(command, stderr=subprocess.PIPE)
+        inode = f":{os.fstat(lease).st_ino} "
+        wait_until(
+            lambda: any(inode in x and "BREAKING" in x for x in Path("/proc/locks").read_text().splitlines()),
+            20,
+            "the destination to be opened",
+        )
+        child.send_signal(number)
+        child.send_signal(number)  # the second one ends it at once
+        child.communicate(timeout=60)
+        assert child.returncode == -number
+    finally:
+        os.close(lease)
+    assert (host / "target").read_bytes() == b"before"
 
 
 # ---- rights: a root daemon and a plain user ----
@@ -645,7 +700,7 @@ def test_a_hung_network_mount_takes_its_clients_share_alone(
     """Others copy as ever; the client itself can be interrupted; nothing is left."""
     (host / "source").write_bytes(noise(4 * MIB))
     with HangingMount(operations=operations) as hung:
-        words = [*GPUFS_CP, "--fastpath", "off", str(hung.file), str(root / "hung")]
+        words = [*GPUFS_CP, "--partial", "--fastpath", "off", str(hung.file), str(root / "hung")]
         children = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
         wait_until(lambda: transfers(shared_mount)["running"] == 3, 20, "three hung copies")
         for _ in range(5):
@@ -661,6 +716,18 @@ def test_a_hung_network_mount_takes_its_clients_share_alone(
             assert "interrupted" in errors
         idle(shared_mount)
         assert (root / "hung").stat().st_size == 0
+
+
+@as_root
+def test_a_file_system_without_statfs(root: Path, host: Path) -> None:
+    """A FUSE server need not answer STATFS."""
+    with HangingMount(size=3 * MIB, good=3 * MIB, operations=(), lacking=("statfs",)) as server:
+        with pytest.raises(OSError) as refused:
+            os.statvfs(server.file)
+        assert refused.value.errno == errno.ENOSYS
+        done = json.loads(cp("--json", server.file, root / "file").stdout)
+    assert done["methods"] == {"transfer": 1}
+    assert (root / "file").read_bytes() == bytes(3 * MIB)
 
 
 def test_many_clients_at_once(root: Path, host: Path) -> None:

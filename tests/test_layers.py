@@ -87,12 +87,6 @@ def test_native_parts_depend_in_one_direction() -> None:
     assert not bad
 
 
-def test_the_launcher_has_nothing_of_the_engine() -> None:
-    """Its start counts: what it needs is little, and starts no thread and no driver."""
-    used = {name for path in native_sources("native/launcher") for name in includes(path)}
-    assert {name for name in used if not name.startswith("launcher/")} == {"base/unique_fd.h", "io/mount_table.h"}
-
-
 def test_drivers_do_not_know_each_other() -> None:
     """They share what lies in drivers/gpu, which knows none of them."""
     bad = []
@@ -109,7 +103,7 @@ def test_drivers_do_not_know_each_other() -> None:
 def test_headers_say_what_they_are() -> None:
     """Each header opens with what it is for, who owns it, and which thread may call it."""
     bad = []
-    for path in native_sources() + native_sources("native/launcher"):
+    for path in native_sources():
         if path.suffix == ".h":
             lines = path.read_text().splitlines()[:3]
             if len(lines) < 3 or not all(line.startswith("//") for line in lines):

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Sequence
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
-
-TYPE_CHECKING = False
-if not TYPE_CHECKING:
-    import _signal  # signal is on top of it, and takes a tenth of the start of a copy to import
-else:
-    import signal as _signal
-    from collections.abc import Callable, Sequence
-    from typing import Any, NoReturn
+from typing import Any, NoReturn
 
 __all__ = ["main", "run"]
 
@@ -40,15 +35,6 @@ def run(arguments: Sequence[str] | None = None, *, begin: Callable[[], object] =
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape")  # names of files are bytes; show them as they are
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["cp"]:
-        # Without click: what a large copy takes is less than ten times what its import does.
-        from gpufs.cli._cp_options import parse
-
-        options = parse(words[1:])
-        if options is not None:
-            from gpufs.cli._copying import copy
-
-            return _guarded(lambda: copy(options), begin)
     return _guarded(lambda: _run_program(words), begin)
 
 
@@ -58,7 +44,6 @@ def _run_program(words: list[str]) -> Any:
 
     from gpufs.cli._errors import complain
     from gpufs.cli._main import program, rewrite_for_mount
-    from gpufs.config import ConfigError
 
     try:
         return program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)
@@ -71,11 +56,15 @@ def _run_program(words: list[str]) -> Any:
         command = error.ctx.command_path if error.ctx else named
         complain(f"{_one_line(error.format_message())} (see {command} --help)")
         return 2
-    except ConfigError as error:
-        complain(str(error))
-        return 2
     except click.Abort:
         raise KeyboardInterrupt from None
+    except Exception as error:
+        from gpufs.config import ConfigError  # which a command without configuration does not load
+
+        if not isinstance(error, ConfigError):
+            raise
+        complain(str(error))
+        return 2
 
 
 def _guarded(work: Callable[[], Any], begin: Callable[[], object]) -> int:
@@ -132,21 +121,13 @@ def _log_exception() -> None:
 
 def main() -> NoReturn:
     """The entry point. Ctrl-C while modules are still loaded, or when all is done, ends the process without a word."""
-    heeded = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # and not ignored, as by nohup
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not ignored, as by nohup
 
     def heed(handler: Any) -> None:
         if heeded:
-            _signal.signal(_signal.SIGINT, handler)
+            signal.signal(signal.SIGINT, handler)
 
-    heed(_signal.SIG_DFL)
-    code = run(begin=lambda: heed(_signal.default_int_handler))
-    heed(_signal.SIG_DFL)
-    if sys.argv[1:2] == ["cp"]:
-        # Taking the interpreter apart does nothing for it, and takes as long as copying a few hundred megabytes.
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                code = code or 1
-        os._exit(code)
+    heed(signal.SIG_DFL)
+    code = run(begin=lambda: heed(signal.default_int_handler))
+    heed(signal.SIG_DFL)
     sys.exit(code)

@@ -1,72 +1,50 @@
-"""What `gpufs cp` does.
-
-Its start counts: 16 GiB move in a third of a second. So nothing here needs click, and modules that not every copy needs
-are imported where they are used.
-"""
+"""What `gpufs cp` does: walks the sources, has threads copy the files, and reports."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import time
-from _queue import SimpleQueue
-from _thread import allocate_lock, start_new_thread
+from queue import SimpleQueue
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
 
-from gpufs.cli._cp_options import OPTIONS
-from gpufs.cli._cp_walk import Walk, targets
+from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
-from gpufs.client import Cancellation, Copier, CopyError
-from gpufs.client._handed import take
+from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
+from gpufs.client._ends import Entry
+from gpufs.client._outcome import size_text
 
-# signal, threading and queue are on top of these, and take longer to import than the copy of a gigabyte takes.
-TYPE_CHECKING = False
-if not TYPE_CHECKING:
-    import _signal
-else:
-    import signal as _signal
-    from collections.abc import Callable
-    from types import FrameType
-    from typing import Any, Final
-
+if TYPE_CHECKING:
     from gpufs.cli._cp_progress import Bar
-    from gpufs.client import CopyProgress, CopyResult
-    from gpufs.client._handed import Handed
 
-_QUEUED_FILES: Final = 1024
+_QUEUED_FILES: Final = 64  # their directories are open
 _REFRESH: Final = 0.1
 # How long an interrupted copy may take to leave a consistent destination: more than a connection waits for a daemon.
 _INTERRUPT_SECONDS: Final = 10.0
 
 
-def copy(options: dict[str, Any]) -> int:
-    """Runs the command with its options, and "names"; returns the exit code. Failure when nothing can be done."""
-    handed = take()
-    if options["archive"]:
-        options = {**options, "recursive": True, "preserve": True}
-    for option in OPTIONS:
-        if option.refused and options[option.name]:
-            raise Failure(f"cp: {option.names[0]} {option.refused}", 2)
-    sources, destination = options["names"], options["target_directory"]
-    if destination is None:
-        *sources, destination = sources
-    # A question would be lost in a bar.
-    show = not options["no_progress"] and options["existing"] != "ask" and (options["progress"] or sys.stderr.isatty())
-    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "preserve", "force")}
-    chosen["remove_destination"] = options["remove_destination"]
-    with Copier(**chosen, notice=_complain) as copier:
-        run = _Run(copier, options, handed, show=show)
-        rules = {name: bool(options[name]) for name in ("no_target_directory", "target_directory")}
-        named = [(sources[0], handed.destination)] if handed else list(targets(sources, destination, **rules))
-        run.copy(named, int(options["jobs"]))
+def copy(names: list[str], options: dict[str, Any]) -> int:
+    """Runs the command with its options; returns the exit code. Failure when nothing can be done."""
+    recursive = options["recursive"] or options["archive"]
+    preserve = options["preserve"] or options["archive"]
+    show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
+    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
+    with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
+        run = _Run(copier, options, recursive=recursive, preserve=preserve, show=show)
+        with targets(names[:-1], names[-1], follow=not recursive) as named:
+            run.copy(named, 1 if len(named) == 1 and not recursive else options["jobs"])
     if options["json"]:
         from gpufs.cli._output import json_text
 
         print(json_text(run.summary()))
         sys.stdout.flush()
     if run.signal is not None:
-        # As cp: whoever waits for us sees that a signal ended us.
-        _signal.signal(run.signal, _signal.SIG_DFL)
+        # As cp: a program that waits for this one sees that a signal ended it.
+        signal.signal(run.signal, signal.SIG_DFL)
         os.kill(os.getpid(), run.signal)
     if run.output_error is not None:
         raise run.output_error
@@ -86,7 +64,7 @@ class _Tally:
     """What all threads have done. The lock guards everything in it."""
 
     def __init__(self) -> None:
-        self.lock = allocate_lock()
+        self.lock = threading.Lock()
         self.total = 0  # bytes of the files found so far
         self.moved: dict[int, int] = {}  # bytes of the files under way, by thread
         self.paths: dict[int, dict[str, int]] = {}  # of these, by thread
@@ -103,54 +81,24 @@ class _Tally:
             return self.done + sum(self.moved.values()), self.total, paths, self.name
 
 
-class _Worker:
-    """A thread that ends with the process at the latest."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._busy = allocate_lock()  # held by the thread
-
-    def start(self) -> None:
-        self._busy.acquire()
-        start_new_thread(self._run, ())
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        finally:
-            self._busy.release()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it has ended, at the latest after so long."""
-        if not self._busy.acquire(timeout=seconds):
-            return False
-        self._busy.release()
-        return True
-
-
 class _Run:
-    """One run of the command: walks the sources, has files copied by threads, and keeps the books.
+    """One run of the command: walks the sources, has files copied by threads, and keeps the books."""
 
-    ``handed``: the only copy of the run, if it is under way already.
-    """
-
-    def __init__(self, copier: Copier, options: dict[str, Any], handed: Handed | None, *, show: bool) -> None:
+    def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
         self._copier = copier
-        self._handed = handed
-        self._recursive: bool = options["recursive"]
         self._verbose: bool = options["verbose"]
-        self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON stands alone
+        self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: standard output is JSON alone
         self._show = show
         self._cancel = Cancellation()
-        self._queue: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Item | None] = SimpleQueue()
         self._tally = _Tally()
         self._bar: Bar | None = None
         self._walk = Walk(
-            copier,
             self._cancel,
-            options,
+            recursive=recursive,
+            preserve=preserve,
+            keep_existing=options["no_clobber"],
             found=self._found,
-            ask=self._ask,
             warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
             report=self._error,
         )
@@ -161,99 +109,70 @@ class _Run:
         self.errors: list[dict[str, Any]] = []
         self.output_error: OSError | None = None  # of standard output
 
-    def copy(self, named: list[tuple[str, str]], jobs: int) -> None:
+    def copy(self, named: list[tuple[str, Entry]], jobs: int) -> None:
         """Copies everything; errors are printed and kept."""
         previous = {
-            number: _signal.signal(number, self._interrupt)
-            for number in (_signal.SIGINT, _signal.SIGTERM)
-            if _signal.getsignal(number) != _signal.SIG_IGN  # as shells have what runs in the background ignore SIGINT
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) != signal.SIG_IGN  # as shells have what runs in the background ignore SIGINT
         }
-        if self._handed is not None:
-            _signal.pthread_sigmask(_signal.SIG_UNBLOCK, self._handed.signals)
-        if len(named) == 1 and not self._recursive:
-            jobs = 1
-        workers = [_Worker(lambda number=number: self._work(number)) for number in range(jobs)]  # type: ignore[misc]
         try:
             if self._show:
                 from gpufs.cli._cp_progress import Bar
 
                 with Bar() as self._bar:
-                    self._copy_all(named, workers)
+                    self._copy_all(named, jobs)
             else:
-                self._copy_all(named, workers)
+                self._copy_all(named, jobs)
         finally:
             self._seconds = time.monotonic() - self._began
             for number, handler in previous.items():
-                _signal.signal(number, handler)
+                signal.signal(number, handler)
 
-    def _copy_all(self, named: list[tuple[str, str]], workers: list[_Worker]) -> None:
-        started: list[_Worker] = []
-        for worker in workers:
+    def _copy_all(self, named: list[tuple[str, Entry]], jobs: int) -> None:
+        workers: list[threading.Thread] = []
+        for number in range(jobs):
+            worker = threading.Thread(target=self._work, args=(number,), daemon=True)
             try:
                 worker.start()
             except RuntimeError:
-                if not started:
+                if not workers:
                     raise Failure("cp: no thread can be started (ulimit -u)") from None
                 break  # fewer will do
-            started.append(worker)
-        workers = started
+            workers.append(worker)
         for source, destination in named:
-            if self._handed is None:
-                self._walk.find(source, destination)
-            else:
-                self._found(source, destination, self._handed.size)
+            self._walk.find(source, destination)
         for _ in workers:
             self._put(None)
         self._wait(workers)
         self._refresh()  # as it has become
-        if not self._cancel.cancelled:
-            self._walk.finish()
 
-    def _found(self, source: str, destination: str, size: int) -> None:
+    def _found(self, item: Item) -> None:
         with self._tally.lock:
-            self._tally.total += size
-        self._put((source, destination))
-
-    def _ask(self, destination: str) -> bool:
-        """Asks on standard error, and reads a line of standard input. Who cannot or does not answer means no."""
-        import select
-
-        print(f"gpufs cp: overwrite {printable(destination)}? ", end="", file=sys.stderr, flush=True)
-        answer = b""
-        try:
-            poll = select.poll()
-            poll.register(0, select.POLLIN)
-            while not self._cancel.cancelled:
-                # Not all at once: what follows answers the next question. And a signal must end the waiting.
-                if not poll.poll(_REFRESH * 1000):
-                    continue
-                letter = os.read(0, 1)
-                if letter in (b"", b"\n"):
-                    break
-                answer += letter
-        except OSError:
-            return False
-        return not self._cancel.cancelled and answer[:1] in (b"y", b"Y")
+            self._tally.total += item.size
+        self._put(item)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second one: now
-            _signal.signal(number, _signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = number
         self._cancel.cancel()
 
-    def _wait(self, workers: list[_Worker]) -> None:
+    def _wait(self, workers: list[threading.Thread]) -> None:
         deadline = float("inf")
-        while not all(worker.wait(_REFRESH) for worker in workers):
-            self._refresh()
-            if self._cancel.cancelled:
-                deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(_REFRESH)
+                self._refresh()
+                if self._cancel.cancelled:
+                    deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
                 if time.monotonic() > deadline:
                     # They hang in a file system; they end with the process, as far as that can be.
                     self._error("", None, errno.ETIMEDOUT, "a copy does not end: its file system does not answer")
                     return
 
-    def _put(self, item: tuple[str, str] | None) -> None:
+    def _put(self, item: Item | None) -> None:
         # Once it is cancelled nobody may take anything from there any more, for all hang.
         while self._queue.qsize() >= _QUEUED_FILES and not self._cancel.cancelled:
             time.sleep(_REFRESH)
@@ -267,58 +186,56 @@ class _Run:
     # ---- threads ----
 
     def _work(self, number: int) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if not self._cancel.cancelled:
+                    self._copy_one(number, item)
+            finally:
+                self._walk.release(item.folder)
+
+    def _copy_one(self, number: int, item: Item) -> None:
         tally = self._tally
+        name = os.path.basename(item.source.path)
 
         def tell(progress: CopyProgress) -> None:
-            if progress.phase == "copy":
-                with tally.lock:
+            with tally.lock:
+                if progress.phase == "copy":
                     tally.moved[number], tally.paths[number] = progress.moved, progress.paths
-            else:
-                with tally.lock:
+                else:
                     tally.name = f"verifying {name}"
 
-        while (item := self._queue.get()) is not None:
-            source, destination = item
-            if self._cancel.cancelled and self._handed is None:
-                continue
-            name = os.path.basename(source)
-            with tally.lock:
-                tally.name = name
-            done, paths = 0, {}
-            try:
-                progress = tell if self._show else None
-                if self._handed is None:
-                    result = self._copier.copy_file(source, destination, progress=progress, cancel=self._cancel)
-                else:
-                    result = self._copier.take_over(self._handed, source, progress=progress, cancel=self._cancel)
-                done, paths = result.bytes, result.paths
-                self._copied(result)
-            except CopyError as error:
-                done = error.bytes_done
-                self._failed(source, destination, error)
-            except Exception as error:  # noqa: BLE001 - the other files are copied all the same
-                self._error(source, destination, errno.EIO, f"{type(error).__name__}: {error}")
-            with tally.lock:
-                tally.moved.pop(number, None)
-                tally.paths.pop(number, None)
-                tally.done += done
-                _add(tally.done_paths, paths)
+        with tally.lock:
+            tally.name = name
+        done, paths = 0, {}
+        try:
+            progress = tell if self._show else None
+            result = self._copier.copy_entry(item.source, item.destination, progress=progress, cancel=self._cancel)
+            done, paths = result.bytes, result.paths
+            self._copied(result)
+        except CopyError as error:
+            done = error.bytes_done
+            self._failed(item.source.path, item.destination.path, error)
+        except Exception as error:  # noqa: BLE001 - the other files are copied all the same
+            text = f"{type(error).__name__}: {error}"
+            self._error(item.source.path, item.destination.path, errno.EIO, text)
+        with tally.lock:
+            tally.moved.pop(number, None)
+            tally.paths.pop(number, None)
+            tally.done += done
+            _add(tally.done_paths, paths)
 
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)
         if self._verbose:
-            from gpufs.cli._output import bytes_text
-
-            served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
-            rate = f"{bytes_text(int(result.bytes / max(result.seconds, 1e-9)))}/s"
+            served = ", ".join(f"{path} {size_text(count)}" for path, count in result.paths.items()) or "empty"
+            rate = f"{size_text(result.bytes / max(result.seconds, 1e-9))}/s"
             self._print(
-                f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})", self._lines
+                f"{result.source} -> {result.destination}: {size_text(result.bytes)}, {rate} ({served})", self._lines
             )
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:
         if error.errno == errno.ECANCELED and self._cancel.cancelled:
-            of = f" of {error.bytes_total}" if error.bytes_total else ""
-            text = f"interrupted: the copy has {error.bytes_done}{of} bytes"
+            text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
             self._error(source, destination, errno.ECANCELED, text, error)
             return
         self._error(source, destination, error.errno or errno.EIO, str(error), error, whole=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from _thread import allocate_lock
+import threading
+import time
+from typing import Any
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from rich.progress import Progress
+from gpufs.client._outcome import size_text
 
 
 class Bar:
@@ -16,25 +17,22 @@ class Bar:
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._lock = allocate_lock()  # guards the terminal
+        self._lock = threading.Lock()  # guards the terminal
 
     def __enter__(self) -> Bar:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
-
         self._progress = Progress(
             TextColumn("{task.fields[name]}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
-            Speed(),
+            TextColumn("{task.fields[rate]}", markup=False),
             TextColumn("{task.fields[paths]}", markup=False),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             auto_refresh=False,
             transient=False,
         )
-        self._task = self._progress.add_task("", total=None, name="", paths="")
+        self._task = self._progress.add_task("", total=None, name="", paths="", rate="")
+        self._began = time.monotonic()
         self._progress.start()
         return self
 
@@ -51,9 +49,16 @@ class Bar:
         served = sum(paths.values())
         text = " ".join(f"{path} {100 * count // served}%" for path, count in paths.items()) if served else ""
         shown = name if len(name) <= 32 else name[:29] + "..."
+        rate = f"{size_text(moved / max(time.monotonic() - self._began, 1e-9))}/s" if moved else ""
         with self._lock:
             self._progress.update(
-                self._task, completed=moved, total=max(total, moved) or None, name=shown, paths=text, refresh=True
+                self._task,
+                completed=moved,
+                total=max(total, moved) or None,
+                name=shown,
+                paths=text,
+                rate=rate,
+                refresh=True,
             )
 
     def print(self, line: str, stream: Any) -> None:

@@ -1,6 +1,8 @@
 """What `gpufs cp` has to copy: the names that sources get, and the trees below them, by the rules of cp(1).
 
-Directories, symbolic links and special files are made here; regular files are handed on to be copied.
+Directories, symbolic links and special files are created here; regular files are handed on to be copied. Below the
+names that the user has given nothing is looked up by a path: each directory is open, and links in it are not followed.
+So nobody who may rename files there can lead the copy out of its trees.
 """
 
 from __future__ import annotations
@@ -8,267 +10,337 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from gpufs.cli._errors import Failure
-from gpufs.client._ends import preserve
+from gpufs.client import Cancellation, _find
+from gpufs.client._ends import Entry, open_path, path_of, preserve
 from gpufs.client._outcome import text_of
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import Any, Protocol, TypeAlias
-
-    from gpufs.client import Cancellation, Copier
-
-    # A directory's device and inode numbers, and those of the ones above it.
-    _Chain: TypeAlias = "tuple[tuple[int, int], _Chain] | None"
-
-    class Report(Protocol):
-        """Takes down what could not be copied: source, destination where that matters, errno and text."""
-
-        def __call__(self, source: str, destination: str | None, number: int, text: str) -> None: ...
+_DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def targets(
-    sources: Sequence[str], destination: str, *, no_target_directory: bool, target_directory: bool
-) -> Iterator[tuple[str, str]]:
-    """The name that each source gets, by the rules of cp(1). Failure where they allow none.
+class Report(Protocol):
+    """Takes down what could not be copied: source, destination where that matters, errno and text."""
 
-    ``target_directory``: the destination was given as a directory, and must be one.
+    def __call__(self, source: str, destination: str | None, number: int, text: str) -> None: ...
+
+
+@dataclass
+class Folder:
+    """A directory of a source and its copy, both open. ``users``: what is still to be copied there, and the walk."""
+
+    source: Entry
+    destination: Entry
+    source_fd: int
+    destination_fd: int  # O_PATH
+    status: os.stat_result  # of the source
+    created: bool
+    parent: Folder | None
+    users: int = 1
+
+
+@dataclass
+class Item:
+    """A regular file to be copied. Walk.release() must be called with ``folder`` afterwards."""
+
+    source: Entry
+    destination: Entry
+    size: int
+    folder: Folder | None
+
+
+@contextmanager
+def targets(sources: Sequence[str], destination: str, *, follow: bool) -> Iterator[list[tuple[str, Entry]]]:
+    """The entry that each source gets, by the rules of cp(1). Failure where they allow none.
+
+    A directory is open until the context ends. ``follow``: a link with the name of a copy leads to the file to write.
     """
     if not destination or not all(sources):
         raise Failure("cp: an empty name is given where a file belongs", 2)
-    if no_target_directory and target_directory:
-        raise Failure("cp: --target-directory and --no-target-directory contradict each other: leave one out", 2)
+    directory = -1
     try:
-        is_directory = stat.S_ISDIR(os.stat(destination).st_mode)
-    except FileNotFoundError:
-        is_directory = False
+        directory = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        if len(sources) > 1:
+            text = f"cp: {destination}: is not a directory, and there are {len(sources)} sources for it"
+            raise Failure(text) from None
     except OSError as error:
         raise Failure(f"cp: {destination}: {text_of(error)}") from None
-    if no_target_directory:
-        if len(sources) > 1:
-            raise Failure(f"cp: --no-target-directory: more than one source: {sources[1]}", 2)
-        yield sources[0], destination
+    if directory < 0:
+        yield [(sources[0], Entry.of(destination, follow=follow))]
         return
-    if target_directory and not is_directory:
-        raise Failure(f"cp: {destination}: is not a directory, as --target-directory says (mkdir makes one)")
-    if len(sources) > 1 and not is_directory:
-        raise Failure(f"cp: {destination}: is not a directory, and there are {len(sources)} sources for it")
+    named = []
     for source in sources:
         name = os.path.basename(source.rstrip("/")) or "."
-        yield source, os.path.join(destination, "." if name == ".." else name) if is_directory else destination
+        name = "." if name == ".." else name
+        named.append((source, Entry(os.path.join(destination, name), name, directory, follow)))
+    try:
+        yield named
+    finally:
+        os.close(directory)
 
 
 class Walk:
-    """One walk over the sources, by the command's options. ``found`` is told of each file to copy, with its size in
-    bytes, and may wait. ``ask``: whether a file that exists may be overwritten.
+    """One walk over the sources. ``found`` is called with each file to copy, and may wait.
+
+    Thread-safe: release() alone.
     """
 
     def __init__(
         self,
-        copier: Copier,
         cancel: Cancellation,
-        options: Mapping[str, Any],
         *,
-        found: Callable[[str, str, int], None],
-        ask: Callable[[str], bool],
+        recursive: bool,
+        preserve: bool,
+        keep_existing: bool,
+        found: Callable[[Item], None],
         warn: Callable[[str], None],
         report: Report,
     ) -> None:
-        self._copier = copier
         self._cancel = cancel
-        self._recursive: bool = options["recursive"]
-        self._preserve: bool = options["preserve"]
-        self._update: bool = options["update"]
-        self._existing: str | None = options["existing"]
-        self._remove: bool = options["remove_destination"]
-        self._one_file_system: bool = options["one_file_system"]
-        links = options["links"] or ("keep" if self._recursive else "follow")
-        self._look_at_named = os.lstat if links == "keep" else os.stat
-        self._look_below = os.stat if links == "follow" else os.lstat
+        self._recursive = recursive
+        self._preserve = preserve
+        self._keep_existing = keep_existing
         self._found = found
-        self._ask = ask
         self._warn = warn
         self._report = report
         self._made: dict[str, str] = {}  # destination: what it was made from
-        self._directories: list[tuple[str, os.stat_result, bool]] = []  # what they were made from, and whether by us
+        self._lock = threading.Lock()  # guards the users of all folders
         self.skipped = 0  # files left alone because they exist
 
-    def find(self, source: str, destination: str) -> None:
-        """Looks at one source, and at all that is below it."""
+    def find(self, name: str, destination: Entry) -> None:
+        """Walks over one source, and all that is below it."""
         if self._cancel.cancelled:
             return
+        source = Entry.of(name, follow=not self._recursive)
         try:
-            status = self._look_at_named(source)
+            status = source.status()
         except OSError as error:
-            self._fail(source, None, error)
+            self._fail(name, None, error)
             return
-        copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier looks at its ends itself
+        copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks its ends itself
         if stat.S_ISDIR(status.st_mode) and not self._recursive:
-            self._report(source, None, errno.EISDIR, "is a directory (-r copies it)")
-        elif not copied and not self._on_a_mount(status.st_dev, destination):
-            self._report(source, destination, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
-        elif stat.S_ISDIR(status.st_mode):
-            self._find_in_directory(source, destination, status)
+            self._report(name, None, errno.EISDIR, "is a directory (-r copies it)")
+        elif not copied and not _on_a_mount(status.st_dev, destination):
+            self._report(name, destination.path, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
+        elif not stat.S_ISDIR(status.st_mode):
+            self._find_file(source, destination, status, None)
+        elif _is_inside(destination.path, name):
+            self._report(name, destination.path, errno.EINVAL, "a directory cannot be copied into itself")
         else:
-            self._find_file(source, destination, status, below=False)
+            self._find_in_directory(source, destination)
 
-    def finish(self) -> None:
-        """Modes and times of directories, once nothing more is written into them."""
-        for path, status, new in reversed(self._directories):
-            mode = stat.S_IMODE(status.st_mode)
+    def release(self, folder: Folder | None) -> None:
+        """One use less. The last one sets a directory's attributes, now that nothing more is written into it."""
+        while folder is not None:
+            with self._lock:
+                folder.users -= 1
+                if folder.users:
+                    return
             try:
-                if self._preserve:
-                    preserve(path, status)
-                elif new and mode & stat.S_IRWXU != stat.S_IRWXU:
-                    os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
+                if not self._cancel.cancelled:
+                    self._finish(folder)
             except OSError as error:
-                self._fail(path, None, error)
+                self._fail(folder.destination.path, None, error)
+            os.close(folder.source_fd)
+            os.close(folder.destination_fd)
+            folder = folder.parent
+
+    def _finish(self, folder: Folder) -> None:
+        path, mode = path_of(folder.destination_fd), stat.S_IMODE(folder.status.st_mode)
+        if self._preserve:
+            preserve(path, folder.status)
+        elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
 
     def _fail(self, source: str, destination: str | None, error: OSError) -> None:
         self._report(source, destination, error.errno or errno.EIO, text_of(error))
 
-    def _on_a_mount(self, device: int, destination: str) -> bool:
-        if self._copier.mount_of(device) is not None:
-            return True
-        for path in (destination, os.path.dirname(destination.rstrip("/")) or "."):
-            try:
-                return self._copier.mount_of(os.stat(path).st_dev) is not None
-            except OSError:
-                continue
-        return True  # making it will tell what is wrong
+    def _use(self, folder: Folder | None) -> None:
+        if folder is not None:
+            with self._lock:
+                folder.users += 1
 
-    def _find_file(self, source: str, destination: str, status: os.stat_result, *, below: bool) -> None:
-        name = os.path.normpath(destination)
+    def _find_file(self, source: Entry, destination: Entry, status: os.stat_result, folder: Folder | None) -> None:
+        name = os.path.normpath(destination.path)
         if name in self._made:
             before = self._made[name]
-            if os.path.normpath(before) == os.path.normpath(source):
-                self._warn(f"{source}: is given more than once")
+            if os.path.normpath(before) == os.path.normpath(source.path):
+                self._warn(f"{source.path}: is given more than once")
             else:
                 text = "another source of this command has been copied there"
-                self._report(source, destination, errno.EEXIST, text)
+                self._report(source.path, destination.path, errno.EEXIST, text)
             return
-        self._made[name] = source
-        if not self._wanted(destination, status):
+        self._made[name] = source.path
+        if self._keep_existing and _exists(destination, status):
             self.skipped += 1
             return
-        if stat.S_ISLNK(status.st_mode):
-            self._copy_link(source, destination, status)
-        elif below and not stat.S_ISREG(status.st_mode):
-            self._copy_special(source, destination, status)
-        else:
-            self._found(source, destination, status.st_size if stat.S_ISREG(status.st_mode) else 0)
-
-    def _wanted(self, destination: str, status: os.stat_result) -> bool:
-        """Whether a file is to be made, by what is there already."""
-        if not self._update and self._existing is None:
-            return True
-        follow = stat.S_ISREG(status.st_mode) and not self._remove
-        try:
-            there = os.stat(destination) if follow else os.lstat(destination)
-        except OSError:
-            return True  # making it will tell what is wrong
-        if self._existing != "skip" and os.path.samestat(there, status):
-            return True  # which is told
-        if self._update and there.st_mtime_ns >= status.st_mtime_ns:
-            return False
-        return self._existing is None or (self._existing == "ask" and self._ask(destination))
-
-    def _find_in_directory(self, source: str, destination: str, status: os.stat_result) -> None:
-        """Makes the directory and looks at everything in it."""
-        inside = os.path.realpath(destination) + "/"
-        if inside.startswith(os.path.realpath(source).rstrip("/") + "/"):
-            self._report(source, destination, errno.EINVAL, "a directory cannot be copied into itself")
+        named = folder is None
+        if stat.S_ISREG(status.st_mode) or (named and not stat.S_ISLNK(status.st_mode)):
+            self._use(folder)
+            self._found(Item(source, destination, status.st_size if stat.S_ISREG(status.st_mode) else 0, folder))
             return
-        device = status.st_dev
-        made: set[tuple[int, int]] = set()  # by us; links can lead into them
-        pending: list[tuple[str, str, os.stat_result, _Chain]] = [(source, destination, status, None)]
-        while pending:
-            source, destination, status, above = pending.pop()
-            here = (status.st_dev, status.st_ino)
-            try:
-                if here in made:
-                    raise OSError(errno.EINVAL, "a directory cannot be copied into itself", source)
-                if self._look_below is os.stat and _is_in(here, above):
-                    raise OSError(errno.ELOOP, "is a link to a directory that it lies in", source)
-                self._make_directory(destination, status)
-                if self._look_below is os.stat:
-                    copy = os.stat(destination)
-                    made.add((copy.st_dev, copy.st_ino))
-                if self._one_file_system and status.st_dev != device:
-                    continue
-                entries = sorted(os.listdir(source))
-            except OSError as error:
-                self._fail(str(error.filename or source), None, error)
-                continue
-            for name in entries:
-                if self._cancel.cancelled:
-                    return
-                path, target = os.path.join(source, name), os.path.join(destination, name)
-                try:
-                    found = self._look_below(path)
-                except OSError as error:
-                    self._fail(path, None, error)
-                    continue
-                if stat.S_ISDIR(found.st_mode):
-                    pending.append((path, target, found, (here, above)))
+        try:
+            with destination.located() as located:
+                if stat.S_ISLNK(status.st_mode):
+                    self._copy_link(source, located, status)
                 else:
-                    self._find_file(path, target, found, below=True)
+                    self._copy_special(located, status)
+        except OSError as error:
+            self._fail(source.path, destination.path, error)
 
-    def _make_directory(self, path: str, status: os.stat_result) -> None:
-        mode = stat.S_IMODE(status.st_mode)
+    def _find_in_directory(self, source: Entry, destination: Entry) -> None:
+        """Creates the directory and walks over everything in it."""
+        created: set[tuple[int, int]] = set()
+        pending: list[tuple[Entry, Entry, Folder | None]] = [(source, destination, None)]
+        while pending:
+            source, destination, parent = pending.pop()
+            try:
+                if self._cancel.cancelled:
+                    continue
+                folder = self._open_folder(source, destination, parent, created)
+                self._use(parent)
+            except OSError as error:
+                self._fail(str(error.filename or source.path), None, error)
+                continue
+            finally:
+                self.release(parent)  # which `pending` has used
+            try:
+                pending += self._find_below(folder)
+            except OSError as error:
+                self._fail(source.path, None, error)
+            finally:
+                self.release(folder)
+
+    def _find_below(self, folder: Folder) -> list[tuple[Entry, Entry, Folder | None]]:
+        """Finds the files of a directory; returns the directories in it."""
+        directories: list[tuple[Entry, Entry, Folder | None]] = []
+        for name in sorted(os.listdir(folder.source_fd)):
+            if self._cancel.cancelled:
+                break
+            source = folder.source.child(name, folder.source_fd)
+            destination = folder.destination.child(name, folder.destination_fd)
+            try:
+                status = source.status()
+            except OSError as error:
+                self._fail(source.path, None, error)
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                self._use(folder)
+                directories.append((source, destination, folder))
+            else:
+                self._find_file(source, destination, status, folder)
+        return directories
+
+    def _open_folder(
+        self, source: Entry, destination: Entry, parent: Folder | None, created: set[tuple[int, int]]
+    ) -> Folder:
+        """Opens a directory of the source, and its copy, which is created where it does not exist.
+
+        OSError, with the name that failed where that is not the source's.
+        """
         try:
-            # The copy must be able to write there, whatever the mode will be in the end.
-            os.mkdir(path, mode & 0o1777 | stat.S_IRWXU)
+            fd = os.open(source.name, os.O_RDONLY | _DIRECTORY, dir_fd=source.directory)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, source.path) from None
+        try:
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) in created:
+                raise OSError(errno.EINVAL, "a directory cannot be copied into itself", source.path)
+            plain = Entry(destination.path.rstrip("/") or "/", destination.name, destination.directory, follow=False)
+            with plain.located() as located:
+                copy, new = self._make_directory(located, stat.S_IMODE(status.st_mode))
+        except BaseException:
+            os.close(fd)
+            raise
+        if new:
+            made = os.fstat(copy)
+            created.add((made.st_dev, made.st_ino))
+        return Folder(source, destination, fd, copy, status, new, parent)
+
+    def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
+        """The directory, as an O_PATH descriptor, and whether it was created."""
+        # The copy must be able to write there, whatever the mode will be in the end.
+        allowed = stat.S_IRWXU if self._preserve else 0o1777
+        try:
+            os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
+            new = True
         except FileExistsError:
-            # A link that somebody has put there would lead the copy out of its tree.
-            if not stat.S_ISDIR(os.lstat(path).st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, "a file cannot be overwritten with a directory", path) from None
-            if self._preserve:
-                self._directories.append((path, status, False))
-            return
-        self._directories.append((path, status, True))
-
-    def _copy_link(self, source: str, destination: str, status: os.stat_result) -> None:
-        try:
-            target = os.readlink(source)
-            try:
-                os.symlink(target, destination)
-            except FileExistsError:
-                self._make_room(destination, status)
-                os.symlink(target, destination)
-            if self._preserve:
-                preserve(destination, status, link=True)
+            new = False
         except OSError as error:
-            self._fail(source, destination, error)
+            raise OSError(error.errno, error.strerror, entry.path) from None
+        try:
+            fd = os.open(entry.name, os.O_PATH | _DIRECTORY, dir_fd=entry.directory)
+        except NotADirectoryError:
+            raise OSError(errno.ENOTDIR, "a file cannot be overwritten with a directory", entry.path) from None
+        try:
+            if new and os.listdir(path_of(fd)):
+                raise OSError(errno.EBUSY, "another process has put a directory in its place", entry.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, new
 
-    def _copy_special(self, source: str, destination: str, status: os.stat_result) -> None:
+    def _copy_link(self, source: Entry, destination: Entry, status: os.stat_result) -> None:
+        target = os.readlink(source.name, dir_fd=source.directory)
+        self._make(destination, status, lambda: os.symlink(target, destination.name, dir_fd=destination.directory))
+
+    def _copy_special(self, destination: Entry, status: os.stat_result) -> None:
         """A FIFO, socket or device: what it is, and nothing that is in it."""
+        mode = status.st_mode & ~0o7000
+        self._make(
+            destination,
+            status,
+            lambda: os.mknod(destination.name, mode, status.st_rdev, dir_fd=destination.directory),
+        )
+
+    def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
+        """Creates what is not a regular file. What is there goes, as with cp(1), unless it is the source itself."""
+        entry = Entry(destination.path, destination.name, destination.directory, follow=False)
         try:
-            mode = status.st_mode & ~0o7000
-            try:
-                os.mknod(destination, mode, status.st_rdev)
-            except FileExistsError:
-                self._make_room(destination, status)
-                os.mknod(destination, mode, status.st_rdev)
-            if self._preserve:
-                preserve(destination, status)
-        except OSError as error:
-            self._fail(source, destination, error)
+            create()
+        except FileExistsError:
+            if os.path.samestat(entry.status(), source):
+                raise OSError(errno.EINVAL, "is the same file as the source") from None
+            os.unlink(entry.name, dir_fd=entry.directory)
+            create()
+        if not self._preserve:
+            return
+        fd = open_path(entry)
+        try:
+            made = os.fstat(fd)
+            if (stat.S_IFMT(made.st_mode), made.st_nlink) != (stat.S_IFMT(source.st_mode), 1):
+                raise OSError(errno.EBUSY, "another process has put a file in its place")
+            preserve(path_of(fd), source)
+        finally:
+            os.close(fd)
 
-    def _make_room(self, destination: str, source: os.stat_result) -> None:
-        """What is there goes, as with cp(1), unless it is the source itself."""
-        there = os.lstat(destination)
-        if os.path.samestat(there, source):
-            raise OSError(errno.EINVAL, "is the same file as the source", destination)
-        os.unlink(destination)
+
+def _exists(destination: Entry, source: os.stat_result) -> bool:
+    follow = destination.follow and stat.S_ISREG(source.st_mode)
+    try:
+        os.stat(destination.name, dir_fd=destination.directory, follow_symlinks=follow)
+    except OSError:
+        return False  # creating it will show what is wrong
+    return True
 
 
-def _is_in(directory: tuple[int, int], chain: _Chain) -> bool:
-    """Whether it is one of those in a chain of directories."""
-    while chain is not None:
-        one, chain = chain
-        if one == directory:
-            return True
-    return False
+def _on_a_mount(device: int, destination: Entry) -> bool:
+    mounts = _find.mounts_by_device()
+    if device in mounts:
+        return True
+    try:
+        with Entry(destination.path.rstrip("/"), destination.name, destination.directory).located() as located:
+            assert located.directory is not None
+            return os.fstat(located.directory).st_dev in mounts
+    except OSError:
+        return True  # creating it will show what is wrong
+
+
+def _is_inside(path: str, directory: str) -> bool:
+    return f"{os.path.realpath(path)}/".startswith(os.path.realpath(directory).rstrip("/") + "/")

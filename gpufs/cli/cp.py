@@ -1,52 +1,61 @@
-"""gpufs cp: copies files into device memory, out of it, and between devices.
+"""gpufs cp: copies files into device memory, out of it, and between devices."""
 
-This is its help and its complaints about wrong words; `gpufs.cli._copying` does the work, and when the words are right
-it is called without coming through here.
-"""
-
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from gpufs.cli._copying import copy
-from gpufs.cli._cp_options import OPTIONS
-from gpufs.cli._main import complete_directories, complete_files
+from gpufs.cli._main import complete_files
 
 
-def _with_options(function: Any) -> Any:
-    for option in reversed(OPTIONS):
-        if option.is_flag and option.value is True:
-            given = click.option(*option.names, is_flag=True, help=option.text, hidden=bool(option.refused))
-        elif option.is_flag:
-            given = click.option(*option.names, option.name, flag_value=option.value, default=None, help=option.text)
-        elif option.choices is None:
-            given = click.option(
-                *option.names, metavar=option.metavar, help=option.text, shell_complete=complete_directories
-            )
-        else:
-            choice = click.Choice(option.choices)
-            given = click.option(
-                *option.names,
-                type=choice,
-                metavar=option.metavar,
-                default=option.default,
-                show_default=True,
-                help=option.text,
-            )
-        function = given(function)
-    return function
+class _CopyCommand(click.Command):
+    """Sends those who expect all options of cp(1) there."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            _refuse(error)
 
 
-@click.command(name="cp")
+def _refuse(error: click.NoSuchOption) -> NoReturn:
+    similar = f", did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ";"
+    text = f"there is no option {error.option_name}{similar} cp(1) has more: from backing/ of a mount it is as fast"
+    raise click.UsageError(text, error.ctx) from None
+
+
+@click.command(name="cp", cls=_CopyCommand)
 @click.argument("names", metavar="SOURCE... DEST", nargs=-1, required=True, shell_complete=complete_files)
-@_with_options
+@click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")
+@click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
+@click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
+@click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
+@click.option("--partial", is_flag=True, help="Keep a new file whose copy failed or was interrupted.")
+@click.option(
+    "--verify", is_flag=True, help="Read both files again and compare them by SHA-256; with --fsync from disk."
+)
+@click.option("--fsync", is_flag=True, help="Write files of the host to their disk before the end.")
+@click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files copied at once, 1 to 16.")
+@click.option(
+    "--fastpath",
+    type=click.Choice(["auto", "off", "require"]),
+    default="auto",
+    help="Copies between file and device without the host's memory: auto is as the mount is configured.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@click.option("--json", is_flag=True, help="Print what was copied, and how, as a JSON object.")
+@click.option(
+    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
+)
 def command(names: tuple[str, ...], **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.
 
     One side is on a gpufs mount, or both are. The files of the host may be anywhere: they are opened by this command,
-    with your rights, and the mount's daemon moves the bytes. An interrupted copy leaves as many bytes as were really
-    copied. A progress bar is drawn on a terminal. Exit codes: 0 all copied, 1 not all, 2 wrong options.
+    with your rights, and the mount's daemon moves the bytes. A copy that fails or is interrupted removes the new file;
+    of an existing one the old content is gone by then, and it holds what was copied. Exit codes: 0 all copied, 1 not
+    all, 2 wrong options.
     """
-    if len(names) == 1 and options["target_directory"] is None:
+    if len(names) == 1:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())
-    return copy({**options, "names": list(names)})
+    from gpufs.cli._copying import copy
+
+    return copy(list(names), options)

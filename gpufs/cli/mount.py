@@ -11,8 +11,9 @@ import click
 from gpufs import config
 from gpufs.cli import _mountpoint, _mounts
 from gpufs.cli._errors import Failure, complain, failed
+from gpufs.cli._knobs import knob_options, settings
 from gpufs.cli._launch import Request, launch, run_in_foreground
-from gpufs.cli._main import complete_directories, knob_options, settings
+from gpufs.cli._main import complete_directories
 from gpufs.cli._options import origin, parse
 
 FUSE_DEVICE = "/dev/fuse"

@@ -13,7 +13,7 @@ import click
 from gpufs import config, mounting
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
-from gpufs.cli._main import settings
+from gpufs.cli._knobs import settings
 from gpufs.cli._options import Options, origin, parse
 from gpufs.cli._untrusted import parse as parse_answer
 from gpufs.cli._untrusted import record

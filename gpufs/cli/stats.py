@@ -16,7 +16,7 @@ import click
 from gpufs import mounting, statistics
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, printable
-from gpufs.cli._main import complete_mounts, knob_options, settings
+from gpufs.cli._knobs import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 from gpufs.cli._untrusted import SIZE, TIME, items, maybe, numeric, parse, record, text, values
 

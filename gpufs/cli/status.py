@@ -8,7 +8,7 @@ import click
 from gpufs import mounting
 from gpufs.cli import _mounts, _status
 from gpufs.cli._errors import Failure, complain, printable
-from gpufs.cli._main import complete_mounts, knob_options, settings
+from gpufs.cli._knobs import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
 
 

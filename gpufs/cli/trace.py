@@ -15,7 +15,7 @@ import click
 from gpufs._version import __version__
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
-from gpufs.cli._main import complete_mounts
+from gpufs.cli._knobs import complete_mounts
 from gpufs.cli._perfetto_format import PerfettoConverter
 from gpufs.cli._trace_format import Converter
 

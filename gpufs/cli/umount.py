@@ -10,7 +10,7 @@ import click
 from gpufs import mounting, statistics
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._main import complete_mounts, knob_options, settings
+from gpufs.cli._knobs import complete_mounts, knob_options, settings
 
 _GRACE = 5.0  # seconds that a process which was asked to end has for that
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import select
+import socket
 import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
 
 from gpufs._version import __version__
-from gpufs.client import _linux, _protocol
+from gpufs.client import _protocol
 from gpufs.client._protocol import (
     ClientMessage,
     Copy,
@@ -19,13 +23,6 @@ from gpufs.client._protocol import (
     ServerMessage,
     Welcome,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import _socket
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-    from typing import Final, Self
 
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
@@ -61,21 +58,18 @@ class Cancellation:
 
 
 class Connection:
-    """Speaks with a daemon over a connected socket, which it owns. OSError and ProtocolError end its use.
+    """Speaks with a daemon over a connected socket, which it owns. An exception from :meth:`copy` ends its use."""
 
-    ``asked``: whoever connected it has sent hello, and the first copy that :meth:`copy` will be called for.
-    """
+    __slots__ = ("_lost", "_next", "_sock", "last", "requests", "server")
 
-    __slots__ = ("_asked", "_next", "_sock", "requests", "server")
-
-    def __init__(self, sock: _socket.socket, *, asked: bool = False) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._next = 1
-        self._asked = asked
+        self._lost = False  # whether the daemon or the socket has failed
+        self.last: Result | None = None  # of the copy that was asked for last
         try:
             sock.settimeout(_HELLO_SECONDS)
-            if not asked:
-                _protocol.send(sock, Hello([_protocol.VERSION], f"gpufs {__version__}"))
+            _protocol.send(sock, Hello([_protocol.VERSION], f"gpufs {__version__}"))
             message = self._receive()
             if not isinstance(message, Welcome):
                 raise ProtocolError("the daemon does not greet")
@@ -127,16 +121,15 @@ class Connection:
         """Has the daemon copy between two open files; both stay the caller's.
 
         Returns the daemon's result, which may be a failure. OSError when the daemon ends before it: its last words,
-        or ECONNRESET. An exception that passes through (KeyboardInterrupt, one of ``progress``) cancels the copy first.
+        or ECONNRESET. Any other exception (KeyboardInterrupt, one that ``progress`` raises) first cancels the copy and
+        waits for its end, so that the destination no longer changes; ``last`` is the result then, or None.
         """
         request = Copy(self._next, direction, host_offset, offset, size, fastpath, sync, interval if progress else 0.0)
         self._next += 1
-        if not self._asked:
-            self._send(request, (host_fd, mount_fd))
-        self._asked = False
-        _linux.library()  # wanted after the copy, and there is time now
+        self.last = None
         cancelled = False
         try:
+            self._send(request, (host_fd, mount_fd))
             while True:
                 if cancel is not None and not cancelled and self._wait(cancel):
                     cancelled = True
@@ -145,11 +138,12 @@ class Connection:
                 message = self._receive()
                 if isinstance(message, Result) and message.id == request.id:
                     self._sock.settimeout(None)
+                    self.last = message
                     return message
                 if isinstance(message, _protocol.Progress) and message.id == request.id and progress is not None:
                     progress(message)
-        except BaseException as error:
-            if not isinstance(error, OSError):
+        except BaseException:
+            if not self._lost:
                 self._abandon(request.id)
             raise
 
@@ -161,7 +155,7 @@ class Connection:
         return any(fd == cancel.fileno() for fd, _ in poll.poll())
 
     def _abandon(self, number: int) -> None:
-        """Cancels and waits a little for the end, so that the destination is at rest when the caller goes on."""
+        """Cancels a copy and waits for its end, but not for ever."""
         deadline = time.monotonic() + _CANCEL_SECONDS
         try:
             _protocol.send(self._sock, _protocol.Cancel(number))
@@ -169,6 +163,7 @@ class Connection:
                 self._sock.settimeout(left)
                 message = self._receive()
                 if isinstance(message, Result) and message.id == number:
+                    self.last = message
                     break
         except OSError:
             pass
@@ -180,8 +175,18 @@ class Connection:
             _protocol.send(self._sock, message, descriptors)
         except (BrokenPipeError, ConnectionResetError):
             pass
+        except OSError:
+            self._lost = True
+            raise
 
     def _receive(self) -> ServerMessage:
+        try:
+            return self._next_message()
+        except OSError:
+            self._lost = True
+            raise
+
+    def _next_message(self) -> ServerMessage:
         try:
             try:
                 data, descriptors = _protocol.receive(self._sock)

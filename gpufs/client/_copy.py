@@ -13,28 +13,20 @@ import errno
 import os
 import stat
 import sys
+import threading
 import time
-from _thread import allocate_lock
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Literal, Self
 
 from gpufs.client import _ends, _find, _linux
 from gpufs.client._connection import Cancellation, Connection, IdleError
+from gpufs.client._ends import Entry
 from gpufs.client._find import MountPoint
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
 from gpufs.client._protocol import LOAD, STORE, Progress
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import _socket
-    from collections.abc import Callable
-    from dataclasses import dataclass
-    from types import TracebackType
-    from typing import Final, Literal, Self
-
-    from gpufs.client._handed import Handed
-
-    Fastpath = Literal["auto", "off", "require"]
-else:
-    from gpufs.client._record import dataclass
+Fastpath = Literal["auto", "off", "require"]
 
 # Up to here one read and one write are faster than asking the daemon.
 _SMALL_BYTES: Final = 128 << 10
@@ -50,18 +42,10 @@ _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINV
 _NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
-
-
-@dataclass()
-class _Moved:
-    """What has been copied so far, and how."""
-
-    total: int = 0
-    done: int = 0
-    method: str = "mount"
-    paths: dict[str, int] | None = None
-    refusals: tuple[str, ...] = ()
-    synced: bool = False
+# A daemon that could not be reached is asked again after so many seconds, and so many times as long as it took to fail.
+_RETRY_SECONDS: Final = 1.0
+_RETRY_FACTOR: Final = 10.0
+_NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 
 
 class Copier:
@@ -69,9 +53,9 @@ class Copier:
 
     ``fastpath``: "off" and "require" instead of what the mount is configured for. ``fsync``: files of the host are on
     their disk before a copy succeeds. ``verify``: both files are read again and compared by SHA-256, from the disk with
-    ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``force``: a destination that
-    cannot be opened is removed and made anew; ``remove_destination``: any that exists. ``notice``: called with one
-    line, once for each mount, where a daemon cannot be reached and its mount serves as a plain file system.
+    ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``partial``: a copy that fails or
+    is cancelled keeps a new destination, with the bytes that were copied, instead of removing it. ``notice``: called
+    with one line, once for each mount, where a daemon cannot be reached and its mount serves as a plain file system.
     """
 
     def __init__(
@@ -81,8 +65,7 @@ class Copier:
         fsync: bool = False,
         verify: bool = False,
         preserve: bool = False,
-        force: bool = False,
-        remove_destination: bool = False,
+        partial: bool = False,
         notice: Callable[[str], None] | None = None,
     ) -> None:
         if fastpath not in ("auto", "off", "require"):
@@ -91,14 +74,13 @@ class Copier:
         self._fsync = fsync
         self._verify = verify
         self._preserve = preserve
-        self._force = force
-        self._remove_destination = remove_destination
+        self._partial = partial
         self._notice = notice
         self._process = os.getpid()
-        self._lock = allocate_lock()  # guards all below
+        self._lock = threading.Lock()  # guards all below
         self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
-        self._unreachable: dict[int, OSError] = {}
-        self._mounts: dict[int, list[MountPoint]] | None = None
+        self._unreachable: dict[int, tuple[float, OSError]] = {}  # until when, and why
+        self._noticed: set[int] = set()
 
     def close(self) -> None:
         """Ends the connections."""
@@ -114,7 +96,7 @@ class Copier:
         if self._process == os.getpid():
             return
         self._process = os.getpid()
-        self._lock = allocate_lock()
+        self._lock = threading.Lock()
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
@@ -128,13 +110,6 @@ class Copier:
     ) -> None:
         self.close()
 
-    def mount_of(self, device: int) -> list[MountPoint] | None:
-        """Where the mount with this st_dev is mounted; None if it is no gpufs."""
-        with self._lock:
-            if self._mounts is None:
-                self._mounts = _find.mounts_by_device()
-            return self._mounts.get(device)
-
     def copy_file(
         self,
         source: str,
@@ -145,157 +120,132 @@ class Copier:
     ) -> CopyResult:
         """Copies one file to a name; what is there is overwritten. CopyError when that fails.
 
-        ``progress`` is called from this thread about ten times a second. A copy that was cancelled before it began has
-        touched nothing.
+        ``progress`` is called from this thread about ten times a second; an exception that it raises ends the copy. A
+        copy that was cancelled before it began has touched nothing.
         """
+        return self.copy_entry(Entry.of(source), Entry.of(destination), progress=progress, cancel=cancel)
+
+    def copy_entry(
+        self,
+        source: Entry,
+        destination: Entry,
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyResult:
+        """As :meth:`copy_file`, for names in directories that are open."""
         began = time.monotonic()
         self._after_fork()
         if progress is not None and not callable(progress):
             raise TypeError(f"progress: {progress!r} cannot be called")
         if cancel is not None:
             if not isinstance(cancel, Cancellation):
-                raise TypeError(f"cancel: {cancel!r} is no Cancellation")
+                raise TypeError(f"cancel: {cancel!r} is not a Cancellation")
             if cancel.cancelled:
-                raise CopyError(errno.ECANCELED, "", source, destination)
-        if not destination:
-            raise CopyError(errno.ENOENT, "", destination)
+                raise CopyError(errno.ECANCELED, "", source.path, destination.path)
+        if not destination.path:
+            raise CopyError(errno.ENOENT, "", destination.path)
+        mounts = _find.mounts_by_device()
         source_fd, before = _ends.open_source(source)
-        with _Closing(source_fd, quiet=True):
-            self._refuse_host_to_host(source, destination, before)
-            destination_fd, created = _ends.open_destination(
-                destination,
-                before,
-                store=self.mount_of(before.st_dev) is not None,
-                force=self._force,
-                remove=self._remove_destination,
-            )
-            with _Closing(destination_fd) as closing:
-                moved = _Moved(total=_ends.size_of(source_fd, before))
-                one = _One(source, destination, source_fd, destination_fd, moved, progress, cancel)
-                after = os.fstat(destination_fd)
-                try:
-                    self._move(one, before, after)
-                except OSError as error:
-                    raise self._failure(one, error, cut=stat.S_ISREG(after.st_mode)) from None
-                return self._end(one, closing, before, after, began=began, created=created)
-
-    def take_over(
-        self,
-        handed: Handed,
-        source: str,
-        *,
-        progress: Callable[[CopyProgress], None] | None = None,
-        cancel: Cancellation | None = None,
-    ) -> CopyResult:
-        """Sees the copy to its end that was asked for before this program started; otherwise as :meth:`copy_file`.
-
-        It owns what it is handed. A copy that has been cancelled meanwhile has moved what CopyError tells.
-        """
-        with _Closing(handed.source_fd, quiet=True), _Closing(handed.destination_fd) as closing:
-            moved = _Moved(total=handed.size)
-            one = _One(source, handed.destination, handed.source_fd, handed.destination_fd, moved, progress, cancel)
-            try:
-                before, after = os.fstat(one.source_fd), os.fstat(one.destination_fd)
-                device = before.st_dev if handed.direction == STORE else after.st_dev
-                self._by_daemon(one, handed.direction, device, self.mount_of(device) or [], handed.sock)
-            except OSError as error:
-                raise self._failure(one, error, cut=True) from None
-            return self._end(one, closing, before, after, began=handed.began, created=handed.created)
-
-    def _end(
-        self,
-        one: _One,
-        closing: _Closing,
-        source: os.stat_result,
-        destination: os.stat_result,
-        *,
-        began: float,
-        created: bool,
-    ) -> CopyResult:
-        """Does what is left once the bytes are there. ``closing``: the destination; ``source``: before the copy."""
-        moved = one.moved
         try:
-            digest = self._complete(one, source, destination, created=created)
-            closing.close()
+            with destination.located() as located:
+                job = self._open(source, located, source_fd, before, mounts)
+                job.progress, job.cancel = progress, cancel
+                return self._run(job, began)
         except CopyError:
             raise
-        except OSError as error:
-            counts = {"bytes_done": moved.done, "bytes_total": moved.total}
-            raise CopyError(error.errno or errno.EIO, text_of(error), one.destination, None, **counts) from None
-        seconds = time.monotonic() - began
-        return CopyResult(
-            one.source, one.destination, moved.done, seconds, moved.method, moved.paths or {}, moved.refusals, digest
-        )
+        except OSError as error:  # of the destination's directory
+            raise _ends.open_failure(error, destination.path) from None
+        finally:
+            _close_quietly(source_fd)
 
-    def _complete(self, one: _One, source: os.stat_result, destination: os.stat_result, *, created: bool) -> str | None:
-        """What is left to do once the bytes are there; returns the checksum where one was asked for."""
-        on_mount = self.mount_of(destination.st_dev) is not None
-        if on_mount:
-            _ends.settle_on_mount(one.destination_fd)
-        if self._preserve:
-            _ends.preserve(one.destination_fd, source)
-        if self._fsync and not on_mount:
-            _ends.make_durable(one.destination_fd, one.destination if created else None, synced=one.moved.synced)
-        if not self._verify:
-            return None
-        from gpufs.client._verify import compare
+    def _open(self, source: Entry, destination: Entry, source_fd: int, before: os.stat_result, mounts: _Mounts) -> _Job:
+        """Opens the destination, which is not changed yet."""
 
-        return compare(one)
+        def check_device(device: int) -> None:
+            if before.st_dev not in mounts and device not in mounts:
+                raise CopyError(errno.EXDEV, _NEITHER, source.path, destination.path)
 
-    def _refuse_host_to_host(self, source: str, destination: str, status: os.stat_result) -> None:
-        """Before the destination is touched."""
-        if self.mount_of(status.st_dev) is not None:
-            return
+        # With its final mode only once it has its final owner.
+        mode = stat.S_IMODE(before.st_mode) & (0o700 if self._preserve else 0o777)
+        store = before.st_dev in mounts
+        fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
         try:
-            if self._remove_destination:
-                raise FileNotFoundError  # it will be: what is made anew lies where its directory is
-            device = os.stat(destination).st_dev
-        except FileNotFoundError:
-            try:
-                device = os.stat(os.path.dirname(destination) or ".").st_dev
-            except OSError as error:
-                raise CopyError(error.errno or errno.EIO, "", destination) from None
+            return _Job(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _run(self, job: _Job, began: float) -> CopyResult:
+        """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
+        try:
+            job.prepare()
+            self._move(job)
+            digest = self._complete(job)
+            fd, job.destination_fd = job.destination_fd, -1
+            os.close(fd)
         except OSError as error:
-            raise _ends.open_failure(error, destination) from None
-        if self.mount_of(device) is None:
-            raise CopyError(errno.EXDEV, "neither of them is on a gpufs mount: use cp", source, destination)
+            left = job.clean_up(partial=self._partial)
+            if isinstance(error, CopyError):
+                error.left, error.bytes_done = left, job.done
+                raise
+            raise job.failure(error, left) from None
+        except BaseException:
+            job.clean_up(partial=self._partial)
+            raise
+        finally:
+            if job.destination_fd >= 0:
+                _close_quietly(job.destination_fd)
+        seconds = time.monotonic() - began
+        names = (job.source.path, job.destination.path)
+        return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
 
-    def _move(self, one: _One, source: os.stat_result, destination: os.stat_result) -> None:
-        source_mount, destination_mount = self.mount_of(source.st_dev), self.mount_of(destination.st_dev)
-        if source_mount is not None and source.st_dev == destination.st_dev:
-            one.by_kernel()
+    def _move(self, job: _Job) -> None:
+        source, destination = job.before.st_dev, job.after.st_dev
+        if source in job.mounts and destination in job.mounts:
+            if source == destination:
+                job.by_kernel()
+            else:
+                job.through_mount()
             return
-        if source_mount is not None and destination_mount is not None:
-            one.through_mount()
-            return
-        small = stat.S_ISREG(source.st_mode) and source.st_size <= _SMALL_BYTES and self._fastpath == "auto"
-        if small and source.st_size > 0:
-            one.through_mount()
-            return
-        if destination_mount is not None:
-            self._by_daemon(one, LOAD, destination.st_dev, destination_mount)
-        elif source_mount is not None:
-            self._by_daemon(one, STORE, source.st_dev, source_mount)
-        else:  # the destination's directory was another one when it was looked at
-            raise OSError(errno.EXDEV, "neither of them is on a gpufs mount: use cp")
+        small = stat.S_ISREG(job.before.st_mode) and 0 < job.before.st_size <= _SMALL_BYTES
+        if small and self._fastpath == "auto":
+            job.through_mount()
+        elif destination in job.mounts:
+            self._by_daemon(job, LOAD, destination)
+        elif source in job.mounts:
+            self._by_daemon(job, STORE, source)
+        else:  # a directory was exchanged after it was looked at
+            raise OSError(errno.EXDEV, _NEITHER)
 
-    def _by_daemon(
-        self, one: _One, direction: str, device: int, mounts: list[MountPoint], asked: _socket.socket | None = None
-    ) -> None:
-        """``asked``: a socket on which this very copy has been asked for."""
-        connection = self._connection(device, mounts, asked)
+    def _complete(self, job: _Job) -> str | None:
+        """What is left to do once the bytes are there; returns the checksum where one was asked for."""
+        on_mount = job.after.st_dev in job.mounts
+        if on_mount:
+            _ends.settle_on_mount(job.destination_fd)
+        if self._preserve:
+            job.whole = True  # without its attributes it is a copy all the same
+            _ends.preserve(job.destination_fd, job.before)
+            job.whole = False
+        if self._fsync and not on_mount:
+            directory = job.destination.directory if job.created else None
+            _ends.make_durable(job.destination_fd, directory, synced=job.synced)
+        return job.verify() if self._verify else None
+
+    def _by_daemon(self, job: _Job, direction: str, device: int) -> None:
+        connection = self._connection(device, job.mounts[device])
         if connection is None:
-            one.through_mount()
+            job.through_mount()
             return
         reused = connection.used
         try:
-            answered = one.by_daemon(connection, direction, self._fastpath, fsync=self._fsync)
+            answered = job.by_daemon(connection, direction, self._fastpath, fsync=self._fsync)
         except IdleError:
             connection.close()
             if not reused:
                 raise
             # The daemon ended it at the very moment when it was taken up again.
-            self._by_daemon(one, direction, device, mounts)
+            self._by_daemon(job, direction, device)
             return
         except BaseException:
             connection.close()
@@ -303,9 +253,9 @@ class Copier:
         with self._lock:
             self._idle.setdefault(device, []).append(connection)
         if not answered:
-            one.through_mount()
+            job.through_mount()
 
-    def _connection(self, device: int, mounts: list[MountPoint], asked: _socket.socket | None) -> Connection | None:
+    def _connection(self, device: int, mounts: list[MountPoint]) -> Connection | None:
         """A connection to a mount's daemon; None where there is none to be had and the mount serves without."""
         with self._lock:
             idle = self._idle.get(device, [])
@@ -314,43 +264,27 @@ class Copier:
                 if connection.usable():
                     return connection
                 connection.close()
-            failure = self._unreachable.get(device)
-        if failure is None:
+            until, failure = self._unreachable.get(device, (0.0, None))
+        began = time.monotonic()
+        if failure is None or began >= until or self._fastpath == "require":
             try:
-                return Connection(asked or _find.connect(device, mounts), asked=asked is not None)
+                return Connection(_find.connect(device, mounts))
             except OSError as error:
                 failure = error
-        if self._fastpath == "require" or not mounts:
-            raise failure
+            if self._fastpath == "require":
+                raise failure
+            now = time.monotonic()
+            with self._lock:
+                self._unreachable[device] = (now + _RETRY_SECONDS + _RETRY_FACTOR * (now - began), failure)
         with self._lock:
-            known = device in self._unreachable
-            self._unreachable[device] = failure
+            known = device in self._noticed
+            self._noticed.add(device)
         if not known and self._notice is not None:
             why = failure.strerror or str(failure)
             self._notice(
                 f"{mounts[0].path}: its copy service cannot be reached ({why}): copying through the mount instead"
             )
         return None
-
-    def _failure(self, one: _One, error: OSError, *, cut: bool) -> CopyError:
-        """The error for the user. ``cut``: the destination is a regular file, and gets the size that was copied."""
-        moved = one.moved
-        if cut:
-            try:
-                if _linux.refresh(one.destination_fd) > moved.done:
-                    os.ftruncate(one.destination_fd, moved.done)
-            except OSError:
-                pass  # its mount has died: there is nothing left to keep consistent
-        code = error.errno or errno.EIO
-        names = (one.destination, None) if code in _DESTINATIONS else (one.source, one.destination)
-        return CopyError(
-            code,
-            text_of(error),
-            *names,
-            bytes_done=moved.done,
-            bytes_total=moved.total,
-            device_code=getattr(error, "device_code", 0),
-        )
 
 
 class _DeviceError(OSError):
@@ -361,52 +295,137 @@ class _DeviceError(OSError):
         self.device_code = device_code
 
 
-class _Closing:
-    """A descriptor that is closed in any case; close() tells of a failure, and so does the end unless ``quiet``."""
-
-    def __init__(self, fd: int, *, quiet: bool = False) -> None:
-        self._fd = fd
-        self._quiet = quiet
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except OSError:
-            if error is None and not self._quiet:
-                raise
+def _close_quietly(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        pass
 
 
-class _One:
-    """One copy under way: both ends open, and what has been moved."""
+_Mounts = dict[int, list[MountPoint]]  # by st_dev
+
+
+class _Job:
+    """One copy: both ends open, and what has been moved. ``before``, ``after``: attributes of source and destination
+    when they were opened. ``created``: the destination did not exist.
+    """
 
     def __init__(
         self,
-        source: str,
-        destination: str,
+        source: Entry,
+        destination: Entry,
         source_fd: int,
         destination_fd: int,
-        moved: _Moved,
-        progress: Callable[[CopyProgress], None] | None,
-        cancel: Cancellation | None,
+        before: os.stat_result,
+        after: os.stat_result,
+        created: bool,
+        mounts: _Mounts,
     ) -> None:
         self.source = source
         self.destination = destination
         self.source_fd = source_fd
         self.destination_fd = destination_fd
-        self.moved = moved
-        self.cancel = cancel
-        self._progress = progress
+        self.before = before
+        self.after = after
+        self.created = created
+        self.mounts = mounts
+        self.progress: Callable[[CopyProgress], None] | None = None
+        self.cancel: Cancellation | None = None
+        self.whole = False  # everything has been copied, and stays whatever fails
+        self.total = 0
+        self.done = 0
+        self.method = "mount"
+        self.paths: dict[str, int] = {}
+        self.refusals: tuple[str, ...] = ()
+        self.synced = False
+        self._emptied = False
         self._told = 0.0
+
+    def prepare(self) -> None:
+        """Checks that the copy fits, and empties the destination."""
+        self.total = _ends.size_of(self.source_fd, self.before)
+        if self.total > _SMALL_BYTES and self.after.st_dev in self.mounts and (text := self._lack_of_space()):
+            raise OSError(errno.ENOSPC, text)
+        if stat.S_ISREG(self.after.st_mode):
+            os.ftruncate(self.destination_fd, 0)
+        self._emptied = True
+
+    def _lack_of_space(self) -> str:
+        """What is needed and what is free, in words; "" where the copy fits."""
+        free = _ends.free_bytes(self.destination_fd)
+        needed = _ends.data_bytes(self.before, self.total)
+        if free is None or needed <= free + os.fstat(self.destination_fd).st_blocks * 512:
+            return ""
+        device = self._device()
+        text = f"needs {size_text(needed)}, {size_text(free)} free{f' on {device}' if device else ''}"
+        return f"{os.strerror(errno.ENOSPC)}: {text}"
+
+    def _device(self) -> str:
+        """The directory of the mount that the destination lies in, such as gpu0; "" where that is not known."""
+        path = os.readlink(_ends.path_of(self.destination_fd))
+        for mount in self.mounts.get(self.after.st_dev, []):
+            if path.startswith(mount.path.rstrip("/") + "/"):
+                inside = mount.root + "/" + path.removeprefix(mount.path)
+                return next(filter(None, inside.split("/")), "")
+        return ""
+
+    def clean_up(self, *, partial: bool) -> str:
+        """After a failure: what becomes of the destination, also in words."""
+        if self.whole or not stat.S_ISREG(self.after.st_mode):
+            return f"{self.done} of {self.total} bytes were copied" if self.done else ""
+        if self.created and not (partial and self._emptied) and _ends.remove(self.destination, self.destination_fd):
+            self.done = 0
+            return ""
+        if not self._emptied:
+            return ""
+        try:
+            if _linux.refresh(self.destination_fd) > self.done:
+                os.ftruncate(self.destination_fd, self.done)
+        except OSError:
+            return ""  # its mount has died: there is nothing left to keep consistent
+        if self.created:
+            return f"{self.done} of {self.total} bytes are kept"
+        return f"the old content is gone, {self.done} of {self.total} bytes were copied"
+
+    def failure(self, error: OSError, left: str) -> CopyError:
+        """The error for the user."""
+        code = error.errno or errno.EIO
+        text = text_of(error)
+        if code == errno.ENOSPC and self._emptied:
+            text = self._lack_of_space() or text
+        names = (self.destination.path, None) if code in _DESTINATIONS else (self.source.path, self.destination.path)
+        return CopyError(
+            code,
+            text,
+            *names,
+            bytes_done=self.done,
+            bytes_total=self.total,
+            device_code=getattr(error, "device_code", 0),
+            left=left,
+        )
+
+    def verify(self) -> str:
+        """The checksum that both files have. CopyError when they differ, or cannot be read."""
+        from gpufs.client._verify import checksums
+
+        # Behind the copy a disk goes on.
+        end = self.done if stat.S_ISBLK(self.after.st_mode) else None
+        found = checksums(
+            self.source_fd,
+            self.destination_fd,
+            end,
+            stopped=lambda: self.cancel is not None and self.cancel.cancelled,
+            tell=lambda offset: self.tell(offset, "verify"),
+        )
+        for entry, outcome in zip((self.source, self.destination), found, strict=True):
+            if isinstance(outcome, OSError):
+                text = f"verifying: {outcome.strerror or outcome}"
+                raise CopyError(outcome.errno or errno.EIO, text, entry.path, bytes_total=self.total)
+        ours, theirs = found
+        if ours != theirs:
+            text = f"the copy differs: SHA-256 {ours} was copied, {theirs} was read back"
+            raise CopyError(errno.EIO, text, self.source.path, self.destination.path, bytes_total=self.total)
+        return str(ours)
 
     def by_daemon(self, connection: Connection, direction: str, fastpath: Fastpath, *, fsync: bool) -> bool:
         """False when the daemon has no buffer for these files and nothing was moved."""
@@ -415,40 +434,45 @@ class _One:
             host, mount = mount, host
 
         def tell(progress: Progress) -> None:
-            self.moved.total = max(self.moved.total, progress.total)
-            if self._progress is not None:
-                self._progress(CopyProgress(progress.moved, self.moved.total, progress.paths))
+            self.total = max(self.total, progress.total)
+            if self.progress is not None:
+                self.progress(CopyProgress(progress.moved, self.total, progress.paths))
 
-        result = connection.copy(
-            direction,
-            host,
-            mount,
-            fastpath=None if fastpath == "auto" else fastpath,
-            sync="full" if fsync and direction == STORE else "none",
-            interval=_PROGRESS_SECONDS,
-            progress=tell if self._progress is not None else None,
-            cancel=self.cancel,
-        )
+        try:
+            result = connection.copy(
+                direction,
+                host,
+                mount,
+                fastpath=None if fastpath == "auto" else fastpath,
+                sync="full" if fsync and direction == STORE else "none",
+                interval=_PROGRESS_SECONDS,
+                progress=tell if self.progress is not None else None,
+                cancel=self.cancel,
+            )
+        except BaseException:
+            if connection.last is not None:
+                self.done = connection.last.done
+            raise
         if result.error in _NOT_BY_DAEMON and not result.done and fastpath != "require":
             return False
-        self.moved.method = "transfer"
-        self.moved.done = result.done
-        self.moved.paths = result.paths
-        self.moved.refusals = tuple(result.refusals)
-        self.moved.synced = fsync
+        self.method = "transfer"
+        self.done = result.done
+        self.paths = result.paths
+        self.refusals = tuple(result.refusals)
+        self.synced = fsync
         if result.error:
             raise _DeviceError(result.error, result.message, result.device_code)
         return True
 
     def by_kernel(self) -> None:
         """Inside one mount."""
-        self.moved.method = "kernel"
+        self.method = "kernel"
         step = _KERNEL_FIRST_BYTES
         while True:
             self._check_cancelled()
             began = time.monotonic()
             try:
-                count = os.copy_file_range(self.source_fd, self.destination_fd, step, self.moved.done, self.moved.done)
+                count = os.copy_file_range(self.source_fd, self.destination_fd, step, self.done, self.done)
             except OSError as error:
                 if error.errno not in _NOT_BY_KERNEL:
                     raise
@@ -463,25 +487,25 @@ class _One:
 
     def through_mount(self) -> None:
         """Reads and writes, from where the copy is up to the end of the source; its holes stay holes."""
-        buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.moved.total - self.moved.done, 4096))))
+        buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.total - self.done, 4096))))
         holes = _ends.may_have_holes(self.source_fd, self.destination_fd)
-        data_end = self.moved.done
+        data_end = self.done
         while True:
             self._check_cancelled()
-            if holes and self.moved.done == data_end:
-                start, data_end = _ends.next_data(self.source_fd, self.moved.done)
-                if start > self.moved.done:
+            if holes and self.done == data_end:
+                start, data_end = _ends.next_data(self.source_fd, self.done)
+                if start > self.done:
                     # Its size is as far as it was copied, also where nothing follows.
                     os.ftruncate(self.destination_fd, start)
-                    self._count("hole", start - self.moved.done)
+                    self._count("hole", start - self.done)
                     continue
-            room = buffer[: data_end - self.moved.done] if holes else buffer
-            count = os.preadv(self.source_fd, [room], self.moved.done)
+            room = buffer[: data_end - self.done] if holes else buffer
+            count = os.preadv(self.source_fd, [room], self.done)
             if not count:
                 return
             written = 0
             while written < count:
-                step = os.pwrite(self.destination_fd, buffer[written:count], self.moved.done)
+                step = os.pwrite(self.destination_fd, buffer[written:count], self.done)
                 written += step
                 self._count("mount", step)
 
@@ -490,18 +514,17 @@ class _One:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def _count(self, path: str, count: int) -> None:
-        self.moved.done += count
-        self.moved.total = max(self.moved.total, self.moved.done)
-        self.moved.paths = self.moved.paths or {}
-        self.moved.paths[path] = self.moved.paths.get(path, 0) + count
-        self.tell(self.moved.done)
+        self.done += count
+        self.total = max(self.total, self.done)
+        self.paths[path] = self.paths.get(path, 0) + count
+        self.tell(self.done)
 
     def tell(self, moved: int, phase: str = "copy") -> None:
         """Reports progress, unless that was done a moment ago."""
         now = time.monotonic()
-        if self._progress is not None and now - self._told >= _PROGRESS_SECONDS:
+        if self.progress is not None and now - self._told >= _PROGRESS_SECONDS:
             self._told = now
-            self._progress(CopyProgress(moved, self.moved.total, dict(self.moved.paths or {}), phase))
+            self.progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 
 
 def copy(
@@ -512,6 +535,7 @@ def copy(
     fsync: bool = False,
     verify: bool = False,
     preserve: bool = False,
+    partial: bool = False,
     progress: Callable[[CopyProgress], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> CopyResult:
@@ -519,16 +543,19 @@ def copy(
 
     An existing destination is overwritten; a directory gets a file of the source's name. ``fastpath``: "auto" (as the
     mount is configured), "off" or "require". ``fsync``: a file of the host is on its disk afterwards. ``verify``: both
-    are read again and compared. ``preserve``: mode, times and, where allowed, owner. ``progress`` is called from this
+    are read again and compared. ``preserve``: mode, times and, where allowed, owner. ``partial``: a copy that fails
+    keeps a new destination, with the bytes that were copied, instead of removing it. ``progress`` is called from this
     thread about ten times a second. ``cancel``: ends the copy from another thread; so does KeyboardInterrupt.
 
-    CopyError, an OSError, tells of any failure, with the bytes that the destination holds. Several files at once: a
+    CopyError, an OSError, reports any failure, with the bytes that the destination holds. Several files at once: a
     :class:`gpufs.client.Copier`, or this function, from several threads.
     """
     source, destination = os.fsdecode(source), os.fsdecode(destination)
     if os.path.isdir(destination):
         destination = os.path.join(destination, os.path.basename(source))
-    with Copier(fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, notice=_warn) as copier:
+    with Copier(
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warn
+    ) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
 

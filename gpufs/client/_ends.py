@@ -1,107 +1,193 @@
-"""The two files of a copy: how they are opened, and what is left to do with them once the bytes are there."""
+"""The two files of a copy: how they are opened, and what is left to do with them once the bytes are there.
+
+Whoever may rename files in a directory can put a symbolic link in the place of one at any moment. So a name is resolved
+once, to a descriptor; what was checked is what is opened, changed and removed.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 from gpufs.client import _linux
 from gpufs.client._outcome import CopyError, text_of
+
+_TRIES: Final = 4  # to open a destination that others create and remove at the same time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name in an open directory, or a path where ``directory`` is None.
+
+    ``path``: for messages. ``follow``: whether the name may be a symbolic link to the file that is meant.
+    """
+
+    path: str
+    name: str
+    directory: int | None = None
+    follow: bool = True
+
+    @classmethod
+    def of(cls, path: str, *, follow: bool = True) -> Entry:
+        """The entry of a path that a user has given."""
+        return cls(path, path, None, follow)
+
+    def child(self, name: str, directory: int) -> Entry:
+        """An entry of the directory that this one is, open as ``directory``."""
+        return Entry(os.path.join(self.path, name), name, directory, follow=False)
+
+    def status(self) -> os.stat_result:
+        """Its attributes, as stat(2) or lstat(2)."""
+        return os.stat(self.name, dir_fd=self.directory, follow_symlinks=self.follow)
+
+    @contextmanager
+    def located(self) -> Iterator[Entry]:
+        """The same entry with its directory open."""
+        if self.directory is not None:
+            yield self
+            return
+        fd = os.open(os.path.dirname(self.path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield Entry(self.path, os.path.basename(self.path) or ".", fd, self.follow)
+        finally:
+            os.close(fd)
+
+
+def path_of(fd: int) -> str:
+    """A path that means what a descriptor of this process means, of whatever kind it is."""
+    return f"/proc/self/fd/{fd}"
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
     return CopyError(error.errno or errno.EIO, text_of(error), path)
 
 
-def open_source(path: str) -> tuple[int, os.stat_result]:
+def open_path(entry: Entry) -> int:
+    """A descriptor that does nothing but name the file: opening it has no effect on a FIFO or a device."""
+    flags = os.O_PATH | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
+    return os.open(entry.name, flags, dir_fd=entry.directory)
+
+
+def _check_kind(path: str, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise CopyError(errno.ELOOP, "is a symbolic link, which is not followed here", path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISBLK(status.st_mode):
+        raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+
+
+def open_source(entry: Entry) -> tuple[int, os.stat_result]:
+    """The source, open for reading, and its attributes. CopyError when it cannot be had."""
     try:
-        kind = os.stat(path).st_mode  # opening a FIFO would wait for its writer
-        if stat.S_ISDIR(kind):
-            raise CopyError(errno.EISDIR, "is a directory", path)
-        if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
-            raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+        named = open_path(entry)
+        try:
+            kind = os.fstat(named)
+            if stat.S_ISDIR(kind.st_mode):
+                raise CopyError(errno.EISDIR, "is a directory", entry.path)
+            _check_kind(entry.path, kind)
+            fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+        finally:
+            os.close(named)
+        try:
+            return fd, os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            raise
     except CopyError:
         raise
     except OSError as error:
-        raise open_failure(error, path) from None
-    return fd, os.fstat(fd)
+        raise open_failure(error, entry.path) from None
 
 
 def size_of(fd: int, status: os.stat_result) -> int:
     return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
 
 
-def open_destination(path: str, source: os.stat_result, *, store: bool, force: bool, remove: bool) -> tuple[int, bool]:
-    """Open for writing and empty; True if it was not there before.
+def open_destination(
+    entry: Entry, source: os.stat_result, *, mode: int, store: bool, check_device: Callable[[int], None]
+) -> tuple[int, bool]:
+    """The destination, open for writing and not yet emptied; True if it was created. ``entry`` has its directory open.
 
-    Where it may be, and for a store, open for reading too: the engine can then write through a mapping, which several
-    threads can do at once. ``force``: a file that cannot be opened is removed; ``remove``: any that is there.
+    ``check_device`` is called with the st_dev of the destination before anything is created or opened. Where it may be,
+    and for a store, it is open for reading too: the engine can then write through a mapping, which several threads can
+    do at once.
     """
     access = os.O_RDWR if store else os.O_WRONLY
     try:
-        if remove:
-            _remove_destination(path, source)
-        for _ in range(4):
+        for _ in range(_TRIES):
             try:
-                there = os.stat(path)
+                named = open_path(entry)
             except FileNotFoundError:
+                assert entry.directory is not None
+                check_device(os.fstat(entry.directory).st_dev)
                 flags = access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
                 try:
-                    return os.open(path, flags, stat.S_IMODE(source.st_mode) & 0o777), True
+                    return os.open(entry.name, flags, mode, dir_fd=entry.directory), True
                 except FileExistsError:
-                    if os.path.islink(path):
-                        raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", path) from None
-                    continue  # somebody else has just made it
-            _check_destination(path, there, source)
+                    if _is_link(entry):
+                        raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", entry.path) from None
+                    continue  # another process has just created it
             try:
-                return os.open(path, access | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY), False
+                there = os.fstat(named)
+                check_device(there.st_dev)
+                if os.path.samestat(there, source):
+                    raise CopyError(errno.EINVAL, "is the same file as the source", entry.path)
+                if stat.S_ISDIR(there.st_mode):
+                    raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)
+                _check_kind(entry.path, there)
+                flags = os.O_CLOEXEC | os.O_NOCTTY
+                try:
+                    return os.open(path_of(named), access | flags), False
+                except PermissionError:
+                    if access == os.O_WRONLY:
+                        raise
+                    return os.open(path_of(named), os.O_WRONLY | flags), False  # may be written but not read
             except FileNotFoundError:
-                continue  # somebody else has just removed it
-            except OSError as error:
-                if isinstance(error, PermissionError) and access != os.O_WRONLY:
-                    access = os.O_WRONLY  # he may write but not read
-                    continue
-                if not force or not stat.S_ISREG(there.st_mode) or not _removed(path):
-                    raise
-                force = False
+                continue  # another process has just removed it
+            finally:
+                os.close(named)
     except CopyError:
         raise
     except OSError as error:
-        raise open_failure(error, path) from None
-    raise CopyError(errno.EBUSY, "comes and goes while it is opened", path)
+        raise open_failure(error, entry.path) from None
+    raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)
 
 
-def _removed(path: str) -> bool:
+def _is_link(entry: Entry) -> bool:
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
+        return stat.S_ISLNK(os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False).st_mode)
     except OSError:
-        return False  # why it could not be opened says more
+        return False
+
+
+def remove(entry: Entry, fd: int) -> bool:
+    """Removes the name of an open file; False where it has another name by now, or could not be removed."""
+    try:
+        there = os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
+        if not os.path.samestat(there, os.fstat(fd)):
+            return False
+        os.unlink(entry.name, dir_fd=entry.directory)
+    except OSError:
+        return False
     return True
 
 
-def _remove_destination(path: str, source: os.stat_result) -> None:
-    """The file or link itself, as cp --remove-destination; a device is not for us to remove."""
+def free_bytes(fd: int) -> int | None:
+    """What may still be written to the file system of a file; None where it does not say."""
     try:
-        there = os.lstat(path)
-        if not stat.S_ISLNK(there.st_mode):
-            _check_destination(path, there, source)
-        if not stat.S_ISBLK(there.st_mode):
-            os.unlink(path)
-    except FileNotFoundError:
-        pass
+        status = os.fstatvfs(fd)
+    except OSError:  # ENOSYS by a FUSE file system without STATFS
+        return None
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
-def _check_destination(path: str, there: os.stat_result, source: os.stat_result) -> None:
-    if os.path.samestat(there, source):
-        raise CopyError(errno.EINVAL, "is the same file as the source", path)
-    if stat.S_ISDIR(there.st_mode):
-        raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", path)
-    if not stat.S_ISREG(there.st_mode) and not stat.S_ISBLK(there.st_mode):
-        raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+def data_bytes(status: os.stat_result, size: int) -> int:
+    """How many bytes a copy of a file takes up at least: its holes take none."""
+    return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
 
 
 def may_have_holes(source: int, destination: int) -> bool:
@@ -137,29 +223,29 @@ def settle_on_mount(fd: int) -> None:
     _linux.refresh(fd)
 
 
-def preserve(target: int | str, source: os.stat_result, *, link: bool = False) -> None:
-    """Owner as far as allowed, mode and times, as cp -p. ``link``: the target is a symbolic link, which has no mode."""
-    follow = not link  # which only names have a choice of
+def preserve(target: int | str, source: os.stat_result) -> None:
+    """Owner as far as allowed, mode and times, as cp -p. ``target``: a descriptor, or path_of() one that is O_PATH."""
     mode = stat.S_IMODE(source.st_mode)
     try:
-        os.chown(target, source.st_uid, source.st_gid, follow_symlinks=follow)
+        os.chown(target, source.st_uid, source.st_gid)
     except PermissionError:
         try:
-            os.chown(target, -1, source.st_gid, follow_symlinks=follow)
+            os.chown(target, -1, source.st_gid)
         except PermissionError:
             mode &= ~stat.S_ISGID
         mode &= ~stat.S_ISUID
-    if not link:
+    if not stat.S_ISLNK(source.st_mode):  # which has no mode of its own
         os.chmod(target, mode)
-    os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns), follow_symlinks=follow)
+    os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
 
 
-def make_durable(fd: int, created: str | None, *, synced: bool) -> None:
+def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
+    """``directory``: the one that has got a new name for the file."""
     if not synced:
         os.fsync(fd)
-    if created is not None:
-        directory = os.open(os.path.dirname(created) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if directory is not None:
+        readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         try:
-            os.fsync(directory)
+            os.fsync(readable)
         finally:
-            os.close(directory)
+            os.close(readable)

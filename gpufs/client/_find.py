@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import _socket  # what socket makes of it takes longer to import than to use
 import errno
 import os
+import socket
 import struct
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from dataclasses import dataclass
-    from typing import Final
-else:
-    from gpufs.client._record import dataclass
+from dataclasses import dataclass
+from typing import Final
 
 FILE_SYSTEM: Final = "fuse.gpufs"
 SOCKET_FILE: Final = ".gpufs/socket"
@@ -62,7 +57,7 @@ def mounts_by_device() -> dict[int, list[MountPoint]]:
     return found
 
 
-def connect(device: int, mounts: list[MountPoint]) -> _socket.socket:
+def connect(device: int, mounts: list[MountPoint]) -> socket.socket:
     """A connection to the daemon of the mount with this st_dev.
 
     OSError, with a text that says why, where it cannot be had: the mount's root is not visible here, there is no such
@@ -93,8 +88,8 @@ def _trusted(uid: int) -> bool:
     return uid in (0, os.geteuid())
 
 
-def _connect(path: str) -> _socket.socket:
-    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
+def _connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.settimeout(_CONNECT_SECONDS)
         try:
@@ -103,7 +98,7 @@ def _connect(path: str) -> _socket.socket:
             raise OSError(errno.ETIMEDOUT, "the daemon does not answer") from None
         except OSError as error:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
-        peer = struct.unpack("3i", sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, struct.calcsize("3i")))
+        peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if not _trusted(peer[1]):
             raise OSError(errno.EPERM, f"it is user {peer[1]}'s, who must not have our descriptors")
         return sock

@@ -5,16 +5,12 @@ None of them asks a file's server anything, except :func:`file_system_type` and 
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import struct
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import ctypes
-    from dataclasses import dataclass
-    from typing import Final
-else:
-    from gpufs.client._record import dataclass
+from dataclasses import dataclass
+from typing import Final
 
 AT_EMPTY_PATH: Final = 0x1000
 AT_STATX_FORCE_SYNC: Final = 0x2000
@@ -24,22 +20,10 @@ _STATX_BASIC: Final = 0x7FF
 _STATX_BYTES: Final = 256
 _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
 
-_libc: ctypes.CDLL | None = None
-
-
-def library() -> ctypes.CDLL:
-    """The C library. Loaded by the first call, for which a copy under way is a better time than its start."""
-    global _libc
-    if _libc is None:
-        import ctypes
-
-        _libc = ctypes.CDLL(None, use_errno=True)
-    return _libc
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _last_error() -> OSError:
-    import ctypes
-
     error = ctypes.get_errno()
     return OSError(error, os.strerror(error))
 
@@ -54,11 +38,8 @@ class Identity:
 
 
 def _statx(fd: int, flags: int, mask: int) -> bytes:
-    libc = library()
-    import ctypes
-
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    if libc.statx(fd, b"", AT_EMPTY_PATH | flags, mask, buffer):
+    if _libc.statx(fd, b"", AT_EMPTY_PATH | flags, mask, buffer):
         raise _last_error()
     return buffer.raw
 
@@ -83,11 +64,8 @@ def refresh(fd: int) -> int:
 
 def file_system_type(fd: int) -> int:
     """The magic number of a descriptor's file system (f_type of fstatfs(2)). May block as the file's server does."""
-    libc = library()
-    import ctypes
-
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if libc.fstatfs(fd, buffer):
+    if _libc.fstatfs(fd, buffer):
         raise _last_error()
     (magic,) = struct.unpack_from("@l", buffer.raw)
     return int(magic) & 0xFFFFFFFF
@@ -95,6 +73,4 @@ def file_system_type(fd: int) -> int:
 
 def open_flags(fd: int) -> int:
     """The flags that a descriptor was opened with: access mode, O_APPEND, O_PATH, ... OSError EBADF when not open."""
-    import fcntl
-
     return fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -1,17 +1,11 @@
-"""What a copy tells: how far it is, how it went, and why it failed."""
+"""What a copy reports: its progress, its result, and why it failed."""
 
 from __future__ import annotations
 
 import errno
 import os
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from dataclasses import dataclass
-else:
-    from gpufs.client._record import dataclass
-
+from collections.abc import Callable
+from dataclasses import dataclass
 
 # What the kernel answers for a mount whose connection has ended.
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
@@ -24,12 +18,23 @@ def text_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def size_text(size: float) -> str:
+    """A number of bytes for people: "1.5 GiB"."""
+    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
 class CopyError(OSError):
     """A copy that failed or was cancelled (ECANCELED).
 
     ``errno`` and ``strerror`` as for any OSError; ``filename`` and ``filename2`` are the source and the destination, or
-    the one of them that failed and None. ``bytes_done``: what the destination now holds of the source, from its start;
-    its size is no more than that. ``device_code``: the vendor runtime's own code, 0 if the failure is not the device's.
+    the one of them that failed and None. ``bytes_done``: how many bytes of the source, from its start, the destination
+    now holds; its size is no more than that. 0 where it did not exist before and was removed. ``left``: what became of
+    the destination, in words, "" where nothing did. ``device_code``: the vendor runtime's own code, 0 if the failure is
+    not the device's.
     """
 
     def __init__(
@@ -42,27 +47,31 @@ class CopyError(OSError):
         bytes_done: int = 0,
         bytes_total: int = 0,
         device_code: int = 0,
+        left: str = "",
     ) -> None:
         super().__init__(error, message or os.strerror(error), filename, None, filename2)
         self.bytes_done = bytes_done
         self.bytes_total = bytes_total
         self.device_code = device_code
+        self.left = left
 
     def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
-        counts = (self.bytes_done, self.bytes_total, self.device_code)
+        counts = (self.bytes_done, self.bytes_total, self.device_code, self.left)
         return _copy_error, (self.errno, self.strerror, self.filename, self.filename2, *counts)
 
     def __str__(self) -> str:
         where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
         code = f" (device code {self.device_code})" if self.device_code else ""
-        done = f" ({self.bytes_done} of {self.bytes_total} bytes copied)" if self.bytes_done else ""
-        return f"{where}: {self.strerror}{code}{done}"
+        left = f" ({self.left})" if self.left else ""
+        return f"{where}: {self.strerror}{code}{left}"
 
 
 def _copy_error(
-    error: int, message: str, filename: str, filename2: str | None, done: int, total: int, code: int
+    error: int, message: str, filename: str, filename2: str | None, done: int, total: int, code: int, left: str
 ) -> CopyError:
-    return CopyError(error, message, filename, filename2, bytes_done=done, bytes_total=total, device_code=code)
+    return CopyError(
+        error, message, filename, filename2, bytes_done=done, bytes_total=total, device_code=code, left=left
+    )
 
 
 @dataclass(frozen=True)

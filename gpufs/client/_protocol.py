@@ -6,23 +6,18 @@ a kind is there, and no other: both sides know the version they speak.
 
 from __future__ import annotations
 
-import _socket  # what socket makes of it takes longer to import than to use
 import errno
 import math
 import os
+import socket
 import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeAlias
 
-from gpufs.client import _msgpack
+import msgpack
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from dataclasses import dataclass
-    from typing import Any, ClassVar, Final, TypeAlias
-
-    Check: TypeAlias = Callable[[Any], bool]
-else:
-    from gpufs.client._record import dataclass
+Check: TypeAlias = Callable[[Any], bool]
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 16384
@@ -197,14 +192,15 @@ _SERVER: Final[Mapping[str, type[ServerMessage]]] = {kind.TYPE: kind for kind in
 def encode(message: ClientMessage | ServerMessage) -> bytes:
     """The packet of a message."""
     content = {name: getattr(message, name) for name in message.CHECKS}
-    return _msgpack.pack({"type": message.TYPE, **content})
+    packed: bytes = msgpack.packb({"type": message.TYPE, **content})
+    return packed
 
 
 def _decode(data: bytes, kinds: Mapping[str, Any]) -> Any:
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
     try:
-        content = _msgpack.unpack(data)
+        content = msgpack.unpackb(data)
     except ValueError:
         raise ProtocolError("a message that is not msgpack") from None
     if type(content) is not dict:
@@ -238,25 +234,25 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
-def receive(sock: _socket.socket) -> tuple[bytes, list[int]]:
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """One packet and the descriptors that came with it, which are the caller's and close on exec; b"" at the end.
 
     Waits as the socket does. ProtocolError for a packet that is too large or has too many descriptors, EMFILE where
     this process can take no more of them; all that had come are closed then.
     """
-    space = _socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
-    data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, _socket.MSG_CMSG_CLOEXEC)
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, socket.MSG_CMSG_CLOEXEC)
     descriptors: list[int] = []
     for level, kind, content in ancillary:
-        if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             whole = content[: len(content) - len(content) % _INT.size]
             descriptors += [number for (number,) in _INT.iter_unpack(whole)]
     problem = None
-    if flags & _socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
+    if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
         problem = ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
-    elif flags & _socket.MSG_CTRUNC and len(descriptors) < MAX_DESCRIPTORS:
+    elif flags & socket.MSG_CTRUNC and len(descriptors) < MAX_DESCRIPTORS:
         problem = ProtocolError("no descriptor is free to take those of a message", errno.EMFILE)
-    elif flags & _socket.MSG_CTRUNC:
+    elif flags & socket.MSG_CTRUNC:
         problem = ProtocolError(f"a message with more than {MAX_DESCRIPTORS} descriptors")
     if problem:
         close_all(descriptors)
@@ -264,12 +260,12 @@ def receive(sock: _socket.socket) -> tuple[bytes, list[int]]:
     return data, descriptors
 
 
-def send(sock: _socket.socket, message: ClientMessage | ServerMessage, descriptors: Sequence[int] = ()) -> None:
+def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptors: Sequence[int] = ()) -> None:
     """Sends one message, with copies of the descriptors. Waits as the socket does."""
     ancillary = []
     if descriptors:
-        ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
-    sock.sendmsg([encode(message)], ancillary, _socket.MSG_NOSIGNAL)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
+    sock.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
 
 
 def close_all(descriptors: Sequence[int]) -> None:

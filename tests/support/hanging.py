@@ -34,7 +34,8 @@ def _attributes(node: int, size: int) -> bytes:
 def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: Iterable[int]) -> None:
     """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations never.
 
-    failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes.
+    failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes. What is in
+    `hanging` with a minus is refused with ENOSYS.
     """
     buffer_bytes = (1 << 20) + 4096
     hang = set(hanging)
@@ -50,7 +51,9 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
         if operation in _NO_REPLY or (operation in hang and operation != _READ):
             continue
         error, answer = 0, b""
-        if operation == _INIT:
+        if -operation in hang:
+            error = -errno.ENOSYS
+        elif operation == _INIT:
             answer = struct.pack("=4I2H2I2HI7I", 7, 31, 1 << 17, 0, 12, 9, 1 << 17, 1, 0, 0, 0, *(0,) * 7)
         elif operation == _LOOKUP:
             if body.rstrip(b"\0") == b"file":
@@ -84,6 +87,7 @@ class HangingMount:
     """path/file has `size` zeros, of which the first `good` can be read; `operations` are never answered.
 
     failure: what reads beyond fail with, instead of hanging. delay: seconds that each read of up to 128 KiB takes.
+    lacking: operations that the server does not know.
     release() ends the server: everything that waits fails with ENOTCONN.
     """
 
@@ -95,6 +99,7 @@ class HangingMount:
         *,
         failure: int = 0,
         delay: float = 0,
+        lacking: Iterable[str] = (),
     ) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/tmp"))
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -103,7 +108,7 @@ class HangingMount:
         try:
             if libc.mount(b"hanging", os.fsencode(self.path), b"fuse", 0, options):
                 raise OSError(ctypes.get_errno(), "mount")
-            numbers = [str(OPERATIONS[name]) for name in operations]
+            numbers = [str(OPERATIONS[name]) for name in operations] + [f"-{OPERATIONS[name]}" for name in lacking]
             self._server = subprocess.Popen(
                 [sys.executable, __file__, str(fd), str(size), str(good), str(failure), str(delay), *numbers],
                 pass_fds=(fd,),

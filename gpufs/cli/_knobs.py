@@ -1,0 +1,77 @@
+"""The options that the knob table makes, and what a shell offers for their values."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from gpufs import config, kinds, mounting
+from gpufs.cli._main import complete_files
+
+
+def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """What a shell offers for a value of this kind: its choices, files, or nothing."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if kind is kinds.PATH:
+            return complete_files(ctx, parameter, incomplete)
+        return [CompletionItem(word) for word in kind.choices if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The mountpoints of this machine, for a shell."""
+    return [CompletionItem(one.mountpoint) for one in mounting.mounts() if one.mountpoint.startswith(incomplete)]
+
+
+type_of_command = Callable[..., Any]
+
+
+def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
+    """Adds the options of all knobs of a command, and --config; each argument is the text given or None."""
+
+    def decorate(function: type_of_command) -> type_of_command:
+        function = click.option(
+            "--config",
+            "config_file",
+            metavar="FILE",
+            shell_complete=complete_files,
+            help=f"Configuration file, instead of ~/.config/gpufs/config.toml and {config.SYSTEM_FILE}.  "
+            f"[env: {config.CONFIG_VARIABLE}]",
+        )(function)
+        for knob in reversed(config.KNOBS):
+            if command not in knob.commands:
+                continue
+            text = f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]"
+            if knob.kind is kinds.BOOLEAN:
+                option = click.option(
+                    f"{knob.option}/--no-{knob.option[2:]}", knob.name, default=None, help=text, hidden=knob.hidden
+                )
+            else:
+                option = click.option(
+                    knob.option,
+                    knob.name,
+                    metavar=knob.kind.metavar,
+                    multiple=knob.kind is kinds.BACKINGS,
+                    shell_complete=_completion(knob.kind),
+                    help=text,
+                    hidden=knob.hidden,
+                )
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def settings(
+    command: str, arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
+) -> config.Settings:
+    """The settings for the arguments of a command that has knob_options; ``said_by`` names one in messages."""
+    given = {
+        name: (kinds.join_backings(value) or None) if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+        if name in config.BY_NAME
+    }
+    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by, command=command)

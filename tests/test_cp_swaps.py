@@ -1,0 +1,185 @@
+"""`gpufs cp` by root of trees in which another user exchanges files and directories for symbolic links."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.mounting import GPUFS
+from support.processes import NOBODY, run
+
+from gpufs.cli import run as run_here
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as root and as another user")
+
+ROUNDS = 12
+SECONDS = 20  # for all rounds, on a busy machine
+
+# Exchanges a name for a link and back as fast as it can: argv: the name, where the link leads.
+SWAPPER = """
+import os, sys
+name, target = sys.argv[1:]
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+print("ready", flush=True)
+link, aside = name + ".link", name + ".aside"
+while os.getppid() == int(os.environ["PARENT"]):
+    try:
+        if not os.path.lexists(link):
+            os.symlink(target, link)
+        os.rename(name, aside)
+        os.rename(link, name)
+        os.rename(name, link)
+        os.rename(aside, name)
+    except OSError:
+        pass
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory of the other user, and beside it what is root's alone."""
+    with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/var/tmp") as folder:
+        path = Path(folder)
+        path.chmod(0o755)
+        (path / "his").mkdir()
+        secret = path / "secret"
+        secret.mkdir(mode=0o700)
+        (secret / "key").write_text("root alone")
+        (secret / "key").chmod(0o600)
+        (secret / "f").write_text("root alone")
+        yield path
+
+
+@pytest.fixture
+def swap(shared: Path) -> Iterator[Callable[[Path, Path], None]]:
+    children: list[subprocess.Popen[str]] = []
+
+    def start(name: Path, target: Path) -> None:
+        words = [sys.executable, "-c", SWAPPER, str(name), str(target)]
+        environment = {**os.environ, "PARENT": str(os.getpid())}
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+        children.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate(timeout=60)
+
+
+def repeat(action: Callable[[int], None]) -> None:
+    end = time.monotonic() + SECONDS
+    for number in range(ROUNDS):
+        action(number)
+        if time.monotonic() > end:
+            return
+
+
+def give(path: Path) -> None:
+    run("chown", "-R", f"{NOBODY}:{NOBODY}", path)
+
+
+@pytest.mark.parametrize("option", ["-r", "-a"])
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_source_that_becomes_a_link_leaks_nothing(
+    shared: Path, root: Path, swap: Callable[[Path, Path], None], what: str, option: str
+) -> None:
+    tree = shared / "his" / "tree"
+    (tree / "sub").mkdir(parents=True)
+    for number in range(30):
+        (tree / f"a{number}").write_text("his")
+    (tree / "sub/f").write_text("his")
+    give(tree)
+    if what == "file":
+        swap(tree / "sub/f", shared / "secret/key")
+    else:
+        swap(tree / "sub", shared / "secret")
+
+    def copy(number: int) -> None:
+        target = root / f"copy{number}"
+        run_here(["cp", option, "--no-progress", str(tree), str(target)])
+        for path in target.rglob("*"):
+            if not path.is_symlink() and path.is_file():
+                assert path.read_text() in ("his", ""), path
+
+    repeat(copy)
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_destination_that_becomes_a_link_changes_nothing_elsewhere(
+    shared: Path, root: Path, swap: Callable[[Path, Path], None], what: str
+) -> None:
+    """Neither bytes nor owner, mode and times: root restores a user's files into a directory of that user."""
+    source = root / "tree"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub/f").write_text("his")
+    (source / "sub/key").write_text("his")
+    give(source)
+    secret = shared / "secret"
+    before = [status(path) for path in (secret, secret / "key", secret / "f")]
+    his = shared / "his"
+    give(his)
+    run(*GPUFS, "cp", "-a", source, his)
+    if what == "file":
+        swap(his / "tree/sub/f", secret / "key")
+    else:
+        swap(his / "tree/sub", secret)
+
+    def copy(number: int) -> None:
+        run_here(["cp", "-a", "--no-progress", str(source), str(his)])
+        assert [status(path) for path in (secret, secret / "key", secret / "f")] == before
+        assert sorted(os.listdir(secret)) == ["f", "key"]
+
+    repeat(copy)
+    assert (secret / "key").read_text() == "root alone"
+
+
+def status(path: Path) -> tuple[int, int, int, int, int]:
+    found = path.lstat()
+    return (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), found.st_mtime_ns, found.st_size)
+
+
+def test_a_new_directory_that_becomes_a_link(shared: Path, root: Path, swap: Callable[[Path, Path], None]) -> None:
+    """Between its creation and the setting of its owner, the last thing that is done."""
+    source = root / "tree"
+    (source / "sub").mkdir(parents=True)
+    for number in range(20):
+        (source / f"sub/f{number}").write_text("his")
+    give(source)
+    secret, his = shared / "secret", shared / "his"
+    before = status(secret)
+    give(his)
+    swap(his / "new", secret)
+
+    def copy(number: int) -> None:
+        run_here(["cp", "-a", "--no-progress", str(source), str(his / "new")])
+        assert status(secret)[:3] == before[:3]
+
+    repeat(copy)
+
+
+def test_links_that_are_there_are_not_followed(shared: Path, root: Path) -> None:
+    """What is planted before root comes needs no race."""
+    source = root / "tree"
+    source.mkdir()
+    (source / "f").write_text("his")
+    give(source)
+    his = shared / "his"
+    (his / "tree").mkdir()
+    (his / "tree/f").symlink_to(shared / "secret/key")
+    give(his)
+    for option in ("-r", "-a"):
+        done = run(*GPUFS, "cp", option, source, his, check=False)
+        assert (done.returncode, "symbolic link" in done.stderr) == (1, True)
+        assert (shared / "secret/key").read_text() == "root alone"
+    done = run(*GPUFS, "cp", "-a", source / "f", his / "tree", check=False)
+    assert done.returncode == 1
+    assert (shared / "secret/key").read_text() == "root alone"
