@@ -43,6 +43,8 @@ class Hostile(pyfuse3.Operations):
         return self.entry(inode)
     async def lookup(self, parent, name, ctx=None):
         return self.entry(2 if parent == 1 else 3)
+    async def opendir(self, inode, ctx):
+        await trio.sleep_forever()
     async def open(self, inode, flags, ctx):
         return pyfuse3.FileInfo(fh=1, direct_io=True)
     async def read(self, fh, offset, size):
@@ -161,6 +163,20 @@ def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[b
         path.unlink()
         if made:
             folder.rmdir()
+
+
+def test_a_folder_of_counters_that_does_not_answer(shared_mount: GpufsMount, hostile: Callable[[bytes], Path]) -> None:
+    """Another user may link it to a file system that hangs."""
+    place = hostile(b"")
+    folder = Path(f"/tmp/gpufs-{NOBODY}")
+    assert not folder.exists()
+    folder.symlink_to(place / ".gpufs")
+    try:
+        done = run(*GPUFS, "stats", "--status-timeout", "3s")
+        assert str(shared_mount.path) in done.stdout
+        assert str(place) in done.stdout
+    finally:
+        folder.unlink()
 
 
 def test_a_process_that_looks_like_a_daemon_is_not_waited_for(mount: Mounter) -> None:

@@ -1,10 +1,11 @@
 """The mounts of this machine and the processes that serve them, found without waiting for any of them."""
 
+import functools
 import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from errno import EFBIG, ENOTCONN, ETIMEDOUT
 from typing import Final
 
@@ -51,9 +52,14 @@ def find(path: str) -> "mounting.MountEntry":
     raise Failure(f"{path}: no gpufs is mounted there (gpufs status lists those that are)")
 
 
+def is_trusted(entry: mounting.MountEntry) -> bool:
+    """Whether root or the caller mounted it, and no other user."""
+    return entry.uid in (0, os.geteuid())
+
+
 def trusted_first(entries: Sequence[mounting.MountEntry]) -> list[mounting.MountEntry]:
-    """Root's mounts and the caller's own before those of other users, who may delay what comes after theirs."""
-    return sorted(entries, key=lambda entry: entry.uid not in (0, os.geteuid()))
+    """Root's mounts and the caller's own before those of other users."""
+    return sorted(entries, key=is_trusted, reverse=True)
 
 
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
@@ -173,23 +179,39 @@ def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
 
 
 def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
-    """The contents of files that may never answer, all asked at once; OSError ETIMEDOUT for those that do not.
+    """The contents of files that may never answer, all asked at once; OSError ETIMEDOUT for those that do not."""
+    return ask([functools.partial(content_of, path) for path in paths], timeout)
 
-    EFBIG for one that is larger than any of gpufs'. Each is read by a process of its own: one that waits for a hung
-    mount cannot always be ended, not even by SIGKILL, and we must be able to go.
+
+def content_of(path: str) -> bytes:
+    """The content of a file. OSError, also EFBIG for one that is larger than any of gpufs'."""
+    content = b""
+    with open(path, "rb", buffering=0) as file:
+        while part := file.read(_MOST_BYTES):
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise OSError(EFBIG, os.strerror(EFBIG), path)
+    return content
+
+
+def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes | OSError]:
+    """The answers, or the OSErrors raised, of functions that may never return; ETIMEDOUT for those that do not.
+
+    Each runs in a process of its own, all at once: one that waits for a hung mount cannot always be ended, not even by
+    SIGKILL, and we must be able to go.
     """
-    readers: dict[int, tuple[int, int]] = {}  # by the pipe from it: which file, and the process
-    said = [bytearray() for _ in paths]
-    results: list[bytes | OSError] = [OSError(ETIMEDOUT, os.strerror(ETIMEDOUT), path) for path in paths]
+    readers: dict[int, tuple[int, int]] = {}  # by the pipe from it: which question, and the process
+    said = [bytearray() for _ in questions]
+    results: list[bytes | OSError] = [OSError(ETIMEDOUT, os.strerror(ETIMEDOUT)) for _ in questions]
     deadline = time.monotonic() + timeout
     poll = select.poll()
     try:
-        for place, path in enumerate(paths):
+        for place, question in enumerate(questions):
             source, sink = os.pipe2(os.O_CLOEXEC)
             pid = os.fork()
             if pid == 0:
                 try:
-                    _read(path, sink)
+                    _answer(question, sink)
                 finally:
                     os._exit(0)  # also where it is interrupted: what comes behind this is the parent's
             os.close(sink)
@@ -207,7 +229,7 @@ def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
                 del readers[source]
                 os.waitpid(pid, 0)
                 error = said[place][0] if said[place] else ENOTCONN
-                results[place] = OSError(error, os.strerror(error), paths[place]) if error else bytes(said[place][1:])
+                results[place] = OSError(error, os.strerror(error)) if error else bytes(said[place][1:])
     finally:  # also where we are interrupted
         for source, (_, pid) in readers.items():
             os.close(source)
@@ -221,15 +243,11 @@ def _end(pid: int) -> None:
     os.waitpid(pid, os.WNOHANG)
 
 
-def _read(path: str, sink: int) -> None:
-    """In the child: sends the errno as a byte, then the content."""
+def _answer(question: Callable[[], bytes], sink: int) -> None:
+    """In the child: sends the errno as a byte, then the answer."""
+    os.closerange(0, 3)  # it may outlive the command, whose output others read to its end
     try:
-        with open(path, "rb", buffering=0) as file:
-            message = b"\0"
-            while len(message) <= _MOST_BYTES and (part := file.read(_MOST_BYTES)):
-                message += part
-        if len(message) > _MOST_BYTES:
-            message = bytes([EFBIG])
+        message = b"\0" + question()
     except OSError as error:
         message = bytes([(error.errno or ENOTCONN) & 0xFF])
     while message:
