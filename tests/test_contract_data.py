@@ -14,6 +14,7 @@ from errno import (
     EEXIST,
     EFAULT,
     EFBIG,
+    EINTR,
     EINVAL,
     EISDIR,
     ELOOP,
@@ -23,6 +24,7 @@ from errno import (
     ESPIPE,
     ETXTBSY,
 )
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,36 @@ def test_appending_processes_do_not_overwrite_each_other(file: Path) -> None:
         assert body == bytes([65 + int(index)]) * int(length)
         seen[int(index)] += 1
     assert set(seen.values()) == {records}
+
+
+def test_a_truncating_open_that_fails_keeps_the_contents(file: Path) -> None:
+    """O_TRUNC without the right to write, or of a running program; or interrupted, wherever the signal came."""
+    content = noise(8 * MIB)
+    file.write_bytes(content)
+    file.chmod(0o444)
+    if os.geteuid() == 0:
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+            assert as_nobody(partial(errno_of, os.open, file, flags | os.O_TRUNC)) == EACCES
+    assert_same(read_all(file), content)
+    file.chmod(0o644)
+    libc = ctypes.CDLL(None, use_errno=True)
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.siginterrupt(signal.SIGALRM, True)
+    try:
+        for number in range(24):
+            file.write_bytes(content)
+            signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0002 * number, 0.001)
+            fd = libc.open(os.fsencode(file), os.O_WRONLY | os.O_TRUNC)
+            code = ctypes.get_errno()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if fd >= 0:
+                os.close(fd)
+                assert file.stat().st_size == 0
+            else:
+                assert code == EINTR
+                assert_same(read_all(file), content)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
 
 
 def test_truncating_and_exclusive_open(file: Path) -> None:

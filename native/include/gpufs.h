@@ -279,7 +279,7 @@ gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_in
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
 
 /* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
- * flags: as open(2); O_TRUNC empties it. Bit 62 of *fh is set: handles of Python's own must not have it. */
+ * flags: as open(2), without effect on the contents. Bit 62 of *fh is set: handles of Python's own must not have it. */
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh);
 /* Opens a regular file or block device of the host below backing/ by a descriptor, which stays the caller's and whose
  * mode and O_APPEND count: *fh goes into pyfuse3's FileInfo. Natively answered like those of buffers: READ, WRITE,

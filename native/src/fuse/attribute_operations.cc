@@ -1,6 +1,5 @@
 #include "fuse/attribute_operations.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -196,46 +195,6 @@ bool AttributeOperations::setattr(Request& request, Responder& responder) {
   } else {
     apply(wanted, responder);
   }
-  return true;
-}
-
-bool AttributeOperations::empty_on_open(Request& request, Responder& responder, Relay relay) {
-  fuse_open_in in{};
-  if (!read_struct(request.message, kBody, &in) || (in.flags & O_TRUNC) == 0) return false;
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode || !inode->buffer()) return false;
-  in.flags &= ~static_cast<std::uint32_t>(O_TRUNC);
-  write_struct(request.message, kBody, in);
-
-  const std::uint32_t mode = inode->attributes().mode;
-  SetIdLoss loss = SetIdLoss::kNone;
-  if ((mode & (S_ISUID | S_ISGID)) != 0) {
-    const Caller caller = Caller::of(request.header);
-    if (!caller.keeps_set_id()) loss = inode->loss_by(caller);
-  }
-  const auto empty = [inode, loss] {
-    Status status = inode->buffer()->resize(0);
-    if (status.ok()) inode->was_written(loss);
-    return status;
-  };
-  if (inode->buffer()->bytes_held() <= kQuicklyFreed) {
-    if (Status status = empty(); !status.ok()) {
-      responder.error(status.error());
-    } else {
-      relay(request, std::move(responder));
-    }
-    return true;
-  }
-  std::vector<std::byte> message(request.message.begin(), request.message.end());
-  submit_operation(workers_, cancellations_, std::move(responder),
-                   [empty, relay = std::move(relay), header = request.header, message = std::move(message)](
-                       const Operation&, Responder& reply) mutable {
-                     if (Status status = empty(); !status.ok()) return reply.error(status.error());
-                     Request rest;
-                     rest.header = header;
-                     rest.message = message;
-                     relay(rest, std::move(reply));
-                   });
   return true;
 }
 

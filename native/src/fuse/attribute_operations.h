@@ -5,10 +5,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string_view>
-#include <vector>
 
 #include "fuse/cancellation.h"
 #include "fuse/inode_table.h"
@@ -30,11 +28,6 @@ class AttributeOperations {
   // Answers the request and returns true, or leaves it to the control plane: what is about inodes that are not in the
   // table. The responder is used only if true.
   bool serve(Request& request, Responder& responder);
-
-  // Empties a buffer that is opened with O_TRUNC, and hands the rest of the opening, from which the flag is gone, to
-  // `relay`, on whichever thread. False where there is nothing to empty.
-  using Relay = std::function<void(Request&, Responder)>;
-  bool empty_on_open(Request& request, Responder& responder, Relay relay);
 
  private:
   bool getattr(Request& request, Responder& responder);

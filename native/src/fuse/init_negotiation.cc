@@ -16,12 +16,13 @@ constexpr std::uint32_t kPagesWithoutFlag = 32;  // a request's limit where MAX_
 // What the control plane may see and take. Everything else is hidden from it: splicing (its descriptor is a socket),
 // HANDLE_KILLPRIV (its library takes it by default, and then nobody would clear set-id bits), locks (the kernel's own
 // serve), write-back caching (native code would see writes late), caching of symbolic links' targets (those below
-// backing/ are judged each time that one is followed), access control lists (native code keeps them), and
+// backing/ are judged each time that one is followed), ATOMIC_O_TRUNC (without it the kernel truncates by SETATTR once
+// OPEN has succeeded, so an open that fails leaves the contents), access control lists (native code keeps them), and
 // whatever changes the layout of messages (SETXATTR_EXT, which native code takes back before it relays; SECURITY_CTX
 // and CREATE_SUPP_GROUP come with flags2, which it is not shown at all).
-constexpr std::uint64_t kShown = kInitAsyncRead | kInitAtomicOTrunc | kInitExportSupport | kInitBigWrites |
-                                 kInitDontMask | kInitAutoInvalData | kInitDoReaddirplus | kInitReaddirplusAuto |
-                                 kInitAsyncDio | kInitParallelDirops | kInitMaxPages | kInitExplicitInvalData;
+constexpr std::uint64_t kShown = kInitAsyncRead | kInitExportSupport | kInitBigWrites | kInitDontMask |
+                                 kInitAutoInvalData | kInitDoReaddirplus | kInitReaddirplusAuto | kInitAsyncDio |
+                                 kInitParallelDirops | kInitMaxPages | kInitExplicitInvalData;
 
 // What is asked for in its name wherever the kernel offers it.
 constexpr std::uint64_t kAdded = kInitAsyncRead | kInitBigWrites | kInitAsyncDio | kInitParallelDirops | kInitMaxPages |

@@ -232,10 +232,7 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
     const bool directory = S_ISDIR(inode->attributes().mode);
     return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
   }
-  if ((flags & O_TRUNC) != 0) {
-    if (Status status = inode->buffer_->resize(0); !status.ok()) return status;
-    inode->was_written(SetIdLoss::kNone);
-  }
+  const bool writes = (flags & O_ACCMODE) != O_RDONLY;
   std::uint64_t fh = 0;
   {
     const std::unique_lock lock(files_mutex_);

@@ -112,7 +112,7 @@ class InodeTable {
   // changes that it does not name. An access control list follows the mode.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 
-  // EISDIR and EINVAL for what has no buffer. O_TRUNC empties the file.
+  // EISDIR and EINVAL for what has no buffer. flags: as open(2), without effect on the contents.
   Result<std::uint64_t> open(std::uint64_t ino, int flags);
   // EBADF if unknown. Operations under way keep the file until they end.
   Status release(std::uint64_t fh);

@@ -173,8 +173,6 @@ void Session::handle(Request& request) {
       return handle_init(request, std::move(responder));
     case FUSE_TMPFILE:
       return handle_tmpfile(request, std::move(responder));
-    case FUSE_OPEN:
-      return handle_open(request, std::move(responder));
     default:
       break;
   }
@@ -210,11 +208,6 @@ void Session::handle_tmpfile(Request& request, Responder responder) {
   request.header.opcode = FUSE_CREATE;
   write_struct(request.message, 0, request.header);
   relay_->forward(request, std::move(responder));
-}
-
-void Session::handle_open(Request& request, Responder responder) {
-  const auto relay = [this](Request& rest, Responder reply) { relay_->forward(rest, std::move(reply)); };
-  if (!attributes_->empty_on_open(request, responder, relay)) relay_->forward(request, std::move(responder));
 }
 
 void Session::relay_statx(Request& request, Responder responder) {

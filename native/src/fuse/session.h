@@ -83,7 +83,6 @@ class Session final : private RequestHandler, private RelayHandler {
 
   void handle_init(Request& request, Responder responder);
   void handle_tmpfile(Request& request, Responder responder);
-  void handle_open(Request& request, Responder responder);
   // Relays what the control plane's library knows in another form only.
   void relay_statx(Request& request, Responder responder);
   void relay_setxattr(Request& request, Responder responder);
