@@ -307,7 +307,6 @@ class Daemon:
         )
 
         options = {
-            "driver": driver,
             "entry_timeout": values["entry_timeout"],
             "attribute_timeout": values["attribute_timeout"],
         }

@@ -305,12 +305,3 @@ def test_attributes_follow_the_file(file: Path, root: Path) -> None:
     os.unlink(root / "hard")
     assert os.getxattr(fd, "user.x") == b"kept"
     os.close(fd)
-
-
-def test_attributes_that_describe_a_buffer(file: Path, on_gpufs: bool) -> None:
-    if not on_gpufs:
-        return  # tmpfs has no device
-    assert os.getxattr(file, "user.gpufs.device") == b"gpu0"
-    assert int(os.getxattr(file, "user.gpufs.bytes_held")) == file.stat().st_blocks * 512
-    assert errno_of(os.setxattr, file, "user.gpufs.device", b"1") in (EPERM, EACCES)
-    assert errno_of(os.removexattr, file, "user.gpufs.device") in (EPERM, EACCES)

@@ -19,7 +19,6 @@ from support.fake_table import FakeTable
 from gpufs.fs.nodes import FIRST_COOKIE, BufferFile, Directory, Node
 from gpufs.fs.operations import Operations
 from gpufs.fs.tree import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, ROOT_INODE, Tree
-from gpufs.fs.xattrs import VirtualAttributes
 
 USER, GROUP = 1000, 100
 
@@ -105,7 +104,7 @@ def test_names_end_at_255_bytes(world: World) -> None:
 def test_any_bytes_make_a_name(world: World) -> None:
     name = bytes(byte for byte in range(1, 256) if byte != ord("/"))
     node = world.file(name)
-    assert world.tree.path(node) == b"/gpu0/" + name
+    assert world.tree.lookup(world.gpu0, name) is node
 
 
 def test_dot_and_dot_dot(world: World) -> None:
@@ -135,7 +134,7 @@ def test_hard_links_share_an_inode(world: World) -> None:
     other = world.tree.lookup(world.gpu0, b"d").ino
     assert world.tree.link(node.ino, other, b"two") is node
     assert world.nlink(node) == 2
-    assert world.tree.path(node) == b"/gpu0/d/two"
+    assert world.tree.lookup(other, b"two") is node
     fails(errno.EEXIST, world.tree.link, node.ino, other, b"two")
     fails(errno.EXDEV, world.tree.link, node.ino, world.gpu1, b"x")
     fails(errno.EPERM, world.tree.link, other, world.gpu0, b"x")
@@ -267,7 +266,8 @@ def test_rename_into_itself(world: World) -> None:
         fails(errno.EINVAL, world.tree.rename, world.gpu0, b"top", target.ino, b"x", 0)
     fails(errno.EINVAL, world.tree.rename, middle.ino, b"bottom", world.gpu0, b"top", RENAME_EXCHANGE)
     fails(errno.ENOTEMPTY, world.tree.rename, middle.ino, b"bottom", world.gpu0, b"top", 0)
-    assert world.tree.path(bottom) == b"/gpu0/top/middle/bottom"
+    assert world.names() == [b"top"]
+    assert world.tree.lookup(middle.ino, b"bottom") is bottom
 
 
 def test_rename_flags(world: World) -> None:
@@ -409,22 +409,6 @@ def test_a_hundred_thousand_names_are_listed_in_pieces(world: World) -> None:
     assert count == 100_000
 
 
-# ---- extended attributes ----
-
-
-def test_attributes_that_describe(world: World) -> None:
-    node = world.file(b"f")
-    virtual = VirtualAttributes(world.tree, world.table, "host")
-    told = {key: virtual.get(node, b"user.gpufs." + key) for key in (b"driver", b"device", b"last_path")}
-    assert told == {b"driver": b"host", b"device": b"gpu0", b"last_path": b"/gpu0/f"}
-    assert int(virtual.get(node, b"user.gpufs.bytes_held")) == 0
-    for name in (b"user.gpufs.nonsense", b"user.gpufs.", b"user.other"):
-        fails(errno.ENODATA, lambda name=name: virtual.get(node, name))
-    directory = world.directory(b"d")
-    for key in (b"address", b"bytes_held"):
-        fails(errno.ENODATA, lambda key=key: virtual.get(directory, b"user.gpufs." + key))
-
-
 # ---- any order of things ----
 
 EXPECTED = {
@@ -552,7 +536,7 @@ async def test_a_stream_whose_end_comes_behind_the_next_ones_opening(autojump_cl
     """The kernel tells of both in this order, or in the other, as its threads like; of a closed descriptor before."""
     table = FakeTable()
     tree = Tree(table, 1, uid=7, gid=8, control_files={}, streams={"trace": OneAtATime})
-    operations = Operations(tree, table, driver="host", entry_timeout=1, attribute_timeout=1)
+    operations = Operations(tree, table, entry_timeout=1, attribute_timeout=1)
     node = tree.lookup(tree.lookup(ROOT_INODE, b".gpufs").ino, b"trace")
     context: Any = None
 

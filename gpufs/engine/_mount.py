@@ -1,10 +1,9 @@
 """A mount's data plane and the inode table that both planes share."""
 
-import errno
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpufs.engine._binding import EngineError, Handle, check, failure, json_of
+from gpufs.engine._binding import Handle, check, failure, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
@@ -53,21 +52,6 @@ class Attributes:
     rdev: int = 0
     blksize: int = 4096
     device: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What has been moved out of a file's buffer and into it since it was made, by whatever path.
-
-    Bytes, and operations as docs/statistics.md counts them; ``last_backend``: the one that moved bytes of it last, ""
-    if none did.
-    """
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    reads: int = 0
-    writes: int = 0
-    last_backend: str = ""
 
 
 def _pack(a: Attributes) -> Any:
@@ -216,12 +200,6 @@ class Mount(Handle):
             raise failure(status)
         return _unpack(attributes)
 
-    def inode_activity(self, ino: int) -> Activity:
-        """What has been moved in and out of a file. EngineError ENOENT if unknown, EINVAL for what has no buffer."""
-        a = ffi.new("gpufs_inode_activity *")
-        check(lib.gpufs_inode_activity_get(self._handle, ino, a))
-        return Activity(a.bytes_read, a.bytes_written, a.reads, a.writes, ffi.string(a.last_backend).decode())
-
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits in ``set`` name, all or nothing; returns the attributes as they are afterwards."""
         changed = _pack(attributes)
@@ -277,23 +255,6 @@ class Mount(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_buffer(self._handle, ino, handle))
         return Buffer._adopt(self.engine, handle[0])
-
-    def buffer_address(self, ino: int) -> int:
-        """The device address of offset 0 of a regular file, which never changes from then on.
-
-        The file may grow to its device's memory, where no smaller limit was promised before. EngineError as buffer(),
-        ENOMEM or ENOSPC where it must get memory of its own and there is none.
-        """
-        with self.buffer(ino) as buffer:
-            info = buffer.info
-            needed = max(info.size, 1)
-            wanted = max(needed, self.engine.devices[info.device].info.total_bytes)
-            try:
-                return buffer.address(wanted)
-            except EngineError as failed:
-                if failed.errno != errno.EFBIG:
-                    raise
-                return buffer.address(needed)  # it was promised to somebody for less
 
     def invalidate_inode(self, ino: int) -> None:
         """Tells the kernel that contents and attributes are not what it has cached. Queued; never blocks."""

@@ -35,7 +35,6 @@ class Node:
         self.lookups = 0
         self.names = 0
         self.parent: Directory | None = None
-        self.name = b""
         self.fixed = False
 
 
@@ -154,7 +153,6 @@ class Directory(Node):
         if isinstance(node, Directory):
             self.subdirectories += 1
         node.parent = self
-        node.name = name
 
     def detach(self, name: bytes) -> None:
         """Removes a name. KeyError if it is not there."""
@@ -176,7 +174,6 @@ class Directory(Node):
         entry.name = new
         if entry.node is not None:
             entry.node.parent = self
-            entry.node.name = new
 
     @property
     def last_cookie(self) -> int:

@@ -1,9 +1,8 @@
 """The requests that the native data plane leaves to Python, as pyfuse3 hands them over.
 
-Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC and IOCTL of buffers, and GETATTR,
-STATX, SETATTR, STATFS and the operations on extended attributes of all that is in its inode table, but for reading
-``user.gpufs.*``. In the replies given here it fills in the attributes from that table: handlers of names set the inode
-number, the type and the time-outs alone.
+Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FSYNC and IOCTL of buffers, and GETATTR, STATX,
+SETATTR, STATFS and the operations on extended attributes of all that is in its inode table. In the replies given here
+it fills in the attributes from that table: handlers of names set the inode number, the type and the time-outs alone.
 
 pyfuse3 ends the whole mount when a handler raises anything but FUSEError, so every handler is wrapped: an OSError
 becomes its errno, everything else is logged with its traceback and becomes EIO. ENOSYS never leaves: the kernel would
@@ -25,7 +24,6 @@ import trio
 from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Stream, StreamFile, Symlink
 from gpufs.fs.table import InodeTable
 from gpufs.fs.tree import Tree, error
-from gpufs.fs.xattrs import VirtualAttributes
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +91,12 @@ class Operations(pyfuse3.Operations):
         tree: Tree,
         table: InodeTable,
         *,
-        driver: str,
         entry_timeout: float,
         attribute_timeout: float,
     ) -> None:
         super().__init__()
         self._tree = tree
         self._table = table
-        self._virtual = VirtualAttributes(tree, table, driver)
         self._entry_timeout = entry_timeout
         self._attribute_timeout = attribute_timeout
         self._next_handle = _FIRST_HANDLE
@@ -279,7 +275,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        return self._virtual.get(self._tree.node(inode), name)
+        raise error(errno.ESTALE)
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:

@@ -5,7 +5,7 @@
 
 from typing import Protocol
 
-from gpufs.engine import Activity, Attributes
+from gpufs.engine import Attributes
 
 
 class InodeTable(Protocol):
@@ -24,17 +24,11 @@ class InodeTable(Protocol):
     def inode_get(self, ino: int) -> Attributes:
         """The attributes as they are now. ENOENT if unknown."""
 
-    def inode_activity(self, ino: int) -> Activity:
-        """What has been moved in and out of a buffer. ENOENT if unknown, EINVAL for what has no buffer."""
-
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
         """Sets what the SET_ bits name, all or nothing, and returns the result. ENOENT if unknown."""
 
     def inode_read(self, ino: int) -> None:
         """Sets the access time where the mount's options have it. ENOENT if unknown."""
-
-    def buffer_address(self, ino: int) -> int:
-        """The device address of a buffer's offset 0, which never changes from then on."""
 
     def file_open(self, ino: int, flags: int) -> int:
         """Opens a buffer and returns the file handle, below 2**63."""

@@ -120,14 +120,6 @@ class Tree:
         check_name(name)
         raise error(errno.ENOENT)
 
-    def path(self, node: Node) -> bytes:
-        """The last path of a node from the root of the mount, with a leading slash."""
-        parts: list[bytes] = []
-        while node is not self.root and node.parent is not None:
-            parts.append(node.name)
-            node = node.parent
-        return b"/" + b"/".join(reversed(parts))
-
     def forget(self, ino: int, count: int) -> None:
         """Drops ``count`` of the kernel's references; a node without names goes with the last one."""
         node = self.nodes.get(ino)

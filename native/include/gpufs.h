@@ -264,16 +264,6 @@ gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpu
 /* It was read by other means than the mount's native operations: its access time follows gpufs_mount_access_times(). */
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
 
-typedef struct {
-  uint64_t bytes_read, bytes_written;
-  uint64_t reads, writes;   /* operations, as the backends count them: docs/statistics.md */
-  const char* last_backend; /* that moved bytes of it: "mount", "fastpath", ...; "" for none. Never freed. */
-} gpufs_inode_activity;
-
-/* What has been moved in and out of a regular file's buffer, by whatever path. ENOENT if unknown, EINVAL for what has
- * no buffer. */
-gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_inode_activity* activity);
-
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
  * become now, set-id bits go, and the kernel is told as by gpufs_mount_invalidate_inode(). ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);

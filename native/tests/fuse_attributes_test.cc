@@ -174,21 +174,12 @@ TEST_F(AttributesTest, WhatSetattrRefuses) {
 
 TEST_F(AttributesTest, OpeningWithTruncation) {
   const std::uint64_t fh = add_file(2, S_IFREG | 06755);
-  for (const std::size_t bytes : {std::size_t{100}, std::size_t{3} << 20}) {
-    for (std::size_t done = 0; done < bytes; done += 1 << 20) {
-      kernel->write(2, fh, done, pattern(std::min<std::size_t>(bytes - done, 1 << 20), 1));
-    }
-    ASSERT_EQ(set(2, "security.capability", text("x")), 0);
-    fuse_open_in in{};
-    in.flags = O_WRONLY | O_TRUNC;
-    const std::uint64_t unique = kernel->send(FUSE_OPEN, 2, bytes_of(in));
-    EXPECT_EQ(control->expect(FUSE_OPEN).as<fuse_open_in>().flags, static_cast<std::uint32_t>(O_WRONLY));
-    EXPECT_EQ(table->find(2)->attributes().size, 0U);
-    EXPECT_EQ(mode(2), S_IFREG | 0755U);  // by a process that nobody knows
-    EXPECT_EQ(get(2, "security.capability").error(), ENODATA);
-    control->reply(unique, EIO);
-    EXPECT_EQ(kernel->wait(unique).error(), EIO);
-  }
+  EXPECT_EQ(lifetime(2), 0U);
+  kernel->write(2, fh, 0, pattern(10, 1), kWriteKillSetId);
+  EXPECT_EQ(mode(2), S_IFREG | 0755U);
+  EXPECT_GT(lifetime(2), 0U);
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 02755)).ok());
+  EXPECT_GT(lifetime(3), 0U);
 }
 
 TEST_F(AttributesTest, WritesAcrossTheLargestSizeAreCutShort) {
@@ -225,8 +216,8 @@ TEST_F(AttributesTest, WhatExtendedAttributesRefuse) {
   EXPECT_EQ(get(2, "system.a").error(), EOPNOTSUPP);
   EXPECT_EQ(remove(2, "system.a"), EOPNOTSUPP);
   EXPECT_EQ(set(2, "user.", {}), EINVAL);
-  EXPECT_EQ(set(2, "user.gpufs.device", {}), EPERM);
-  EXPECT_EQ(remove(2, "user.gpufs.device"), EPERM);
+  EXPECT_EQ(set(2, "user.gpufs.reads", {}), EPERM);
+  EXPECT_EQ(remove(2, "user.gpufs.reads"), EPERM);
   EXPECT_EQ(set(1, "user.a", {}), EPERM);
   EXPECT_EQ(set(2, "user.a", Bytes(65537)), E2BIG);
   for (int i = 0; i < 15; ++i) EXPECT_EQ(set(2, "user." + std::to_string(i), Bytes(65536)), 0);
@@ -248,18 +239,25 @@ TEST_F(AttributesTest, TrustedAttributesAreListedForAdministratorsAlone) {
   }
 }
 
-TEST_F(AttributesTest, DescriptionsAndUnknownInodesAreTheControlPlanes) {
-  add_file(2);
-  const auto relayed = [&](std::uint64_t ino, std::string_view name) {
-    Bytes body = bytes_of(fuse_getxattr_in{100, 0});
-    append_text(body, name);
-    const std::uint64_t unique = kernel->send(FUSE_GETXATTR, ino, body);
-    control->expect(FUSE_GETXATTR);
-    control->reply(unique, ENODATA);
-    EXPECT_EQ(kernel->wait(unique).error(), ENODATA);
-  };
-  relayed(2, "user.gpufs.device");
-  relayed(99, "security.capability");
+TEST_F(AttributesTest, WhatHasBeenMovedOfAFile) {
+  const std::uint64_t fh = add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
+  EXPECT_EQ(get(2, "user.gpufs.last_backend").body, Bytes());
+  kernel->write(2, fh, 0, pattern(10, 1));
+  EXPECT_EQ(get(2, "user.gpufs.bytes_written").body, text("10"));
+  EXPECT_EQ(get(2, "user.gpufs.last_backend").body, text("mount"));
+  EXPECT_EQ(get(2, "user.gpufs.address").error(), ENODATA);
+  EXPECT_EQ(get(3, "user.gpufs.reads").error(), ENODATA);
+  EXPECT_FALSE(control->receive(kQuiet));
+}
+
+TEST_F(AttributesTest, UnknownInodesAreTheControlPlanes) {
+  Bytes body = bytes_of(fuse_getxattr_in{100, 0});
+  append_text(body, "security.capability");
+  const std::uint64_t unique = kernel->send(FUSE_GETXATTR, 99, body);
+  control->expect(FUSE_GETXATTR);
+  control->reply(unique, ENODATA);
+  EXPECT_EQ(kernel->wait(unique).error(), ENODATA);
 }
 
 TEST_F(AttributesTest, AWriteTakesTheCapability) {

@@ -17,7 +17,6 @@ from gpufs.engine import (
     SET_NLINK,
     SET_SIZE,
     SET_UID,
-    Activity,
     Attributes,
 )
 
@@ -96,14 +95,6 @@ class FakeTable:
 
     def inode_read(self, ino: int) -> None:
         self.inode_set(ino, SET_ATIME_NOW, Attributes())
-
-    def inode_activity(self, ino: int) -> Activity:
-        self._known(ino)
-        return Activity(last_backend="mount")
-
-    def buffer_address(self, ino: int) -> int:
-        self._known(ino)
-        return ino << 21
 
     def file_open(self, ino: int, flags: int) -> int:
         self._may_fail()

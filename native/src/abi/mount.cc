@@ -242,23 +242,6 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes*
   });
 }
 
-gpufs_status gpufs_inode_activity_get(gpufs_handle mount, uint64_t ino, gpufs_inode_activity* activity) {
-  return guarded([&]() -> Status {
-    using gpufs::observe::Flow;
-    if (activity == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<Mount>> found = HandleTable::instance().get<Mount>(mount);
-    if (!found.ok()) return found.status();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.value()->table().find(ino);
-    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    if (!inode->buffer()) return Status(EINVAL, "the inode has no buffer");
-    const gpufs::observe::FileActivity& seen = inode->buffer()->activity();
-    const std::size_t last = seen.last();
-    *activity = {seen.bytes(Flow::kOut), seen.bytes(Flow::kIn), seen.operations(Flow::kOut), seen.operations(Flow::kIn),
-                 last < gpufs::observe::kBackendCount ? gpufs::observe::kBackendNames[last].data() : ""};
-    return {};
-  });
-}
-
 gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (attributes == nullptr) return gpufs::null_argument();

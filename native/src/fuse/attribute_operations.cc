@@ -7,6 +7,7 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -52,6 +53,21 @@ void finish(int error, Responder& responder) {
   } else {
     responder.error(error);
   }
+}
+
+// The value of an attribute below kVirtualAttributes; nothing where there is none.
+std::optional<std::string> activity_of(const Inode& inode, std::string_view name) {
+  using observe::Flow;
+  if (!inode.buffer()) return std::nullopt;
+  name.remove_prefix(kVirtualAttributes.size());
+  const observe::FileActivity& seen = inode.buffer()->activity();
+  if (name == "bytes_read") return std::to_string(seen.bytes(Flow::kOut));
+  if (name == "bytes_written") return std::to_string(seen.bytes(Flow::kIn));
+  if (name == "reads") return std::to_string(seen.operations(Flow::kOut));
+  if (name == "writes") return std::to_string(seen.operations(Flow::kIn));
+  if (name != "last_backend") return std::nullopt;
+  const std::size_t last = seen.last();
+  return last < observe::kBackendCount ? std::string(observe::kBackendNames[last]) : std::string();
 }
 
 // A value, or its size where the caller has no room for it yet.
@@ -243,7 +259,15 @@ bool AttributeOperations::getxattr(Request& request, Responder& responder) {
     responder.error(EINVAL);
     return true;
   }
-  if (name.starts_with(kVirtualAttributes)) return false;
+  if (name.starts_with(kVirtualAttributes)) {
+    const std::optional<std::string> text = activity_of(*inode, name);
+    if (text) {
+      reply_value(in.size, std::as_bytes(std::span(*text)), responder);
+    } else {
+      responder.error(ENODATA);
+    }
+    return true;
+  }
   if (is_acl(name) ? !acls_.load(std::memory_order_relaxed) : attribute_name_error(name) != 0) {
     responder.error(is_acl(name) ? EOPNOTSUPP : attribute_name_error(name));
     return true;
