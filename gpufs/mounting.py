@@ -80,7 +80,7 @@ class MountEntry:
     options: str
     fstype: str
     number: int  # the mount's ID
-    flags: frozenset[str]  # of this mountpoint: rw, nosuid, relatime, ...
+    flags: frozenset[str]  # of this mountpoint: rw, nosuid, relatime, ...; ro also where the file system is read-only
 
     @property
     def identity(self) -> str:
@@ -120,7 +120,7 @@ def _listed(pid: str = "self") -> Iterator[MountEntry]:
                 options,
                 fstype,
                 int(fields[0]),
-                frozenset(fields[5].split(",")),
+                frozenset(fields[5].split(",")) | ({"ro"} & set(options.split(","))),
             )
 
 

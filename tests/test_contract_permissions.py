@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from errno import EACCES, EPERM
 from pathlib import Path
 
@@ -146,6 +147,29 @@ def test_set_id_bits_are_dropped_by_writers(root: Path) -> None:
     file.chmod(0o6777)
     file.write_bytes(b"root may")
     assert mode(file) == 0o6777
+
+
+def test_set_id_bits_that_are_dropped_show_at_once(root: Path) -> None:
+    """Also where a program asks for the mode alone, which the kernel may have cached."""
+    file = root / "file"
+
+    def shown() -> int:
+        return int(run("stat", "-c", "%a", file).stdout, 8)
+
+    actions: dict[str, Callable[[], object]] = {
+        "write": lambda: os.pwrite(os.open(file, os.O_WRONLY), b"x", 5),
+        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
+        "punch": lambda: linux.fallocate(
+            os.open(file, os.O_RDWR), linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, 0, 4096
+        ),
+    }
+    for name, action in actions.items():
+        for bits in (0o4777, 0o6777, 0o2767):
+            file.write_bytes(b"x" * 5000)
+            file.chmod(bits)
+            assert shown() == bits
+            as_nobody(action)
+            assert shown() == bits & 0o777, (name, oct(bits))
 
 
 def test_set_id_bits_are_dropped_by_a_new_owner(root: Path) -> None:

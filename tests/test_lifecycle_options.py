@@ -111,6 +111,29 @@ def test_a_remount_changes_access_times(mount: Mounter) -> None:
     mounted.unmount()
 
 
+def test_a_read_only_mount_sets_no_access_times(mount: Mounter) -> None:
+    """Whether the mountpoint is read-only or the file system, of which the mountpoint's flags say nothing."""
+    mounted = mount("-o", "strictatime")
+    file = mounted.device / "file"
+    file.write_bytes(b"content")
+
+    def atime_of_a_read() -> bool:
+        before = file.stat().st_atime_ns
+        file.read_bytes()
+        return file.stat().st_atime_ns != before
+
+    assert atime_of_a_read()
+    for steps in (("remount,ro,bind",), ("remount,ro",), ("remount,ro", "remount,rw,bind")):
+        for options in steps:
+            run("mount", "-i", "-o", options, mounted.path)
+        wait_until(lambda: not atime_of_a_read(), 60, "the daemon to follow")
+        assert not any(atime_of_a_read() for _ in range(5))
+        for options in ("remount,rw", "remount,rw,bind,strictatime"):
+            run("mount", "-i", "-o", options, mounted.path)
+        wait_until(atime_of_a_read, 60, "the daemon to follow")
+    mounted.unmount()
+
+
 def test_a_remounted_mount_ends_as_any(mount: Mounter) -> None:
     mounted = mount()
     (mounted.device / "file").write_bytes(b"kept")

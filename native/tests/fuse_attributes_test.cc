@@ -172,7 +172,10 @@ TEST_F(AttributesTest, WhatSetattrRefuses) {
   EXPECT_EQ(attempt(3, FATTR_SIZE, FakeBuffer::kMaximum + 1), EFBIG);
 }
 
-TEST_F(AttributesTest, OpeningWithTruncation) {
+TEST_F(AttributesTest, SetIdBitsAreNotCached) {
+  const auto lifetime = [&](std::uint64_t ino) {
+    return kernel->call(FUSE_GETATTR, ino, bytes_of(fuse_getattr_in{})).as<fuse_attr_out>().attr_valid;
+  };
   const std::uint64_t fh = add_file(2, S_IFREG | 06755);
   EXPECT_EQ(lifetime(2), 0U);
   kernel->write(2, fh, 0, pattern(10, 1), kWriteKillSetId);

@@ -119,7 +119,8 @@ bool AttributeOperations::serve(Request& request, Responder& responder) {
 // ---- attributes ----
 
 template <typename T>
-void AttributeOperations::fill_validity(T& out) const {
+void AttributeOperations::fill_validity(std::uint32_t mode, T& out) const {
+  if (!may_be_cached(mode)) return;
   double whole = 0;
   const double fraction = std::modf(options_.attribute_timeout, &whole);
   out.attr_valid = static_cast<std::uint64_t>(whole);
@@ -128,9 +129,9 @@ void AttributeOperations::fill_validity(T& out) const {
 
 void AttributeOperations::reply_attributes(const Inode& inode, Responder& responder) const {
   fuse_attr_out out{};
-  fill_validity(out);
   out.attr.ino = inode.ino();
   fill_attr(inode.attributes(), out.attr);
+  fill_validity(out.attr.mode, out);
   responder.body(out);
 }
 
@@ -145,8 +146,8 @@ bool AttributeOperations::statx(Request& request, Responder& responder) {
   const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
   if (!inode) return false;
   StatxOut out{};
-  fill_validity(out);
   out.stat = statx_of(inode->attributes(), inode->birth());
+  fill_validity(out.stat.mode, out);
   responder.body(out);
   return true;
 }

@@ -42,7 +42,7 @@ class AttributeOperations {
   static int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
   void reply_attributes(const Inode& inode, Responder& responder) const;
   template <typename T>
-  void fill_validity(T& out) const;
+  void fill_validity(std::uint32_t mode, T& out) const;
 
   InodeTable& table_;
   WorkerPool& workers_;

@@ -53,6 +53,8 @@ bool has_bare_set_gid(std::uint32_t mode) { return is_regular(mode) && (mode & (
 
 bool is_regular(std::uint32_t mode) { return (mode & S_IFMT) == S_IFREG; }
 
+bool may_be_cached(std::uint32_t mode) { return !is_regular(mode) || (mode & (S_ISUID | S_ISGID)) == 0; }
+
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr) {
   attr.size = attributes.size;
   attr.blocks = attributes.blocks;

@@ -45,6 +45,9 @@ enum class SetIdLoss : std::uint8_t {
 [[nodiscard]] bool has_bare_set_gid(std::uint32_t mode);
 
 [[nodiscard]] bool is_regular(std::uint32_t mode);
+// False for a regular file with a set-id bit: writing to it clears the bit without the kernel's knowledge, so the
+// kernel must ask for its attributes each time.
+[[nodiscard]] bool may_be_cached(std::uint32_t mode);
 
 // Fills in all but the inode number and the flags, which stay as they are.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);

@@ -17,6 +17,10 @@ void amend_entry(std::span<std::byte> message, std::size_t at, const InodeTable&
   const std::shared_ptr<Inode> inode = table.find(entry.nodeid);
   if (!inode) return;
   fill_attr(inode->attributes(), entry.attr);
+  if (!may_be_cached(entry.attr.mode)) {
+    entry.attr_valid = 0;
+    entry.attr_valid_nsec = 0;
+  }
   write_struct(message, at, entry);
 }
 
