@@ -103,12 +103,12 @@ TEST_F(AttributesTest, Statfs) {
   const fuse_statfs_out all = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();  // no device: all of them
   EXPECT_EQ(all.st.blocks * all.st.frsize, 128U << 20);
 
-  // What a removed file still holds counts as free.
+  // What a removed file still holds counts as used.
   ASSERT_TRUE(table->release(fh).ok());
   gpufs_attributes gone{};
   ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
   const fuse_statfs_out after = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();
-  EXPECT_EQ(after.st.bfree, after.st.blocks);
+  EXPECT_EQ(after.st.bfree, all.st.bfree);
 }
 
 TEST_F(AttributesTest, StatxKnowsTheBirth) {

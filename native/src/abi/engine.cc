@@ -294,7 +294,6 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
     const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     *memory = {};
-    memory->held_bytes = context.value()->held_bytes();
     const Status health = context.value()->device().health();
     memory->health_error = health.error();
     memory->health_device_code = health.device_code();
@@ -302,8 +301,11 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
+      // Memory that is being released is free before the buffer stops counting it.
+      memory->held_bytes = std::min(context.value()->held_bytes(), memory->total_bytes - memory->free_bytes);
       return {};
     }
+    memory->held_bytes = context.value()->held_bytes();
     // A device that is out of service cannot say more, and its health is what the caller wants to see.
     memory->total_bytes = context.value()->info().total_bytes;
     return health.ok() ? now.status() : Status();

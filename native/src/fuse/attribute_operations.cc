@@ -231,7 +231,7 @@ bool AttributeOperations::statfs(Request& request, Responder& responder) {
       return true;
     }
     total += memory.value().total_bytes;
-    free += std::min(memory.value().free_bytes + table_.orphan_bytes(i), memory.value().total_bytes);
+    free += memory.value().free_bytes;
   }
   fuse_statfs_out out{};
   out.st.bsize = kBlock;
