@@ -285,6 +285,58 @@ def test_df_tells_the_devices_memory(small: GpufsMount) -> None:
     assert os.statvfs(small.path / "gpu1").f_bfree == found.f_blocks
 
 
+@pytest.mark.driver
+def test_df_is_consistent_while_files_come_and_go(mount: Mounter) -> None:
+    """Used and free memory are never more than there is, and `gpufs df` and statfs agree on what is free."""
+    mounted = mount("--keep-freed", "0", memory=4 * MEMORY)
+
+    def device() -> dict[str, int]:
+        found: list[dict[str, int]] = json.loads(run(*GPUFS, "df", "--json", mounted.path).stdout)
+        assert found[0]["used_bytes"] + found[0]["free_bytes"] <= found[0]["total_bytes"]
+        return found[0]
+
+    before = device()
+    for number in range(8):
+        (mounted.device / "file").write_bytes(noise(48 * MIB, number))
+        held = device()["used_bytes"] - before["used_bytes"]
+        assert held >= 48 * MIB
+        unlinked = os.open(mounted.device / "file", os.O_PATH)
+        (mounted.device / "file").unlink()
+        found = device()  # memory that has no name any more is taken for as long as somebody has the file
+        assert (found["used_bytes"] - before["used_bytes"], found["free_bytes"]) == (
+            48 * MIB,
+            free_bytes(mounted.device),
+        )
+        os.close(unlinked)
+        wait_until(lambda: device() == before, 60, "the memory of the unlinked file to come back")
+    assert free_bytes(mounted.device) == before["free_bytes"]
+    mounted.unmount()
+
+
+@pytest.mark.driver
+def test_closing_gives_preallocated_memory_back(mount: Mounter) -> None:
+    """A file that grows by writes may take more than it needs: until its last writer has closed it, and not longer."""
+    mounted = mount(memory=1 << 30)
+    before = free_bytes(mounted.device)
+    files = [mounted.device / f"file{number}" for number in range(4)]
+    for file in files:
+        run("dd", "if=/dev/zero", f"of={file}", "bs=1M", "count=66")
+    held = sum(os.stat(file).st_blocks * 512 for file in files)
+    wait_until(lambda: before - free_bytes(mounted.device) == 4 * 66 * MIB, 60, "preallocated memory to come back")
+    wait_until(lambda: sum(os.stat(file).st_blocks * 512 for file in files) == 4 * 66 * MIB, 60, "blocks to follow")
+    assert held >= 4 * 66 * MIB
+    # Another writer keeps it, and a reader does not.
+    with open(files[0], "ab", buffering=0) as first, open(files[0], "ab", buffering=0) as second, open(files[0], "rb"):
+        for _ in range(70):
+            first.write(noise(MIB))
+        second.write(noise(MIB))
+        second.close()
+        first.write(noise(MIB))
+        first.close()
+        wait_until(lambda: before - free_bytes(mounted.device) == 336 * MIB, 60, "preallocated memory to come back")
+    mounted.unmount()
+
+
 def test_a_file_is_not_torn_by_a_full_device(small: GpufsMount) -> None:
     """Two writers race for the last memory: every block of either file is whole, and sizes tell what was written."""
     children = []

@@ -93,9 +93,9 @@ TEST_F(OperationsTest, HandlesAreChecked) {
   EXPECT_EQ(lseek(2, stale, SEEK_DATA, 0).error(), EBADF);
   EXPECT_EQ(fallocate(stale, 0, 0, 10).error(), EBADF);
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(stale, stale, 10)).error(), EBADF);
-  fuse_flush_in flush{};
-  flush.fh = stale;
-  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), EBADF);
+  fuse_fsync_in fsync{};
+  fsync.fh = stale;
+  EXPECT_EQ(kernel->call(FUSE_FSYNC, 2, bytes_of(fsync)).error(), EBADF);
 }
 
 TEST_F(OperationsTest, RangesThatOverflow) {
@@ -113,7 +113,7 @@ TEST_F(OperationsTest, RangesThatOverflow) {
 TEST_F(OperationsTest, MessagesThatAreTooShort) {
   const std::uint64_t fh = add_file(2);
   for (const std::uint32_t opcode :
-       {FUSE_READ, FUSE_WRITE, FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE, FUSE_FLUSH, FUSE_FSYNC}) {
+       {FUSE_READ, FUSE_WRITE, FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE, FUSE_FSYNC}) {
     EXPECT_EQ(kernel->call(opcode, 2, Bytes(4)).error(), EINVAL) << opcode_name(opcode);
   }
   Bytes body = FakeKernel::write_body(fh, 0, pattern(100, 1));
@@ -180,11 +180,8 @@ TEST_F(OperationsTest, LseekOnControlFiles) {
   EXPECT_EQ(lseek(99, 17, SEEK_HOLE, 0).error(), EBADF);
 }
 
-TEST_F(OperationsTest, FlushAndFsync) {
+TEST_F(OperationsTest, Fsync) {
   const std::uint64_t fh = add_file(2);
-  fuse_flush_in flush{};
-  flush.fh = fh;
-  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), 0);
   fuse_fsync_in fsync{};
   fsync.fh = fh;
   EXPECT_EQ(kernel->call(FUSE_FSYNC, 2, bytes_of(fsync)).error(), 0);
@@ -195,19 +192,27 @@ TEST_F(OperationsTest, FlushAndFsync) {
   EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
-TEST_F(OperationsTest, AWriterThatClosesGivesBackWhatIsAhead) {
-  fuse_flush_in flush{};
-  flush.fh = add_file(2);
-  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), 0);
-  EXPECT_EQ(buffer(2).trims, 0);
-  buffer(2).ahead = 4096;
-  fuse_flush_in reader{};
-  reader.fh = open_file(2, O_RDONLY);
-  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(reader)).error(), 0);
-  EXPECT_EQ(buffer(2).trims, 0);
-  EXPECT_EQ(kernel->call(FUSE_FLUSH, 2, bytes_of(flush)).error(), 0);
-  EXPECT_EQ(buffer(2).trims, 1);
-  EXPECT_EQ(buffer(2).ahead, 0U);
+TEST_F(OperationsTest, TheLastWriterThatClosesTrims) {
+  const std::uint64_t first = add_file(2);
+  const std::uint64_t second = open_file(2, O_WRONLY);
+  const std::uint64_t reader = open_file(2, O_RDONLY);
+  FakeBuffer& written = buffer(2);
+  written.ahead = 4096;
+  const auto release = [&](std::uint64_t fh) {
+    fuse_release_in in{};
+    in.fh = fh;
+    EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(in)).error(), 0);
+  };
+  release(first);
+  EXPECT_EQ(written.trims, 0);
+  release(second);
+  EXPECT_TRUE(eventually([&] { return written.trims == 1; }));
+  written.ahead = 4096;
+  release(reader);
+  release(open_file(2, O_RDONLY));
+  release(open_file(2, O_RDWR));
+  EXPECT_TRUE(eventually([&] { return written.trims == 2; }));
+  EXPECT_EQ(written.ahead, 0U);
 }
 
 TEST_F(OperationsTest, Fallocate) {

@@ -42,12 +42,12 @@ class EngineBuffers : public fuse::BufferSource {
   Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
     if (!known(device)) return unknown(device);
     Result<std::shared_ptr<Buffer>> buffer = Buffer::create(devices_[static_cast<std::size_t>(device)]);
-    if (buffer.ok()) buffer.value()->take_ahead();  // FLUSH tells when a writer is done
+    if (buffer.ok()) buffer.value()->take_ahead();  // the inode table trims it when its last writer closes it
     return buffer;
   }
   Result<MemoryInfo> memory(std::int32_t device) override {
     if (!known(device)) return unknown(device);
-    return devices_[static_cast<std::size_t>(device)]->memory();
+    return devices_[static_cast<std::size_t>(device)]->device().memory();
   }
   std::uint64_t granule(std::int32_t device) override {
     return known(device) ? devices_[static_cast<std::size_t>(device)]->info().granule : 0;

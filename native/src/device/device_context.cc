@@ -315,14 +315,6 @@ bool DeviceContext::reclaim_ahead(std::uint64_t noted) {
   return ending || ahead_returns() != noted;
 }
 
-Result<MemoryInfo> DeviceContext::memory() const {
-  Result<MemoryInfo> memory = device_->memory();
-  if (!memory.ok()) return memory;
-  MemoryInfo info = memory.value();
-  info.free_bytes = std::min(info.free_bytes + ahead_bytes(), info.total_bytes);
-  return info;
-}
-
 void DeviceContext::set_host_locks(std::shared_ptr<HostLocks> locks) { host_locks_ = std::move(locks); }
 
 void DeviceContext::set_slabs(std::shared_ptr<SlabPool> slabs) { slabs_ = std::move(slabs); }

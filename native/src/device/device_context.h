@@ -116,8 +116,6 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] std::uint64_t ahead_bytes() const { return ahead_bytes_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t ahead_returns() const { return ahead_returns_.load(std::memory_order_acquire); }
   bool reclaim_ahead(std::uint64_t noted);
-  // The device's memory, where what is held ahead of use counts as free.
-  [[nodiscard]] Result<MemoryInfo> memory() const;
 
   // What is counted about this device, in memory of its own until it is told otherwise. Set once, before the context is
   // shared.

@@ -237,11 +237,12 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
   {
     const std::unique_lock lock(files_mutex_);
     fh = kHandleBit | next_file_++;
-    files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{inode, flags}));
+    files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{inode, writes}));
   }
   // Last, since nothing that fails may come after it. Nobody has the handle yet.
   const std::lock_guard lock(inode->mutex_);
   ++inode->open_files_;
+  if (writes) ++inode->open_writers_;
   static_cast<void>(update_orphan_locked(inode));  // in use now
   return fh;
 }
@@ -256,14 +257,26 @@ Status InodeTable::release(std::uint64_t fh) {
     files_.erase(found);
   }
   std::shared_ptr<Inode> inode = file->inode;
+  const bool writes = file->writes;
   file.reset();
   bool doomed = false;
+  bool trims = false;
   {
     const std::lock_guard lock(inode->mutex_);
     --inode->open_files_;
+    const bool last_writer = writes && --inode->open_writers_ == 0;
+    trims = last_writer && inode->attributes_.nlink != 0 && inode->buffer_->bytes_ahead() > 0;
     doomed = update_orphan_locked(inode);
   }
-  if (doomed) reap(std::move(inode));
+  if (doomed) {
+    reap(std::move(inode));
+  } else if (trims) {
+    {
+      const std::lock_guard lock(orphan_mutex_);
+      trim_queue_.emplace_back(inode);
+    }
+    reap_wanted_.notify_one();
+  }
   return {};
 }
 
@@ -313,8 +326,18 @@ void InodeTable::reap(std::shared_ptr<Inode> inode) {
 void InodeTable::reap_loop() {
   std::unique_lock lock(orphan_mutex_);
   for (;;) {
-    reap_wanted_.wait(lock, [this] { return closing_ || !reap_queue_.empty(); });
+    reap_wanted_.wait(lock, [this] { return closing_ || !reap_queue_.empty() || !trim_queue_.empty(); });
     if (closing_) return;  // the rest goes with the table
+    if (reap_queue_.empty()) {
+      const std::weak_ptr<Inode> closed = std::move(trim_queue_.front());
+      trim_queue_.pop_front();
+      lock.unlock();
+      if (std::shared_ptr<Inode> inode = closed.lock()) inode->buffer_->trim();
+      lock.lock();
+      ++reaped_;
+      orphan_changed_.notify_all();
+      continue;
+    }
     std::shared_ptr<Inode> inode = std::move(reap_queue_.front());
     reap_queue_.pop_front();
     // Not there: it was opened again at the last moment, and comes back when that file is released.

@@ -74,12 +74,13 @@ class Inode {
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
   std::uint32_t open_files_ = 0;
-  bool removed_ = false;  // from the table
+  std::uint32_t open_writers_ = 0;  // of them, those open for writing
+  bool removed_ = false;            // from the table
 };
 
 struct OpenFile {
   std::shared_ptr<Inode> inode;
-  int flags = 0;  // as open(2)
+  bool writes = false;
 };
 
 class InodeTable {
@@ -114,7 +115,8 @@ class InodeTable {
 
   // EISDIR and EINVAL for what has no buffer. flags: as open(2), without effect on the contents.
   Result<std::uint64_t> open(std::uint64_t ino, int flags);
-  // EBADF if unknown. Operations under way keep the file until they end.
+  // EBADF if unknown. Operations under way keep the file until they end. After the last writer the reaper trims the
+  // buffer's preallocated memory.
   Status release(std::uint64_t fh);
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<OpenFile> file(std::uint64_t fh) const;
@@ -164,7 +166,8 @@ class InodeTable {
   std::condition_variable reap_wanted_;
   std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
   std::deque<std::shared_ptr<Inode>> reap_queue_;
-  std::int32_t reaping_device_ = -1;  // what the reaper is freeing just now
+  std::deque<std::weak_ptr<Inode>> trim_queue_;  // weak: memory must be free once the reaper has counted its inode
+  std::int32_t reaping_device_ = -1;             // what the reaper is freeing just now
   std::uint64_t reaping_bytes_ = 0;
   std::uint64_t reaped_ = 0;
   bool closing_ = false;

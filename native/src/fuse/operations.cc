@@ -468,25 +468,11 @@ void Operations::end_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t 
 }
 
 bool Operations::flush_or_fsync(Request& request, Responder& responder) {
-  // Both begin with the handle. Memory has nothing to write back.
+  // Both begin with the handle. Memory has nothing to write back. (FLUSH comes from kernels before 5.16 only: the reply
+  // to OPEN asks for none.)
   std::uint64_t fh = 0;
   bool answered = false;
-  const std::shared_ptr<OpenFile> file = begin(request, responder, &fh, &fh, &answered);
-  if (!file) return answered;
-  const bool writer = (file->flags & O_ACCMODE) != O_RDONLY;
-  if (request.header.opcode == FUSE_FLUSH && writer && file->inode->buffer()->bytes_ahead() > 0) {
-    // A descriptor is closed: what was taken for more to be written goes back before close(2) returns.
-    // Never EINTR: the descriptor is closed all the same.
-    const std::uint64_t unique = responder.unique();
-    workers_.submit(unique, [file, reply = std::move(responder)](bool discarded) mutable {
-      try {
-        if (!discarded) file->inode->buffer()->trim();
-      } catch (const std::bad_alloc&) {  // the memory stays with the file for now
-      }
-      reply.ok();
-    });
-    return true;
-  }
+  if (!begin(request, responder, &fh, &fh, &answered)) return answered;
   responder.ok();
   return true;
 }
