@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -9,6 +10,8 @@ import os
 import platform
 import signal
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from errno import EACCES, EINVAL
 from pathlib import Path
 
@@ -73,6 +76,40 @@ def test_what_is_stored_shows_in_reads(file: Path) -> None:
             assert os.pread(other, 13, at) == b"number %06d" % number
     os.close(fd)
     os.close(other)
+
+
+def test_stores_and_writes_of_threads(file: Path) -> None:
+    """Words of one page, each by its thread: they stay where only one thread at a time changes the page.
+
+    Threads that change pages of their own need no lock, whichever way they write.
+    """
+    threads, rounds, word = 4, 150, struct.Struct("<Q")
+    fd = os.open(file, os.O_RDWR)
+    lock = threading.Lock()
+    with mmap.mmap(fd, 0) as area:
+
+        def change(thread: int, *, shared: bool) -> None:
+            for number in range(rounds):
+                place = number * PAGE + thread * word.size if shared else (number * threads + thread) * PAGE
+                with lock if shared else contextlib.nullcontext():
+                    if thread == 0:
+                        os.pwrite(fd, word.pack(thread + 1), place)
+                    else:
+                        area[place : place + word.size] = word.pack(thread + 1)
+
+        for shared in (True, False):
+            os.truncate(file, 0)
+            os.truncate(file, rounds * threads * PAGE)
+            with ThreadPoolExecutor(threads) as pool:
+                for done in [pool.submit(change, thread, shared=shared) for thread in range(threads)]:
+                    done.result()
+            area.flush()
+            found = read_all(file)
+            for number in range(rounds):
+                for thread in range(threads):
+                    place = number * PAGE + thread * word.size if shared else (number * threads + thread) * PAGE
+                    assert word.unpack_from(found, place) == (thread + 1,), (shared, number, thread)
+    os.close(fd)
 
 
 def test_stores_and_writes_to_one_page_both_stay(file: Path) -> None:
