@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data import GIB, MIB, noise
+from support.data import MIB, noise
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Session
 from support.processes import Snapshot, run, wait_until
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts a server")]
 
-LONG = 50 * GIB  # of the server, who takes most of an hour for it
 BLOCK = 8 * MIB
 BUFFER = 64 * BLOCK  # to the disk in small pieces: a second or more
+LONG = BUFFER + 256 * MIB  # from the server, which takes half a minute for it; fits beside the buffer
 # One thread and small pieces, past the cache.
 SLOW = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K", "GPUFS_IO_DIRECT": "on", "GPUFS_IO_FASTPATH": "off"}
 PROGRAMS = ("cp", "gpufs cp")
