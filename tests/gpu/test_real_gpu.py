@@ -292,7 +292,7 @@ def test_an_interrupt_ends_a_copy_of_fifty_gibibytes(
         with open(source, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
     status = one.path / ".gpufs" / "status"
-    words = ["cp"] if program == "cp" else [*GPUFS, "cp"]
+    words = ["cp"] if program == "cp" else [*GPUFS, "cp", "--partial"]
     child = subprocess.Popen([*words, str(source), str(target)], stderr=subprocess.PIPE, text=True)
     wait_until(lambda: json.loads(status.read_text())["io"]["active"] or child.poll() is not None, 20, "the copy")
     time.sleep(0.3)
