@@ -78,6 +78,8 @@ class Knob:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
 
+_LEAST_METADATA: Final = 16 << 20  # of the default
+
 KNOBS: Final[tuple[Knob, ...]] = (
     Knob(
         "driver",
@@ -101,6 +103,14 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "bytes",
         "Memory of each device that may be used.",
         default_text="host: half of the available memory divided by the devices; GPUs: all of it",
+    ),
+    Knob(
+        "metadata",
+        kinds.size(1 << 20, 1 << 46),
+        None,
+        "bytes",
+        "Host memory that names, inodes, extended attributes and the targets of symbolic links may take; then ENOSPC.",
+        default_text="a sixteenth of this machine's or container's memory",
     ),
     Knob(
         "slab_file_bytes",
@@ -422,6 +432,11 @@ def _check_together(settings: Settings) -> None:
             f"io_fastpath ({origins['io_fastpath']}) and io_fallback ({origins['io_fallback']}) are both off: "
             "nothing could be copied"
         )
+
+
+def metadata_memory(metadata: int | None) -> int:
+    """Bytes that the metadata of a mount may take; ``metadata`` is what the user asked for, None: nothing."""
+    return metadata or max(machine.memory().total_bytes // 16, _LEAST_METADATA)
 
 
 def host_memory(memory: int | None, devices: int) -> int:

@@ -247,6 +247,7 @@ class Daemon:
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],
                     transport=values["transport"],
+                    metadata_bytes=config.metadata_memory(values["metadata"]),
                 )
             except engine.EngineError as failure:
                 raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None

@@ -58,6 +58,7 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "max_write": "1M",
         "reader_spin": "250us",
         "memory": "64M",
+        "metadata": "64M",
         "driver": "host",
         "log_level": "debug",
         "transport": "device",

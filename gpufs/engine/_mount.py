@@ -116,7 +116,8 @@ class Mount(Handle):
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
     for the engine's choice. ``reader_spin``: seconds that a reader looks for a request before it sleeps, 0 to 0.01.
     ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
-    in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device".
+    in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device". ``metadata_bytes``:
+    host memory that names and attributes may take before new ones fail with ENOSPC, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -136,6 +137,7 @@ class Mount(Handle):
         mask_flags: int = 0,
         attribute_timeout: float = 1.0,
         transport: str = "auto",
+        metadata_bytes: int = 0,
     ) -> None:
         name = ffi.new("char[]", transport.encode())
         options = ffi.new(
@@ -150,6 +152,7 @@ class Mount(Handle):
                 "mask_flags": mask_flags,
                 "attribute_timeout": attribute_timeout,
                 "transport": name,
+                "metadata_bytes": metadata_bytes,
             },
         )
         handle = ffi.new("gpufs_handle *")

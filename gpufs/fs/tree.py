@@ -183,13 +183,22 @@ class Tree:
         directory = self._open_for_new(parent, name)
         if node.device != directory.device:
             raise error(errno.EXDEV)
-        if isinstance(node, BufferFile) and node.unnamed:
-            node.unnamed = False
-        elif node.names == 0:
+        if node.names == 0 and not (isinstance(node, BufferFile) and node.unnamed):
             raise error(errno.ENOENT)
-        directory.attach(name, node)
         node.names += 1
-        self._tell_links(node)
+        try:
+            self._tell_links(node)  # first: there may be no room for another name
+        except OSError:
+            node.names -= 1
+            raise
+        try:
+            directory.attach(name, node)
+        except MemoryError:
+            node.names -= 1
+            self._tell_links(node)
+            raise
+        if isinstance(node, BufferFile):
+            node.unnamed = False
         self._touch(directory)
         return node
 

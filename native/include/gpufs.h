@@ -196,6 +196,7 @@ typedef struct {
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */
   const char* transport;    /* "auto" or "device", which is what auto takes */
+  uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the

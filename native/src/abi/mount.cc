@@ -87,8 +87,8 @@ fuse::PinHooks pin_hooks(const Engine& engine) {
 class Mount {
  public:
   static Result<std::shared_ptr<Mount>> open(const Engine& engine, UniqueFd device, UniqueFd relay,
-                                             const fuse::SessionOptions& options) {
-    std::shared_ptr<Mount> mount(new Mount(engine));
+                                             std::uint64_t metadata_limit, const fuse::SessionOptions& options) {
+    std::shared_ptr<Mount> mount(new Mount(engine, metadata_limit));
     if (Status status = mount->table_.start(); !status.ok()) return status;
     fuse::SessionOptions complete = options;
     complete.pin_hooks = pin_hooks(engine);
@@ -103,7 +103,8 @@ class Mount {
   [[nodiscard]] fuse::InodeTable& table() { return table_; }
 
  private:
-  explicit Mount(const Engine& engine) : table_(std::make_shared<EngineBuffers>(engine.devices())) {}
+  Mount(const Engine& engine, std::uint64_t metadata_limit)
+      : table_(std::make_shared<EngineBuffers>(engine.devices()), metadata_limit) {}
 
   fuse::InodeTable table_;
   std::unique_ptr<fuse::Session> session_;  // uses the table, so it goes first
@@ -157,7 +158,11 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     Result<std::shared_ptr<gpufs::TransferEngine>> transfers = gpufs::engine_transfers(*owner.value());
     if (!transfers.ok()) return transfers.status();
     session.transfers = transfers.take();
-    Result<std::shared_ptr<Mount>> opened = Mount::open(*owner.value(), std::move(device), std::move(relay), session);
+    constexpr std::uint64_t kNoLimit = gpufs::fuse::InodeTable::kNoMetadataLimit;
+    const std::uint64_t metadata =
+        options->metadata_bytes == 0 ? kNoLimit : std::min(options->metadata_bytes, kNoLimit);
+    Result<std::shared_ptr<Mount>> opened =
+        Mount::open(*owner.value(), std::move(device), std::move(relay), metadata, session);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle =
         HandleTable::instance().put<Mount>(opened.take(), engine, [](Mount& open) { open.session().close(); });

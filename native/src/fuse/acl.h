@@ -18,6 +18,7 @@ class Acl {
   // checked.
   static Result<Acl> parse(std::span<const std::byte> value);
   [[nodiscard]] std::vector<std::byte> serialize() const;
+  [[nodiscard]] std::size_t bytes() const { return entries_.size() * sizeof(Entry); }  // of memory
 
   // True if it says no more than mode bits do.
   [[nodiscard]] bool minimal() const;

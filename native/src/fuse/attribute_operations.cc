@@ -239,11 +239,11 @@ bool AttributeOperations::statfs(Request& request, Responder& responder) {
   out.st.blocks = total / kBlock;
   out.st.bfree = free / kBlock;
   out.st.bavail = free / kBlock;
-  // Inodes are limited by memory alone; the number only has to look sane to who computes percentages.
-  constexpr std::uint64_t kInodes = std::uint64_t{1} << 30;
-  const std::uint64_t used = table_.counts().inodes;
-  out.st.files = kInodes;
-  out.st.ffree = kInodes - std::min<std::uint64_t>(used, kInodes);
+  // As many more files with one name as the limit for metadata allows.
+  const InodeTable::Counts counts = table_.counts();
+  const std::uint64_t left = table_.metadata_limit() - std::min(counts.metadata_bytes, table_.metadata_limit());
+  out.st.ffree = std::min(left / (InodeTable::kInodeBytes + InodeTable::kNameBytes), std::uint64_t{1} << 30);
+  out.st.files = out.st.ffree + counts.inodes;
   out.st.namelen = NAME_MAX;
   responder.body(out);
   return true;
@@ -319,11 +319,13 @@ bool AttributeOperations::setxattr(Request& request, Responder& responder) {
     const bool kill_set_gid = (in.setxattr_flags & kSetxattrAclKillSgid) != 0;
     error = acls_.load(std::memory_order_relaxed) ? set_acl(*inode, name, value, kill_set_gid) : EOPNOTSUPP;
   } else if (error = attribute_name_error(name); error == 0) {
-    error = inode->with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+    const std::size_t most = name.size() + 1 + value.size() + ExtendedAttributes::kOverhead;
+    const auto change = [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
       const Status status = made(extended).set(name, value, in.flags);
       if (status.ok()) touch_ctime(attributes);
       return status.error();
-    });
+    };
+    error = table_.change_metadata(*inode, most, change);
   }
   finish(error, responder);
   return true;
@@ -335,11 +337,12 @@ int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<
   if (!parsed.ok()) return parsed.error();
   const bool access = name == kAccessAcl;
   if (!access && !S_ISDIR(inode.kind())) return EACCES;
-  inode.with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+  const std::size_t most = parsed.value().bytes() + ExtendedAttributes::kOverhead;
+  return table_.change_metadata(inode, most, [&](gpufs_attributes& attributes, auto& extended) {
     touch_ctime(attributes);
     if (!access) {
       made(extended).inherited = parsed.take();
-      return;
+      return 0;
     }
     attributes.mode = parsed.value().applied_to(attributes.mode);
     if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
@@ -348,8 +351,8 @@ int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<
     } else if (extended) {
       extended->access.reset();
     }
+    return 0;
   });
-  return 0;
 }
 
 bool AttributeOperations::listxattr(Request& request, Responder& responder) {
@@ -392,18 +395,18 @@ bool AttributeOperations::removexattr(Request& request, Responder& responder) {
     const gpufs_attributes now = inode->attributes();
     kill_set_gid = (now.mode & S_ISGID) != 0 && !Caller::of(request.header).keeps_set_gid_of(now.gid);
   }
-  const bool removed =
-      inode->with_extended([&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+  const int error = table_.change_metadata(
+      *inode, 0, [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
         if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
         if (is_acl(name)) {  // a list that is not there can be removed, too
           if (extended) (name == kAccessAcl ? extended->access : extended->inherited).reset();
         } else if (!extended || !extended->remove(name)) {
-          return false;
+          return ENODATA;
         }
         touch_ctime(attributes);
-        return true;
+        return 0;
       });
-  finish(removed ? 0 : ENODATA, responder);
+  finish(error, responder);
   return true;
 }
 

@@ -39,7 +39,7 @@ class AttributeOperations {
   bool listxattr(Request& request, Responder& responder);
   bool removexattr(Request& request, Responder& responder);
 
-  static int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
+  int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
   void reply_attributes(const Inode& inode, Responder& responder) const;
   template <typename T>
   void fill_validity(std::uint32_t mode, T& out) const;

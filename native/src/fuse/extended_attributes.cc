@@ -73,6 +73,12 @@ bool ExtendedAttributes::has_trusted() const {
   return first != values_.end() && first->first.starts_with(kTrusted);
 }
 
+std::size_t ExtendedAttributes::bytes() const {
+  const std::size_t lists =
+      (access ? access->bytes() + kOverhead : 0) + (inherited ? inherited->bytes() + kOverhead : 0);
+  return names_bytes_ + values_bytes_ + values_.size() * kOverhead + lists;
+}
+
 void ExtendedAttributes::drop_capability() {
   const Value* value = find(kCapability);
   // To the kernel an empty one is none.

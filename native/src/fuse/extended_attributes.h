@@ -45,6 +45,10 @@ class ExtendedAttributes {
   [[nodiscard]] bool has_trusted() const;
   // The rights that a program file gives its process go with any change of its contents or owner.
   void drop_capability();
+  // Of memory, with access control lists.
+  [[nodiscard]] std::size_t bytes() const;
+  // What an attribute takes beside its name and value, at most.
+  static constexpr std::size_t kOverhead = 256;
 
   std::optional<Acl> access;
   std::optional<Acl> inherited;  // the default list of a directory

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <new>
 #include <string>
@@ -108,7 +109,21 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   extended_->inherited = handed_down;
 }
 
-InodeTable::InodeTable(std::shared_ptr<BufferSource> source) : source_(std::move(source)) {}
+std::uint64_t Inode::metadata_locked() const {
+  // The link count of a directory counts its subdirectories, which are charged themselves.
+  const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
+  const std::uint64_t target = S_ISLNK(kind_) ? attributes_.size : 0;
+  return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
+}
+
+InodeTable::InodeTable(std::shared_ptr<BufferSource> source, std::uint64_t metadata_limit)
+    : source_(std::move(source)), metadata_limit_(metadata_limit) {}
+
+bool InodeTable::charge(std::uint64_t bytes) {
+  if (metadata_.fetch_add(bytes) + bytes <= metadata_limit_ || bytes == 0) return true;
+  metadata_.fetch_sub(bytes);
+  return false;
+}
 
 InodeTable::~InodeTable() {
   {
@@ -142,8 +157,12 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     if (!directory) return unknown_inode(parent);
     inode->inherit(*directory, umask);
   }
+  const std::uint64_t metadata = inode->metadata_locked();  // nobody else has it yet
+  if (!charge(metadata)) return Status(ENOSPC, "the mount's limit for metadata");
+  inode->charged_ = metadata;
   const std::unique_lock lock(inodes_mutex_);
   if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
+    metadata_.fetch_sub(metadata);
     return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
   }
   return {};
@@ -172,6 +191,7 @@ Status InodeTable::remove(std::uint64_t ino) {
   {
     const std::lock_guard lock(inode->mutex_);
     inode->removed_ = true;
+    metadata_.fetch_sub(std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
   if (doomed) reap(std::move(inode));
@@ -192,7 +212,17 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   const std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return unknown_inode(ino);
 
-  // The only part that can fail, so it comes first; it takes the buffer's locks and none of ours.
+  // The parts that can fail come first: a new name, and the size, which takes the buffer's locks and none of ours.
+  if ((set & GPUFS_SET_NLINK) != 0) {
+    const std::uint32_t links = inode->attributes().nlink;
+    const std::uint64_t more = S_ISDIR(inode->kind_) || attributes->nlink <= links ? 0 : attributes->nlink - links;
+    const auto change = [&](gpufs_attributes& ours, const auto&) {
+      ours.nlink = attributes->nlink;
+      return 0;
+    };
+    if (change_metadata(*inode, more * kNameBytes, change) != 0)
+      return Status(ENOSPC, "the mount's limit for metadata");
+  }
   if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
     if (Status status = inode->buffer_->resize(attributes->size); !status.ok()) return status;
   }
@@ -212,7 +242,6 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     if ((set & GPUFS_SET_ATIME_NOW) != 0) set_atime(ours, now);
     if ((set & GPUFS_SET_MTIME_NOW) != 0) set_mtime(ours, now);
     if ((set & GPUFS_SET_NLINK) != 0) {
-      ours.nlink = attributes->nlink;
       if (update_orphan_locked(inode)) reap(inode);  // removed meanwhile
     }
     if ((set & GPUFS_SET_CTIME) != 0) {
@@ -393,6 +422,7 @@ InodeTable::Counts InodeTable::counts() const {
   }
   const std::lock_guard lock(orphan_mutex_);
   counts.orphans = orphans_.size();
+  counts.metadata_bytes = metadata_.load();
   return counts;
 }
 

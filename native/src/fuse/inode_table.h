@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -58,6 +59,9 @@ class Inode {
  private:
   friend class InodeTable;
 
+  // What names and attributes take of memory, in both planes, at most. With the mutex held.
+  [[nodiscard]] std::uint64_t metadata_locked() const;
+
   // Set-gid without execution for the group, and the caller is outside that group. Looks into /proc only then.
   [[nodiscard]] bool marks_group_without(const Caller& caller) const;
   // Before anybody else can see this inode: what a directory hands down to what is made in it.
@@ -73,6 +77,7 @@ class Inode {
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
+  std::uint64_t charged_ = 0;                     // of the table's metadata
   std::uint32_t open_files_ = 0;
   std::uint32_t open_writers_ = 0;  // of them, those open for writing
   bool removed_ = false;            // from the table
@@ -87,8 +92,13 @@ class InodeTable {
  public:
   // Handles that the table gives have this bit; Python's own must not.
   static constexpr std::uint64_t kHandleBit = std::uint64_t{1} << 62;
+  static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
+  // Memory that an inode takes in both planes, and each of its names, however long that is: measured, and rounded up.
+  static constexpr std::uint64_t kInodeBytes = 1536;
+  static constexpr std::uint64_t kNameBytes = 512;
 
-  explicit InodeTable(std::shared_ptr<BufferSource> source);
+  // metadata_limit: bytes of memory that names and attributes may take together; above that is ENOSPC.
+  explicit InodeTable(std::shared_ptr<BufferSource> source, std::uint64_t metadata_limit = kNoMetadataLimit);
   // No thread may use the table any more. Frees what the reaper has not come to.
   ~InodeTable();
   InodeTable(const InodeTable&) = delete;
@@ -113,6 +123,20 @@ class InodeTable {
   // changes that it does not name. An access control list follows the mode.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 
+  // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where `most` more
+  // bytes of metadata fit under the limit; else ENOSPC. It may not add more.
+  template <typename Change>
+  int change_metadata(Inode& inode, std::uint64_t most, Change change) {
+    if (!charge(most)) return ENOSPC;
+    const std::lock_guard lock(inode.mutex_);
+    const int error = change(inode.attributes_, inode.extended_);
+    const std::uint64_t before = inode.charged_;
+    inode.charged_ = inode.removed_ ? 0 : inode.metadata_locked();
+    metadata_.fetch_sub(most + before - inode.charged_);  // modulo 2^64
+    return error;
+  }
+  [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_limit_; }
+
   // EISDIR and EINVAL for what has no buffer. flags: as open(2), without effect on the contents.
   Result<std::uint64_t> open(std::uint64_t ino, int flags);
   // EBADF if unknown. Operations under way keep the file until they end. After the last writer the reaper trims the
@@ -136,6 +160,7 @@ class InodeTable {
     std::size_t inodes = 0;
     std::size_t files = 0;
     std::size_t orphans = 0;
+    std::uint64_t metadata_bytes = 0;
   };
   [[nodiscard]] Counts counts() const;
 
@@ -147,7 +172,12 @@ class InodeTable {
   [[nodiscard]] std::uint64_t orphan_bytes_locked(std::int32_t device) const;
   void reap_loop();
 
+  // False, and nothing is charged, where that many more bytes of metadata are above the limit.
+  [[nodiscard]] bool charge(std::uint64_t bytes);
+
   const std::shared_ptr<BufferSource> source_;
+  const std::uint64_t metadata_limit_;
+  std::atomic<std::uint64_t> metadata_{0};
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 

@@ -146,6 +146,8 @@ std::string Session::statistics() const {
   json.number("inodes", counts.inodes);
   json.number("open_files", counts.files);
   json.number("orphans", counts.orphans);
+  json.number("metadata_bytes", counts.metadata_bytes);
+  json.number("metadata_limit", table_.metadata_limit());
   json.number("orphan_bytes", table_.orphan_bytes(-1));
   json.number("notifications_queued", notifier_->queued());
   json.close();

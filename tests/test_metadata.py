@@ -1,0 +1,155 @@
+"""What names and attributes take of the daemon's memory, and the limit of it (--metadata)."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.data import MIB
+from support.mounting import GpufsMount, Mounter
+from support.processes import errno_of, wait_until
+
+pytestmark = pytest.mark.driver
+
+
+def metadata(mounted: GpufsMount) -> tuple[int, int]:
+    """Bytes in use, and the limit."""
+    table = json.loads((mounted.path / ".gpufs" / "status").read_text())["statistics"]["table"]
+    return table["metadata_bytes"], table["metadata_limit"]
+
+
+def resident(mounted: GpufsMount) -> int:
+    """Private memory of the daemon, without the devices'."""
+    (line,) = (x for x in Path(f"/proc/{mounted.pid}/status").read_text().splitlines() if x.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def until_full(action: Callable[[int], object]) -> int:
+    """How often action(n) succeeds before ENOSPC."""
+    for n in itertools.count():
+        code = errno_of(action, n)
+        if code:
+            assert code == errno.ENOSPC
+            return n
+    raise AssertionError
+
+
+def files(directory: Path, n: int) -> None:
+    os.close(os.open(directory / f"file{n}", os.O_CREAT | os.O_WRONLY))
+
+
+def long_names(directory: Path, n: int) -> None:
+    os.close(os.open(directory / f"{n:0255}", os.O_CREAT | os.O_WRONLY))
+
+
+def links(directory: Path, n: int) -> None:
+    (directory / "first").touch()
+    os.link(directory / "first", directory / f"{n:0255}")
+
+
+def symlinks(directory: Path, n: int) -> None:
+    os.symlink("x" * 4000, directory / f"link{n}")
+
+
+def directories(directory: Path, n: int) -> None:
+    os.mkdir(directory / f"directory{n}")
+
+
+def attributes(directory: Path, n: int) -> None:
+    """A new file after each 200 KiB of them."""
+    file = directory / f"file{n // 4}"
+    file.touch()
+    os.setxattr(file, f"user.{n}", bytes(50 << 10))
+
+
+def small_attributes(directory: Path, n: int) -> None:
+    file = directory / f"file{n // 1000}"
+    file.touch()
+    os.setxattr(file, f"user.{n}", b"")
+
+
+def lists(directory: Path, n: int) -> None:
+    """Access control lists of 100 users."""
+    entries = [(1, 7, 0), *((2, 7, 1000 + user) for user in range(100)), (4, 7, 0), (0x10, 7, 0), (0x20, 7, 0)]
+    value = (2).to_bytes(4, "little") + b"".join(
+        tag.to_bytes(2, "little") + rights.to_bytes(2, "little") + who.to_bytes(4, "little")
+        for tag, rights, who in entries
+    )
+    os.mkdir(directory / f"directory{n}")
+    os.setxattr(directory / f"directory{n}", "system.posix_acl_default", value)
+
+
+KINDS = [files, long_names, links, symlinks, directories, attributes, small_attributes, lists]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_limit_holds(mount: Mounter, kind: Callable[[Path, int], None]) -> None:
+    """The daemon grows by no more than the limit, and what is removed can be had again."""
+    mounted = mount("--metadata", "8M")
+    assert metadata(mounted)[1] == 8 * MIB
+    place = mounted.device / "place"
+    place.mkdir()
+    (mounted.device / "there").write_bytes(b"before")
+    used, before = metadata(mounted)[0], resident(mounted)
+    count = until_full(lambda n: kind(place, n))
+    assert count > 20
+    assert metadata(mounted)[0] <= 8 * MIB
+    assert resident(mounted) - before < 16 * MIB
+    # What is there is used as ever.
+    (mounted.device / "there").write_bytes(bytes(MIB))
+    os.rename(mounted.device / "there", mounted.device / "here")
+    (mounted.device / "here").chmod(0o600)
+
+    for name in os.listdir(place):
+        if stat.S_ISDIR(os.lstat(place / name).st_mode):
+            os.rmdir(place / name)
+        else:
+            os.unlink(place / name)
+    wait_until(lambda: metadata(mounted)[0] <= used, 20, "all of it to be given back")
+    kind(place, 0)
+    mounted.close()
+
+
+def test_attributes_that_are_replaced_and_removed(mount: Mounter) -> None:
+    mounted = mount("--metadata", "1M")
+    file = mounted.device / "file"
+    file.touch()
+    used = metadata(mounted)[0]
+    for n in range(200):
+        os.setxattr(file, "user.same", bytes(n * 300))
+    os.removexattr(file, "user.same")
+    assert errno_of(os.removexattr, file, "user.same") == errno.ENODATA
+    assert metadata(mounted)[0] == used
+    mounted.close()
+
+
+def test_files_left_are_shown(mount: Mounter) -> None:
+    mounted = mount("--metadata", "4M")
+    before = os.statvfs(mounted.device)
+    assert 0 < before.f_ffree < 4 * MIB // 1024
+    assert before.f_ffree == until_full(lambda n: files(mounted.device, n))
+    assert os.statvfs(mounted.device).f_ffree == 0
+    mounted.close()
+
+
+def test_empty_files_hold_no_descriptor(mount: Mounter) -> None:
+    mounted = mount()
+    held = Path(f"/proc/{mounted.pid}/fd")
+    (mounted.device / "first").touch()
+    before = len(os.listdir(held))
+    for n in range(300):
+        with open(mounted.device / f"empty{n}", "wb"):
+            pass
+        with open(mounted.device / f"emptied{n}", "wb") as file:
+            file.write(bytes(100_000))
+        os.truncate(mounted.device / f"emptied{n}", 0)
+        with open(mounted.device / f"sparse{n}", "wb") as file:
+            file.truncate(1 << 30)
+    wait_until(lambda: len(os.listdir(held)) <= before + 20, 20, "descriptors to be closed")
+    mounted.close()
