@@ -46,6 +46,8 @@ _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
 # Seconds at the end for requests that are being answered. Those that wait for a server that hangs are left behind.
 _REQUESTS_GRACE = 2.0
+# Seconds for a log file to be reopened, until the mount goes on without that.
+_REOPEN_GRACE = 5.0
 # Seconds for another one who is mounting at the same place.
 _LOCK_PATIENCE = 5.0
 _BUSY_PAUSE = 0.05
@@ -407,10 +409,8 @@ class Daemon:
             await self._unmount(entry)
             return
         await self._manager.ready(f"serves {self._request.mountpoint}")
-        if self._request.foreground:
-            for note in notes:
-                with suppress(OSError):  # nobody reads it
-                    print(f"gpufs: {note}", file=sys.stderr)
+        if self._request.foreground and notes:
+            threads.in_background(functools.partial(_print_remarks, notes))
 
     async def _publish(self, opened: engine.Engine) -> None:
         """Writes how things stand beside the counters, from time to time."""
@@ -441,7 +441,8 @@ class Daemon:
             async for number in arriving:
                 if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
                     await self._manager.reloading()
-                    self._log.reopen()
+                    with trio.move_on_after(_REOPEN_GRACE):  # its disk may be frozen
+                        await threads.run(self._log.reopen, abandon_on_cancel=True)
                     log.info("SIGHUP: the log goes on here")
                     await self._manager.ready(f"serves {self._request.mountpoint}")
                     continue
@@ -512,6 +513,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.answer_fd is not None:
         os.set_inheritable(chosen.answer_fd, False)
     answer = Answer(chosen.answer_fd)
+    logs = None
     try:
         request = Request.read(chosen.mountpoint)
         _set_limits(core_dumps=bool(request.config["core_dumps"]))
@@ -533,7 +535,16 @@ def main(arguments: list[str] | None = None) -> int:
         log.exception("the mount failed")
         _say(answer, errno.EIO, f"internal failure: {failure}")
         return 1
+    finally:
+        if logs is not None:
+            logs.close()
     return 0
+
+
+def _print_remarks(notes: list[str]) -> None:
+    """On a thread: standard error may be a pipe that nobody reads. By write(2), so that the exit waits for no lock."""
+    with suppress(OSError):
+        os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
 
 
 def _say(answer: Answer, code: int, message: str) -> None:

@@ -1,6 +1,8 @@
 """Standard streams that are closed, full or gone."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,10 +60,72 @@ def test_remarks_that_nobody_reads_do_not_end_a_mount_in_the_foreground(mountpoi
     assert process.wait(60) == 0
 
 
+def test_a_log_that_nobody_reads_stops_nothing(mountpoint: Path, tmp_path: Path) -> None:
+    """As after `gpufs mount --foreground 2>&1 | less`: lines are dropped and counted, and the mount goes on."""
+    reader, writer = os.pipe()
+    words = ("mount", mountpoint, "--driver", "host", "--memory", "64M", "--foreground")
+    process = subprocess.Popen([*GPUFS, *map(str, words)], stderr=writer)
+    try:
+        wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
+        filler = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)  # non-blocking for this test alone
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(filler, b"x" * 4096)
+        os.close(filler)
+        path = (mountpoint / ".gpufs/socket").read_text().strip()
+        for _ in range(10_000):  # each is a line of some hundred bytes; the queue has a MiB
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.connect(path)
+                sock.send(b"garbage")
+        (tmp_path / "source").write_bytes(os.urandom(1 << 20))
+        run(*GPUFS, "cp", tmp_path / "source", mountpoint / "gpu0/x")
+        os.rename(mountpoint / "gpu0/x", mountpoint / "gpu0/y")
+        os.set_blocking(reader, False)
+        text = bytearray()
+
+        def counted() -> bool:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:  # one more line
+                sock.connect(path)
+                sock.send(b"garbage")
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    text.extend(os.read(reader, 1 << 20))
+            return b" lines dropped" in text
+
+        wait_until(counted, 60, "the count of dropped lines")
+        os.set_blocking(reader, True)
+        assert shell('exec "$@"', "umount", mountpoint).returncode == 0
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_mount_whose_log_nobody_reads_ends(mountpoint: Path) -> None:
+    reader, writer = os.pipe()
+    filler = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, b"x" * 4096)
+    words = ("mount", mountpoint, "--driver", "host", "--memory", "64M", "--foreground")
+    process = subprocess.Popen([*GPUFS, *map(str, words)], stderr=writer)
+    try:
+        wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
+        assert shell('exec "$@"', "umount", mountpoint).returncode == 0
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        for fd in (reader, writer, filler):
+            os.close(fd)
+
+
 def test_a_log_has_names_of_any_bytes(tmp_path: Path) -> None:
     script = (
-        "import sys, logging; from gpufs.logs import Log; Log(sys.argv[1], 'info', foreground=False);"
-        "logging.getLogger('x').warning('%s: gone', sys.argv[2])"
+        "import sys, logging; from gpufs.logs import Log; log = Log(sys.argv[1], 'info', foreground=False);"
+        "logging.getLogger('x').warning('%s: gone', sys.argv[2]); log.close()"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     run(sys.executable, "-c", script, tmp_path / "log", os.fsdecode(b"n\xff\xc3\xa9"), env=environment)

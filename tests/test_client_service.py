@@ -675,6 +675,62 @@ def test_too_many_connections(make: Callable[..., FakeMount]) -> None:
     still_serves(fake)
 
 
+def connected_as_nobody(mount: FakeMount, count: int) -> list[socket.socket]:
+    """Connections that a process of another user made; one that was refused has its farewell."""
+
+    def connect(channel: socket.socket) -> None:
+        socks = [mount.raw() for _ in range(count)]
+        socket.send_fds(channel, [b"x"], [sock.fileno() for sock in socks])
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        in_child(lambda: connect(theirs), uid=NOBODY, gid=NOBODY)
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, count)
+    socks = [socket.socket(fileno=fd) for fd in descriptors]
+    for sock in socks:
+        sock.settimeout(60)
+    return socks
+
+
+def test_other_users_do_not_take_the_owners_connections(make: Callable[..., FakeMount]) -> None:
+    fake = make(service.Limits(connections=4), allow_other=True)
+    held = connected_as_nobody(fake, 5)
+    goodbye = answer(held[-1])
+    assert isinstance(goodbye, Goodbye)
+    assert goodbye.error == errno.EBUSY
+    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
+    with opened(source) as host, opened(buffer, WRITE) as mount:
+        assert load(fake, host, mount).error == 0
+    for sock in held:
+        sock.close()
+    still_serves(fake)
+
+
+def test_a_user_with_bad_connections_gets_no_more_for_a_while(make: Callable[..., FakeMount]) -> None:
+    fake = make(service.Limits(bad_connections=3), allow_other=True)
+    for _ in range(3):
+        (sock,) = connected_as_nobody(fake, 1)
+        with sock:
+            sock.send(b"garbage")
+            assert answer(sock).error == errno.EPROTO
+    wait_until(fake.quiet)
+    (sock,) = connected_as_nobody(fake, 1)
+    with sock:
+        assert answer(sock).error == errno.EBUSY
+    still_serves(fake)  # of the owner
+
+    def accepted() -> bool:
+        (sock,) = connected_as_nobody(fake, 1)
+        with sock:
+            try:
+                _protocol.send(sock, Hello([1], "test"))
+            except BrokenPipeError:
+                return False
+            return isinstance(answer(sock), _protocol.Welcome)
+
+    wait_until(accepted)
+
+
 def test_too_many_requests(make: Callable[..., FakeMount]) -> None:
     fake = make(service.Limits(requests=3))
     fake.backend.delay = 0.05

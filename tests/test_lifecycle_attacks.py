@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from support.processes import NOBODY, Snapshot, errno_of, in_child, plain_user, 
 from support.users import user_gpufs
 
 from gpufs import mounting
+from gpufs.client._connection import Connection
 
 pytestmark = [pytest.mark.complains]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="makes mount namespaces, which takes root")
@@ -253,6 +255,30 @@ def test_no_room_on_the_disk_of_the_log(mount: Mounter, reference: Path) -> None
         mounted.unmount()
     finally:
         run("umount", "-l", full)
+
+
+@AS_ROOT
+def test_a_user_cannot_fill_the_log(mount: Mounter, reference: Path) -> None:
+    mounted = mount(allow_other=True)
+    path = (mounted.path / ".gpufs/socket").read_text().strip()
+
+    def ask(times: int) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(path)
+        null = os.open(os.devnull, os.O_RDWR)
+        with Connection(sock) as connection:
+            for _ in range(times):
+                assert connection.copy("load", null, null).error != 0
+
+    in_child(lambda: ask(400), uid=NOBODY, gid=NOBODY)
+    assert mounted.log.read_text().count(f"of user {NOBODY}") < 200
+
+    def counted() -> bool:
+        ask(1)
+        return f" more lines about user {NOBODY} left out" in mounted.log.read_text()
+
+    wait_until(counted, 30, "what was left out to be counted")
+    mounted.log.write_text("")  # none of it is a failure of the mount's
 
 
 @pytest.mark.parametrize("options", ["size=4k,nr_inodes=2", "ro"])

@@ -91,10 +91,12 @@ def _trusted(uid: int) -> bool:
 def _connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        sock.settimeout(_CONNECT_SECONDS)
+        # Python's own time-out makes the socket non-blocking, and then connect(2) does not wait where others queue.
+        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, struct.pack("ll", int(_CONNECT_SECONDS), 0))
         try:
             sock.connect(path)
-        except TimeoutError:
+            sock.settimeout(_CONNECT_SECONDS)
+        except BlockingIOError:
             raise OSError(errno.ETIMEDOUT, "the daemon does not answer") from None
         except OSError as error:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None

@@ -45,8 +45,9 @@ def check(status: Any) -> None:
 def log_configure(fd: int, level: int) -> None:
     """Sends the engine's log lines of at least ``level`` (the numbers of :mod:`logging`) to descriptor ``fd``.
 
-    The descriptor stays the caller's and must stay open; -1 turns logging off, which is the default. OSError EBADF for
-    one that is not open.
+    The descriptor stays the caller's and must stay open; -1 turns logging off, which is the default. The engine's
+    threads wait for a descriptor that blocks; lines for which a non-blocking one has no space are dropped and counted.
+    OSError EBADF for one that is not open.
     """
     if fd != -1:
         os.fstat(fd)  # OSError EBADF rather than lines that are lost

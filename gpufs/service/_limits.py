@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class Limits:
     """What clients may take. Times in seconds."""
 
-    connections: int = 128  # of all clients
+    connections: int = 128  # of all users together but root and the mount's owner
     connections_per_user: int = 32
+    bad_connections: int = 20  # of a user within ten seconds: further ones are refused until they are over
     requests: int = 16  # under way on one connection
     threads: int = 4  # that one connection may have waiting for its files
     messages_per_second: int = 500  # of one connection; more are read later

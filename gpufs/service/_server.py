@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKLOG = 64
-# When this process is out of descriptors or a limit is reached: how long to wait before the next client is looked at.
-_ACCEPT_PAUSE = 0.05
+# Connections are refused at a rate that leaves the control plane time for other work: so many, then a pause.
+_REFUSALS = 16
+_REFUSAL_PAUSE = 0.005
+# Bad connections of a user are counted for so many seconds.
+_BAD_SECONDS = 10.0
 # Names of sockets, and for how many seconds one may stand there before its daemon listens.
 _NAME = re.compile(r"\d+-\d+-\d+\.socket")
 _NEW = 60.0
@@ -43,6 +46,9 @@ class Service:
         self._limits = limits
         self._counters = Counters()
         self._users: Counter[int] = Counter()  # connections of each user
+        self._strangers = 0  # connections of all users but root and this process's own
+        self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
+        self._bad_since = 0.0
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and what runs now; sizes in bytes. May be called from any thread."""
@@ -50,7 +56,7 @@ class Service:
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
 
     async def _run(self, listener: socket.socket) -> None:
-        number = 0
+        number = refusals = 0
         async with trio.open_nursery() as nursery:
             while True:
                 try:
@@ -71,33 +77,49 @@ class Service:
                     continue
                 number += 1
                 peer = _peer_of(sock)
-                if (
-                    self._counters.connections >= self._limits.connections
-                    or self._users[peer.uid] >= self._limits.connections_per_user
-                ):
+                if self._over_limit(peer.uid):
                     self._counters.rejected += 1
                     _reject(sock)
-                    await trio.sleep(_ACCEPT_PAUSE)
+                    refusals += 1
+                    await trio.sleep(0 if refusals % _REFUSALS else _REFUSAL_PAUSE)
                     continue
                 self._counters.accepted += 1
                 self._counters.connections += 1
+                self._strangers += not _trusted(peer.uid)
                 self._users[peer.uid] += 1
                 nursery.start_soon(self._serve_client, sock, peer, number)
                 await trio.lowlevel.checkpoint()
 
+    def _over_limit(self, uid: int) -> bool:
+        """Whether a user may have no more connections now. What other users do limits neither root nor the owner."""
+        if self._users[uid] >= self._limits.connections_per_user:
+            return True
+        if _trusted(uid):
+            return False
+        if trio.current_time() >= self._bad_since + _BAD_SECONDS:
+            self._bad.clear()
+            self._bad_since = trio.current_time()
+        return self._strangers >= self._limits.connections or self._bad[uid] >= self._limits.bad_connections
+
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
         try:
             session = Session(sock, peer, number, self._backend, self._device, self._limits, self._counters)
-            await session.run()
+            if not await session.run():
+                self._bad[peer.uid] += 1
         except Exception:
             # One client's bad luck must not end the mount.
-            log.exception("connection %d (%s) failed", number, peer)
+            log.exception("connection %d (%s) failed", number, peer, extra={"user": peer.uid})
         finally:
             sock.close()
             self._counters.connections -= 1
+            self._strangers -= not _trusted(peer.uid)
             self._users[peer.uid] -= 1
             if not self._users[peer.uid]:
                 del self._users[peer.uid]
+
+
+def _trusted(uid: int) -> bool:
+    return uid in (0, os.geteuid())
 
 
 def _peer_of(sock: socket.socket) -> Peer:

@@ -138,19 +138,24 @@ class Session:
         self._sending = trio.Lock()
         self._requests: dict[int, _Request] = {}
         self._at_rest = 0.0  # since when there is neither a message nor a request, by trio's clock
+        self._greeted = False  # and a good client since
         self._name = f"connection {number} ({peer})"
 
-    async def run(self) -> None:
-        """Returns when the client has gone or was sent away; what it had asked for is cancelled then."""
+    async def run(self) -> bool:
+        """Returns when the client has gone or was sent away; what it had asked for is cancelled then.
+
+        False for a bad one: it did not keep to the protocol, or did not say hello.
+        """
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 await self._serve()
         except ProtocolError as violation:
             self._counters.violations += 1
-            log.info("%s: ended: %s", self._name, violation.strerror)
+            self._greeted = False
+            self._log(logging.INFO, "ended: %s", violation.strerror)
             self._say_goodbye(violation.errno or errno.EPROTO, str(violation.strerror))
         except trio.TooSlowError:
-            log.info("%s: ended: too slow", self._name)
+            self._log(logging.INFO, "ended: too slow")
             self._say_goodbye(errno.ETIMEDOUT, "too slow")
         except BaseException:
             # Cancelled comes alone, or as a group from the copies' nursery.
@@ -159,6 +164,10 @@ class Session:
             raise
         finally:
             self._sock.close()
+        return self._greeted
+
+    def _log(self, level: int, text: str, *arguments: object) -> None:
+        log.log(level, "%s: " + text, self._name, *arguments, extra={"user": self._peer.uid})
 
     # ---- messages ----
 
@@ -172,7 +181,8 @@ class Session:
                 raise ProtocolError("the first message is not hello")
             if _protocol.VERSION not in message.versions:
                 raise ProtocolError(f"only version {_protocol.VERSION} is spoken here", errno.EPROTONOSUPPORT)
-            log.debug("%s: %r", self._name, message.program)
+            self._greeted = True
+            self._log(logging.DEBUG, "%r", message.program)
             await self._send(Welcome(_protocol.VERSION, f"gpufs {__version__}", self._limits.requests))
         violation = None
         async with trio.open_nursery() as nursery:
@@ -397,7 +407,7 @@ class Session:
             if not state.error:
                 return dataclasses.replace(state, error=error.errno or errno.EIO, message=error.strerror or "")
         except trio.TooSlowError:
-            log.info("%s: a file does not answer after its copy", self._name)
+            self._log(logging.INFO, "a file does not answer after its copy")
         return state
 
     async def _give_back(self, request: _Request, deadline: float) -> None:
@@ -457,9 +467,9 @@ class Session:
             counters.stored_bytes += state.done
         counters.path_bytes.update(state.paths)
         counters.refusals.update(state.refusals)
-        log.info(
-            "%s: %s of %d bytes in %.3f s: %s",
-            self._name,
+        self._log(
+            logging.INFO,
+            "%s of %d bytes in %.3f s: %s",
             copy.direction,
             state.done,
             time.monotonic() - request.began,

@@ -40,7 +40,9 @@ int32_t gpufs_prepare_thread(void);
 /* ---- logging ---- */
 
 enum { GPUFS_LOG_DEBUG = 10, GPUFS_LOG_INFO = 20, GPUFS_LOG_WARNING = 30, GPUFS_LOG_ERROR = 40 };
-/* Lines of at least `level` go to descriptor fd, which stays the caller's and open (-1: nowhere, the default). */
+/* Lines of at least `level` go to descriptor fd, which stays the caller's and open (-1: nowhere, the default). Writing
+ * blocks as the descriptor does; lines for which a non-blocking one has no space are dropped, and counted in a later
+ * one. */
 gpufs_status gpufs_log_configure(int fd, int level);
 
 /* ---- memory set aside ---- */

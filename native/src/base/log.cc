@@ -70,10 +70,17 @@ Repetitions& repetitions() {
   return instance;
 }
 
-void write_whole(const char* line, std::size_t bytes) {
+// Lines that a non-blocking descriptor had no space for.
+std::atomic<std::uint64_t> dropped{0};
+
+// False if the descriptor is non-blocking and has no space.
+bool write_whole(const char* line, std::size_t bytes) {
   const int fd = log_fd.load(std::memory_order_acquire);
-  while (fd >= 0 && ::write(fd, line, bytes) < 0 && errno == EINTR) {
+  while (fd >= 0 && ::write(fd, line, bytes) < 0) {
+    if (errno == EAGAIN) return false;
+    if (errno != EINTR) return true;  // a full disk: the line is lost
   }
+  return true;
 }
 
 // "DATE TIME.mmm LEVEL gpufs.native: [thread] "; its length.
@@ -114,14 +121,17 @@ void log_line(LogLevel level, std::string_view text) {
 
   // On the stack: a line about running out of memory must not need any.
   char line[2048];
-  std::size_t used = 0;
-  if (left_out != 0) {
-    used = write_head(line, sizeof line, level);
-    const int tail = std::snprintf(line + used, sizeof line - used, "the line before came %llu times more\n",
-                                   static_cast<unsigned long long>(left_out));  // NOLINT(google-runtime-int): %llu
-    if (tail > 0) write_whole(line, used + static_cast<std::size_t>(tail));
+  const auto write_count = [&line, level](const char* before, std::uint64_t count, const char* after) {
+    const std::size_t head = write_head(line, sizeof line, level);
+    const int tail = std::snprintf(line + head, sizeof line - head, "%s%llu%s\n", before,
+                                   static_cast<unsigned long long>(count), after);  // NOLINT(google-runtime-int): %llu
+    return write_whole(line, head + static_cast<std::size_t>(std::max(tail, 0)));
+  };
+  if (const std::uint64_t count = dropped.exchange(0); count != 0 && !write_count("", count, " lines dropped")) {
+    dropped += count;
   }
-  used = write_head(line, sizeof line, level);
+  if (left_out != 0) (void)write_count("the line before came ", left_out, " times more");
+  std::size_t used = write_head(line, sizeof line, level);
   const std::size_t room = sizeof line - 1 - used;
   const std::size_t count = std::min(room, text.size());
   std::replace_copy_if(
@@ -129,7 +139,7 @@ void log_line(LogLevel level, std::string_view text) {
   used += count;
   line[used++] = '\n';
 
-  write_whole(line, used);
+  if (!write_whole(line, used)) ++dropped;
   errno = saved_errno;
 }
 

@@ -21,7 +21,8 @@ void log_configure(int fd, LogLevel level);
 [[nodiscard]] bool log_enabled(LogLevel level);
 
 // "2026-01-02 03:04:05.678 WARNING gpufs.native: [thread's name] text". Never fails, never changes errno; line ends
-// inside the text become spaces. A text that comes again and again within seconds is counted; the next line says so.
+// inside the text become spaces. A text that comes again and again within seconds is counted, and so are lines for
+// which a non-blocking descriptor has no space; the next line says so.
 void log_line(LogLevel level, std::string_view text);
 
 // A line's text put together without memory: what has none left must be able to say so.
