@@ -11,6 +11,7 @@
 #include "fuse_fakes.h"
 #include "io/direct_path.h"
 #include "io/transfer.h"
+#include "temporary_file.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -61,18 +62,16 @@ class BackingTest : public SessionTest {
     session = created.take();
     ASSERT_TRUE(session->start().ok());
     initialize();
-    path_ = "/tmp/gpufs-io-test-XXXXXX";
-    fd = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
+    fd = testing::temporary_file();
     ASSERT_TRUE(fd.valid());
   }
   void TearDown() override {
     SessionTest::TearDown();
     transfers->shutdown();
-    ::unlink(path_.c_str());
   }
 
   std::uint64_t open_backing(int flags = O_RDWR) {
-    const UniqueFd opened(::open(path_.c_str(), flags | O_CLOEXEC));
+    const UniqueFd opened = testing::reopen(fd.get(), flags);
     Result<std::uint64_t> fh = session->backing_files().open(50, opened.get());
     EXPECT_TRUE(fh.ok()) << fh.status().message();
     return fh.ok() ? fh.value() : 0;
@@ -114,7 +113,6 @@ class BackingTest : public SessionTest {
   UniqueFd fd;
 
  private:
-  std::string path_;
 };
 
 TEST_F(BackingTest, ReadsAndWritesReachTheFile) {

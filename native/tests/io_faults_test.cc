@@ -24,6 +24,7 @@
 #include "hip_test_support.h"
 #include "io/transfer.h"
 #include "io_fakes.h"
+#include "temporary_file.h"
 #include "transfer_rig.h"
 
 namespace gpufs {
@@ -143,8 +144,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
     threads_ = names_in("/proc/self/task").size();
     pinned_ = pinned();
-    path_ = "/var/tmp/gpufs-io-faults-XXXXXX";
-    fd_ = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
+    fd_ = testing::temporary_file("/var/tmp");
     ASSERT_TRUE(fd_.valid());
   }
 
@@ -175,7 +175,6 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       EXPECT_EQ(hip_test::fake().reset(&hip_), kept) << "something was left open";
     }
     fd_.reset();
-    ::unlink(path_.c_str());
     EXPECT_EQ(names_in("/proc/self/fd"), descriptors_);
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (names_in("/proc/self/task").size() > threads_ && std::chrono::steady_clock::now() < end) {
@@ -463,7 +462,6 @@ class IoFaults : public ::testing::TestWithParam<Case> {
   std::set<std::string> descriptors_;
   std::size_t threads_ = 0;
   int pinned_ = 0;
-  std::string path_;
 };
 
 INSTANTIATE_TEST_SUITE_P(, IoFaults, ::testing::ValuesIn(cases()), name_of);

@@ -12,24 +12,19 @@
 #include "io/file_moves.h"
 #include "io/mount_table.h"
 #include "io_fakes.h"
+#include "temporary_file.h"
 
 namespace gpufs {
 namespace {
 
 class TemporaryFile {
  public:
-  explicit TemporaryFile(const char* directory = "/tmp", int flags = O_RDWR) {
-    path_ = std::string(directory) + "/gpufs-io-test-XXXXXX";
-    fd_ = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
-    if (flags != O_RDWR) fd_ = UniqueFd(::open(path_.c_str(), flags | O_CLOEXEC));
-  }
-  ~TemporaryFile() { ::unlink(path_.c_str()); }
+  explicit TemporaryFile(const char* directory = "/tmp", int flags = O_RDWR)
+      : fd_(testing::temporary_file(directory, flags)) {}
   [[nodiscard]] int fd() const { return fd_.get(); }
-  [[nodiscard]] const std::string& path() const { return path_; }
 
  private:
-  std::string path_;
-  UniqueFd fd_;
+  const UniqueFd fd_;
 };
 
 TEST(MountTable, ParsesLinesWithAnyNumberOfOptionalFields) {

@@ -22,6 +22,7 @@
 #include "gpu_test_support.h"
 #include "io/transfer.h"
 #include "io_fakes.h"
+#include "temporary_file.h"
 
 namespace gpufs::testing {
 
@@ -51,8 +52,7 @@ class TransferRig {
               const std::string& directory)
       : device(gpu_test::must(DeviceContext::create(std::move(driver), 0))),
         engine(gpu_test::must(TransferEngine::create(options, {device}, std::move(direct)))),
-        name_(directory + "/gpufs-transfer-XXXXXX"),
-        fd_(::mkostemp(name_.data(), O_CLOEXEC)) {
+        fd_(temporary_file(directory)) {
     EXPECT_TRUE(fd_.valid());
   }
   ~TransferRig() {
@@ -66,7 +66,6 @@ class TransferRig {
     file.reset();
     device.reset();
     fd_.reset();
-    ::unlink(name_.c_str());
   }
   TransferRig(const TransferRig&) = delete;
   TransferRig& operator=(const TransferRig&) = delete;
@@ -138,7 +137,6 @@ class TransferRig {
   std::shared_ptr<BufferType> buffer;
 
  private:
-  std::string name_;
   UniqueFd fd_;
 };
 
