@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import shutil
 import stat
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from errno import ENOMEM, ENOSPC
 from pathlib import Path
 
 import pytest
 from support.data import MIB, assert_same, noise, read_all
-from support.mounting import REPOSITORY, GpufsMount, Mounter
+from support.failing_memory import FailingMemory
+from support.mounting import GpufsMount, Mounter
 from support.processes import errno_of, wait_until
-from support.vendors import preloaded
 
 from gpufs import client
 
 # A copy that finds no service says so, and goes through the mount.
 pytestmark = [pytest.mark.complains, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-
-LIBRARY = next(iter(REPOSITORY.glob("build/cmake/**/failing_memory/libgpufs_failing_memory.so")), None)
-ORDER_BYTES = 40
-
-
-class FailingMemory:
-    """The order that the daemon's operator new obeys."""
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(mmap.PAGESIZE))
-        with open(path, "r+b") as file:
-            self._order = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        assert LIBRARY is not None, "scripts/build gpufs_tests makes it"
-        self.environment = {"LD_PRELOAD": preloaded(LIBRARY, path.parent), "GPUFS_FAILING_MEMORY": str(path)}
-
-    @contextlib.contextmanager
-    def failing(self, skip: int, fail: int) -> Iterator[None]:
-        """``skip`` allocations from now on are good, and the ``fail`` after them are not."""
-        self._order[8:32] = struct.pack("QQQ", skip, fail, 0)
-        self._order[0:8] = struct.pack("Q", 1)
-        try:
-            yield
-        finally:
-            self._order[0:8] = struct.pack("Q", 0)
-
-    @property
-    def seen(self) -> int:
-        """Allocations while the last order was in force."""
-        return int(struct.unpack("Q", self._order[24:32])[0])
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import os
 import signal
 import struct
 import subprocess
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from errno import EBUSY
@@ -87,12 +89,12 @@ def checked(path: Path) -> list[Event]:
             assert (event["pid"], event["tid"]) in named
             spans.append(event)
         elif event["ph"] == "b":
-            key = (event["id"], event["name"])
+            key = (event["cat"] + event["id"], event["name"])
             assert key not in open_phases
             open_phases[key] = event
         else:
             assert event["ph"] == "e"
-            begun = open_phases.pop((event["id"], event["name"]))
+            begun = open_phases.pop((event["cat"] + event["id"], event["name"]))
             assert event["ts"] >= begun["ts"]
             spans.append({**begun, "dur": event["ts"] - begun["ts"]})
     assert not open_phases
@@ -417,6 +419,52 @@ def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
             trace.close()
         trace.close()
         assert trace.read(1 << 20) == b""
+
+
+@pytest.mark.parametrize("style", ["json", "pftrace"])
+def test_operations_on_streams(tmp_path: Path, style: str) -> None:
+    """Each has its number and cookie, how long it waited for its stream, and its transfer."""
+    if style == "pftrace":
+        pytest.importorskip("perfetto")
+    (tmp_path / "file").write_bytes(bytes(MIB))
+    hold = threading.Event()
+    with (
+        engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened,
+        engine.BackingFile.open(opened, tmp_path / "file") as file,
+        engine.Buffer(opened) as buffer,
+        engine.Stream(opened) as stream,
+        engine.Batch(opened) as batch,
+        engine.Trace() as trace,
+    ):
+        stream.call(hold.wait)
+        held = [engine.Operation("load", file, buffer, 65536, stream=stream, cookie=cookie) for cookie in (7, "text")]
+        free = engine.Operation("load", file, buffer, 4096, cookie=1 << 63)
+        batch.submit([*held, free])
+        time.sleep(0.05)
+        hold.set()
+        results: list[engine.OperationResult] = []
+        while len(results) < 3:
+            results += batch.wait(fewest=1)
+        assert all(result.error is None for result in results)
+        ids = sorted(result.id for result in results)
+        (tmp_path / "records").write_bytes(b"".join(iter(lambda: trace.read(1 << 20), b"")))
+    output = tmp_path / f"trace.{style}"
+    run(*GPUFS, "trace", tmp_path / "records", "-o", output)
+    spans = checked(output) if style == "json" else checked_perfetto(output)
+    operations = {span["args"]["operation"]: span for span in called(spans, "operation")}
+    waits = {span["args"]["operation"]: span for span in called(spans, "wait for the stream")}
+    moves = {span["args"]["operation"]: span for span in called(spans, "move")}
+    assert [operations[number]["args"]["cookie"] for number in ids] == [7, 0, 1 << 63]
+    assert set(waits) == set(ids[:2])
+    assert set(operations) == set(moves) == set(ids)
+    transfers = {span["args"]["transfer"] for span in called(spans, "transfer")}
+    for number, operation in operations.items():
+        assert operation["args"]["path"] == str(tmp_path / "file")
+        assert moves[number]["args"]["transfer"] in transfers
+        assert operation["ts"] <= moves[number]["ts"]
+    for wait in waits.values():
+        assert wait["dur"] >= 40_000
+        assert wait["ts"] + wait["dur"] <= moves[wait["args"]["operation"]]["ts"] + 0.002
 
 
 def test_records_may_be_cut_anywhere(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +139,44 @@ def test_other_errors_are_the_copys(make: Maker, vendor: Vendor) -> None:
     assert (found["fastpath"]["errors"], found["fallback"]["bytes"], found["failed"]) == (1, 0, 1)
     moved = CHUNK + (CHUNK // 2 if vendor.partial else 0)
     assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB)[:moved])
+
+
+ASYNC_READ = """
+import sys
+from gpufs import engine
+
+with engine.Engine(sys.argv[1]) as gpu:
+    with engine.BackingFile.open(gpu, sys.argv[2]) as file, engine.Buffer(gpu) as buffer, engine.Stream(gpu) as stream:
+        try:
+            count, error = file.read_async(buffer, stream=stream).result(60), 0
+        except engine.TransferError as failure:
+            count, error = failure.transferred, failure.errno
+        read = bytearray(buffer.info.size)
+        assert buffer.read(0, read) == len(read)
+        with open(sys.argv[2], "rb") as source:
+            assert read == source.read(len(read))
+        print(count, error, len(read))
+"""
+
+
+@pytest.mark.parametrize("error", [errno.ENODEV, errno.EIO])
+def test_an_operation_that_fails_midway(tmp_path: Path, disk: Path, vendor: Vendor, error: int) -> None:
+    """What the vendor's call has left goes by fallback; or the error comes with what was moved, and no more."""
+    if not file_systems(disk) & {"ext4", "xfs"}:
+        pytest.skip(f"no file system for the fastpath at {disk}: {file_systems(disk)}")
+    size = 64 * MIB
+    (disk / "source").write_bytes(noise(size))
+    environment = vendor.environment(tmp_path, (vendor.answer(), vendor.answer(error, CHUNK // 2)))
+    done = run(sys.executable, "-c", ASYNC_READ, vendor.driver, disk / "source", env={**os.environ, **environment})
+    count, failed, held = map(int, done.stdout.split())
+    if error == errno.EIO:
+        assert failed == errno.EIO
+        assert count < size
+    else:
+        assert (count, failed) == (size, 0)
+    assert count == held
+    calls = [line.split() for line in (tmp_path / "records").read_text().splitlines()]
+    assert len(calls) >= 2
 
 
 def test_errors_of_the_system_call(make: Maker, vendor: Vendor) -> None:

@@ -28,9 +28,9 @@ _BEGIN, _END = 1, 2
 # DebugAnnotation
 _UNSIGNED, _STRING, _ANNOTATION_NAME = 3, 6, 10
 
-# Tracks' numbers: of processes below 2^16, of threads and of transfers above.
+# Tracks' numbers: of processes below 2^16, of threads, transfers and operations above.
 _THREADS: Final = 1 << 48
-_TRANSFERS: Final = 1 << 62
+_PHASES: Final = {"transfer": 1 << 62, "operation": 1 << 63}
 
 
 def _varint(value: int) -> bytes:
@@ -63,7 +63,7 @@ class PerfettoConverter(Records):
         self._sink = sink
         self._name = " ".join(["gpufs", *(str(facts[key]) for key in ("version", "mountpoint") if key in facts)])
         self._begun = False
-        self._transfers: set[int] = set()
+        self._described: set[int] = set()
 
     def end(self) -> None:
         """Nothing comes after the last packet."""
@@ -86,11 +86,12 @@ class PerfettoConverter(Records):
     def _slice(self, span: Span) -> None:
         self._span(span, _uuid(span.process, span.thread))
 
-    def _phase(self, span: Span, transfer: int) -> None:
-        track = _TRANSFERS + transfer
-        if transfer not in self._transfers:
-            self._transfers.add(transfer)
-            described = _number(_UUID, track) + _number(_PARENT, PROCESS) + _text(_TRACK_NAME, f"transfer {transfer}")
+    def _phase(self, span: Span, number: int) -> None:
+        track = _PHASES[span.category] + number
+        if track not in self._described:
+            self._described.add(track)
+            name = f"{span.category} {number}"
+            described = _number(_UUID, track) + _number(_PARENT, PROCESS) + _text(_TRACK_NAME, name)
             self._packet(_bytes(_TRACK, described))
         self._span(span, track)
 

@@ -26,8 +26,12 @@ _SPANS: Final = {
     40: ("transfer", "transfer"),
     41: ("queued", "transfer"),
     42: ("bind", "transfer"),
+    43: ("operation", "operation"),
+    44: ("wait for the stream", "operation"),
+    45: ("move", "operation"),
 }
 _PHASES: Final = frozenset({40, 41, 42})
+_OPERATION, _STREAM_WAIT, _MOVE = 43, 44, 45
 _BY_INODE: Final = frozenset({10, 11})
 _FLOWS: Final = ("in", "out")
 PROCESS: Final = 1  # the number of the process in the file; those of devices follow
@@ -98,8 +102,11 @@ class Records(ABC):
         """A span of its track: those of one track nest."""
 
     @abstractmethod
-    def _phase(self, span: Span, transfer: int) -> None:
-        """A phase of a transfer, which is a track of its own; the whole transfer comes first, then its parts."""
+    def _phase(self, span: Span, number: int) -> None:
+        """A phase of a transfer or an operation, which is a track of its own; the whole of it first, then its parts.
+
+        The category says which of the two it is.
+        """
 
     def _record(self, fields: tuple[Any, ...], text: bytes) -> None:
         start, end, number, offset, size, thread, name, kind, _, flow, lane, device, error, _ = fields
@@ -116,7 +123,13 @@ class Records(ABC):
         if kind not in _SPANS:
             return  # of a later version
         title, category = _SPANS[kind]
-        arguments: dict[str, Any] = {"size": size, "offset": offset}
+        arguments: dict[str, Any] = {"size": size}
+        if kind in (_OPERATION, _STREAM_WAIT):
+            arguments["cookie"] = offset
+        elif kind == _MOVE:
+            arguments["transfer"] = offset
+        else:
+            arguments["offset"] = offset
         if device >= 0:
             arguments["device"] = f"gpu{device}"
         if name:
@@ -125,9 +138,11 @@ class Records(ABC):
             arguments["error"] = os.strerror(error)
         if kind in _BY_INODE:
             arguments["inode"] = number
+        elif category == "operation":
+            arguments["operation"] = number
         elif number:
             arguments["transfer"] = number
-        if kind in _PHASES:
+        if kind in _PHASES or category == "operation":
             arguments["direction"] = _FLOWS[flow]
             self._phase(Span(title, category, PROCESS, thread, start, end, arguments), number)
         else:
@@ -178,9 +193,9 @@ class Converter(Records):
         duration = (span.end - span.start) / 1000
         self._event({**_head(span), "ph": "X", "ts": self._time(span.start), "dur": duration, "args": span.arguments})
 
-    def _phase(self, span: Span, transfer: int) -> None:
-        # Transfers overlap each other in whatever way they like: each is a track of its own.
-        event = {**_head(span), "id": f"0x{transfer:x}"}
+    def _phase(self, span: Span, number: int) -> None:
+        # They overlap each other in any way, so each is a track of its own, by its category and number.
+        event = {**_head(span), "id": f"0x{number:x}"}
         self._event({**event, "ph": "b", "ts": self._time(span.start), "args": span.arguments})
         self._event({**event, "ph": "e", "ts": self._time(span.end)})
 

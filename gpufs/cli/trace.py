@@ -54,10 +54,19 @@ def command(mountpoint: str, output: str, style: str | None, duration: float | N
     The reads and writes that it answers, and the life of each copy: queued, bound, file reads and writes, device
     copies, its end. FILE opens in https://ui.perfetto.dev, JSON in chrome://tracing too. Ctrl-C (or SIGTERM) ends the
     recording; the file is written all the same. For the mount's owner, one recording at a time.
+
+    MOUNTPOINT may also be a file into which a program has written what it read from gpufs.engine.Trace.
     """
     if not output:
         raise Failure("an empty name is given where a file belongs", 2)
+    facts = {"version": __version__}
+    native = style == "perfetto" or (style is None and output.endswith(_PERFETTO_SUFFIX))
+    if os.path.isfile(mountpoint):
+        with open(mountpoint, "rb") as recorded:
+            _convert(recorded, _Output(output), facts, native=native)
+        return
     entry = _mounts.find(mountpoint)
+    facts["mountpoint"] = entry.mountpoint
     sink_of = _Output(output)
     interrupted = threading.Event()
     # Also where whoever started it had SIGINT ignored, as shells do for what runs in the background.
@@ -69,25 +78,28 @@ def command(mountpoint: str, output: str, style: str | None, duration: float | N
         raise _refused(entry.mountpoint, error) from None
     try:
         # Records are only put aside while they come: making JSON of them takes longer than making them.
-        with tempfile.TemporaryFile(buffering=0) as records, sink_of as sink:
+        with tempfile.TemporaryFile(buffering=0) as records:
             broken = _record(source, records, duration, interrupted)
-            facts = {"mountpoint": entry.mountpoint, "version": __version__}
-            native = style == "perfetto" or (style is None and output.endswith(_PERFETTO_SUFFIX))
-            converter = PerfettoConverter(sink.buffer, facts) if native else Converter(sink, facts)
-            converter.begin()
             records.seek(0)
-            while data := records.read(_READ_BYTES):
-                converter.feed(data)
-            converter.end()
+            _convert(records, sink_of, facts, native=native)
     finally:
         try:
             os.close(source)
         except OSError:
             pass  # the mount has ended; what that means was found by reading
-    lost = f", {converter.lost} more were lost: the recording could not keep up" if converter.lost else ""
-    print(f"{converter.spans} spans{lost}", file=sys.stderr)
     if broken is not None:
         raise Failure(f"{entry.mountpoint}: {broken.strerror}: the trace ends there")
+
+
+def _convert(records: IO[bytes], output: "_Output", facts: dict[str, str], *, native: bool) -> None:
+    with output as sink:
+        converter = PerfettoConverter(sink.buffer, facts) if native else Converter(sink, facts)
+        converter.begin()
+        while data := records.read(_READ_BYTES):
+            converter.feed(data)
+        converter.end()
+    lost = f", {converter.lost} more were lost: the recording could not keep up" if converter.lost else ""
+    print(f"{converter.spans} spans{lost}", file=sys.stderr)
 
 
 def _refused(mountpoint: str, error: OSError) -> Failure:

@@ -281,6 +281,8 @@ def _place(name: str, number: Any, *, writable: bool) -> tuple[int, object]:
 class Operation:
     """A read or write to be submitted; ``cookie`` is the program's own and comes back with the result.
 
+    An integer cookie is also shown in traces.
+
     ``size``, ``file_offset`` and ``buffer_offset`` are integers (bytes; a size of None is as much as there is and
     fits), or late: a :class:`Late`, a 64-bit ctypes integer or 8 bytes of memory, read when the stream comes to the
     operation. A late size counts as it is now, too: by then it may have shrunk, not grown. ``count``: 8 bytes
@@ -349,6 +351,8 @@ class Operation:
             keep.append(kept)
             target.count = ffi.cast("int64_t *", address)
         target.cookie = cookie
+        if isinstance(self.cookie, int) and 0 <= self.cookie < 1 << 64:
+            target.trace_cookie = self.cookie
         return keep
 
 
@@ -363,6 +367,7 @@ class OperationResult:
     fallback_bytes: int
     hole_bytes: int  # moved by neither: holes that stayed holes
     refusals: tuple[str, ...]  # why the fastpath did not take all of it
+    id: int  # the operation's number, as in traces
 
     @property
     def cookie(self) -> object:
@@ -383,6 +388,7 @@ def _result(operation: Operation, ended: Any) -> OperationResult:
         fallback_bytes=ended.fallback_bytes,
         hole_bytes=ended.hole_bytes,
         refusals=tuple(refusal_names(ended.refusals)),
+        id=ended.id,
     )
 
 

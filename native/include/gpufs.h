@@ -453,6 +453,7 @@ typedef struct {
   int64_t* count; /* bytes moved; a negative errno if it failed before any was */
   int32_t* codes; /* two: errno and the device's code, 0 for success */
   uint64_t cookie;
+  uint64_t trace_cookie; /* shown in traces */
 } gpufs_operation;
 
 typedef struct {

@@ -24,6 +24,7 @@
 #include "hip_test_support.h"
 #include "io_fakes.h"
 #include "memory/buffer.h"
+#include "temporary_file.h"
 
 namespace gpufs::async_test {
 
@@ -101,8 +102,6 @@ class Rig {
     transfers = must(TransferEngine::create(io, contexts, make_direct_path("none")));
     engine = AsyncEngine::create(options, transfers, contexts);
     queue = engine->open_queue(0);
-    path_ = "/tmp/gpufs-async-test-XXXXXX";
-    fd_ = UniqueFd(::mkostemp(path_.data(), O_CLOEXEC));
     EXPECT_TRUE(fd_.valid());
     file = must(BackingFile::open(fd_.get(), operations));
   }
@@ -110,7 +109,6 @@ class Rig {
     engine->shutdown();
     EXPECT_EQ(engine->outstanding(), 0U);
     transfers->shutdown();
-    ::unlink(path_.c_str());
   }
   Rig(const Rig&) = delete;
   Rig& operator=(const Rig&) = delete;
@@ -169,8 +167,7 @@ class Rig {
   std::shared_ptr<BackingFile> file;
 
  private:
-  std::string path_;
-  UniqueFd fd_;
+  const UniqueFd fd_ = testing::temporary_file();
 };
 
 inline std::vector<std::byte> contents(Buffer& buffer) {

@@ -121,6 +121,38 @@ TEST_P(AsyncOperations, OfOneStreamKeepTheirOrder) {
   for (unsigned round = 0; round < 20; ++round) EXPECT_EQ(contents(*loaded[round]), pattern(10'000, round));
 }
 
+TEST_P(AsyncOperations, OfTwoThreadsOnOneStreamKeepTheOrderOfEach) {
+  constexpr std::uint64_t kCount = 60;  // of each thread
+  constexpr std::size_t kBlock = 4'096;
+  Rig rig(GetParam());
+  const std::vector<std::byte> bytes = pattern(2 * kCount * kBlock, 31);
+  rig.fill_file(bytes);
+  const std::shared_ptr<OperationStream> stream = must(rig.engine->create_stream(0, {}));
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  const auto submit_all = [&](std::uint64_t first) {
+    for (std::uint64_t number = first; number < first + kCount; ++number) {
+      CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, kBlock, stream);
+      entry.request.file_offset.value = number * kBlock;
+      entry.request.cookie = number;
+      EXPECT_OK(rig.submit(std::move(entry)));
+    }
+  };
+  std::thread first([&] { submit_all(0); });
+  std::thread second([&] { submit_all(kCount); });
+  first.join();
+  second.join();
+  // Those of a stream end in its order, and the last one's block is what all of them leave.
+  std::array<std::uint64_t, 2> expected = {0, kCount};
+  std::uint64_t last = 0;
+  for (std::uint64_t count = 0; count < 2 * kCount; ++count) {
+    const Completion over = rig.next();
+    EXPECT_OK(over.status);
+    last = over.cookie;
+    EXPECT_EQ(last, expected[last / kCount]++);
+  }
+  EXPECT_TRUE(testing::same_bytes(contents(*buffer), std::span(bytes).subspan(last * kBlock, kBlock)));
+}
+
 TEST_P(AsyncOperations, OfSeveralStreamsDoNotWaitForEachOther) {
   Rig rig(GetParam());
   rig.fill_file(pattern(20'000, 3));
@@ -599,6 +631,20 @@ TEST(AsyncFaults, AStreamThatRefusesAnOperationHasNotGotIt) {
     const Completion over = rig.next();
     EXPECT_EQ(over.status.error(), over.cookie == 1 ? EIO : 0);
   }
+}
+
+TEST(AsyncFaults, ASubmissionThatFindsNoMemoryLeavesNothing) {
+  Rig rig(Kind::kHost);
+  rig.fill_file(pattern(1'000, 18));
+  ProgramStream own = rig.program_stream();
+  const std::shared_ptr<Buffer> buffer = rig.buffer();
+  rig.plan->call.at(1, 1, ENOMEM);  // by an exception
+  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)).error(), ENOMEM);
+  EXPECT_EQ(own.stream->outstanding(), 0U);
+  EXPECT_EQ(rig.engine->outstanding(), 0U);
+  EXPECT_EQ(rig.queue->counts().under_way, 0U);
+  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  EXPECT_OK(rig.next().status);
 }
 
 TEST(AsyncFaults, AnOperationThatIsRefusedAndCancelledAtOnceIsCountedOnce) {

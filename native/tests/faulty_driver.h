@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -132,6 +133,7 @@ class FaultyStream : public Stream {
   Status wait(Event& event) override { return inner_->wait(static_cast<FaultyEvent&>(event).inner()); }
   Status call(HostFunction function, void* argument) override {
     Status status = plan_->call.next("call");
+    if (status.error() == ENOMEM) throw std::bad_alloc();
     return status.ok() ? inner_->call(function, argument) : status;
   }
   Status wait_for_value(DeviceAddress cell, std::uint32_t value) override {

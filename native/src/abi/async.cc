@@ -88,6 +88,7 @@ Result<CompletionQueue::Entry> entry_from(const QueueEntry& owner, const gpufs_o
   entry.request.count = given.count;
   entry.request.codes = given.codes;
   entry.request.cookie = given.cookie;
+  entry.request.trace_cookie = given.trace_cookie;
   if (given.stream != 0) {
     Result<std::shared_ptr<OperationStream>> stream = HandleTable::instance().get<OperationStream>(given.stream);
     if (!stream.ok()) return stream.status();

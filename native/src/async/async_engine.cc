@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <exception>
 #include <iterator>
 #include <limits>
+#include <new>
 #include <string>
 #include <string_view>
 
 #include "base/log.h"
 #include "base/math.h"
 #include "base/thread.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
@@ -272,32 +275,36 @@ Status AsyncEngine::submit(const std::shared_ptr<Operation>& operation) {
 
 // ---- moving ----
 
-void AsyncEngine::bind(const std::shared_ptr<Operation>& operation) {
+void AsyncEngine::bind(const std::shared_ptr<Operation>& operation) noexcept {
+  Lane& lane = lane_of(*operation);
   Status status;
   bool empty = false;
-  {
-    const std::lock_guard lock(operation->mutex_);
-    if (operation->phase_ != Operation::Phase::kQueued) return;
-    operation->phase_ = Operation::Phase::kReady;
-    const bool aligned = operation->stream_ != nullptr && operation->stream_->promises().aligned;
-    status = apply_numbers(operation->request_, aligned, /*late=*/true);
-    const TransferRequest& transfer = operation->request_.transfer;
-    if (status.ok()) status = TransferEngine::check(transfer);
-    empty = transfer.bytes == 0 && transfer.sync == SyncMode::kNone;
+  try {
+    {
+      const std::lock_guard lock(operation->mutex_);
+      if (operation->phase_ != Operation::Phase::kQueued) return;
+      operation->phase_ = Operation::Phase::kReady;
+      const bool aligned = operation->stream_ != nullptr && operation->stream_->promises().aligned;
+      status = apply_numbers(operation->request_, aligned, /*late=*/true);
+      const TransferRequest& transfer = operation->request_.transfer;
+      if (status.ok()) status = TransferEngine::check(transfer);
+      empty = transfer.bytes == 0 && transfer.sync == SyncMode::kNone;
+    }
+    if (status.ok() && !empty) {
+      const std::lock_guard lock(lane.mutex);
+      lane.ready.push_back(operation);
+    }
+  } catch (const std::exception&) {
+    status = Status(ENOMEM, "");
   }
   if (!status.ok() || empty) {
     end_later(operation, std::move(status));
-    return;
+  } else {
+    pump(lane);
   }
-  Lane& lane = lane_of(*operation);
-  {
-    const std::lock_guard lock(lane.mutex);
-    lane.ready.push_back(operation);
-  }
-  pump(lane);
 }
 
-void AsyncEngine::pump(Lane& lane) {
+void AsyncEngine::pump(Lane& lane) noexcept {
   for (;;) {
     std::shared_ptr<Operation> operation;
     {
@@ -311,7 +318,7 @@ void AsyncEngine::pump(Lane& lane) {
   }
 }
 
-void AsyncEngine::launch(const std::shared_ptr<Operation>& operation) {
+void AsyncEngine::launch(const std::shared_ptr<Operation>& operation) noexcept {
   Lane& lane = lane_of(*operation);
   const auto leave = [&lane] {
     const std::lock_guard lock(lane.mutex);
@@ -328,54 +335,67 @@ void AsyncEngine::launch(const std::shared_ptr<Operation>& operation) {
     if (operation->phase_ == Operation::Phase::kReady) {
       operation->phase_ = Operation::Phase::kRunning;
       request = std::move(operation->request_.transfer);
+      if (operation->submitted_at_ != 0) {
+        operation->launched_at_ = observe::now_ns();
+        operation->transfer_id_ = request.trace_id = observe::trace::next_id();
+      }
     }
   }
   if (request.file == nullptr) {  // cancelled meanwhile
     leave();
     return;
   }
-  request.done = [self = shared_from_this(), operation](const TransferProgress& progress) {
-    self->moved(operation, progress);
-  };
-  Result<std::shared_ptr<Transfer>> started = Status(ESHUTDOWN, "the engine is being closed");
-  if (transfers != nullptr) started = transfers->start(request);
-  if (!started.ok()) {
-    {
-      // The memory is let go where the operation is ended.
-      const std::lock_guard lock(operation->mutex_);
-      request.done = nullptr;
-      operation->request_.transfer = std::move(request);
+  std::shared_ptr<Transfer> transfer;
+  Status status;
+  try {
+    request.done = [self = shared_from_this(), operation](const TransferProgress& progress) {
+      self->moved(operation, progress);
+    };
+    Result<std::shared_ptr<Transfer>> started =
+        transfers != nullptr ? transfers->start(request) : Status(ESHUTDOWN, "the engine is being closed");
+    if (started.ok()) {
+      transfer = started.take();
+    } else {
+      status = started.status();
     }
-    leave();
-    end_later(operation, started.status());
-    return;
+  } catch (const std::exception&) {
+    status = Status(ENOMEM, "");
   }
-  // File and memory are not let go here, where this may be a driver's thread.
-  std::shared_ptr<Transfer> transfer = started.take();
+  // The operation has its file, its memory and its transfer back: they are not released on a driver's thread.
+  bool over = false;
   bool cancelled = false;
   {
     const std::lock_guard lock(operation->mutex_);
+    over = operation->phase_ != Operation::Phase::kRunning;
     cancelled = operation->cancelled_;
-    if (operation->phase_ == Operation::Phase::kRunning) {
-      operation->request_.transfer.file = std::move(request.file);
-      operation->request_.transfer.target = std::exchange(request.target, Target{});
-      operation->transfer_ = transfer;
-      if (!cancelled) transfer.reset();  // nobody here needs it any more
-    }
+    request.done = nullptr;
+    operation->request_.transfer.file = std::move(request.file);
+    operation->request_.transfer.target = std::exchange(request.target, Target{});
+    operation->transfer_ = transfer;
+    if (over || !cancelled) transfer.reset();
   }
-  if (transfer == nullptr) return;
-  if (cancelled) transfer->cancel();
-  {
-    const std::lock_guard lock(mutex_);
-    leftovers_.emplace_back(std::move(request), std::move(transfer));
+  if (!status.ok()) {
+    leave();
+    end_later(operation, std::move(status));
+    return;
   }
-  changed_.notify_all();
+  if (transfer != nullptr) {
+    transfer->cancel();
+    const std::lock_guard lock(operation->mutex_);
+    over = operation->phase_ != Operation::Phase::kRunning;
+    operation->transfer_ = std::move(transfer);
+  }
+  if (over) release_later(operation);
 }
 
-void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress) {
+void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress) noexcept {
   Completion completion;
   completion.bytes = progress.prefix;
-  completion.status = progress.status;
+  try {
+    completion.status = progress.status;
+  } catch (const std::bad_alloc&) {  // its codes need no memory
+    completion.status = Status(progress.status.error(), "", progress.status.device_code());
+  }
   completion.fastpath_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
   completion.fallback_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFallback)];
   completion.hole_bytes = progress.hole_bytes;
@@ -389,18 +409,62 @@ void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const Trans
   pump(lane);
 }
 
-void AsyncEngine::end_later(const std::shared_ptr<Operation>& operation, Status status) {
+void AsyncEngine::append_ending(const std::shared_ptr<Operation>& operation) {
+  (last_ending_ == nullptr ? ending_ : last_ending_->next_ending_) = operation;
+  last_ending_ = operation.get();
+}
+
+void AsyncEngine::end_later(const std::shared_ptr<Operation>& operation, Status status) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    ending_.emplace_back(operation, std::move(status));
+    operation->outcome_ = std::move(status);
+    append_ending(operation);
   }
   changed_.notify_all();
+}
+
+void AsyncEngine::release_later(const std::shared_ptr<Operation>& operation) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    operation->is_over_ = true;
+    append_ending(operation);
+  }
+  changed_.notify_all();
+}
+
+void AsyncEngine::trace_phases(const Operation& operation, std::uint64_t reached_at, const OperationRequest& request,
+                               const Completion& completion) {
+  observe::TraceRecord record;
+  record.id = operation.id();
+  record.name = operation.trace_name_;
+  record.device = operation.device_->info().index;
+  record.flow = static_cast<std::uint8_t>(flow_of(request.transfer.direction));
+  record.error = completion.status.error();
+  const auto write = [&](observe::TraceKind kind, std::uint64_t start, std::uint64_t end, std::uint64_t offset,
+                         std::uint64_t bytes) {
+    record.kind = kind;
+    record.start = start;
+    record.end = end;
+    record.offset = offset;
+    record.bytes = bytes;
+    observe::trace::record(record);
+  };
+  const std::uint64_t now = observe::now_ns();
+  write(observe::TraceKind::kOperation, operation.submitted_at_, now, request.trace_cookie, completion.bytes);
+  if (operation.stream_ != nullptr) {
+    write(observe::TraceKind::kStreamWait, operation.submitted_at_, reached_at != 0 ? reached_at : now,
+          request.trace_cookie, 0);
+  }
+  if (operation.launched_at_ != 0) {
+    write(observe::TraceKind::kMove, operation.launched_at_, now, operation.transfer_id_, completion.bytes);
+  }
 }
 
 bool AsyncEngine::end(const std::shared_ptr<Operation>& operation, Completion completion, bool waiting_only) {
   std::shared_ptr<CompletionQueue> queue;
   OperationRequest request;
   std::shared_ptr<Transfer> transfer;
+  std::uint64_t reached_at = 0;
   {
     const std::lock_guard lock(operation->mutex_);
     const Operation::Phase phase = operation->phase_;
@@ -410,13 +474,17 @@ bool AsyncEngine::end(const std::shared_ptr<Operation>& operation, Completion co
     queue = std::move(operation->queue_);
     request = std::exchange(operation->request_, OperationRequest{});
     transfer = std::move(operation->transfer_);
-    if (completion.status.error() == ECANCELED && !operation->unheld_.ok()) completion.status = operation->unheld_;
+    if (completion.status.error() == ECANCELED && !operation->unheld_.ok()) {
+      completion.status = std::move(operation->unheld_);
+    }
+    reached_at = operation->reached_at_;
   }
+  if (operation->submitted_at_ != 0) trace_phases(*operation, reached_at, request, completion);
   tell_program(request, completion);
   completion.cookie = request.cookie;
   completion.id = operation->id();
   // Before the stream goes on, so that what ends on a stream is found in its order.
-  queue->deliver(completion);
+  queue->deliver(std::move(completion));
   bool reached = false;
   {
     const std::lock_guard lock(operation->mutex_);
@@ -481,27 +549,35 @@ Status AsyncEngine::start_keeper() {
 void AsyncEngine::keeper_main() {
   Clock::time_point look = Clock::now();
   std::unique_lock lock(mutex_);
-  while (!keeper_ending_ || !ending_.empty() || !leftovers_.empty()) {
-    if (!ending_.empty() || !leftovers_.empty()) {
-      decltype(ending_) batch;
-      decltype(leftovers_) leftovers;
-      batch.swap(ending_);
-      leftovers.swap(leftovers_);
+  while (!keeper_ending_ || ending_ != nullptr) {
+    if (ending_ != nullptr) {
+      std::shared_ptr<Operation> operation = std::move(ending_);
+      ending_ = std::move(operation->next_ending_);
+      if (ending_ == nullptr) last_ending_ = nullptr;
+      Completion completion;
+      completion.status = std::move(operation->outcome_);
+      const bool is_over = operation->is_over_;
       lock.unlock();
-      leftovers.clear();
-      for (auto& [operation, status] : batch) {
-        Completion completion;
-        completion.status = std::move(status);
+      if (!is_over) {
         (void)end(operation, std::move(completion));
+      } else {
+        TransferRequest request;
+        std::shared_ptr<Transfer> transfer;
+        const std::lock_guard operation_lock(operation->mutex_);
+        std::swap(request, operation->request_.transfer);
+        transfer.swap(operation->transfer_);
       }
-      batch.clear();
+      operation.reset();
       lock.lock();
       continue;
     }
     if (!streams_.empty() && Clock::now() >= look) {
       lock.unlock();
-      watch_devices();
-      keep_streams();
+      try {
+        watch_devices();
+        keep_streams();
+      } catch (const std::bad_alloc&) {  // the next time will do
+      }
       lock.lock();
       look = Clock::now() + kLook;
       continue;

@@ -99,14 +99,18 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   Result<std::pair<std::size_t, std::unique_ptr<Stream>>> adopt(NativeStream native, int device) const;
   static bool probe(DeviceState& device);
 
-  // Reads the late numbers and has it moved. Also called on drivers' threads: whatever is over by this is ended by the
-  // engine's own.
-  void bind(const std::shared_ptr<Operation>& operation);
-  void pump(Lane& lane);
+  // Reads the late numbers and starts the transfer. Also called on drivers' threads, so no exception leaves it (the
+  // operation fails with ENOMEM), and what is over by this is ended by the engine's own thread.
+  void bind(const std::shared_ptr<Operation>& operation) noexcept;
+  void pump(Lane& lane) noexcept;
   Lane& lane_of(const Operation& operation) { return lanes_[operation.may_hang_ ? 1 : 0]; }
-  void launch(const std::shared_ptr<Operation>& operation);
-  void moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress);
-  void end_later(const std::shared_ptr<Operation>& operation, Status status);
+  void launch(const std::shared_ptr<Operation>& operation) noexcept;
+  void moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress) noexcept;
+  // For the keeper to end; needs no memory.
+  void end_later(const std::shared_ptr<Operation>& operation, Status status) noexcept;
+  // For the keeper to release what an operation that is over has been given since.
+  void release_later(const std::shared_ptr<Operation>& operation) noexcept;
+  void append_ending(const std::shared_ptr<Operation>& operation);  // mutex_ is held
   // Tells everybody, once. Not on a driver's thread, since files and memory are let go here. False if it is over
   // already, and, with waiting_only, if it is running.
   bool end(const std::shared_ptr<Operation>& operation, Completion completion, bool waiting_only = false);
@@ -115,6 +119,9 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   // False if it is over already.
   bool cancel(const std::shared_ptr<Operation>& operation);
   static void wait(Operation& operation);
+  // Records the phases of an operation that ends, where it was submitted while a trace was recorded.
+  static void trace_phases(const Operation& operation, std::uint64_t reached_at, const OperationRequest& request,
+                           const Completion& completion);
 
   Status start_keeper();
   void keeper_main();
@@ -142,9 +149,8 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   std::shared_ptr<TransferEngine> transfers_;  // null after shutdown()
   std::vector<std::shared_ptr<OperationStream>> streams_;
   std::vector<std::weak_ptr<CompletionQueue>> queues_;
-  std::deque<std::pair<std::shared_ptr<Operation>, Status>> ending_;  // to be ended by the keeper
-  // Of operations that were over as soon as they had started: to be let go by the keeper, since files and memory go.
-  std::vector<std::pair<TransferRequest, std::shared_ptr<Transfer>>> leftovers_;
+  std::shared_ptr<Operation> ending_;  // the first of those for the keeper, linked by next_ending_
+  Operation* last_ending_ = nullptr;
   std::thread keeper_;
   bool closed_ = false;
   bool keeper_ending_ = false;

@@ -5,15 +5,44 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <new>
 #include <string>
 #include <utility>
 
 #include "async/async_engine.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 
 CompletionQueue::CompletionQueue(std::shared_ptr<AsyncEngine> engine, std::size_t capacity)
     : engine_(std::move(engine)), capacity_(capacity) {}
+
+// Operations that are being submitted. Unless they are kept, each goes as if it had never been.
+class CompletionQueue::Submission {
+ public:
+  Submission(CompletionQueue& queue, std::size_t count) : queue_(queue), count_(count) {}
+  ~Submission() {
+    if (kept_) return;
+    for (const std::shared_ptr<Operation>& operation : operations) {
+      // One that somebody cancels at this moment is delivered and counted there.
+      if (!AsyncEngine::retract(*operation)) continue;
+      (void)queue_.forget(operation->id());
+      queue_.engine_->unreserve(1);
+    }
+    queue_.engine_->unreserve(count_ - operations.size());
+  }
+  Submission(const Submission&) = delete;
+  Submission& operator=(const Submission&) = delete;
+
+  void keep() { kept_ = true; }
+
+  std::vector<std::shared_ptr<Operation>> operations;
+
+ private:
+  CompletionQueue& queue_;
+  const std::size_t count_;
+  bool kept_ = false;
+};
 
 Status CompletionQueue::submit(std::vector<Entry> entries, std::vector<std::uint64_t>* ids, std::size_t* bad) {
   for (std::size_t number = 0; number < entries.size(); ++number) {
@@ -22,54 +51,59 @@ Status CompletionQueue::submit(std::vector<Entry> entries, std::vector<std::uint
     if (!checked.ok()) return checked;
   }
   *bad = 0;
+  if (ids != nullptr) ids->reserve(ids->size() + entries.size());
   Status reserved = engine_->reserve(entries.size());
   if (!reserved.ok()) return reserved;
-  std::vector<std::shared_ptr<Operation>> operations;
+  Submission submission(*this, entries.size());
+  std::vector<std::shared_ptr<Operation>>& operations = submission.operations;
   operations.reserve(entries.size());
   for (Entry& entry : entries) {
     auto operation = std::make_shared<Operation>(std::move(entry.request), ++engine_->last_id_);
+    const BackingFile& file = *operation->request_.transfer.file;
     operation->queue_ = shared_from_this();
     operation->stream_ = std::move(entry.stream);
-    operation->may_hang_ = operation->request_.transfer.file->facts().may_hang;
+    operation->may_hang_ = file.facts().may_hang;
     operation->device_ = operation->request_.transfer.target.device();
+    if (observe::trace::on()) {
+      operation->trace_name_ = observe::trace::name_of_file(file.buffered_fd());
+      operation->submitted_at_ = observe::now_ns();
+    }
     operations.push_back(std::move(operation));
   }
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) {
-      reserved = Status(ESHUTDOWN, "the batch is being closed");
-    } else if (capacity_ - std::min(capacity_, under_way_.size() + done_.size()) < operations.size()) {
-      reserved = Status(EAGAIN, "the batch has room for " + std::to_string(capacity_) + " operations");
-    } else {
-      for (const std::shared_ptr<Operation>& operation : operations) {
-        under_way_.emplace(operation->id(), UnderWay{operation, waiting_.emplace(waiting_.end())});
+    if (closed_) return Status(ESHUTDOWN, "the batch is being closed");
+    if (capacity_ - std::min(capacity_, under_way_.size() + done_.size()) < operations.size()) {
+      return Status(EAGAIN, "the batch has room for " + std::to_string(capacity_) + " operations");
+    }
+    for (const std::shared_ptr<Operation>& operation : operations) {
+      const Node node = waiting_.emplace(waiting_.end());
+      try {
+        under_way_.emplace(operation->id(), UnderWay{operation, node});
+      } catch (...) {
+        waiting_.erase(node);
+        throw;
       }
     }
-  }
-  if (!reserved.ok()) {
-    engine_->unreserve(operations.size());
-    return reserved;
-  }
-  // Some may be over and collected before this returns.
-  if (ids != nullptr) {
-    for (const std::shared_ptr<Operation>& operation : operations) ids->push_back(operation->id());
   }
   for (std::size_t number = 0; number < operations.size(); ++number) {
-    Status status = engine_->submit(operations[number]);
-    if (status.ok()) continue;
-    if (number == 0) {
-      for (const std::shared_ptr<Operation>& operation : operations) {
-        // One that somebody cancels at this moment is told of and counted by him.
-        if (!AsyncEngine::retract(*operation)) continue;
-        (void)forget(operation->id());
-        engine_->unreserve(1);
-      }
-      if (ids != nullptr) ids->resize(ids->size() - operations.size());
-      return status;
+    Status status;
+    try {
+      status = engine_->submit(operations[number]);
+    } catch (const std::bad_alloc&) {  // its stream has not got it
+      status = Status(ENOMEM, "");
     }
-    Completion completion;
-    completion.status = std::move(status);
-    (void)engine_->end(operations[number], std::move(completion));
+    if (number == 0) {
+      if (!status.ok()) return status;
+      submission.keep();
+    } else if (!status.ok()) {
+      Completion completion;
+      completion.status = std::move(status);
+      (void)engine_->end(operations[number], std::move(completion));
+    }
+  }
+  if (ids != nullptr) {
+    for (const std::shared_ptr<Operation>& operation : operations) ids->push_back(operation->id());
   }
   return {};
 }
@@ -79,6 +113,7 @@ std::vector<Completion> CompletionQueue::collect(std::size_t fewest, std::size_t
   std::vector<Completion> collected;
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, patience, [&] { return done_.size() >= fewest || under_way_.empty(); });
+  collected.reserve(std::min(most, done_.size()));
   while (!done_.empty() && collected.size() < most) {
     collected.push_back(std::move(done_.front()));
     done_.pop_front();
@@ -145,13 +180,13 @@ CompletionQueue::Counts CompletionQueue::counts() const {
   return {under_way_.size(), done_.size()};
 }
 
-void CompletionQueue::deliver(const Completion& completion) {
+void CompletionQueue::deliver(Completion completion) {
   std::shared_ptr<Operation> operation;  // let go without the lock
   const std::lock_guard lock(mutex_);
   const auto found = under_way_.find(completion.id);
   if (found == under_way_.end()) return;
   operation = std::move(found->second.operation);
-  *found->second.node = completion;
+  *found->second.node = std::move(completion);
   done_.splice(done_.end(), waiting_, found->second.node);
   under_way_.erase(found);
   if (done_.size() == 1 && event_.valid()) {

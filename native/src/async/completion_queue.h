@@ -57,6 +57,7 @@ class CompletionQueue : public std::enable_shared_from_this<CompletionQueue> {
 
  private:
   friend class AsyncEngine;
+  class Submission;
   using Node = std::list<Completion>::iterator;
   struct UnderWay {
     std::shared_ptr<Operation> operation;
@@ -65,7 +66,7 @@ class CompletionQueue : public std::enable_shared_from_this<CompletionQueue> {
 
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> under_way() const;
   // An operation is over.
-  void deliver(const Completion& completion);
+  void deliver(Completion completion);
   // It never was. False if it is over.
   bool forget(std::uint64_t id);
 

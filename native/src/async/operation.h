@@ -38,6 +38,7 @@ struct OperationRequest {
   std::int64_t* count = nullptr;  // bytes moved; a negative errno if it failed before any was
   std::int32_t* codes = nullptr;  // two: errno and the device's code, 0 for success
   std::uint64_t cookie = 0;
+  std::uint64_t trace_cookie = 0;  // shown in traces: the program's own, where the cookie is its binding's
 };
 
 // How an operation ended. bytes: from the start on without a gap, also after a failure or a cancellation.
@@ -74,18 +75,29 @@ class Operation {
   bool waits_ = false;                       // the stream waits for it by its counter; otherwise the host's call does
   bool may_hang_ = false;                    // in its file
   std::shared_ptr<DeviceContext> device_;    // its memory's
+  std::uint64_t submitted_at_ = 0;           // nanoseconds; 0: not traced
+  std::uint32_t trace_name_ = 0;             // of its file
 
   // Guards all below. Nothing is called under it and no other lock taken.
   std::mutex mutex_;
   std::condition_variable changed_;  // phase_ is kDone
   Phase phase_ = Phase::kQueued;
-  bool reached_ = false;    // the stream has come to it
-  bool let_go_ = false;     // the stream went on before it was over, and its outcome is written nowhere any more
-  bool cancelled_ = false;  // somebody asked
-  Status unheld_;           // why the stream's later work does not wait for it: then it must not go on
+  bool reached_ = false;          // the stream has come to it
+  bool let_go_ = false;           // the stream went on before it was over, and its outcome is written nowhere any more
+  bool cancelled_ = false;        // somebody asked
+  std::uint64_t reached_at_ = 0;  // nanoseconds, for its trace; 0: not yet
+  std::uint64_t launched_at_ = 0;
+  std::uint64_t transfer_id_ = 0;  // of its transfer, in the trace
+  Status unheld_;                  // why the stream's later work does not wait for it: then it must not go on
   std::shared_ptr<CompletionQueue> queue_;
   OperationRequest request_;
   std::shared_ptr<Transfer> transfer_;
+
+  // Of the engine's list of operations to be ended; guarded by its mutex. In here, for the list must grow without
+  // memory.
+  std::shared_ptr<Operation> next_ending_;
+  Status outcome_;
+  bool is_over_ = false;  // ended already, but its file and memory are still to be released
 };
 
 }  // namespace gpufs

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <new>
 #include <utility>
 
 #include "async/async_engine.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 
@@ -55,10 +57,44 @@ Status OperationStream::room(std::size_t depth, std::chrono::milliseconds patien
   return {};
 }
 
+// What a submission has taken of its stream. Goes back unless the stream has got the operation.
+class OperationStream::Submission {
+ public:
+  // After room() has counted the operation.
+  Submission(OperationStream& stream, Operation& operation) : stream_(stream), operation_(operation) {}
+  ~Submission() {
+    if (kept_) return;
+    if (queued_) stream_.holds_->end();
+    const std::lock_guard lock(stream_.mutex_);
+    if (operation_.waits_) {
+      --stream_.waits_;
+      stream_.holds_->give_wait_back();
+    }
+    if (queued_) {
+      std::erase_if(stream_.queued_, [this](const auto& each) { return each.get() == &operation_; });
+      --stream_.calling_;
+    }
+    --stream_.outstanding_;
+    stream_.changed_.notify_all();
+  }
+  Submission(const Submission&) = delete;
+  Submission& operator=(const Submission&) = delete;
+
+  void queued() { queued_ = true; }
+  void keep() { kept_ = true; }
+
+ private:
+  OperationStream& stream_;
+  Operation& operation_;
+  bool queued_ = false;
+  bool kept_ = false;
+};
+
 Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std::size_t depth,
                                std::chrono::milliseconds patience) {
   Status status = room(depth, patience);
   if (!status.ok()) return status;
+  Submission submission(*this, *operation);
   const std::lock_guard submitting(submit_mutex_);
   operation->sequence_ = last_ + 1;
   {
@@ -67,29 +103,17 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     ++calling_;
     used_ = std::chrono::steady_clock::now();
   }
-  operation->waits_ = take_wait();
   holds_->begin();
+  submission.queued();
+  operation->waits_ = take_wait();
   status = stream_->call(&OperationStream::reached, operation.get());
-  if (!status.ok()) {
-    holds_->end();
-    const std::lock_guard lock(mutex_);
-    if (operation->waits_) {
-      --waits_;
-      holds_->give_wait_back();
-    }
-    queued_.erase(std::find(queued_.begin(), queued_.end(), operation));
-    --calling_;
-    --outstanding_;
-    changed_.notify_all();
-    return status.with_context("an operation on a stream");
-  }
+  if (!status.ok()) return status.with_context("an operation on a stream");
+  submission.keep();
   ++last_;
   if (operation->waits_) {
     hold(operation);
   } else if (counter_.word == nullptr) {
-    // One at a time tells of a failure as well as many, which would fill the device's queues.
-    const Result<bool> passed = passed_->query();
-    if (!passed.ok() || passed.value()) record();
+    record();
   }
   return {};
 }
@@ -105,36 +129,49 @@ bool OperationStream::take_wait() {
   return false;
 }
 
-void OperationStream::hold(const std::shared_ptr<Operation>& operation) {
+void OperationStream::hold(const std::shared_ptr<Operation>& operation) noexcept {
   {
     const std::lock_guard lock(mutex_);
     recorded_ = false;
   }
-  const Status held = stream_->wait_for_value(counter_.address, operation->sequence_);
+  Status held(ENOMEM, "");
+  try {
+    held = stream_->wait_for_value(counter_.address, operation->sequence_).with_context("an operation on a stream");
+  } catch (const std::bad_alloc&) {  // as if the stream had refused to wait
+  }
   if (!held.ok()) {
     // What is queued behind would not wait: it must have stopped before that can be.
     {
       const std::lock_guard lock(operation->mutex_);
-      operation->unheld_ = held.with_context("an operation on a stream");
+      operation->unheld_ = std::move(held);
     }
     if (engine_->cancel(operation)) AsyncEngine::wait(*operation);
   }
   record();
 }
 
-void OperationStream::record() {
-  const Status recorded = stream_->record(*passed_);
-  const std::lock_guard lock(mutex_);
-  if (recorded.ok()) recorded_ = ever_recorded_ = true;
+void OperationStream::record() noexcept {
+  try {
+    // Where calls of the host hold the stream, one event at a time reports a failure as well as many, which would fill
+    // the device's queues.
+    if (counter_.word == nullptr) {
+      const Result<bool> passed = passed_->query();
+      if (passed.ok() && !passed.value()) return;
+    }
+    const Status recorded = stream_->record(*passed_);
+    const std::lock_guard lock(mutex_);
+    if (recorded.ok()) recorded_ = ever_recorded_ = true;
+  } catch (const std::bad_alloc&) {  // as if it could not be recorded
+  }
 }
 
-void OperationStream::reached(void* operation) {
+void OperationStream::reached(void* operation) noexcept {
   auto* const reached_operation = static_cast<Operation*>(operation);
   // queued_ has it until now, and it has the stream.
   reached_operation->stream_->reach(reached_operation);
 }
 
-void OperationStream::reach(const Operation* operation) {
+void OperationStream::reach(const Operation* operation) noexcept {
   std::shared_ptr<Operation> self;
   {
     const std::lock_guard lock(mutex_);
@@ -147,6 +184,7 @@ void OperationStream::reach(const Operation* operation) {
   {
     const std::lock_guard lock(self->mutex_);
     self->reached_ = true;
+    if (self->submitted_at_ != 0) self->reached_at_ = observe::now_ns();
     over = self->phase_ == Operation::Phase::kDone;
   }
   if (over) {

@@ -71,17 +71,19 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   // Queues it behind all that the stream has: EAGAIN when too many are outstanding for longer than `patience`, EBADF
   // after close(), or what the driver gave; nothing is queued then, or what was never moves anything.
   Status submit(const std::shared_ptr<Operation>& operation, std::size_t depth, std::chrono::milliseconds patience);
-  static void reached(void* operation);
-  void reach(const Operation* operation);
+  class Submission;
+  // The host's call, on a driver's thread: no exception leaves it.
+  static void reached(void* operation) noexcept;
+  void reach(const Operation* operation) noexcept;
   // The operation is over and the stream has come to it: it goes on.
   void release(const Operation& operation);
   Status room(std::size_t depth, std::chrono::milliseconds patience);
   // Whether the stream is to wait for the next operation by its counter. submit_mutex_ is held.
   bool take_wait();
   // Has the stream wait for the operation, which is queued; what cannot wait is ended. submit_mutex_ is held.
-  void hold(const std::shared_ptr<Operation>& operation);
+  void hold(const std::shared_ptr<Operation>& operation) noexcept;
   // Records passed_ behind what is queued. submit_mutex_ is held.
-  void record();
+  void record() noexcept;
   // Those that the stream has not come to yet.
   std::deque<std::shared_ptr<Operation>> queued() const;
   // The failure of the device, if it will come to nothing any more; success otherwise.

@@ -54,7 +54,8 @@ struct TransferRequest {
   // Whose transfer it is (a user's or process's number): threads are shared evenly between clients, and no client
   // holds more than its share, even if its files hang.
   std::uint64_t client = 0;
-  int share = 0;  // threads at most; 0: the client's share
+  int share = 0;               // threads at most; 0: the client's share
+  std::uint64_t trace_id = 0;  // its number in traces; 0: the next one
   // Told once how it ended, on whichever thread ends it (never inside start() but for a request of no bytes). It must
   // not wait. Not called where start() fails.
   std::function<void(const TransferProgress&)> done;

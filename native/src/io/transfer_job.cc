@@ -59,7 +59,7 @@ TransferJob::TransferJob(std::shared_ptr<TransferEngine> engine, std::shared_ptr
       flow_(flow_of(request_.direction)),
       details_(counters_.region()->details(counters_.device(), flow_)),
       queued_(observe::now_ns()),
-      trace_id_(observe::trace::next_id()),
+      trace_id_(request_.trace_id != 0 ? request_.trace_id : observe::trace::next_id()),
       trace_name_(observe::trace::on() ? observe::trace::name_of_file(request_.file->buffered_fd()) : 0) {
   const Switch wish = engine_->options().pagecache;
   pagecache_ = request_.direction == Direction::kLoad && !device_->info().cpu_addressable &&

@@ -40,6 +40,11 @@ enum class TraceKind : std::uint8_t {
   kTransfer = 40,
   kQueued = 41,
   kBind = 42,
+
+  // Phases of an asynchronous operation; `id` says which.
+  kOperation = 43,   // from its submission to its end; `offset` is the program's cookie
+  kStreamWait = 44,  // until its stream has come to it; `offset` likewise
+  kMove = 45,        // while it is a transfer, whose number is `offset`
 };
 
 // One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock; while it is recorded they
