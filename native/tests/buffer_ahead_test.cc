@@ -284,21 +284,6 @@ TEST_F(BufferAheadTest, NoRoomForMoreThanIsNeeded) {
   expect_blocks(*buffer);
 }
 
-TEST_F(BufferAheadTest, WhatTheDeviceDoesNotTakeBackIsTheFiles) {
-  start(256 * kMiB);
-  const auto buffer = grown(17);
-  const std::uint64_t ahead = buffer->bytes_ahead();
-  ASSERT_GT(ahead, 0U);
-  plan->release.at(1);
-  buffer->trim();
-  plan->release.clear();
-  EXPECT_EQ(buffer->bytes_ahead(), 0U);
-  EXPECT_EQ(contexts[0]->ahead_bytes(), 0U);
-  EXPECT_EQ(buffer->bytes_held(), 17 * kGranule + ahead);
-  ASSERT_TRUE(buffer->resize(17 * kGranule + ahead).ok());
-  EXPECT_TRUE(all_zero(contents(*buffer, 17 * kGranule, ahead)));
-}
-
 TEST_F(BufferAheadTest, WhatWasMadeInVainGoesBack) {
   start(256 * kMiB);
   const auto buffer = make();

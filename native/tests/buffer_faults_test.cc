@@ -13,7 +13,6 @@ class BufferFaultsTest : public BufferFixture, public ::testing::WithParamInterf
  protected:
   void SetUp() override { start(64 * kMiB, GetParam(), 2); }
   void TearDown() override {
-    plan->release.clear();
     buffer.reset();
     other.reset();
     expect_nothing_left();
@@ -59,19 +58,6 @@ TEST_P(BufferFaultsTest, PopulateFailsAtEachCall) {
     plan->populate.clear();
     expect_unchanged();
   }
-}
-
-TEST_P(BufferFaultsTest, WhatCannotBeUndoneStaysAsZeros) {
-  prepare(3 * kMiB);
-  write(*buffer, 12 * kMiB, std::span(data).first(1));
-  data = contents(*buffer);
-  plan->populate.at(2);
-  plan->release.at(1);
-  EXPECT_EQ(buffer->write(kMiB, pattern(15 * kMiB, 2)).error(), EIO);
-  plan->populate.clear();
-  EXPECT_TRUE(contents(*buffer) == data);
-  EXPECT_EQ(used(), contexts[0]->held_bytes());
-  write(*buffer, kMiB, pattern(15 * kMiB, 2));  // and is used by the next
 }
 
 TEST_P(BufferFaultsTest, CreateOrReserveFails) {
@@ -122,25 +108,6 @@ TEST_P(BufferFaultsTest, ZeroingFailsInAShrink) {
   plan->zero.at(1);
   EXPECT_EQ(buffer->punch(kMiB, 3 * kMiB).error(), EIO);
   plan->zero.clear();
-  expect_unchanged();
-}
-
-TEST_P(BufferFaultsTest, ReleaseFails) {
-  prepare(7 * kMiB);
-  plan->release.at(1, 100);
-  ASSERT_TRUE(buffer->resize(kMiB).ok());  // what counts for the file is done
-  EXPECT_EQ(buffer->bytes_held(), 8 * kMiB);
-  EXPECT_EQ(used(), 8 * kMiB);
-  plan->release.clear();
-  data.resize(kMiB);
-  held = kGranule;
-  ASSERT_TRUE(buffer->resize(7 * kMiB).ok());
-  EXPECT_TRUE(all_zero(contents(*buffer, kMiB, 6 * kMiB)));
-  plan->release.at(1, 100);
-  ASSERT_TRUE(buffer->punch(2 * kMiB, 2 * kMiB).ok());
-  plan->release.clear();
-  EXPECT_TRUE(all_zero(contents(*buffer, kMiB, 6 * kMiB)));
-  ASSERT_TRUE(buffer->resize(kMiB).ok());
   expect_unchanged();
 }
 

@@ -56,17 +56,16 @@ class FakeGpu : public ::testing::Test {
   }
   Device& device(std::size_t index = 0) { return *driver_->devices().at(index); }
 
-  // Memory of `granules` with a known content, mapped in two ranges.
+  // Memory of `granules` with a known content, in the second of its ranges.
   struct Filled {
     std::unique_ptr<DeviceMemory> memory;
-    std::shared_ptr<AddressRange> earlier;
     std::shared_ptr<AddressRange> range;
     std::vector<std::byte> data;
   };
   Filled fill(std::uint64_t granules) {
     Filled filled;
     filled.memory = must(device().create_memory());
-    filled.earlier = must(filled.memory->reserve(granules * kGranule));
+    filled.range = must(filled.memory->reserve(granules * kGranule));
     EXPECT_OK(filled.memory->populate(0, granules * kGranule));
     filled.range = must(filled.memory->reserve(4 * granules * kGranule));
     filled.data = pattern(granules * kGranule, 77);
@@ -74,11 +73,9 @@ class FakeGpu : public ::testing::Test {
     return filled;
   }
   void expect_content(const Filled& filled, std::uint64_t offset, std::uint64_t bytes) {
-    for (const auto& range : {filled.earlier, filled.range}) {
-      std::vector<std::byte> back(bytes);
-      EXPECT_OK(device().copy_out(back.data(), range->base() + offset, bytes));
-      EXPECT_TRUE(testing::same_bytes(back, std::span(filled.data).subspan(offset, bytes)));
-    }
+    std::vector<std::byte> back(bytes);
+    EXPECT_OK(device().copy_out(back.data(), filled.range->base() + offset, bytes));
+    EXPECT_TRUE(testing::same_bytes(back, std::span(filled.data).subspan(offset, bytes)));
   }
 
   const FakeGpuControl& control_;

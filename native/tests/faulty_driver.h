@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,8 +43,8 @@ class Fault {
 };
 
 struct FaultPlan {
-  Fault create_memory, reserve, populate, release, export_memory, bind, copy_in, copy_out, copy_within, zero, peer,
-      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
+  Fault create_memory, reserve, populate, export_memory, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
+      create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool binds_threads = false;
   bool reserve_copies = false;
   bool cpu_addressable = true;
@@ -66,14 +67,21 @@ class FaultyMemory : public DeviceMemory {
     if (!status.ok()) return status;
     return inner_->reserve(bytes);
   }
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override {
-    Status status = plan_->populate.next("populate");
-    return status.ok() ? inner_->populate(offset, bytes) : status;
+  using DeviceMemory::populate;
+  Status populate(std::span<const MemorySpan> spans) override {
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+      Status status = plan_->populate.next("populate");
+      if (status.ok()) status = inner_->populate(spans[i].offset, spans[i].bytes);
+      if (status.ok()) continue;
+      inner_->release(spans.first(i));
+      return status;
+    }
+    return {};
   }
-  Status release(std::uint64_t offset, std::uint64_t bytes) override {
+  using DeviceMemory::release;
+  void release(std::span<const MemorySpan> spans) override {
     if (plan_->on_release) plan_->on_release();
-    Status status = plan_->release.next("release");
-    return status.ok() ? inner_->release(offset, bytes) : status;
+    inner_->release(spans);
   }
   [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override {
     if (plan_->span == 0) return {offset, bytes};

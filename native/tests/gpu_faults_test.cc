@@ -1,5 +1,6 @@
 // What goes wrong with any GPU driver, planned through the fake of its vendor's library: the right errno and text,
 // everything as it was, nothing left open.
+#include <array>
 #include <cerrno>
 #include <string>
 #include <thread>
@@ -81,6 +82,11 @@ class GpuFaults : public FakeGpu, public ::testing::WithParamInterface<std::size
   static const Symbols& symbols() { return vendor().symbols; }
   [[nodiscard]] const FakeGpuControl& fake() const { return control_; }
   [[nodiscard]] FakeGpuState fake_state() const { return state_of(control_); }
+  void expect_zeros(const Filled& filled, std::uint64_t offset, std::uint64_t bytes) {
+    std::vector<std::byte> back(bytes, std::byte{1});
+    EXPECT_OK(device().copy_out(back.data(), filled.range->base() + offset, bytes));
+    EXPECT_TRUE(testing::all_zero(back));
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(All, GpuFaults, ::testing::Range(std::size_t{0}, vendors().size()),
@@ -182,65 +188,104 @@ TEST_P(GpuFaults, NoAddressSpaceIsNoMemory) {
   EXPECT_OK(memory->reserve(64 * kMiB).status());
 }
 
-TEST_P(GpuFaults, SplittingFallsBackToKeepingThePiece) {
+TEST_P(GpuFaults, WhateverFailsInSplittingThePieceStays) {
   open();
   struct Plan {
     const char* symbol;
     int n;
-    api::Code code;
+    int times = 1;
   };
-  // Out of memory for the copy is no failure: the memory goes back when all of the piece has been released.
-  for (const Plan& plan :
-       {Plan{symbols().memory_create, 1, api::kOutOfMemory}, Plan{symbols().memory_create, 2, api::kOutOfMemory},
-        Plan{symbols().memory_map, 1, api::kOutOfMemory}, Plan{symbols().memory_map, 4, api::kOutOfMemory},
-        Plan{symbols().memory_map, 6, api::kOutOfMemory}, Plan{symbols().memory_set_access, 5, api::kOutOfMemory}}) {
-    SCOPED_TRACE(std::string(plan.symbol) + " " + std::to_string(plan.n));
-    Filled filled = fill(8);
-    const FakeGpuState before = fake_state();
-    fake().fail(plan.symbol, plan.n, plan.code, 1);
-    EXPECT_OK(filled.memory->release(3 * kGranule, kGranule));
-    EXPECT_EQ(fake_state().bytes_used, before.bytes_used);
-    EXPECT_EQ(fake_state().mappings, before.mappings);
-    EXPECT_EQ(fake_state().reservations, before.reservations);
-    expect_content(filled, 0, 3 * kGranule);
-    expect_content(filled, 4 * kGranule, 4 * kGranule);
-    // The next release of a part tries again, and succeeds.
-    EXPECT_OK(filled.memory->release(6 * kGranule, kGranule));
-    EXPECT_EQ(fake_state().bytes_used, 6 * kGranule);
-    expect_content(filled, 0, 3 * kGranule);
-    expect_content(filled, 4 * kGranule, 2 * kGranule);
-    expect_content(filled, 7 * kGranule, kGranule);
-    EXPECT_OK(filled.memory->populate(3 * kGranule, kGranule));
-    std::vector<std::byte> fresh(kGranule);
-    EXPECT_OK(device().copy_out(fresh.data(), filled.range->base() + 3 * kGranule, kGranule));
-    EXPECT_EQ(fresh, std::vector<std::byte>(kGranule));
+  // Two parts stay of the piece: first they are copied to memory that is mapped elsewhere, which is unmapped there, and
+  // then the old mapping and theirs change places.
+  for (const auto& [symbol, n, times] :
+       {Plan{symbols().address_reserve, 1}, Plan{symbols().memory_create, 1}, Plan{symbols().memory_create, 2},
+        Plan{symbols().memory_map, 1}, Plan{symbols().memory_map, 3}, Plan{symbols().memory_map, 3, 3},
+        Plan{symbols().memory_map, 4}, Plan{symbols().memory_set_access, 2}, Plan{symbols().memory_set_access, 3, 2},
+        Plan{symbols().memory_set_access, 4, 3}, Plan{symbols().memory_unmap, 3}, Plan{symbols().copy_on_device, 1},
+        Plan{symbols().stream_synchronize, 1}}) {
+    for (const api::Code code : {api::kOutOfMemory, api::kInvalidValue}) {
+      SCOPED_TRACE(std::string(symbol) + " " + std::to_string(n) + ": " + std::to_string(code));
+      Filled filled = fill(8);
+      const FakeGpuState before = fake_state();
+      fake().fail(symbol, n, code, times);
+      filled.memory->release(3 * kGranule, kGranule);
+      EXPECT_EQ(fake_state().bytes_used, before.bytes_used);
+      EXPECT_EQ(fake_state().mappings, before.mappings);
+      EXPECT_EQ(fake_state().reservations, before.reservations);
+      expect_content(filled, 0, 3 * kGranule);
+      expect_content(filled, 4 * kGranule, 4 * kGranule);
+      // The next release of a part tries again, and succeeds.
+      filled.memory->release(6 * kGranule, kGranule);
+      EXPECT_EQ(fake_state().bytes_used, 6 * kGranule);
+      expect_content(filled, 0, 3 * kGranule);
+      expect_content(filled, 4 * kGranule, 2 * kGranule);
+      expect_content(filled, 7 * kGranule, kGranule);
+      EXPECT_OK(filled.memory->populate(3 * kGranule, kGranule));
+      expect_zeros(filled, 3 * kGranule, kGranule);
+      EXPECT_OK(device().health());
+    }
   }
 }
 
-TEST_P(GpuFaults, SplittingReportsOtherFailures) {
+TEST_P(GpuFaults, WhatCannotBeUnmappedIsUsedAgain) {
   open();
-  struct Plan {
-    const char* symbol;
-    int n;
-  };
-  // The first two unmappings are those of the place where the copy was made.
-  for (const auto& [symbol, n] :
-       {Plan{symbols().copy_on_device, 1}, Plan{symbols().stream_synchronize, 1}, Plan{symbols().memory_unmap, 3}}) {
-    SCOPED_TRACE(symbol);
-    Filled filled = fill(8);
-    fake().fail(symbol, n, api::kInvalidValue, 1);
-    EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
-    expect_content(filled, 0, 3 * kGranule);
-    expect_content(filled, 4 * kGranule, 4 * kGranule);
-    EXPECT_OK(device().health());
+  Filled filled = fill(8);
+  fake().fail(symbols().memory_unmap, 1, api::kInvalidValue, 1);
+  filled.memory->release(0, 8 * kGranule);
+  EXPECT_EQ(fake_state().bytes_used, 8 * kGranule);
+  EXPECT_OK(filled.memory->populate(2 * kGranule, 3 * kGranule));
+  expect_zeros(filled, 2 * kGranule, 3 * kGranule);
+  EXPECT_EQ(fake_state().bytes_used, 8 * kGranule);
+  filled.memory->release(2 * kGranule, 3 * kGranule);
+  EXPECT_EQ(fake_state().bytes_used, 0U);
+
+  // Mapped, but nothing can reach it: that is made up for before it is used.
+  fake().fail(symbols().memory_set_access, 1, api::kInvalidValue, 1);
+  fake().fail(symbols().memory_unmap, 1, api::kInvalidValue, 1);
+  EXPECT_EQ(filled.memory->populate(0, 4 * kGranule).error(), EIO);
+  EXPECT_EQ(fake_state().bytes_used, 4 * kGranule);
+  EXPECT_OK(filled.memory->populate(0, 8 * kGranule));
+  expect_zeros(filled, 0, 8 * kGranule);
+  filled.memory->release(0, 8 * kGranule);
+  EXPECT_EQ(fake_state().bytes_used, 0U);
+
+  // A range that goes away tries it twice.
+  ASSERT_OK(filled.memory->populate(0, 8 * kGranule));
+  fake().fail(symbols().memory_unmap, 1, api::kInvalidValue, 1);
+  filled.memory.reset();
+  filled.range.reset();
+  EXPECT_EQ(fake_state().bytes_used, 0U);
+  EXPECT_EQ(fake_state().reservations, 0);
+}
+
+TEST_P(GpuFaults, SeveralSpansArePopulatedTogetherOrNotAtAll) {
+  open();
+  Filled filled = fill(8);
+  filled.memory->release(2 * kGranule, kGranule);
+  const FakeGpuState before = fake_state();
+  const std::array spans{MemorySpan{2 * kGranule, kGranule}, MemorySpan{8 * kGranule, 4 * kGranule},
+                         MemorySpan{16 * kGranule, kGranule}};
+  for (const char* symbol :
+       {symbols().memory_create, symbols().memory_map, symbols().memory_set_access, symbols().fill}) {
+    fake().fail(symbol, 3, api::kOutOfMemory, 1);
+    EXPECT_FALSE(filled.memory->populate(spans).ok()) << symbol;
+    EXPECT_EQ(fake_state().bytes_used, before.bytes_used);
+    EXPECT_EQ(fake_state().mappings, before.mappings);
   }
+  ASSERT_OK(filled.memory->populate(spans));
+  expect_zeros(filled, 2 * kGranule, kGranule);
+  expect_zeros(filled, 16 * kGranule, kGranule);
+  expect_content(filled, 3 * kGranule, 5 * kGranule);
+  filled.memory->release(spans);
+  EXPECT_EQ(fake_state().bytes_used, before.bytes_used);
+  expect_content(filled, 3 * kGranule, 5 * kGranule);
 }
 
 TEST_P(GpuFaults, AMappingThatIsLostPutsTheDeviceOutOfService) {
   open();
   Filled filled = fill(8);
   fake().fail(symbols().memory_map, 3, api::kInvalidValue, 100);  // two for the copy, and then none any more
-  EXPECT_EQ(filled.memory->release(3 * kGranule, kGranule).error(), EIO);
+  filled.memory->release(3 * kGranule, kGranule);
   EXPECT_EQ(device().health().error(), EIO);
   EXPECT_NE(device().health().message().find("a mapping could not be restored"), std::string::npos);
 }
@@ -281,7 +326,7 @@ TEST_P(GpuFaults, AFatalFailureStaysWithItsDevice) {
   EXPECT_EQ(device().copy_out(&byte, filled.range->base(), 1).error(), EIO);
   EXPECT_EQ(fake().calls(symbols().copy_to_host), copies);  // the device is not asked any more
   EXPECT_EQ(filled.memory->populate(4 * kGranule, kGranule).error(), EIO);
-  EXPECT_EQ(filled.memory->release(0, kGranule).error(), EIO);
+  filled.memory->release(0, kGranule);
   EXPECT_EQ(event->query().error(), EIO);
   EXPECT_EQ(stream->synchronize().error(), EIO);
   EXPECT_EQ(device().memory().error(), EIO);

@@ -92,14 +92,7 @@ TEST_F(SlabPoolTest, FullIsFullAndFailuresLeakNothing) {
   expect_nothing_left();
 }
 
-TEST_F(SlabPoolTest, WhatTheDeviceRefusesIsUsedAgain) {
-  plan->release.at(1);
-  slabs().take(512).take().reset();
-  EXPECT_EQ(slabs().slab_count(), 1U);
-  EXPECT_EQ(contexts[0]->held_bytes(), kGranule);
-  slabs().take(512).take().reset();
-  EXPECT_EQ(slabs().slab_count(), 0U);
-  expect_nothing_left();
+TEST_F(SlabPoolTest, ASlotThatCannotBeClearedStaysFree) {
   const std::shared_ptr<SlabPool::Slot> neighbour = slabs().take(512).take();
   slabs().take(512).take().reset();
   plan->zero.at(1);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -74,16 +75,28 @@ class DeviceMemory {
   // ENOMEM: no address space.
   virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) = 0;
 
-  // Makes [offset, offset+bytes) exist, zeroed, in the current range. Whole granules, none populated yet.
-  // All or nothing; ENOSPC when the device (or its cap) has no room. Zeroing is complete on return.
-  virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
+  // All or nothing: a failure moves no other memory. ENOSPC when the device (or its cap) has no room. Zeroing is
+  // complete on return.
+  virtual Status populate(std::span<const MemorySpan> spans) = 0;
+  Status populate(std::uint64_t offset, std::uint64_t bytes) {
+    const MemorySpan one{offset, bytes};
+    return populate(std::span(&one, 1));
+  }
 
-  // Gives [offset, offset+bytes) back to the device. Whole granules, all populated; nobody may be using release_span()
-  // of it while this runs.
-  virtual Status release(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // The spans do not exist any more, and their memory is free again, for others once no earlier range shows it. Memory
+  // that the device does not take back stays with this object, which uses it when the same granules are populated
+  // again: no caller can do better, so nothing is reported. Whole granules, all populated, in ascending order; nobody
+  // may be using release_span() of any of them while this runs. Other spans are ignored.
+  virtual void release(std::span<const MemorySpan> spans) = 0;
+  void release(std::uint64_t offset, std::uint64_t bytes) {
+    const MemorySpan one{offset, bytes};
+    release(std::span(&one, 1));
+  }
 
-  // What must not be in use while release(offset, bytes) runs: [offset, offset+bytes), and more where the driver took
-  // memory in larger pieces and moves what stays of a piece to fresh memory (at the same addresses).
+  // What must not be in use, in any range, while release(offset, bytes) runs: [offset, offset+bytes), and more where
+  // the driver took memory in larger pieces and moves what stays of a piece to fresh memory (at the same addresses of
+  // the current range; earlier ranges keep the old memory).
   [[nodiscard]] virtual MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) { return {offset, bytes}; }
 
   // From now on nothing that is populated is moved to other memory: somebody outside uses the addresses, or mapped an

@@ -23,10 +23,7 @@ namespace gpufs {
 class DeviceContext;  // device/device_context.h: a Device with its worker thread and its pools
 
 // Memory that exists: [offset, offset + bytes), whole granules.
-struct Extent {
-  std::uint64_t offset = 0;
-  std::uint64_t bytes = 0;
-};
+using Extent = MemorySpan;
 
 class Buffer : public std::enable_shared_from_this<Buffer> {
  public:

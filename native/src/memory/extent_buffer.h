@@ -183,26 +183,22 @@ class ExtentBuffer : public Buffer, private AheadHolder {
                     const Growth& growth);
   Status reserve_own(std::uint64_t end, bool promise);
   Status grow_own(const Extents& existing, const Extents& missing, const Growth& growth);
-  Status populate_own(const Extents& missing, std::uint64_t unpublished, Extents* stuck);
   // How much to take beyond `end`, which nothing reaches yet.
   [[nodiscard]] std::uint64_t wanted_ahead(std::uint64_t end, std::uint64_t existing);
   void set_ahead(Extents ahead);
   void count_ahead(const Extents& ahead);
-  // Gives back what was taken ahead; what the device does not take back becomes the file's, as zeros. False if somebody
-  // uses memory that would move with it until the deadline, and all is as it was.
+  // Gives back what was taken ahead. False if somebody uses memory that would move with it until the deadline, and all
+  // is as it was.
   bool release_ahead(TimePoint deadline = TimePoint::max());
   void give_back_ahead() override { trim(); }
   Status leave_slot(const Extents& populated);
   void drop_unused_memory();
   Status shrink(std::uint64_t size, std::uint64_t highest);
   // Publishes a snapshot of `kept`, waits for the users of `removed` and gives it back.
-  Status take_away(const Extents& kept, const Extents& removed);
+  void take_away(const Extents& kept, const Extents& removed);
   // All of that but the last: nobody uses `removed`, nor what the driver moves with it, until the gate is destroyed.
   // False if somebody still does at the deadline.
   bool set_apart(const Extents& kept, const Extents& removed, Exclusion* gate, TimePoint deadline);
-  // Releases `removed`, which a published snapshot no longer has; what the device does not take back stays, as zeros.
-  // stuck: empty, with room for as many.
-  Status release_own(const Extents& kept, const Extents& removed, Extents stuck);
   // Sets the gate around what the driver moves when it releases `removed`.
   void close_gate_locked(const Extents& removed);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);

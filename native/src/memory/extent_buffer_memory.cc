@@ -26,13 +26,6 @@ constexpr std::uint64_t kFreeParts = 16;
 // for one whose file hangs.
 constexpr std::chrono::milliseconds kAheadPatience{1000};
 
-// None yet, with room for so many: made before what cannot be taken back.
-Extents room_for(const Extents& some) {
-  Extents none;
-  none.reserve(some.size());
-  return none;
-}
-
 }  // namespace
 
 // Keeps writers out, wholly or above a limit, until it is destroyed. begin_locked() needs state_mutex_, the destructor
@@ -201,9 +194,8 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
       missing = joined(missing, wanted);
     }
     if (in_slot) {
-      Extents stuck;
       Extents made = made_with(growth, without(missing, 0, slot_end));
-      status = populate_own(missing, 0, &stuck);
+      status = memory_->populate(missing);
       if (status.ok()) status = leave_slot(missing);
       if (status.ok() && growth.made != nullptr) growth.made->extents = std::move(made);
     } else if (!missing.empty()) {
@@ -228,20 +220,13 @@ Status ExtentBuffer::grow_own(const Extents& existing, const Extents& missing, c
     const std::uint64_t more = highest ? wanted_ahead(end, total_bytes(existing)) : 0;
     if (more > 0) ahead = joined(ahead, {{end, more}});
     fresh.back().bytes += more;
-    Extents stuck;
-    Status status = populate_own(fresh, 1, &stuck);  // `grown` is the one
-    if (status.error() == ENOSPC && more > 0 && stuck.empty()) {
+    Status status = memory_->populate(fresh);
+    if (status.error() == ENOSPC && more > 0) {
       ahead = without(ahead, end, end + more);
       fresh.back().bytes -= more;
-      status = populate_own(fresh, 1, &stuck);
+      status = memory_->populate(fresh);
     }
-    if (!status.ok()) {
-      if (stuck.empty()) return status;
-      // Memory that could neither be used nor given back stays with the file, as zeros.
-      replace(make_snapshot(joined(existing, stuck)));
-      account_own(total_bytes(existing) + total_bytes(stuck));
-      return status;
-    }
+    if (!status.ok()) return status;
   }
   replace(std::move(grown));
   account_own(held);
@@ -298,14 +283,11 @@ void ExtentBuffer::trim() {
 bool ExtentBuffer::release_ahead(TimePoint deadline) {
   if (ahead_.empty()) return true;
   const Extents kept = current()->extents;  // a copy, since a snapshot in hand would be one to wait for
-  Extents stuck = room_for(ahead_);
   {
     Exclusion gate(*this);
     if (!set_apart(kept, ahead_, &gate, deadline)) return false;
     count_ahead({});
-    const Extents ahead = std::exchange(ahead_, {});
-    const Status status = release_own(kept, ahead, std::move(stuck));
-    if (!status.ok()) log_warning("clearing memory that was not taken back: ", status.message());
+    memory_->release(std::exchange(ahead_, {}));
   }
   // Not before: who finds the device full meanwhile must wait for this.
   context_->drop_ahead(this);
@@ -355,44 +337,6 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
   if (!in_slot) replace(make_snapshot(before->extents));
   return {};
-}
-
-// Makes all of it exist, or nothing but what ends in `stuck`.
-Status ExtentBuffer::populate_own(const Extents& missing, std::uint64_t unpublished, Extents* stuck) {
-  stuck->reserve(missing.size());
-  std::size_t made = 0;
-  Status status = context_->run([&](Device&) -> Status {
-    for (; made < missing.size(); ++made) {
-      Status populated = memory_->populate(missing[made].offset, missing[made].bytes);
-      if (!populated.ok()) return populated;
-    }
-    return {};
-  });
-  if (status.ok() || made == 0) return status;
-  // The driver may move what shares a piece of memory with this, as whenever memory is given back.
-  const Extents undone(missing.begin(), missing.begin() + static_cast<std::ptrdiff_t>(made));
-  Exclusion gate(*this);
-  bool moves = false;
-  SnapshotPointer same = make_snapshot(current()->extents);
-  {
-    const std::lock_guard lock(state_mutex_);
-    gate.begin_gate_locked();
-    close_gate_locked(undone);
-    moves = gate_end_ > gate_offset_;
-    if (moves && snapshot_->slot == nullptr) snapshot_.swap(same);
-  }
-  same.reset();
-  if (moves) wait_for_old_snapshots(unpublished);
-  const Status ran = context_->run([&](Device&) -> Status {
-    for (const Extent& extent : undone) {
-      const Status released = memory_->release(extent.offset, extent.bytes);
-      if (released.ok()) continue;
-      log_warning("giving back memory after a failure: ", released.message());
-      stuck->push_back(extent);
-    }
-    return {};
-  });
-  return ran.ok() ? status : ran;
 }
 
 // Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
@@ -452,8 +396,7 @@ void ExtentBuffer::release_unused(const Made& made) {
     kept = without(snapshot_->extents, unused);
     exclusion.begin_locked(above);
   }
-  const Status released = take_away(kept, unused);
-  if (!released.ok()) log_warning("giving back memory that was not used: ", released.message());
+  take_away(kept, unused);
   drop_unused_memory();
 }
 
@@ -571,7 +514,6 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest) {
   SnapshotPointer next = make_snapshot(kept);
   // All that needs memory comes first: what has begun to go must not be lost for want of it.
   SnapshotPointer back = make_snapshot(std::move(before));
-  Extents stuck = room_for(removed);
   {
     const std::lock_guard lock(state_mutex_);
     close_gate_locked(removed);
@@ -585,7 +527,10 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest) {
     return status;
   }
   back.reset();
-  return release_own(kept, removed, std::move(stuck));
+  if (removed.empty()) return {};  // also of a file that has no memory of its own yet
+  memory_->release(removed);
+  account_own(total_bytes(kept));
+  return {};
 }
 
 Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
@@ -628,14 +573,15 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
     kept = without(now->extents, first, last);
   }
   reserved_ = without(reserved_, first, last);
-  return take_away(kept, removed);
+  take_away(kept, removed);
+  return {};
 }
 
-Status ExtentBuffer::take_away(const Extents& kept, const Extents& removed) {
-  Extents stuck = room_for(removed);
+void ExtentBuffer::take_away(const Extents& kept, const Extents& removed) {
   Exclusion gate(*this);
   (void)set_apart(kept, removed, &gate, TimePoint::max());
-  return release_own(kept, removed, std::move(stuck));
+  memory_->release(removed);
+  account_own(total_bytes(kept));
 }
 
 bool ExtentBuffer::set_apart(const Extents& kept, const Extents& removed, Exclusion* gate, TimePoint deadline) {
@@ -666,35 +612,6 @@ void ExtentBuffer::close_gate_locked(const Extents& removed) {
   if (!moves) return;
   gate_offset_ = start;
   gate_end_ = end;
-}
-
-Status ExtentBuffer::release_own(const Extents& kept, const Extents& removed, Extents stuck) {
-  std::size_t tried = 0;
-  Status failure;
-  const Status ran = caught([&] {
-    return context_->run([&](Device&) -> Status {
-      for (; tried < removed.size(); ++tried) {
-        Status released = memory_->release(removed[tried].offset, removed[tried].bytes);
-        if (released.ok()) continue;
-        stuck.push_back(removed[tried]);  // has room
-        failure = std::move(released);
-      }
-      return {};
-    });
-  });
-  if (!ran.ok()) {
-    failure = ran;
-    stuck.insert(stuck.end(), removed.begin() + static_cast<std::ptrdiff_t>(tried), removed.end());
-  }
-  account_own(total_bytes(kept) + total_bytes(stuck));
-  if (stuck.empty()) return {};
-  log_warning("a buffer's memory was not taken back: ", failure.message());
-  replace(make_snapshot(joined(kept, stuck)));
-  for (const Extent& extent : stuck) {
-    Status zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
-    if (!zeroed.ok()) return zeroed;
-  }
-  return {};
 }
 
 Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t bytes) {

@@ -144,23 +144,11 @@ void SlabPool::give(std::uint64_t offset, std::size_t index) {
     entry = candidates.extract(offset);
     emptied = slabs_.extract(found);
   }
-  const Status released = caught([&] {
-    return context_.run([&](Device&) -> Status {
-      const std::lock_guard memory_lock(memory_mutex_);
-      Status outcome = memory_->release(offset, granule_);
-      if (!outcome.ok()) return outcome;
-      context_.account(-static_cast<std::int64_t>(granule_));
-      const std::lock_guard lock(mutex_);
-      free_offsets_.insert(std::move(entry));
-      return {};
-    });
-  });
-  if (released.ok()) return;
-  // The device keeps the granule: so does the pool, for the next files.
-  log_warning("giving back an empty slab: ", released.message());
+  const std::lock_guard memory_lock(memory_mutex_);
+  memory_->release(offset, granule_);
+  context_.account(-static_cast<std::int64_t>(granule_));
   const std::lock_guard lock(mutex_);
-  with_room_[emptied.mapped().size_class].insert(std::move(entry));
-  slabs_.insert(std::move(emptied));
+  free_offsets_.insert(std::move(entry));
 }
 
 std::size_t SlabPool::slab_count() const {

@@ -23,7 +23,8 @@ PlainRange::~PlainRange() {
   context_->give_back(bytes_);
 }
 
-bool PlainMemory::uniform(std::uint64_t offset, std::uint64_t bytes, bool populated) const {
+bool PlainMemory::uniform(const MemorySpan& span, bool populated) const {
+  const auto [offset, bytes] = span;
   if (bytes == 0 || offset % granule_ != 0 || bytes % granule_ != 0 || offset + bytes < offset) return false;
   if (current_ == nullptr || offset + bytes > current_->bytes()) return false;
   const auto from = live_.begin() + static_cast<std::ptrdiff_t>(offset / granule_);
@@ -31,9 +32,9 @@ bool PlainMemory::uniform(std::uint64_t offset, std::uint64_t bytes, bool popula
                      [populated](bool live) { return live == populated; });
 }
 
-void PlainMemory::mark(std::uint64_t offset, std::uint64_t bytes, bool live) {
-  const auto from = live_.begin() + static_cast<std::ptrdiff_t>(offset / granule_);
-  std::fill(from, from + static_cast<std::ptrdiff_t>(bytes / granule_), live);
+void PlainMemory::mark(const MemorySpan& span, bool live) {
+  const auto from = live_.begin() + static_cast<std::ptrdiff_t>(span.offset / granule_);
+  std::fill(from, from + static_cast<std::ptrdiff_t>(span.bytes / granule_), live);
 }
 
 Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) {
@@ -67,20 +68,23 @@ Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) 
   return std::shared_ptr<AddressRange>(range);
 }
 
-Status PlainMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
-  if (!uniform(offset, bytes, false)) return {EINVAL, "not whole granules of the range, none of them populated"};
+Status PlainMemory::populate(std::span<const MemorySpan> spans) {
   SynchronousWork work(*context_);
   if (!work.status().ok()) return work.status();
-  Status status = context_->fill_zero(current_->base() + offset, bytes, work.get());
-  if (status.ok()) status = work.finish();
-  if (status.ok()) mark(offset, bytes, true);
-  return status;
+  for (const MemorySpan& span : spans) {
+    if (!uniform(span, false)) return {EINVAL, "not whole granules of the range, none of them populated"};
+    Status status = context_->fill_zero(current_->base() + span.offset, span.bytes, work.get());
+    if (!status.ok()) return status;
+  }
+  if (Status status = work.finish(); !status.ok()) return status;
+  for (const MemorySpan& span : spans) mark(span, true);
+  return {};
 }
 
-Status PlainMemory::release(std::uint64_t offset, std::uint64_t bytes) {
-  if (!uniform(offset, bytes, true)) return {EINVAL, "not whole granules that are populated"};
-  mark(offset, bytes, false);
-  return {};
+void PlainMemory::release(std::span<const MemorySpan> spans) {
+  for (const MemorySpan& span : spans) {
+    if (uniform(span, true)) mark(span, false);
+  }
 }
 
 Result<std::vector<ExportedMemory>> PlainMemory::export_memory() {

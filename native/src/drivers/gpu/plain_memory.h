@@ -35,14 +35,16 @@ class PlainMemory final : public DeviceMemory {
       : context_(std::move(context)), granule_(context_->info().granule) {}
 
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
-  Status release(std::uint64_t offset, std::uint64_t bytes) override;
+  using DeviceMemory::populate;
+  Status populate(std::span<const MemorySpan> spans) override;
+  using DeviceMemory::release;
+  void release(std::span<const MemorySpan> spans) override;
   Result<std::vector<ExportedMemory>> export_memory() override;
 
  private:
-  // Whether [offset, offset+bytes) is whole granules of the range, all of them populated, or none.
-  [[nodiscard]] bool uniform(std::uint64_t offset, std::uint64_t bytes, bool populated) const;
-  void mark(std::uint64_t offset, std::uint64_t bytes, bool live);
+  // Whether the span is whole granules of the range, all of them populated, or none.
+  [[nodiscard]] bool uniform(const MemorySpan& span, bool populated) const;
+  void mark(const MemorySpan& span, bool live);
 
   const std::shared_ptr<Context> context_;
   const std::uint64_t granule_;

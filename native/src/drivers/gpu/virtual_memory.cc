@@ -8,9 +8,13 @@
 #include <utility>
 
 #include "base/caught.h"
+#include "base/log.h"
 
 namespace gpufs::gpu {
 namespace {
+
+// How often a mapping that was taken away is tried to be put back.
+constexpr int kRestoreAttempts = 5;
 
 std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { return offset + physical.bytes(); }
 
@@ -58,8 +62,12 @@ MappedRange::~MappedRange() {
       end = end_of(end, *piece->second);
       ++piece;
     } while (context_->spans_pieces() && piece != shown_.end() && piece->first == end);
-    // A range that is given back with a piece still in it cannot be: the vendor keeps both, and nothing else is lost.
-    static_cast<void>(context_->unmap(base_ + start, end - start));
+    if (context_->unmap(base_ + start, end - start).ok()) continue;
+    // Piece by piece, so that one that cannot be unmapped does not keep the others. With a piece still in it the range
+    // cannot be freed: the driver keeps both, and nothing else is lost.
+    for (auto one = shown_.find(start); one != piece; ++one) {
+      static_cast<void>(context_->unmap(base_ + one->first, one->second->bytes()));
+    }
   }
   context_->free_range(base_, bytes_);
 }
@@ -77,7 +85,7 @@ Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> p
 Status MappedRange::hide(std::uint64_t offset) {
   const auto piece = shown_.find(offset);
   if (piece == shown_.end()) return {};
-  Status status = context_->unmap(base_ + offset, piece->second->bytes());
+  Status status = caught([&] { return context_->unmap(base_ + offset, piece->second->bytes()); });
   if (status.ok()) shown_.erase(piece);
   return status;
 }
@@ -100,8 +108,9 @@ Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
 VirtualMemory::VirtualMemory(std::shared_ptr<Context> context)
     : context_(std::move(context)), granule_(context_->info().granule) {}
 
-bool VirtualMemory::whole_granules(std::uint64_t offset, std::uint64_t bytes) const {
-  return bytes != 0 && offset % granule_ == 0 && bytes % granule_ == 0 && offset + bytes > offset;
+bool VirtualMemory::whole_granules(const MemorySpan& span) const {
+  return current_ != nullptr && span.bytes != 0 && span.offset % granule_ == 0 && span.bytes % granule_ == 0 &&
+         span.bytes <= current_->bytes() && span.offset <= current_->bytes() - span.bytes;
 }
 
 VirtualMemory::Pieces::iterator VirtualMemory::first_touching(std::uint64_t offset) {
@@ -124,9 +133,10 @@ std::vector<MemorySpan> VirtualMemory::live_runs(const Pieces::value_type& piece
   return runs;
 }
 
-std::uint64_t VirtualMemory::populated_within(std::uint64_t offset, std::uint64_t bytes) {
+std::uint64_t VirtualMemory::populated_within(const MemorySpan& span) {
   std::uint64_t granules = 0;
-  const std::uint64_t end = offset + bytes;
+  const std::uint64_t offset = span.offset;
+  const std::uint64_t end = offset + span.bytes;
   for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end; ++piece) {
     const std::vector<bool>& live = piece->second.live;
     const std::uint64_t from = offset > piece->first ? (offset - piece->first) / granule_ : 0;
@@ -137,8 +147,9 @@ std::uint64_t VirtualMemory::populated_within(std::uint64_t offset, std::uint64_
   return granules * granule_;
 }
 
-void VirtualMemory::mark(std::uint64_t offset, std::uint64_t bytes, bool live) {
-  const std::uint64_t end = offset + bytes;
+void VirtualMemory::mark(const MemorySpan& span, bool live) {
+  const std::uint64_t offset = span.offset;
+  const std::uint64_t end = offset + span.bytes;
   for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end; ++piece) {
     Piece& marked = piece->second;
     const std::uint64_t from = offset > piece->first ? (offset - piece->first) / granule_ : 0;
@@ -147,16 +158,6 @@ void VirtualMemory::mark(std::uint64_t offset, std::uint64_t bytes, bool live) {
               marked.live.begin() + static_cast<std::ptrdiff_t>(to), live);
     marked.live_granules = static_cast<std::uint64_t>(std::count(marked.live.begin(), marked.live.end(), true));
   }
-}
-
-std::vector<std::shared_ptr<MappedRange>> VirtualMemory::ranges_showing(const Pieces::value_type& piece) {
-  std::vector<std::shared_ptr<MappedRange>> showing;
-  std::erase_if(ranges_, [](const std::weak_ptr<MappedRange>& range) { return range.expired(); });
-  for (const std::weak_ptr<MappedRange>& weak : ranges_) {
-    std::shared_ptr<MappedRange> range = weak.lock();
-    if (range != nullptr && range->shows(piece.first, *piece.second.physical)) showing.push_back(std::move(range));
-  }
-  return showing;
 }
 
 Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes) {
@@ -183,8 +184,6 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
     }
     if (Status status = range->allow(start, end - start); !status.ok()) return status;
   }
-  std::erase_if(ranges_, [](const std::weak_ptr<MappedRange>& earlier) { return earlier.expired(); });
-  ranges_.push_back(range);
   current_ = range;
   return std::shared_ptr<AddressRange>(range);
 }
@@ -203,41 +202,63 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
   return current_->allow(offset, bytes);
 }
 
-Status VirtualMemory::zero(std::uint64_t offset, std::uint64_t bytes) {
-  SynchronousWork work(*context_);
-  if (!work.status().ok()) return work.status();
-  Status status = context_->fill_zero(current_->base() + offset, bytes, work.get());
-  return status.ok() ? work.finish() : status;
+void VirtualMemory::take_back(Pieces& fresh) {
+  std::erase_if(fresh, [this](const auto& piece) {
+    return !current_->shows(piece.first, *piece.second.physical) || current_->hide(piece.first).ok();
+  });
+  pieces_.merge(fresh);
 }
 
-Status VirtualMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
-  if (!whole_granules(offset, bytes) || current_ == nullptr || offset + bytes > current_->bytes()) {
-    return {EINVAL, "not whole granules of the reserved range"};
+Status VirtualMemory::zero(std::span<const MemorySpan> spans) {
+  SynchronousWork work(*context_);
+  if (!work.status().ok()) return work.status();
+  for (const MemorySpan& span : spans) {
+    Status status = context_->fill_zero(current_->base() + span.offset, span.bytes, work.get());
+    if (!status.ok()) return status;
   }
-  if (populated_within(offset, bytes) != 0) return {EINVAL, "a part of this memory is populated already"};
-  const Current current(*context_);
-  if (!current.status().ok()) return current.status();
+  return work.finish();
+}
 
-  // Where released granules are still held by their piece, they are used again.
-  Pieces fresh;
-  Status status;
-  const std::uint64_t end = offset + bytes;
-  std::uint64_t at = offset;
-  for (auto piece = first_touching(offset); at < end && status.ok();) {
+Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
+  const std::uint64_t end = span.offset + span.bytes;
+  std::uint64_t at = span.offset;
+  for (auto piece = first_touching(at); at < end;) {
     const bool more = piece != pieces_.end() && piece->first < end;
     const std::uint64_t gap_end = more ? piece->first : end;
-    if (gap_end > at) status = caught([&] { return add_pieces(at, gap_end - at, fresh); });
+    if (gap_end > at) {
+      if (Status status = add_pieces(at, gap_end - at, fresh); !status.ok()) return status;
+    }
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
+    if (piece->second.live_granules == 0) {
+      // It may have been kept because it could be mapped, but neither opened nor unmapped.
+      if (Status status = current_->allow(piece->first, at - piece->first); !status.ok()) return status;
+    }
     ++piece;
   }
-  if (status.ok()) status = caught([&] { return zero(offset, bytes); });
+  return {};
+}
+
+Status VirtualMemory::populate(std::span<const MemorySpan> spans) {
+  for (const MemorySpan& span : spans) {
+    if (!whole_granules(span)) return {EINVAL, "not whole granules of the reserved range"};
+    if (populated_within(span) != 0) return {EINVAL, "a part of this memory is populated already"};
+  }
+  const Current current(*context_);
+  if (!current.status().ok()) return current.status();
+  Pieces fresh;
+  Status status = caught([&] {
+    for (const MemorySpan& span : spans) {
+      if (Status backed = back(span, fresh); !backed.ok()) return backed;
+    }
+    return zero(spans);
+  });
   if (!status.ok()) {
-    for (const auto& piece : fresh) static_cast<void>(current_->hide(piece.first));
+    take_back(fresh);
     return status;
   }
   pieces_.merge(fresh);
-  mark(offset, bytes, true);
+  for (const MemorySpan& span : spans) mark(span, true);
   return {};
 }
 
@@ -255,35 +276,32 @@ MemorySpan VirtualMemory::release_span(std::uint64_t offset, std::uint64_t bytes
   return {from, to - from};
 }
 
-Status VirtualMemory::release(std::uint64_t offset, std::uint64_t bytes) {
-  if (!whole_granules(offset, bytes) || populated_within(offset, bytes) != bytes) {
-    return {EINVAL, "not whole granules that are populated"};
+void VirtualMemory::release(std::span<const MemorySpan> spans) {
+  for (const MemorySpan& span : spans) {
+    if (whole_granules(span) && populated_within(span) == span.bytes) mark(span, false);
   }
   const Current current(*context_);
-  if (!current.status().ok()) return current.status();
-  mark(offset, bytes, false);
-  Status first_failure;
-  const std::uint64_t end = offset + bytes;
-  for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end;) {
-    const auto next = std::next(piece);
-    if (piece->second.live_granules == 0) {
-      for (const auto& range : ranges_showing(*piece)) {
-        Status status = range->hide(piece->first);
-        if (first_failure.ok()) first_failure = status;
+  if (!current.status().ok()) return;
+  const auto each_piece = [&](auto work) {
+    for (const MemorySpan& span : spans) {
+      const std::uint64_t end = span.offset + span.bytes;
+      for (auto piece = first_touching(span.offset); piece != pieces_.end() && piece->first < end;) {
+        const auto next = std::next(piece);
+        work(piece);
+        piece = next;
       }
-      pieces_.erase(piece);
     }
-    piece = next;
-  }
-  if (fixed_) return first_failure;
-  for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end;) {
-    const auto next = std::next(piece);
-    Status status = split(piece);
-    // With no room for the copy, the released part stays with its piece until all of it has been released.
-    if (first_failure.ok() && status.error() != ENOSPC) first_failure = status;
-    piece = next;
-  }
-  return first_failure;
+  };
+  each_piece([this](Pieces::iterator piece) {
+    if (piece->second.live_granules == 0 && current_->hide(piece->first).ok()) pieces_.erase(piece);
+  });
+  if (fixed_) return;
+  each_piece([this](Pieces::iterator piece) {
+    const Piece& one = piece->second;
+    if (one.live_granules == 0 || one.live_granules == one.live.size()) return;
+    const Status status = caught([&] { return split(piece); });
+    if (!status.ok()) log_debug("a part of a piece of memory stays taken: ", status.message());
+  });
 }
 
 Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type& piece) {
@@ -310,15 +328,17 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   return fresh;
 }
 
-Status VirtualMemory::swap(MappedRange& range, const Pieces& from, const Pieces& to) {
+Status VirtualMemory::swap(const Pieces& from, const Pieces& to) {
   for (const auto& piece : from) {
-    if (!range.shows(piece.first, *piece.second.physical)) continue;
-    if (Status status = range.hide(piece.first); !status.ok()) return status;
+    if (!current_->shows(piece.first, *piece.second.physical)) continue;
+    if (Status status = current_->hide(piece.first); !status.ok()) return status;
   }
   for (const auto& piece : to) {
-    if (range.shows(piece.first, *piece.second.physical)) continue;
-    Status status = range.show(piece.first, piece.second.physical);
-    if (status.ok()) status = range.allow(piece.first, piece.second.physical->bytes());
+    Status status;
+    if (!current_->shows(piece.first, *piece.second.physical)) {
+      status = current_->show(piece.first, piece.second.physical);
+    }
+    if (status.ok()) status = current_->allow(piece.first, piece.second.physical->bytes());
     if (!status.ok()) return status;
   }
   return {};
@@ -330,22 +350,21 @@ Status VirtualMemory::split(Pieces::iterator piece) {
   Pieces fresh = copied.take();
   Pieces old;
   old.emplace(piece->first, piece->second);
-
-  const std::vector<std::shared_ptr<MappedRange>> ranges = ranges_showing(*piece);
-  for (const auto& range : ranges) {
-    Status status = swap(*range, old, fresh);
-    if (status.ok()) continue;
-    // Both copies hold the same, so every range can go back to the old one. If even that fails there are addresses
-    // with nothing behind them, and the first access would take the device's context down.
-    for (const auto& changed : ranges) {
-      const Status restored = swap(*changed, fresh, old);
-      if (!restored.ok()) context_->fail(restored.with_context("a mapping could not be restored"));
-    }
-    return status;
+  const Status failure = swap(old, fresh);
+  if (failure.ok()) {
+    pieces_.erase(piece);
+    pieces_.merge(fresh);
+    return {};
   }
-  pieces_.erase(piece);
-  pieces_.merge(fresh);
-  return {};
+  // Both copies hold the same, so either will do. Addresses with nothing behind them will not: the first access would
+  // take the device's context down, and with it all files.
+  Status restored;
+  for (int attempt = 0; attempt < kRestoreAttempts; ++attempt) {
+    restored = caught([&] { return swap(fresh, old); });
+    if (restored.ok()) return failure;
+  }
+  context_->fail(restored.with_context("a mapping could not be restored"));
+  return failure;
 }
 
 Result<std::vector<ExportedMemory>> VirtualMemory::export_memory() {

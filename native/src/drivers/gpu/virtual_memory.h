@@ -4,9 +4,11 @@
 // give back, almost whatever its size: 16 GiB in pieces of the 2 MiB granule take 280 ms and 200 ms, nearly as long as
 // filling them over the bus, in pieces of 256 MiB 3 ms and 5 ms (one H200). The driver maps and unmaps whole pieces
 // only. So release() pays when a part of a piece goes: what stays is copied to fresh pieces (at some 2 TB/s), which
-// take over the old one's addresses; whole pieces go first, and make room for that. Where it is out of the question
-// (fix_in_place(), or no memory for the copy) the released granules stay with their piece, and are used again when
-// populated again, until all of the piece has been released.
+// take over the old one's addresses; whole pieces go first, and make room for that.
+//
+// What always holds, whatever a call of the driver answers: every piece is mapped in the current range, with access
+// where any of its granules is live. Released granules that cannot be freed (fix_in_place(), or anything that fails on
+// the way) stay dead in their piece. They are used again when populated again, and go with the rest of the piece.
 //
 // Owned by the Buffer whose memory it is.
 // One thread at a time, bound or not; the ranges may be given back by any thread at any time.
@@ -15,6 +17,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "drivers/driver.h"
@@ -76,8 +79,10 @@ class VirtualMemory final : public DeviceMemory {
   explicit VirtualMemory(std::shared_ptr<Context> context);
 
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
-  Status release(std::uint64_t offset, std::uint64_t bytes) override;
+  using DeviceMemory::populate;
+  Status populate(std::span<const MemorySpan> spans) override;
+  using DeviceMemory::release;
+  void release(std::span<const MemorySpan> spans) override;
   [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   Result<std::vector<ExportedMemory>> export_memory() override;
@@ -85,33 +90,36 @@ class VirtualMemory final : public DeviceMemory {
  private:
   struct Piece {
     std::shared_ptr<PhysicalMemory> physical;
-    std::vector<bool> live;  // by granule: populated; the others were released while the piece could not be split
+    std::vector<bool> live;  // by granule: populated; the others are dead
     std::uint64_t live_granules = 0;
   };
   using Pieces = std::map<std::uint64_t, Piece>;  // by offset
 
-  [[nodiscard]] bool whole_granules(std::uint64_t offset, std::uint64_t bytes) const;
+  [[nodiscard]] bool whole_granules(const MemorySpan& span) const;
   [[nodiscard]] Pieces::iterator first_touching(std::uint64_t offset);
   [[nodiscard]] std::vector<MemorySpan> live_runs(const Pieces::value_type& piece) const;
-  [[nodiscard]] std::uint64_t populated_within(std::uint64_t offset, std::uint64_t bytes);
-  // Marks granules of [offset, offset+bytes) in all pieces; says how many changed.
-  void mark(std::uint64_t offset, std::uint64_t bytes, bool live);
-  // The ranges that still live and show the piece; those that are gone are forgotten.
-  std::vector<std::shared_ptr<MappedRange>> ranges_showing(const Pieces::value_type& piece);
+  [[nodiscard]] std::uint64_t populated_within(const MemorySpan& span);
+  // Marks granules of all pieces.
+  void mark(const MemorySpan& span, bool live);
+  // Makes the dead granules of [offset, end) accessible, and puts fresh pieces where there are none.
+  Status back(const MemorySpan& span, Pieces& fresh);
   // Takes fresh memory for [offset, offset+bytes), maps it into the current range and adds it to `pieces`.
   Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces);
-  Status zero(std::uint64_t offset, std::uint64_t bytes);
-  // Moves the populated parts of a piece to fresh pieces at the same addresses, so that the rest is free.
+  // Undoes add_pieces(). What cannot be unmapped is kept, dead.
+  void take_back(Pieces& fresh);
+  Status zero(std::span<const MemorySpan> spans);
+  // Moves the live parts of a piece to fresh pieces at the same addresses, so that the rest is free. Where that fails
+  // the piece stays as it is.
   Status split(Pieces::iterator piece);
   Result<Pieces> copy_live(const Pieces::value_type& piece);
-  // Shows `to` in a range instead of `from`, which covers the same granules or more.
-  static Status swap(MappedRange& range, const Pieces& from, const Pieces& to);
+  // Shows `to` in the current range instead of `from`, which covers the same granules or more. After a failure any of
+  // them may be shown; calling it again, in either direction, goes on from there.
+  Status swap(const Pieces& from, const Pieces& to);
 
   const std::shared_ptr<Context> context_;
   const std::uint64_t granule_;
   Pieces pieces_;
   std::shared_ptr<MappedRange> current_;
-  std::vector<std::weak_ptr<MappedRange>> ranges_;  // current_ and the earlier ones, while somebody holds them
   bool fixed_ = false;
 };
 

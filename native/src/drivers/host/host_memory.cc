@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <iterator>
 #include <string>
 #include <utility>
 
+#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 
@@ -132,7 +134,17 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
   return std::shared_ptr<AddressRange>(std::move(range));
 }
 
-Status HostMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
+Status HostMemory::populate(std::span<const MemorySpan> spans) {
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    Status status = caught([&] { return populate_one(spans[i].offset, spans[i].bytes); });
+    if (status.ok()) continue;
+    release(spans.first(i));
+    return status;
+  }
+  return {};
+}
+
+Status HostMemory::populate_one(std::uint64_t offset, std::uint64_t bytes) {
   std::uint64_t end = 0;
   if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end) || range_ == nullptr ||
       end > range_->bytes() || !none_populated(offset, bytes)) {
@@ -178,20 +190,24 @@ Status HostMemory::populate(std::uint64_t offset, std::uint64_t bytes) {
   return {};
 }
 
-Status HostMemory::release(std::uint64_t offset, std::uint64_t bytes) {
+void HostMemory::release(std::span<const MemorySpan> spans) {
+  for (const MemorySpan& span : spans) release_one(span.offset, span.bytes);
+}
+
+void HostMemory::release_one(std::uint64_t offset, std::uint64_t bytes) {
   std::uint64_t end = 0;
   if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end) ||
       !all_populated(offset, bytes)) {
-    return Status(EINVAL, "release: not whole granules that have memory");
+    return;
   }
   const auto holder = std::prev(populated_.upper_bound(offset));
   const std::uint64_t holder_end = holder->first + holder->second;
-  const bool splits = holder->first < offset && end < holder_end;
-  const auto tail = splits ? populated_.emplace(end, holder_end - end).first : populated_.end();
+  if (holder->first < offset && end < holder_end) populated_.emplace(end, holder_end - end);
   const int error = free_file_memory(file_->fd.get(), offset, bytes);
   if (error != 0) {
-    if (splits) populated_.erase(tail);
-    return Status::from_errno(error, "giving back " + std::to_string(bytes) + " bytes of memory");
+    // The file keeps it until the end, and whoever populates it again finds zeros.
+    log_warning("giving back ", bytes, " bytes of memory: errno ", error);
+    std::memset(reinterpret_cast<void*>(range_->base() + offset), 0, bytes);
   }
   // This may fail where the process has too many mappings; the memory is given back all the same, and only the guard
   // against stray accesses is missing.
@@ -212,7 +228,6 @@ Status HostMemory::release(std::uint64_t offset, std::uint64_t bytes) {
       populated_.erase(holder);
     }
   }
-  return {};
 }
 
 Result<std::vector<ExportedMemory>> HostMemory::export_memory() {

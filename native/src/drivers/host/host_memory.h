@@ -18,8 +18,10 @@ class HostMemory : public DeviceMemory {
   static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<HostLimit> limit);
 
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
-  Status release(std::uint64_t offset, std::uint64_t bytes) override;
+  using DeviceMemory::populate;
+  Status populate(std::span<const MemorySpan> spans) override;
+  using DeviceMemory::release;
+  void release(std::span<const MemorySpan> spans) override;
   Result<std::vector<ExportedMemory>> export_memory() override;
 
  private:
@@ -28,6 +30,8 @@ class HostMemory : public DeviceMemory {
 
   explicit HostMemory(std::shared_ptr<File> file) : file_(std::move(file)) {}
 
+  Status populate_one(std::uint64_t offset, std::uint64_t bytes);
+  void release_one(std::uint64_t offset, std::uint64_t bytes);
   [[nodiscard]] bool all_populated(std::uint64_t offset, std::uint64_t bytes) const;
   [[nodiscard]] bool none_populated(std::uint64_t offset, std::uint64_t bytes) const;
 

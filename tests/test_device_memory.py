@@ -1,0 +1,65 @@
+"""Device memory that cannot be given back: nothing is lost, and every device works on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from support.data import MIB, assert_same, noise, read_all
+from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
+from support.mounting import GpufsMount, Mounter
+from support.processes import errno_of
+
+pytestmark = pytest.mark.driver
+
+MOST_FILES = 300  # a GPU with more addresses than these can take only has fewer left afterwards
+
+
+def use_up_addresses(mount: GpufsMount) -> list[str]:
+    """Sparse files, until even a small one gets no addresses of the device or there are MOST_FILES. Their names."""
+    paths: list[str] = []
+    size = 1 << 46
+    while size >= 16 * MIB and len(paths) < MOST_FILES:
+        path = str(mount.device / f"sparse-{len(paths)}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        paths.append(path)
+        code = errno_of(os.pwrite, fd, b"x", size - 1)
+        os.close(fd)
+        assert code in (0, errno.ENOSPC)
+        if code:
+            size //= 2
+    return paths
+
+
+def punch(fd: int, offset: int, size: int) -> None:
+    fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, offset, size)
+
+
+def test_punching_without_addresses_to_copy_through(mount: Mounter) -> None:
+    """A part of a piece of memory goes back by way of other addresses; without any it stays, and can be used again."""
+    one = mount(memory=1024 * MIB)
+    content = bytearray(noise(64 * MIB))
+    file = one.device / "file"
+    with open(file, "w+b", buffering=0) as opened:
+        fd = opened.fileno()
+        os.posix_fallocate(fd, 0, len(content))
+        os.pwrite(fd, content, 0)
+        sparse = use_up_addresses(one)
+        punch(fd, 2 * MIB, 2 * MIB)
+        content[2 * MIB : 4 * MIB] = bytes(2 * MIB)
+        assert_same(read_all(file), bytes(content))
+        for path in sparse:
+            os.unlink(path)
+        os.pwrite(fd, b"again", 2 * MIB)
+        content[2 * MIB : 2 * MIB + 5] = b"again"
+        punch(fd, 8 * MIB, 2 * MIB)
+        content[8 * MIB : 10 * MIB] = bytes(2 * MIB)
+        assert_same(read_all(file), bytes(content))
+        os.ftruncate(fd, 30 * MIB + 1)
+        os.ftruncate(fd, len(content))
+        content[30 * MIB + 1 :] = bytes(len(content) - 30 * MIB - 1)
+        assert_same(read_all(file), bytes(content))
+    status = json.loads((one.path / ".gpufs" / "status").read_text())
+    assert {device["health"] for device in status["devices"]} == {"good"}
