@@ -77,6 +77,15 @@ def test_an_array_is_locked_while_the_lock_lives(host: engine.Engine) -> None:
     assert f"{lock.address:#x}" in str(raised.value)
 
 
+def test_the_host_drivers_device_address_is_the_address(host: engine.Engine) -> None:
+    array = numpy.zeros(MIB, dtype=numpy.uint8)
+    with engine.HostLock(host, array) as lock, engine.HostLock(host, array[PAGE:]) as inside:
+        assert lock.device_address == lock.address
+        assert inside.device_address == lock.address + PAGE
+    with failure(errno.ENOENT):
+        assert lock.device_address
+
+
 def test_a_lock_that_several_threads_close_is_undone_once(host: engine.Engine) -> None:
     """Another lock of the same range is another one's, and stays."""
     array = numpy.zeros(MIB, dtype=numpy.uint8)
@@ -401,6 +410,26 @@ def test_the_drivers_failures(tmp_path: Path, fake: str) -> None:
                 assert error.errno == errno.ENOMEM and "mandatory" in str(error), error
             else:
                 raise AssertionError("it was written")
+        """,
+    )
+
+
+@both
+def test_device_addresses_are_the_drivers(tmp_path: Path, fake: str) -> None:
+    over_fake(
+        tmp_path,
+        fake,
+        """
+        asked = {"cuda": "cuMemHostGetDevicePointer_v2", "hip": "hipHostGetDevicePointer"}[driver].encode()
+        data = numpy.zeros(2 * MIB, dtype=numpy.uint8)
+        with engine.Engine(driver) as gpu:
+            with engine.HostLock(gpu, data) as lock, engine.HostLock(gpu, data[5:]) as inside:
+                assert lock.device_address == data.ctypes.data, lock.device_address
+                assert inside.device_address == data.ctypes.data + 5
+                assert control.calls(asked) == 1
+            control.fail(asked, 1, 1, 1)
+            with engine.HostLock(gpu, data) as lock:
+                assert lock.locked and lock.device_address is None
         """,
     )
 

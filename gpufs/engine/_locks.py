@@ -4,7 +4,7 @@ import errno
 import os
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gpufs.engine._arguments import instance, unsigned
 from gpufs.engine._arrays import HostRange, host_range
@@ -95,13 +95,25 @@ class HostLock:
     @property
     def foreign(self) -> bool:
         """Whether another library had locked it before. EngineError ENOENT once it is unlocked."""
+        return bool(self._info().foreign)
+
+    @property
+    def device_address(self) -> int | None:
+        """Where kernels on every device of the driver find it; None where the driver gives no address.
+
+        The host driver gives the address itself. docs/locked-memory.md says which accesses are coherent. EngineError
+        ENOENT once it is unlocked.
+        """
+        return int(self._info().device_address) or None
+
+    def _info(self) -> Any:
         info = ffi.new("gpufs_host_lock_info *")
         check(
             lib.gpufs_host_lock_info_get(
                 self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes, info
             )
         )
-        return bool(info.foreign)
+        return info
 
     def unlock(self) -> None:
         """Unlocks it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""

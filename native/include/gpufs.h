@@ -187,6 +187,9 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
                                       gpufs_host_lock_info* info);
 
 /* ---- mount: the data plane of one FUSE connection ---- */
+  /* Where every device of the driver sees the range that was asked about; 0: the driver gives no address. The host
+   * driver: its own address. Which accesses are coherent: docs/locked-memory.md. */
+  uint64_t device_address;
 
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */

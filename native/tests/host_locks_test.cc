@@ -34,6 +34,7 @@ class PinDevice : public Device {
   std::function<Status()> on_pin = [] { return Status(); };
   std::function<Status()> on_unpin = [] { return Status(); };
   bool tells_ranges = true;
+  std::int64_t seen_at = 0;  // how far from their own addresses the device sees pinned ranges; below 0: nowhere
   std::atomic<int> pins{0};
   std::atomic<int> unpins{0};
   std::atomic<int> read_only_pins{0};
@@ -77,7 +78,10 @@ class PinDevice : public Device {
     ++unpins;
     return {};
   }
-  Result<DeviceAddress> address_of_pinned(void*) override { return Status(ENOSYS, ""); }
+  Result<DeviceAddress> address_of_pinned(void* address) override {
+    if (seen_at < 0) return Status(EOPNOTSUPP, "nowhere");
+    return reinterpret_cast<DeviceAddress>(address) + static_cast<DeviceAddress>(seen_at);
+  }
   Result<PinnedHostRange> pinned_range(const void* address) override {
     if (!tells_ranges) return Status(EOPNOTSUPP, "it does not tell");
     const auto at = reinterpret_cast<std::uintptr_t>(address);
@@ -209,6 +213,23 @@ TEST_F(HostLocksTest, UnlockingWhatIsNotLockedNamesIt) {
   EXPECT_TRUE(names(refused, text(0, 8)));
   EXPECT_TRUE(unlock(0, 8).ok());
   EXPECT_EQ(unlock(0, 8).error(), ENOENT);
+}
+
+TEST_F(HostLocksTest, DevicesSeeARangeAtAnAddressOfTheirOwn) {
+  device().seen_at = 1 << 30;
+  ASSERT_TRUE(lock(0, 8).ok());
+  ASSERT_TRUE(lock(2, 2).ok());
+  const auto start = reinterpret_cast<DeviceAddress>(at(0));
+  EXPECT_EQ(locks_.info(at(0), 8 * kPage).value().device_address, start + (1 << 30));
+  EXPECT_EQ(locks_.info(at(2), kPage).value().device_address, start + 2 * kPage + (1 << 30));
+  // Of memory that somebody else pinned, too.
+  device().pin_elsewhere(at(16), 8 * kPage);
+  ASSERT_TRUE(lock(18, 2).ok());
+  EXPECT_EQ(locks_.info(at(18), 2 * kPage).value().device_address, start + 18 * kPage + (1 << 30));
+  // A driver that gives none.
+  device().seen_at = -1;
+  ASSERT_TRUE(lock(10, 2).ok());
+  EXPECT_EQ(locks_.info(at(10), 2 * kPage).value().device_address, 0U);
 }
 
 TEST_F(HostLocksTest, ForeignMemoryIsRecordedWholeAndNeverUnlocked) {

@@ -330,8 +330,8 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
     if (info == nullptr) return gpufs::null_argument();
     const Result<gpufs::HostLocks::Info> known = found.host_locks()->info(address, bytes);
     if (!known.ok()) return known.status();
-    *info = {known.value().whole.start, known.value().whole.bytes(), known.value().references,
-             known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0};
+    *info = {known.value().whole.start,     known.value().whole.bytes(),       known.value().references,
+             known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0, known.value().device_address};
     return {};
   });
 }

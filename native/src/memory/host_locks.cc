@@ -25,6 +25,7 @@ struct HostLocks::Entry {
   std::condition_variable changed;
   Device* device = nullptr;  // that pinned it; null for foreign memory
   bool source_only = false;
+  DeviceAddress device_address = 0;      // of the range's start; 0: there is none
   std::map<Range, std::uint64_t> locks;  // as they were asked for, and how often
   std::uint64_t uses = 0;
 
@@ -41,6 +42,7 @@ struct HostLocks::Pinned {
   Device* device = nullptr;  // null: foreign
   bool source_only = false;
   Range whole;
+  DeviceAddress device_address = 0;  // of whole's start
 };
 
 namespace {
@@ -138,17 +140,27 @@ Device& HostLocks::choose_device() const {
 }
 
 HostLocks::Pinned HostLocks::pin(const Range& range, Access access) const {
-  Pinned outcome;
-  outcome.whole = range;
   if (driver_->devices().empty()) {
+    Pinned outcome;
     outcome.status = Status(ENODEV, "there is no device to lock memory for");
     return outcome;
   }
+  Device& device = choose_device();
+  Pinned outcome = pin_on(device, range, access);
+  if (!outcome.status.ok()) return outcome;
+  // One device's answer serves all of its driver: they share the address space of the process.
+  const Result<DeviceAddress> seen = device.address_of_pinned(reinterpret_cast<void*>(outcome.whole.start));
+  if (seen.ok()) outcome.device_address = seen.value();
+  return outcome;
+}
+
+HostLocks::Pinned HostLocks::pin_on(Device& device, const Range& range, Access access) {
+  Pinned outcome;
+  outcome.whole = range;
   if (!is_mapped(range)) {
     outcome.status = Status(EFAULT, to_text(range) + " is not all mapped: it cannot be locked");
     return outcome;
   }
-  Device& device = choose_device();
   auto* const start = reinterpret_cast<void*>(range.start);
   if (access == Access::kSource) {
     outcome.status = device.pin_read_only(start, range.bytes());
@@ -196,6 +208,9 @@ void HostLocks::settle(const std::shared_ptr<Entry>& entry, const Pinned& outcom
       entry->state = State::kPinned;
       entry->device = outcome.device;
       entry->source_only = outcome.source_only;
+      if (outcome.device_address != 0) {
+        entry->device_address = outcome.device_address + (entry->range.start - outcome.whole.start);
+      }
       // Whole, unless a part of it is listed already.
       const auto place = entries_.find(entry->range.start);
       const bool room_before = place == entries_.begin() || std::prev(place)->second->range.end <= outcome.whole.start;
@@ -204,6 +219,7 @@ void HostLocks::settle(const std::shared_ptr<Entry>& entry, const Pinned& outcom
         auto node = entries_.extract(place);
         node.key() = outcome.whole.start;
         entry->range = outcome.whole;
+        entry->device_address = outcome.device_address;
         entries_.insert(std::move(node));
       }
     }
@@ -299,7 +315,9 @@ Result<HostLocks::Info> HostLocks::info(const void* address, std::size_t bytes) 
   Lock lock(mutex_);
   const std::shared_ptr<Entry> entry = settled_locked(range, lock);
   if (entry == nullptr || !entry->range.contains(range)) return Status(ENOENT, to_text(range) + " is not locked");
-  return Info{entry->range, entry->device == nullptr, entry->source_only, entry->lock_count()};
+  const DeviceAddress base = entry->device_address;
+  return Info{entry->range, entry->device == nullptr, entry->source_only, entry->lock_count(),
+              base == 0 ? 0 : base + (range.start - entry->range.start)};
 }
 
 Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Access access) {

@@ -66,6 +66,7 @@ class HostLocks {
     bool foreign = false;
     bool source_only = false;
     std::uint64_t references = 0;
+    DeviceAddress device_address = 0;  // where devices see the range that was asked about; 0: the driver gives none
   };
   // ENOENT when not all of it is locked, as one range.
   Result<Info> info(const void* address, std::size_t bytes) const;
@@ -119,6 +120,7 @@ class HostLocks {
   // The same once nobody is pinning or unpinning it.
   [[nodiscard]] std::shared_ptr<Entry> settled_locked(const Range& range, Lock& lock) const;
   [[nodiscard]] Pinned pin(const Range& range, Access access) const;
+  [[nodiscard]] static Pinned pin_on(Device& device, const Range& range, Access access);
   void settle(const std::shared_ptr<Entry>& entry, const Pinned& outcome);
   // Unpins an entry with no reference but the caller's; without the lock meanwhile.
   Status unpin(const std::shared_ptr<Entry>& entry, Lock& lock);
