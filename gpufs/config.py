@@ -287,6 +287,16 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Copies straight from the page cache's own pages; auto takes it where there is one CPU only.",
     ),
     Knob(
+        "io_file_systems",
+        kinds.WORDS,
+        "",
+        "",
+        "Types of file systems, separated by commas, that the fastpath may use beside ext4, xfs and block devices, as "
+        "/proc/self/mountinfo names them: nfs4 (over RDMA), lustre, beegfs, ...; any: all. Whether one works is up to "
+        "the vendor's library. A file that it refuses is copied through host memory, and the counters say so.",
+        default_text="none",
+    ),
+    Knob(
         "io_direct",
         kinds.choice("auto", "on", "off"),
         "auto",

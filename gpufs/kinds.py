@@ -143,6 +143,14 @@ def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
     return shown
 
 
+def _parse_words(text: str) -> str:
+    words = [word.strip() for word in text.split(",")]
+    if text.strip() and not all(re.fullmatch(r"[\w.+-]+", word, re.ASCII) for word in words):
+        raise ValueError(text)
+    return ",".join(word for word in words if word)
+
+
+WORDS: Final = Kind("words with commas between them, such as nfs4,lustre", "TYPES", _parse_words)
 BOOLEAN: Final = Kind("true or false", "true|false", _parse_boolean)
 BACKINGS: Final = Kind(
     "NAME=DIR or NAME=DIR:ro, each NAME once; several: the option again, a list in the file, or with commas between "

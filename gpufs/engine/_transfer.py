@@ -53,12 +53,16 @@ def io_configure(
     fallback: Switch = "auto",
     pagecache: Switch = "auto",
     direct: Switch = "auto",
+    file_systems: str = "",
 ) -> None:
     """Sets how an engine's transfers run; 0 is the engine's choice. Before its first transfer, mount or statistics.
 
+    ``file_systems``: types of file systems that the fastpath may use beside ext4, xfs and block devices, as
+    /proc/self/mountinfo names them, separated by commas; "any" is all of them.
     EngineError EBUSY afterwards, EINVAL for what is out of range.
     """
     instance("engine", Engine, engine)
+    types = ffi.new("char[]", text("file_systems", file_systems))
     options = {
         "chunk_bytes": unsigned("chunk_bytes", chunk_bytes),
         "pinned_bytes": unsigned("pinned_bytes", pinned_bytes),
@@ -68,6 +72,7 @@ def io_configure(
         "fallback": choice("fallback", _SWITCHES, fallback),
         "pagecache": choice("pagecache", _SWITCHES, pagecache),
         "direct": choice("direct", _SWITCHES, direct),
+        "file_systems": types,
     }
     check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
 

@@ -314,6 +314,9 @@ gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* opt
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
 gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed);
 
+  /* Types of file systems that the fastpath may use beside ext4, xfs and block devices, as /proc/self/mountinfo names
+   * them, separated by commas ("nfs4,lustre"); "any"; NULL or "": none. */
+  const char* file_systems;
 typedef struct {
   char file_system[32]; /* "ext4"; "" where its mount is not visible here */
   int32_t block_device;

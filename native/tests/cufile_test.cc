@@ -88,6 +88,21 @@ TEST_F(CufileFiles, WhereItMayCopyThroughTheHostTheStorageIsLookedAt) {
   EXPECT_EQ(rig_->finish(wanted).status.message(), "fastpath is required but refused: not_accepted");
 }
 
+TEST_F(CufileFiles, FileSystemsOnTheNetworkAreForThoseWhoAllowThem) {
+  EXPECT_EQ(cufile_file_system("nfs4"), cufile_file_system("nfs"));
+  EXPECT_NE(cufile_file_system("lustre"), 0U);
+  EXPECT_EQ(cufile_file_system("ext4"), 0U);
+  storage_.supported = cufile_file_system("nfs4");  // and no local disk
+  ASSERT_EQ(cufile().reset(&storage_), 0);
+  const auto refusals = [](std::vector<std::string> types) {
+    return open_cufile_path_from(GPUFS_FAKE_CUFILE, true, FileSystems(std::move(types)))->refusals();
+  };
+  EXPECT_EQ(refusals({}), mask_of(Refusal::kNoGpuDirect));
+  EXPECT_EQ(refusals({"lustre"}), mask_of(Refusal::kNoGpuDirect));
+  EXPECT_EQ(refusals({"lustre", "nfs4"}), 0U);
+  EXPECT_EQ(refusals({"any"}), 0U);
+}
+
 TEST_F(CufileFiles, AFileIsRegisteredOnce) {
   START_OR_SKIP(pattern(kMiB, 2));
   for (const Direction direction : {Direction::kLoad, Direction::kStore}) {

@@ -54,6 +54,19 @@ TEST(Scoring, EachReasonHasItsBit) {
   }
 }
 
+TEST(Scoring, TheOperatorMayOverruleARefusalOfTheFile) {
+  Scored scored(0, kMiB);
+  scored.file.fastpath_refusals = mask_of(Refusal::kFileSystem);
+  scored.request.waived = mask_of(Refusal::kFileSystem);
+  EXPECT_EQ(score_fastpath(scored.request).points, 100);
+  scored.file.fastpath_refusals |= mask_of(Refusal::kNoDirectDescriptor);
+  EXPECT_EQ(score_fastpath(scored.request).refusals, mask_of(Refusal::kNoDirectDescriptor));
+  EXPECT_TRUE(FileSystems({"nfs4", "lustre"}).allow("lustre"));
+  EXPECT_FALSE(FileSystems({"nfs4"}).allow("nfs"));
+  EXPECT_TRUE(FileSystems({"any"}).allow("zfs"));
+  EXPECT_FALSE(FileSystems().allow("any"));
+}
+
 TEST(Scoring, NamesFollowTheBits) {
   EXPECT_EQ(describe_refusals(0), "none");
   EXPECT_EQ(describe_refusals(mask_of(Refusal::kFileSystem) | mask_of(Refusal::kDisabled)), "disabled, file_system");

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "abi/barrier.h"
 #include "abi/handles.h"
@@ -28,7 +30,7 @@ Result<std::shared_ptr<TransferEngine>> transfers_with(Engine& engine, const IoO
   Result<std::shared_ptr<TransferEngine>> transfers =
       engine.transfers([&](const Engine& self) -> Result<std::shared_ptr<TransferEngine>> {
         Result<std::shared_ptr<TransferEngine>> created =
-            TransferEngine::create(options, self.devices(), make_direct_path(self.driver_name()));
+            TransferEngine::create(options, self.devices(), make_direct_path(self.driver_name(), options.file_systems));
         *made = created.ok();
         return created;
       });
@@ -68,6 +70,14 @@ Result<Switch> three_way(std::int32_t value, const char* name) {
   }
 }
 
+// "nfs4,lustre" as words.
+FileSystems file_systems_from(const char* text) {
+  std::vector<std::string> types;
+  std::istringstream words(text == nullptr ? "" : text);
+  for (std::string type; std::getline(words, type, ',');) types.push_back(type);
+  return FileSystems(std::move(types));
+}
+
 Result<IoOptions> options_from(const gpufs_io_options& given) {
   IoOptions options;
   if (given.chunk_bytes > std::numeric_limits<std::size_t>::max()) return Status(EINVAL, "chunk_bytes is too large");
@@ -87,6 +97,7 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   Result<Switch> direct = three_way(given.direct, "direct");
   if (!direct.ok()) return direct.status();
   options.direct = direct.value();
+  options.file_systems = file_systems_from(given.file_systems);
   return options;
 }
 

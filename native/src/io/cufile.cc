@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <string_view>
 #include <utility>
 
 #include "base/log.h"
@@ -25,6 +26,14 @@ constexpr const char* kLibrary = "libcufile.so.0";
 constexpr const char* kModuleVersion = "/proc/driver/nvidia-fs/version";
 constexpr const char* kModuleDevice = "/dev/nvidia-fs0";
 constexpr unsigned kLocalStorage = kCufileNvme | kCufileNvmeFabrics | kCufileScsi;
+// The file systems that the library has a bit for, and what the kernel calls them.
+constexpr std::array<std::pair<std::string_view, unsigned>, 7> kFileSystemBits = {{{"lustre", 1U << 0},
+                                                                                   {"wekafs", 1U << 1},
+                                                                                   {"nfs", 1U << 2},
+                                                                                   {"nfs4", 1U << 2},
+                                                                                   {"gpfs", 1U << 3},
+                                                                                   {"beegfs", 1U << 9},
+                                                                                   {"scatefs", 1U << 12}}};
 // The kernel moves no more than this by one call.
 constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 
@@ -124,7 +133,8 @@ class CufilePath final : public DirectPath {
 
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
     if (refusals_ != 0) return Status(EOPNOTSUPP, "cuFile: " + describe_refusals(refusals_));
-    if (storage_ != 0 && (cufile_storage(place_of(file.direct_fd())) & storage_) == 0) {
+    const unsigned there = cufile_file_system(file.facts().file_system) | cufile_storage(place_of(file.direct_fd()));
+    if (storage_ != 0 && (there & storage_) == 0) {
       return Status(EOPNOTSUPP,
                     "cuFile: the file is not on storage that GPUDirect serves, and cuFile may copy it through the host "
                     "(allow_compat_mode in cufile.json)");
@@ -150,6 +160,13 @@ std::shared_ptr<DirectPath> refusing(Refusal reason) {
 
 }  // namespace
 
+unsigned cufile_file_system(std::string_view type) {
+  for (const auto& [name, bit] : kFileSystemBits) {
+    if (name == type) return bit;
+  }
+  return 0;
+}
+
 unsigned cufile_storage(const std::string& place) {
   const auto within = [&](const char* part) { return place.find(part) != std::string::npos; };
   if (within("/nvme-fabrics/")) return kCufileNvmeFabrics;
@@ -160,7 +177,8 @@ unsigned cufile_storage(const std::string& place) {
   return 0;
 }
 
-std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present) {
+std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present,
+                                                  const FileSystems& file_systems) {
   if (!module_present) return refusing(Refusal::kNoGpuDirect);
   std::string why;
   void* const handle = gpu::open_library(library, &why);
@@ -192,7 +210,11 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
   }
   CufileProperties properties = {};
   const CufileError asked = calls.driver_properties(&properties);
-  const unsigned storage = properties.module.supported & kLocalStorage;
+  unsigned wanted = kLocalStorage;
+  for (const auto& [name, bit] : kFileSystemBits) {
+    if (file_systems.allow(name)) wanted |= bit;
+  }
+  const unsigned storage = properties.module.supported & wanted;
   if (asked.library != 0 || properties.module.major_version == 0 || storage == 0) {
     log_info("cuFile is not used: it reports no storage that its kernel module serves");
     return refusing(Refusal::kNoGpuDirect);
@@ -201,9 +223,9 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
   return std::make_shared<CufilePath>(calls, 0, may_copy ? storage : 0);
 }
 
-std::shared_ptr<DirectPath> open_cufile_path() {
-  return open_cufile_path_from(kLibrary,
-                               ::access(kModuleVersion, F_OK) == 0 && ::access(kModuleDevice, R_OK | W_OK) == 0);
+std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems) {
+  return open_cufile_path_from(
+      kLibrary, ::access(kModuleVersion, F_OK) == 0 && ::access(kModuleDevice, R_OK | W_OK) == 0, file_systems);
 }
 
 }  // namespace gpufs

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "io/direct_path.h"
 
@@ -54,14 +55,17 @@ inline constexpr unsigned kCufileMayCopyThroughHost = 1U << 1;
 
 // Looks for the kernel module first and opens the library only if it is there. Always a path; one that refuses
 // everything, with the reason, where it cannot work. Where the library may copy through the host on its own, the path
-// takes files on such storage alone as the kernel module serves.
-std::shared_ptr<DirectPath> open_cufile_path();
+// takes files on such storage alone as the kernel module serves. file_systems: those it may use beside local storage.
+std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems = {});
 
 // The same with a library of the caller's choice. module_present: what the kernel module shows is there.
-std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present);
+std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present,
+                                                  const FileSystems& file_systems = {});
 
 // The bit of CufileProperties::module.supported that stands for how a block device is attached, by what the kernel says
 // of its place ("../../devices/pci0000:00/.../nvme/nvme0/nvme0n1/nvme0n1p1"); 0: none of them, or it cannot be told.
 unsigned cufile_storage(const std::string& place);
+// The same of a file system that is not on a block device here, by its type ("nfs4", "lustre").
+unsigned cufile_file_system(std::string_view type);
 
 }  // namespace gpufs

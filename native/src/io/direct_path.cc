@@ -46,9 +46,9 @@ class NoDirectPath final : public DirectPath {
 
 }  // namespace
 
-std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name) {
+std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
   if (driver_name == "host") return std::make_shared<HostDirectPath>();
-  if (driver_name == "cuda") return open_cufile_path();
+  if (driver_name == "cuda") return open_cufile_path(file_systems);
   if (driver_name == "hip") return open_hip_file_path();
   return std::make_shared<NoDirectPath>();
 }

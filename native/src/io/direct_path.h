@@ -10,6 +10,7 @@
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "io/io_options.h"
 #include "io/refusal.h"
 
 namespace gpufs {
@@ -41,7 +42,8 @@ class DirectPath {
 };
 
 // By the driver's name: host has O_DIRECT, cuda has cuFile, hip has hipAmdFile. Nothing is loaded before this call.
-std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name);
+// file_systems: IoOptions::file_systems.
+std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
 
 // The failures after which the rest of a request goes by fallback: the path is not usable after all.
 bool rerun_on_fallback(int error);

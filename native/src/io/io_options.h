@@ -3,14 +3,34 @@
 // Any thread may read it.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 namespace gpufs {
 
 enum class FastpathMode : int { kAuto, kOff, kRequire };
 enum class Switch : int { kAuto, kOn, kOff };
+
+// Kinds of file systems, as /proc/self/mountinfo names them ("nfs4", "lustre"), which the fastpath is allowed on beside
+// ext4, xfs and block devices. "any" is all of them.
+class FileSystems {
+ public:
+  FileSystems() = default;
+  explicit FileSystems(std::vector<std::string> types) : types_(std::move(types)) {}
+  [[nodiscard]] bool allow(std::string_view type) const {
+    return std::any_of(types_.begin(), types_.end(),
+                       [&](const std::string& allowed) { return allowed == "any" || allowed == type; });
+  }
+
+ private:
+  std::vector<std::string> types_;
+};
 
 struct IoOptions {
   // One piece of work of a worker, and the size of a pinned slot: a power of two of at least 64 KiB.
@@ -22,6 +42,7 @@ struct IoOptions {
   int workers = 0;
   int slots = 3;  // of a worker, at most: file and device work on different ones at the same time
   FastpathMode fastpath = FastpathMode::kAuto;
+  FileSystems file_systems;
   bool fallback = true;
   // Copying straight from registered pages of the page cache instead of through slots: auto takes it where there is
   // one CPU only.

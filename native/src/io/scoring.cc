@@ -40,7 +40,7 @@ const char* direction_name(Direction direction) { return direction == Direction:
 
 Score score_fastpath(const ScoredRequest& request) {
   const BackingFacts& file = *request.file;
-  RefusalMask reasons = request.vendor_refusals | file.fastpath_refusals;
+  RefusalMask reasons = request.vendor_refusals | (file.fastpath_refusals & ~request.waived);
   if (request.fastpath == FastpathMode::kOff) reasons |= mask_of(Refusal::kDisabled);
   if (request.bytes == 0) reasons |= mask_of(Refusal::kNothingToMove);
   std::uint64_t end = 0;

@@ -29,6 +29,7 @@ struct ScoredRequest {
   std::uint64_t bytes = 0;
   std::uint64_t memory_phase = 0;
   RefusalMask vendor_refusals = 0;  // of the device's direct path
+  RefusalMask waived = 0;           // refusals of the file that the operator has overruled
   FastpathMode fastpath = FastpathMode::kAuto;
   bool fallback = true;
 };

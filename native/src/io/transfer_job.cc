@@ -326,6 +326,7 @@ Result<Plan> TransferJob::make_plan(std::uint64_t total) {
   scored.memory_phase = target().phase(request_.target_offset, file().facts().memory_align);
   scored.vendor_refusals = engine_->direct_path_->refusals();
   if (!target().on_device(request_.target_offset)) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
+  if (options().file_systems.allow(file().facts().file_system)) scored.waived = mask_of(Refusal::kFileSystem);
   end_use();
   scored.fastpath = fastpath_mode();
   scored.fallback = fallback_allowed();
