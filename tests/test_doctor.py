@@ -20,6 +20,13 @@ from gpufs import engine
 from gpufs.cli import _doctor_checks as checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Driver, Environment, Finding
 
+NODES = "sys/class/kfd/kfd/topology/nodes"
+
+
+def amd_gpu(capability: int) -> str:
+    """What the kernel's driver for AMD writes about a GPU at 0000:c1:00.0."""
+    return f"simd_count 304\ncapability {capability | 0x80}\nlocation_id {0xC1 << 8}\ndomain 0\n"
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[..., Environment]:
@@ -36,6 +43,8 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "proc/driver/nvidia-fs/version": "version: 2.20.6\n",
             "boot/config-6.18.0": "CONFIG_PCI_P2PDMA=y\n",
             "proc/kallsyms": "0000000000000000 T _text\n0000000000000000 t kfd_ais_rw_file\t[amdgpu]\n",
+            f"{NODES}/0/properties": "cpu_cores_count 64\nsimd_count 0\ncapability 0\n",
+            f"{NODES}/1/properties": amd_gpu(0x40),
             **(files or {}),
         }
         for name, text in wanted.items():
@@ -128,6 +137,32 @@ def test_each_finding(
     assert found.state == state
     assert text in found.text
     assert state == OK or found.advice or "not to be read" in found.text
+
+
+HIP = {"devices": ["AMD Instinct"], "refusals": []}
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_an_amd_gpu_for_which_the_kernel_moves_no_files(machine: Callable[..., Environment], virtual: bool) -> None:
+    """Nothing is promised that every call would refuse."""
+    path = {"file_system": "ext4", "offset_align": 512, "memory_align": 4, "refusals": []}
+    files = {f"{NODES}/1/properties": amd_gpu(0)}
+    if virtual:
+        files["sys/bus/pci/devices/0000:c1:00.0/physfn"] = ""
+    probe = answers({"hip": {**HIP, "refusals": ["memory_kind"]}, "host": HOST}, {"/data": path})
+    findings = checks.examine(machine(files, probe=probe), ["/data"])
+    assert one(findings, "hip", "fastpath").text.startswith("no_kernel_support: ")
+    found = one(findings, "amdgpu 0000:c1:00.0")
+    assert (found.state, bool(found.advice), "SR-IOV" in found.text) == (NOTE, True, virtual)
+    assert one(findings, "/data on hip").text.startswith("fallback (ext4")
+    assert "memory_kind" not in one(findings, "/data on hip").text
+
+
+def test_amd_memory_that_the_fastpath_does_not_reach(machine: Callable[..., Environment]) -> None:
+    probe = answers({"hip": {**HIP, "refusals": ["memory_kind"]}, "host": HOST})
+    found = one(checks.examine(machine(probe=probe), []), "hip", "fastpath")
+    assert found.text.startswith("memory_kind: ")
+    assert "--hip-memory plain" in found.advice
 
 
 def test_programs_with_rights_of_their_own(tmp_path: Path) -> None:

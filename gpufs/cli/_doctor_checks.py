@@ -23,6 +23,7 @@ _LEAST_DESCRIPTORS: Final = 4096
 _LEAST_MAPPINGS: Final = 65530
 _LEAST_PIPE: Final = 1 << 20
 _GOOD_PAGES: Final = 256
+_MOVES_FILES: Final = 0x40  # in "capability" of a node of the kernel's driver for AMD
 
 # What each reason for a refusal means, and what can be done about it. The names are the engine's.
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
@@ -34,7 +35,10 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "memory_unaligned": ("the device memory lies otherwise than the file's offset", "use the same offset in both"),
     "offset_range": ("the end lies beyond the largest offset", ""),
     "no_direct_descriptor": ("the file cannot be opened with O_DIRECT", "use a file system that has O_DIRECT"),
-    "file_system": ("the fastpath serves ext4, xfs and block devices", "keep the file on one of them"),
+    "file_system": (
+        "the fastpath serves ext4, xfs and block devices",
+        "keep the file on one of them, or allow its file system by --io-file-systems if the vendor's library serves it",
+    ),
     "mount_options": (
         "the file system is mounted in a way that the fastpath cannot use",
         "ext4: mount with data=ordered",
@@ -43,7 +47,10 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "no_gpudirect": ("the kernel's part of GPUDirect Storage is not there", "install and load the module nvidia_fs"),
     "not_accepted": ("the vendor's library refused this very file", "its own log says why"),
     "failed_before": ("it began and gave up", "the mount's log says why"),
-    "memory_kind": ("the memory is not known to be the device's own", "give memory that was allocated on the device"),
+    "memory_kind": (
+        "the fastpath does not reach this kind of memory: it is not the device's own, or virtual memory of ROCm",
+        "AMD GPUs: mount with --hip-memory plain; programs: give memory that was allocated on the device",
+    ),
     "no_kernel_support": (
         "the kernel's amdgpu driver cannot be reached, or has no interface for files",
         "see that this user may use /dev/kfd (groups render and video), and use a kernel whose amdgpu has it",
@@ -70,6 +77,15 @@ class Driver:
     devices: Sequence[str] = ()
     reason: str = ""
     refusals: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AmdGpu:
+    """A GPU as the kernel's driver for AMD describes it."""
+
+    address: str  # on the PCI bus
+    moves_files: bool  # the kernel has set up transfers between files and its memory
+    virtual: bool  # an SR-IOV virtual function
 
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
@@ -164,7 +180,28 @@ class Environment:
     def driver(self, name: str) -> Driver:
         """What a driver finds here."""
         said = self.probe(["driver", name])
-        return Driver(name, said.get("devices", []), said.get("error", ""), said.get("refusals", []))
+        refusals = said.get("refusals", [])
+        gpus = self.amd_gpus() if name == "hip" else []
+        # Without a GPU that the kernel moves files for, every call is refused, whatever memory it is given.
+        if gpus and not any(gpu.moves_files for gpu in gpus) and "no_kernel_support" not in refusals:
+            refusals = ["no_kernel_support", *(reason for reason in refusals if reason != "memory_kind")]
+        return Driver(name, said.get("devices", []), said.get("error", ""), refusals)
+
+    def amd_gpus(self) -> list[AmdGpu]:
+        """The GPUs that the kernel's driver for AMD lists; none where it does not show them."""
+        gpus = []
+        nodes = (self.root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+        for properties in sorted(nodes, key=lambda path: path.parent.name.zfill(8)):
+            text = self.text(str(properties.relative_to(self.root))) or ""
+            pairs = (line.split() for line in text.splitlines())
+            facts = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+            if facts.get("simd_count", 0) == 0:  # the CPU's node
+                continue
+            place = facts.get("location_id", 0)
+            address = f"{facts.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+            virtual = os.path.lexists(self.root / "sys/bus/pci/devices" / address / "physfn")
+            gpus.append(AmdGpu(address, bool(facts.get("capability", 0) & _MOVES_FILES), virtual))
+        return gpus
 
 
 def _size(count: int) -> str:
@@ -309,6 +346,17 @@ def fastpath(environment: Environment, found: Sequence[Driver]) -> Iterator[Find
             text = "has no interface for files" if has is False else "whether it moves files cannot be seen"
             advice = "use a kernel or an amdgpu package with AMD Infinity Storage" if has is False else ""
             yield Finding("fastpath", "amdgpu", NOTE, text, advice)
+        for gpu in environment.amd_gpus():
+            name = f"amdgpu {gpu.address}"
+            if gpu.virtual:
+                text, advice = "is an SR-IOV virtual function, which amdgpu moves no files for", "use the whole GPU"
+                yield Finding("fastpath", name, NOTE, text, advice)
+            elif gpu.moves_files:
+                yield Finding("fastpath", name, OK, "is set up to move files")
+            else:
+                text = "is not set up to move files: a virtual function, or the bus does not show all of its memory"
+                advice = "switch on large BARs (Resizable BAR, Above 4G Decoding) in the firmware, or use the whole GPU"
+                yield Finding("fastpath", name, NOTE, text, advice)
     if any(driver.devices and driver.name != "host" for driver in found):
         option = environment.kernel_option("PCI_P2PDMA")
         if option is None:
