@@ -128,6 +128,16 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="1s",
     ),
     Knob(
+        "hip_memory",
+        kinds.choice("auto", "virtual", "plain"),
+        "auto",
+        "",
+        "How memory of an AMD GPU is taken. plain: one allocation for each file, which the fastpath reaches; it grows "
+        "by a copy, and holes give nothing back. virtual: in pieces, which the fastpath does not reach. auto: plain if "
+        "io_fastpath is require, or if it is auto and the kernel can move files to and from the GPU; otherwise "
+        "virtual. Where ROCm's virtual memory does not work (checked when the mount starts) memory is always plain.",
+    ),
+    Knob(
         "lock_policy",
         kinds.choice("auto", "off", "mandatory"),
         "auto",
@@ -277,16 +287,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Copies directly between storage and device, by the vendor's way: where possible, never, or nothing else.",
     ),
     Knob(
-        "io_fallback", kinds.choice("auto", "on", "off"), "auto", "", "Copies through pinned host memory; auto is on."
-    ),
-    Knob(
-        "io_pagecache",
-        kinds.choice("auto", "on", "off"),
-        "auto",
-        "",
-        "Copies straight from the page cache's own pages; auto takes it where there is one CPU only.",
-    ),
-    Knob(
         "io_file_systems",
         kinds.WORDS,
         "",
@@ -295,6 +295,16 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "/proc/self/mountinfo names them: nfs4 (over RDMA), lustre, beegfs, ...; any: all. Whether one works is up to "
         "the vendor's library. A file that it refuses is copied through host memory, and the counters say so.",
         default_text="none",
+    ),
+    Knob(
+        "io_fallback", kinds.choice("auto", "on", "off"), "auto", "", "Copies through pinned host memory; auto is on."
+    ),
+    Knob(
+        "io_pagecache",
+        kinds.choice("auto", "on", "off"),
+        "auto",
+        "",
+        "Copies straight from the page cache's own pages; auto takes it where there is one CPU only.",
     ),
     Knob(
         "io_direct",
@@ -477,6 +487,12 @@ def host_memory(memory: int | None, devices: int) -> int:
 def io_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The knobs of transfers by the names that :func:`gpufs.engine.io_configure` has for them."""
     return {name.removeprefix("io_"): values[name] for name in BY_NAME if name.startswith("io_")}
+
+
+def hip_memory(values: Mapping[str, Any]) -> Any:
+    """The engine's ``hip_memory``. Whether the fastpath is wanted decides before the engine looks at the kernel."""
+    wanted = {"off": "virtual", "require": "plain"}.get(values["io_fastpath"], "auto")
+    return wanted if values["hip_memory"] == "auto" else values["hip_memory"]
 
 
 def _page() -> Iterator[str]:

@@ -76,6 +76,7 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
                 statistics_path=statistics_path,
                 keep_freed=values["keep_freed"],
                 lock_policy=values["lock_policy"],
+                hip_memory=config.hip_memory(values),
             )
         except config.ConfigError as failure:
             raise StartFailure(errno.EINVAL, str(failure)) from None

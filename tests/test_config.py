@@ -55,6 +55,7 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "io_direct": "on",
         "slab_file_bytes": "1M",
         "lock_policy": "mandatory",
+        "hip_memory": "plain",
         "io_file_systems": "nfs4,lustre",
         "max_write": "1M",
         "reader_spin": "250us",

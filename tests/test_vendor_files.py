@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data import KIB, MIB, assert_same, noise
-from support.fastpath import file_systems
+from support.fastpath import fast_disk, file_system
 from support.mounting import GPUFS, Mounter
 from support.processes import errno_of, run
 from support.vendors import CUFILE, HIP_FILE, Vendor, VendorMount
@@ -34,18 +32,14 @@ def vendor(request: pytest.FixtureRequest) -> Vendor:
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="gpufs-vendor-", dir="/var/tmp"))
-    yield path
-    shutil.rmtree(path)
+    with fast_disk() as path:
+        yield path
 
 
 @pytest.fixture
 def make(mount: Mounter, tmp_path: Path, disk: Path, vendor: Vendor) -> Maker:
-    if not file_systems(disk) & {"ext4", "xfs"}:
-        pytest.skip(f"no file system for the fastpath at {disk}: {file_systems(disk)}")
-
-    def made(*plans: str, backing: Path = disk, **named: Any) -> VendorMount:
-        words = ["--backing", f"there={backing}", "--io-chunk-bytes", str(CHUNK), "--io-workers", "1"]
+    def made(*plans: str, backing: Path = disk, options: Sequence[str] = (), **named: Any) -> VendorMount:
+        words = ["--backing", f"there={backing}", "--io-chunk-bytes", str(CHUNK), "--io-workers", "1", *options]
         environment = vendor.environment(tmp_path, plans, **named)
         one = mount(*words, driver=vendor.driver, memory=256 * MIB, environment=environment)
         return VendorMount(one, backing, tmp_path / "records")
@@ -162,8 +156,6 @@ with engine.Engine(sys.argv[1]) as gpu:
 @pytest.mark.parametrize("error", [errno.ENODEV, errno.EIO])
 def test_an_operation_that_fails_midway(tmp_path: Path, disk: Path, vendor: Vendor, error: int) -> None:
     """What the vendor's call has left goes by fallback; or the error comes with what was moved, and no more."""
-    if not file_systems(disk) & {"ext4", "xfs"}:
-        pytest.skip(f"no file system for the fastpath at {disk}: {file_systems(disk)}")
     size = 64 * MIB
     (disk / "source").write_bytes(noise(size))
     environment = vendor.environment(tmp_path, (vendor.answer(), vendor.answer(error, CHUNK // 2)))
@@ -215,6 +207,7 @@ def test_where_it_alone_is_allowed_nothing_goes_another_way(make: Maker, vendor:
             ["not_accepted"],
         ),
         (CUFILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
+        (HIP_FILE, {"moves_files": ""}, ["memory_kind"]),
         (HIP_FILE, {"library": "rocm5"}, ["no_vendor_call"]),  # it has no hipGetProcAddress, and more is missing
         (HIP_FILE, {"kernel": False}, ["no_kernel_support"]),
         (HIP_FILE, {"library": "rocm5", "kernel": False}, ["no_vendor_call", "no_kernel_support"]),
@@ -230,6 +223,7 @@ def test_where_it_alone_is_allowed_nothing_goes_another_way(make: Maker, vendor:
         "cuFile, file",
         "cuFile, the file's storage",
         "cuFile, tmpfs",
+        "hipAmdFile, the kernel's set-up",
         "hipAmdFile, old runtime",
         "hipAmdFile, no kernel driver",
         "hipAmdFile, neither",
@@ -291,19 +285,10 @@ def test_a_kernel_without_the_interface_is_asked_once(make: Maker, vendor: Vendo
     assert (done.returncode, "no_kernel_support" in done.stderr) == (1, True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.parametrize(("journal", "refused"), [("ordered", False), ("writeback", True)])
 @pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
-def test_the_journals_mode_decides_on_ext4(make: Maker, tmp_path: Path, journal: str, refused: bool) -> None:
-    image, there = tmp_path / "image", tmp_path / "mounted"
-    there.mkdir()
-    image.write_bytes(b"")
-    os.truncate(image, 64 * MIB)
-    run("mkfs.ext4", "-q", image)
-    mounted = run("mount", "-o", f"loop,data={journal}", image, there, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no loop devices: {mounted.stderr.strip()}")
-    try:
+def test_the_journals_mode_decides_on_ext4(make: Maker, journal: str, refused: bool) -> None:
+    with file_system("ext4", f"data={journal}") as there:
         one = make(backing=there)
         (there / "source").write_bytes(noise(2 * MIB))
         run("cp", one.shown / "source", one.mount.device / "file")
@@ -312,8 +297,82 @@ def test_the_journals_mode_decides_on_ext4(make: Maker, tmp_path: Path, journal:
         assert found["refusals"] == ({"mount_options": 1} if refused else {})
         assert found["fastpath"]["bytes"] == (0 if refused else 2 * MIB)
         one.mount.close()
-    finally:
-        run("umount", "--lazy", there)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"), [("", True), ("nfs4,lustre", True), ("lustre,ext2", False), ("any", False)]
+)
+def test_other_file_systems_are_for_those_who_allow_them(make: Maker, allowed: str, refused: bool) -> None:
+    """ext2 has O_DIRECT, too: whether it is good for the fastpath is the operator's word."""
+    with file_system("ext2") as there:
+        one = make(backing=there, options=["--io-file-systems", allowed])
+        (there / "source").write_bytes(noise(2 * MIB))
+        run("cp", one.shown / "source", one.mount.device / "file")
+        assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
+        found = one.counters("load")
+        assert found["refusals"] == ({"file_system": 1} if refused else {})
+        assert found["fastpath"]["bytes"] == (0 if refused else 2 * MIB)
+        one.mount.close()
+
+
+@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
+@pytest.mark.parametrize(
+    ("options", "moves_files", "plain"),
+    [
+        ([], "1", True),
+        ([], "", False),
+        (["--hip-memory", "virtual"], "1", False),
+        (["--hip-memory", "plain"], "", True),
+        (["--io-fastpath", "off"], "1", False),
+        (["--io-fastpath", "require"], "", True),
+    ],
+    ids=["auto", "auto, no kernel support", "virtual", "plain", "fastpath off", "fastpath required"],
+)
+def test_the_kind_of_memory_decides(make: Maker, options: list[str], moves_files: str, plain: bool) -> None:
+    """The kernel refuses virtual memory: it is taken where the fastpath cannot be used, and refused up front there."""
+    one = make(options=options, moves_files=moves_files)
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    run("cp", one.shown / "source", one.mount.device / "file")
+    run("cp", one.mount.device / "file", one.shown / "back")
+    assert_same((one.there / "back").read_bytes(), noise(2 * MIB))
+    for direction in ("load", "store"):
+        found = one.counters(direction)
+        assert found["fastpath"]["bytes"] == (2 * MIB if plain else 0)
+        disabled = {"disabled": 1} if "off" in options else {}
+        assert found["refusals"] == ({} if plain else {**disabled, "memory_kind": 1})
+    assert bool(one.calls()) == plain
+    # Plain memory grows by a copy.
+    with open(one.mount.device / "grown", "wb") as file:
+        for part in range(3):
+            file.write(noise(3 * MIB, seed=part))
+    assert_same((one.mount.device / "grown").read_bytes(), b"".join(noise(3 * MIB, seed=part) for part in range(3)))
+
+
+@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
+def test_virtual_memory_that_cannot_grow(make: Maker) -> None:
+    """As in some versions of ROCm: found when the mount starts, and done without."""
+    one = make(options=["--hip-memory", "virtual"], FAKE_HIP_TAIL_ACCESS="0")
+    assert "virtual memory cannot grow" in one.mount.log.read_text()
+    files = [one.mount.device / f"file{number}" for number in range(4)]
+    for part in range(3):
+        for number, file in enumerate(files):
+            with open(file, "ab") as growing:
+                growing.write(noise(3 * MIB, seed=10 * number + part))
+    for number, file in enumerate(files):
+        assert_same(file.read_bytes(), b"".join(noise(3 * MIB, seed=10 * number + part) for part in range(3)))
+
+
+@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
+def test_the_second_device(make: Maker) -> None:
+    one = make(FAKE_HIP_DEVICES="2")
+    (one.there / "source").write_bytes(noise(2 * MIB))
+    second = one.mount.path / "gpu1"
+    run("cp", one.shown / "source", second / "file")
+    run("cp", second / "file", one.shown / "back")
+    assert_same((one.there / "back").read_bytes(), noise(2 * MIB))
+    for direction in ("load", "store"):
+        assert one.counters(direction, device=1)["fastpath"]["bytes"] == 2 * MIB
+        assert one.counters(direction)["fastpath"]["bytes"] == 0
 
 
 def test_doctor_shows_it(tmp_path: Path, disk: Path) -> None:
@@ -325,8 +384,6 @@ def test_doctor_shows_it(tmp_path: Path, disk: Path) -> None:
         said = json.loads(run(*GPUFS, "doctor", "--json", path, env=words).stdout)
         return {f"{found['group']} {found['name']}": found for found in said["findings"]}
 
-    if not file_systems(disk) & {"ext4", "xfs"}:
-        pytest.skip("no file system for the fastpath")
     found = findings()
     assert found["drivers hip"]["text"].startswith("fake device 0 (4 GiB, ffff:c0:00.0)")
     assert found["fastpath hip"]["state"] == "ok"

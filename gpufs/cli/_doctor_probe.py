@@ -21,7 +21,10 @@ def _driver(name: str) -> dict[str, Any]:
             info.name + (f" ({info.total_bytes >> 30} GiB, {info.pci_address})" if info.pci_address else "")
             for info in (device.info for device in opened.devices)
         ]
-        return {"devices": devices, "refusals": engine.fastpath_probe(name)}
+        refusals = engine.fastpath_probe(name)
+        if not refusals and devices and not any(device.info.fastpath_memory for device in opened.devices):
+            refusals.append("memory_kind")
+        return {"devices": devices, "refusals": refusals}
 
 
 def _path(path: str) -> dict[str, Any]:

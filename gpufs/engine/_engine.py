@@ -12,11 +12,17 @@ from gpufs.engine._in_use import Users
 from gpufs.engine._native import ffi, lib
 
 LockPolicy = Literal["auto", "off", "mandatory"]
+HipMemory = Literal["auto", "virtual", "plain"]
 _LONGEST_KEPT: Final = 3600.0
 _LOCK_POLICIES: Final[dict[str, int]] = {
     "auto": lib.GPUFS_LOCK_AUTO,
     "off": lib.GPUFS_LOCK_OFF,
     "mandatory": lib.GPUFS_LOCK_MANDATORY,
+}
+_HIP_MEMORY: Final[dict[str, int]] = {
+    "auto": lib.GPUFS_HIP_MEMORY_AUTO,
+    "virtual": lib.GPUFS_HIP_MEMORY_VIRTUAL,
+    "plain": lib.GPUFS_HIP_MEMORY_PLAIN,
 }
 
 
@@ -31,6 +37,7 @@ class DeviceInfo:
     total_bytes: int
     granule: int  # bytes in which memory is taken
     cpu_addressable: bool
+    fastpath_memory: bool  # the fastpath can reach the memory of buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class Device:
             total_bytes=info.total_bytes,
             granule=info.granule,
             cpu_addressable=bool(info.cpu_addressable),
+            fastpath_memory=bool(info.fastpath_memory),
         )
 
     def memory(self) -> DeviceMemory:
@@ -95,6 +103,9 @@ class Engine(Handle):
     next: the driver clears what it gets back, which slows copies down meanwhile. 0: given back at once.
     ``lock_policy`` "mandatory" locks the host memory of every copy for as long as the copy takes, and the copy fails
     if that is impossible. With "auto" and "off" only a :class:`HostLock` locks a program's memory.
+    ``hip_memory`` says how the HIP driver takes a buffer's memory: "plain" by one hipMalloc, which the fastpath reaches
+    and which grows by a copy; "virtual" in ranges of addresses, which the fastpath does not reach; "auto" is plain
+    where the kernel can move files to and from the device. Where the runtime's ranges do not work it is always plain.
     EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
 
     Closing is EngineError ETIMEDOUT where a device did not get done what operations and transfers waited for
@@ -113,6 +124,7 @@ class Engine(Handle):
         statistics_path: str = "",
         keep_freed: float = 0.0,
         lock_policy: LockPolicy = "auto",
+        hip_memory: HipMemory = "auto",
     ) -> None:
         name = ffi.new("char[]", text("driver", driver))
         path = ffi.new("char[]", text("statistics_path", os.fsdecode(statistics_path)))
@@ -126,6 +138,7 @@ class Engine(Handle):
                 "statistics_path": path,
                 "keep_freed_ms": _milliseconds("keep_freed", keep_freed),
                 "lock_policy": choice("lock_policy", _LOCK_POLICIES, lock_policy),
+                "hip_memory": choice("hip_memory", _HIP_MEMORY, hip_memory),
             },
         )
         handle = ffi.new("gpufs_handle *")

@@ -69,6 +69,11 @@ gpufs_status gpufs_reserve_behind(gpufs_allocator* memory, gpufs_page_allocator*
 
 /* ---- engine and devices ---- */
 
+/* How the HIP driver takes a buffer's memory. PLAIN: by one hipMalloc, which the fastpath reaches; it grows by a copy.
+ * VIRTUAL: in ranges of addresses, which the fastpath does not reach. AUTO: PLAIN where the kernel can move files to
+ * and from the device. Where the runtime's ranges do not work memory is always plain. */
+enum { GPUFS_HIP_MEMORY_AUTO = 0, GPUFS_HIP_MEMORY_VIRTUAL = 1, GPUFS_HIP_MEMORY_PLAIN = 2 };
+
 /* Host memory that is not locked, when it is copied from or to (gpufs_buffer_read, gpufs_buffer_write), and the memory
  * of a mount's requests. AUTO: requests' where possible, others never. OFF: none. MANDATORY: for the time of the copy,
  * and what cannot be locked fails. */
@@ -87,6 +92,7 @@ typedef struct {
   /* GPUs: how long device memory that was given back is kept for whoever takes as much next; 0: not at all. */
   uint32_t keep_freed_ms;
   int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without being asked for */
+  int32_t hip_memory;  /* GPUFS_HIP_MEMORY_AUTO, _VIRTUAL or _PLAIN; other drivers: of no effect */
 } gpufs_engine_options;
 
 typedef struct {
@@ -97,6 +103,7 @@ typedef struct {
   uint64_t total_bytes;
   uint64_t granule; /* bytes in which memory is taken */
   int32_t cpu_addressable;
+  int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
 } gpufs_device_info;
 
 typedef struct {
@@ -180,6 +187,9 @@ typedef struct {
   uint64_t references;
   int32_t foreign;   /* somebody else locked it */
   int32_t read_only; /* devices may not write to it */
+  /* Where every device of the driver sees the range that was asked about; 0: the driver gives no address. The host
+   * driver: its own address. Which accesses are coherent: docs/locked-memory.md. */
+  uint64_t device_address;
 } gpufs_host_lock_info;
 
 /* ENOENT when not all of the range is locked, as one. */
@@ -187,9 +197,6 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
                                       gpufs_host_lock_info* info);
 
 /* ---- mount: the data plane of one FUSE connection ---- */
-  /* Where every device of the driver sees the range that was asked about; 0: the driver gives no address. The host
-   * driver: its own address. Which accesses are coherent: docs/locked-memory.md. */
-  uint64_t device_address;
 
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
@@ -307,6 +314,9 @@ typedef struct {
   int32_t fallback;      /* GPUFS_AUTO (on), GPUFS_ON or GPUFS_OFF */
   int32_t pagecache;     /* copies straight from the page cache's pages: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
   int32_t direct;        /* O_DIRECT on the fallback path: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
+  /* Types of file systems that the fastpath may use beside ext4, xfs and block devices, as /proc/self/mountinfo names
+   * them, separated by commas ("nfs4,lustre"); "any"; NULL or "": none. */
+  const char* file_systems;
 } gpufs_io_options;
 
 /* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */
@@ -314,9 +324,6 @@ gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* opt
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
 gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed);
 
-  /* Types of file systems that the fastpath may use beside ext4, xfs and block devices, as /proc/self/mountinfo names
-   * them, separated by commas ("nfs4,lustre"); "any"; NULL or "": none. */
-  const char* file_systems;
 typedef struct {
   char file_system[32]; /* "ext4"; "" where its mount is not visible here */
   int32_t block_device;

@@ -24,8 +24,8 @@ using testing::kChunk;
 
 class DirectRig : public testing::TransferRig<Buffer> {
  public:
-  DirectRig(std::shared_ptr<Driver> driver, const std::shared_ptr<DirectPath>& direct)
-      : TransferRig(std::move(driver), direct, small_options(), "/var/tmp"), path(direct) {
+  DirectRig(std::shared_ptr<Driver> driver, const std::shared_ptr<DirectPath>& direct, std::size_t index)
+      : TransferRig(std::move(driver), direct, small_options(), "/var/tmp", index), path(direct) {
     buffer = must(Buffer::create(device));
   }
   void fill_buffer(const std::vector<std::byte>& contents) {
@@ -75,8 +75,8 @@ class DirectPathFixture : public FakeGpu {
   // A transfer's two ends; false where the file system here has no O_DIRECT.
   bool start(const std::vector<std::byte>& contents, bool kernel_ready = true) {
     rig_.reset();
-    open(setup_);
-    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready));
+    open(setup_, options_);
+    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready), device_);
     rig_->make_file(contents);
     return rig_->file->facts().fastpath_refusals == 0;
   }
@@ -119,6 +119,8 @@ class DirectPathFixture : public FakeGpu {
     EXPECT_EQ(rig_->file_contents(), data);
   }
 
+  DriverOptions options_;
+  std::size_t device_ = 0;  // the one that a rig is for
   std::unique_ptr<Buffer::Pinned> pinned_;
   std::unique_ptr<DirectRig> rig_;
 };

@@ -43,6 +43,7 @@ class FakeGpu : public ::testing::Test {
   void SetUp() override { ASSERT_EQ(control_.reset(&setup_), 0) << "an earlier test left something open"; }
   void TearDown() override {
     driver_.reset();
+    EXPECT_EQ(control_.calls("in a host function"), 0);
     EXPECT_EQ(control_.reset(&setup_), 0) << "something was left open";
   }
   Result<std::unique_ptr<Driver>> open_driver(const DriverOptions& options = {}) { return opener_(options); }

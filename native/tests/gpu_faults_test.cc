@@ -427,6 +427,29 @@ TEST_P(GpuFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
 }
 
+TEST_P(GpuFaults, HostFunctionsMayNotCallTheDriver) {
+  open();
+  struct Inside {
+    Device* device;
+    Status status;
+  } inside{&device(), {}};
+  {
+    auto stream = must(device().create_stream());
+    ASSERT_OK(stream->call(
+        [](void* argument) {
+          auto* const mine = static_cast<Inside*>(argument);
+          mine->status = mine->device->memory().status();
+        },
+        &inside));
+    ASSERT_OK(stream->synchronize());
+  }
+  EXPECT_EQ(inside.status.device_code(), api::kNotPermitted);
+  EXPECT_OK(device().health());
+  EXPECT_GE(fake().calls("in a host function"), 1);
+  driver_.reset();
+  fake().reset(&setup_);  // this one was on purpose
+}
+
 TEST_P(GpuFaults, PlainMemoryReportsNoSpace) {
   FakeGpuSetup setup;
   setup.virtual_memory = false;

@@ -75,6 +75,43 @@ TEST_F(HipFaults, VirtualMemoryOfEarlierVersionsIsAnotherInterface) {
   EXPECT_TRUE(must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}))->devices().at(0)->info().reserve_copies);
 }
 
+TEST_F(HipFaults, HowMemoryIsTakenCanBeChosen) {
+  DriverOptions options;
+  EXPECT_FALSE(open({}, options).info().reserve_copies);  // no kernel driver here that moves files
+  EXPECT_FALSE(device().info().files_reach_memory);
+  driver_.reset();
+  options.hip_memory = HipMemory::kPlain;
+  EXPECT_TRUE(open({}, options).info().reserve_copies);
+  EXPECT_TRUE(device().info().files_reach_memory);
+  EXPECT_EQ(fake().calls("hipMemGetAllocationGranularity"), 0);
+}
+
+TEST_F(HipFaults, RangesThatCannotGrowAreFoundAtTheStart) {
+  FakeGpuSetup setup;
+  setup.tail_access = false;
+  DriverOptions options;
+  options.hip_memory = HipMemory::kVirtual;
+  EXPECT_TRUE(open(setup, options).info().reserve_copies);
+  EXPECT_TRUE(device().info().files_reach_memory);
+  EXPECT_EQ(fake_state().reservations, 0);
+  const Filled filled = fill(2);
+  std::vector<std::byte> back(filled.data.size());
+  EXPECT_OK(device().copy_out(back.data(), filled.range->base(), back.size()));
+  EXPECT_TRUE(testing::same_bytes(back, filled.data));
+  EXPECT_OK(device().health());
+}
+
+TEST_F(HipFaults, ARangeThatDoesNotGrowLaterNamesTheRemedy) {
+  open();
+  auto memory = must(device().create_memory());
+  auto range = must(memory->reserve(2 * kGranule));
+  fake().fail("hipMemSetAccess", 1, api::kInvalidValue, 1);
+  const Status refused = memory->populate(0, kGranule);
+  EXPECT_EQ(refused.error(), EIO);
+  EXPECT_NE(refused.message().find("hip_memory = plain"), std::string::npos) << refused.message();
+  EXPECT_OK(memory->populate(0, kGranule));
+}
+
 TEST_F(HipFaults, TheLibraryDoesNotStart) {
   std::thread([] {  // a thread that has not made the call yet
     fake().fail("hipInit", 1, api::kNotInitialized, 1);

@@ -22,7 +22,10 @@ class HipFiles : public DirectPathFixture {
   static constexpr const char* kNotReadyName = "no_kernel_support";
   static constexpr bool kFailuresMove = true;
 
-  HipFiles() : DirectPathFixture(fake(), open_fake) { setup_.devices = 2; }
+  HipFiles() : DirectPathFixture(fake(), open_fake) {
+    setup_.devices = 2;
+    options_.hip_memory = HipMemory::kPlain;  // the calls reach no other
+  }
   std::shared_ptr<DirectPath> open_path(bool kernel_ready) override {
     return open_hip_file_path_from({GPUFS_FAKE_HIP}, kernel_ready);
   }
@@ -43,7 +46,7 @@ class HipFiles : public DirectPathFixture {
     std::vector<FileCall> calls;
     for (const FakeHipFileCall& call : found) {
       calls.push_back({call.write, call.fd, call.file_offset, call.bytes, call.device_address,
-                       call.outputs_zeroed && call.errno_zeroed && call.device == 0});
+                       call.outputs_zeroed && call.errno_zeroed && call.device == static_cast<int>(device_)});
     }
     return calls;
   }

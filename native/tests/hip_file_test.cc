@@ -6,10 +6,12 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "drivers/hip/hip_api.h"
 #include "hip_file_fixture.h"
@@ -105,6 +107,8 @@ TEST_F(HipFiles, WhatIsMadeOfEachAnswer) {
           {"success, whatever errno is left", answer(0, 0, ENOTTY, kBytes), kBytes, 0, 0},
           {"an errno in the status", answer(api::kUnknown, -EIO, 0, 0), 0, EIO, api::kUnknown},
           {"the status goes before the result", answer(api::kSuccess, -EIO, 0, 0), 0, EIO, 0},
+          {"memory that the kernel refuses", answer(api::kUnknown, -EINVAL, 0, 0), 0, EOPNOTSUPP, api::kUnknown},
+          {"the same errno after progress", answer(api::kUnknown, -EINVAL, 0, 4096), 4096, EINVAL, api::kUnknown},
           {"an error after progress", answer(api::kUnknown, -ENOSPC, 0, 8192), 8192, ENOSPC, api::kUnknown},
           {"the storage device is not known", answer(api::kUnknown, -ENODEV, 0, 0), 0, ENODEV, api::kUnknown},
           {"the devices do not reach each other", answer(api::kUnknown, -EREMOTEIO, 0, 4096), 4096, EREMOTEIO,
@@ -121,6 +125,73 @@ TEST_F(HipFiles, WhatIsMadeOfEachAnswer) {
           {"garbage everywhere", answer(api::kUnknown, 0x7f3c, 0, 0, 0xdeadbeefdeadbeef), 0, EREMOTEIO, api::kUnknown},
       },
       fake().plan_file_call);
+}
+
+TEST_F(HipFiles, AnErrnoFromBeforeTheCallMeansNothing) {
+  START_OR_SKIP(pattern(4096, 6));
+  const DeviceAddress address = memory(4096);
+  FakeHipFilePlan failure;
+  failure.result = api::kUnknown;
+  failure.status = -EIO;
+  failure.bytes = 0;
+  failure.error_number = -1;
+  fake().plan_file_call(&failure);
+  errno = ENOTTY;
+  EXPECT_EQ(rig_->direct_file().load(address, 4096, 0).status.error(), EIO);
+  EXPECT_EQ(rig_->path->refusals(), 0U);
+}
+
+// ---- kinds of memory ----
+
+TEST_F(HipFiles, VirtualMemoryIsRefusedBeforeItIsTried) {
+  options_.hip_memory = HipMemory::kVirtual;
+  const auto data = pattern(4 * kMiB, 7);
+  START_OR_SKIP(data);
+  TransferRequest wanted = rig_->load();
+  TransferProgress done = rig_->finish(wanted);
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.refusals, mask_of(Refusal::kMemoryKind));
+  EXPECT_EQ(done.path_bytes[1], data.size());
+  EXPECT_EQ(rig_->buffer_contents(), data);
+  EXPECT_EQ(rig_->refused(Direction::kLoad, Refusal::kMemoryKind), 1U);
+  wanted.fastpath = FastpathMode::kRequire;
+  EXPECT_EQ(rig_->finish(wanted).status.message(), "fastpath is required but refused: memory_kind");
+  EXPECT_TRUE(calls().empty());
+}
+
+TEST_F(HipFiles, MemoryThatTheKernelRefusesGoesByFallback) {
+  options_.hip_memory = HipMemory::kVirtual;
+  const auto data = pattern(4 * kMiB, 8);
+  START_OR_SKIP(data);
+  // A program's own range: the runtime only says that it is the device's.
+  TransferRequest wanted = rig_->load();
+  wanted.target = Target::of_range(rig_->device, memory(data.size()), data.size(), {});
+  const TransferProgress done = rig_->finish_in_order(wanted);
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.path_bytes[0], 0U);
+  EXPECT_EQ(done.path_bytes[1], data.size());
+  EXPECT_EQ(calls().size(), 1U);
+  EXPECT_EQ(rig_->refused(Direction::kLoad, Refusal::kMemoryKind), 1U);
+  EXPECT_EQ(rig_->refused(Direction::kLoad, Refusal::kFailedBefore), 1U);
+  wanted.fastpath = FastpathMode::kRequire;
+  EXPECT_EQ(rig_->finish_in_order(wanted).status.error(), EOPNOTSUPP);
+}
+
+TEST_F(HipFiles, TheSecondDeviceHasItToo) {
+  device_ = 1;
+  const auto data = pattern(4 * kMiB, 9);
+  START_OR_SKIP(data);
+  for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
+    TransferRequest wanted = rig_->request(direction);
+    wanted.fastpath = FastpathMode::kRequire;
+    const TransferProgress done = rig_->finish(wanted);
+    ASSERT_TRUE(done.status.ok()) << done.status.message();
+    EXPECT_EQ(done.path_bytes[0], data.size());
+  }
+  EXPECT_EQ(rig_->buffer_contents(), data);
+  const std::vector<FileCall> made = calls();
+  EXPECT_EQ(made.size(), 2 * data.size() / kChunk);
+  EXPECT_TRUE(std::all_of(made.begin(), made.end(), [](const FileCall& call) { return call.prepared; }));
 }
 
 TEST_F(HipFiles, AKernelWithoutTheInterfaceIsAskedOnce) {

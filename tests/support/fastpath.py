@@ -1,13 +1,20 @@
-"""Where the fastpath is to be expected."""
+"""Where the fastpath is to be expected, and file systems of a test's own."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpufs import engine
+from support.data import MIB
+from support.processes import run
+
+_IMAGE_BYTES = 256 * MIB
 
 
 def file_systems(path: Path) -> set[str]:
@@ -16,6 +23,37 @@ def file_systems(path: Path) -> set[str]:
     number = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as mounts:
         return {line.split(" - ")[1].split()[0] for line in mounts if line.split()[2] == number}
+
+
+@contextlib.contextmanager
+def file_system(kind: str, options: str = "") -> Iterator[Path]:
+    """A directory on a fresh file system in an image file. Skips the test where none can be mounted (root, loop)."""
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a file system")
+    with tempfile.TemporaryDirectory(prefix="gpufs-image-", dir="/var/tmp") as folder:
+        image, there = Path(folder) / "image", Path(folder) / "mounted"
+        there.mkdir()
+        image.write_bytes(b"")
+        os.truncate(image, _IMAGE_BYTES)
+        run(f"mkfs.{kind}", "-q", image)
+        wanted = ",".join(["loop", *filter(None, [options])])
+        mounted = run("mount", "-t", kind, "-o", wanted, image, there, check=False)
+        if mounted.returncode:
+            pytest.skip(f"no {kind} can be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield there
+        finally:
+            run("umount", "--lazy", there)
+
+
+@contextlib.contextmanager
+def fast_disk() -> Iterator[Path]:
+    """A directory on a file system that the fastpath takes: below /var/tmp, or on an image where that is on another."""
+    with contextlib.ExitStack() as stack:
+        base = Path("/var/tmp")
+        if not file_systems(base) & {"ext4", "xfs"}:
+            base = stack.enter_context(file_system("ext4"))
+        yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpufs-vendor-", dir=base)))
 
 
 def skip_without_fastpath(path: Path, driver: str) -> None:

@@ -45,10 +45,10 @@ class VendorMount:
         fields = [line.split() for line in lines]
         return [Call(f[0], f[1], int(f[2]), int(f[3]), int(f[4])) for f in fields]
 
-    def counters(self, direction: str) -> dict[str, Any]:
-        """Those of the first device's transfers, "load" or "store"."""
+    def counters(self, direction: str, device: int = 0) -> dict[str, Any]:
+        """Those of a device's transfers, "load" or "store"."""
         status = json.loads((self.mount.path / ".gpufs" / "status").read_text())
-        found: dict[str, Any] = status["io"]["devices"][0][direction]
+        found: dict[str, Any] = status["io"]["devices"][device][direction]
         return found
 
 
@@ -128,6 +128,19 @@ class Cufile(Vendor):
         }
 
 
+def kernel_shows_amd_gpus(root: Path, count: int, moves_files: bool) -> None:
+    """What the kernel's driver for AMD writes about the GPUs of fake HIP; whether it is set up to move files."""
+    for gpu in range(count):
+        node = root / f"sys/class/kfd/kfd/topology/nodes/{gpu + 1}/properties"
+        node.parent.mkdir(parents=True, exist_ok=True)
+        capability = 0x40 if moves_files else 0
+        place = (0xC0 + gpu) << 8
+        node.write_text(f"simd_count 304\ncapability {capability}\nlocation_id {place}\ndomain {0xFFFF}\n")
+    cpu = root / "sys/class/kfd/kfd/topology/nodes/0/properties"
+    cpu.parent.mkdir(parents=True, exist_ok=True)
+    cpu.write_text("cpu_cores_count 8\nsimd_count 0\ncapability 0\n")
+
+
 class HipFile(Vendor):
     """AMD's hipAmdFileRead and hipAmdFileWrite."""
 
@@ -144,13 +157,18 @@ class HipFile(Vendor):
     def environment(
         self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
     ) -> dict[str, str]:
+        """moves_files="": the kernel's driver is there, and not set up to move files."""
+        if kernel:
+            kernel_shows_amd_gpus(
+                at / "kernel", int(more.get("FAKE_HIP_DEVICES", "1")), bool(more.get("moves_files", "1"))
+            )
         return {
             **kernel_shows(at / "kernel", *(["/dev/kfd"] if kernel else [])),
             "LD_LIBRARY_PATH": str(BUILT / "fake_hip" / (library or "rocm7")),
             "FAKE_HIP_DEVICES": "1",
             "FAKE_HIP_RECORDS": str(at / "records"),
             "FAKE_HIP_FILE_PLANS": ",".join(plans),
-            **more,
+            **{name: value for name, value in more.items() if name != "moves_files"},
         }
 
 

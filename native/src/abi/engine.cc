@@ -184,6 +184,19 @@ Result<LockPolicy> lock_policy_from(std::int32_t value) {
   }
 }
 
+Result<HipMemory> hip_memory_from(std::int32_t value) {
+  switch (value) {
+    case GPUFS_HIP_MEMORY_AUTO:
+      return HipMemory::kAuto;
+    case GPUFS_HIP_MEMORY_VIRTUAL:
+      return HipMemory::kVirtual;
+    case GPUFS_HIP_MEMORY_PLAIN:
+      return HipMemory::kPlain;
+    default:
+      return Status(EINVAL, "hip_memory must be auto, virtual or plain");
+  }
+}
+
 // The text as far as it fits, always terminated.
 template <std::size_t N>
 void fill(char (&field)[N], const std::string& text) {
@@ -210,8 +223,10 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
     gpufs::EngineOptions opening;
     opening.driver = options->driver;
+    Result<gpufs::HipMemory> hip_memory = gpufs::hip_memory_from(options->hip_memory);
+    if (!hip_memory.ok()) return hip_memory.status();
     opening.driver_options = {options->devices, options->memory_bytes,
-                              std::chrono::milliseconds(options->keep_freed_ms)};
+                              std::chrono::milliseconds(options->keep_freed_ms), hip_memory.value()};
     opening.slab_file_bytes = options->slab_file_bytes;
     if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
     Result<gpufs::LockPolicy> policy = gpufs::lock_policy_from(options->lock_policy);
@@ -284,6 +299,7 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
     info->total_bytes = known.total_bytes;
     info->granule = known.granule;
     info->cpu_addressable = known.cpu_addressable ? 1 : 0;
+    info->fastpath_memory = known.files_reach_memory ? 1 : 0;
     return {};
   });
 }

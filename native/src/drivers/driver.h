@@ -33,6 +33,8 @@ struct DeviceInfo {
   // reserve() of a larger range copies what is populated (no virtual memory management): the caller must
   // keep writers out while it runs.
   bool reserve_copies = false;
+  // The vendor's calls for files (io/direct_path.h) reach the memory of create_memory().
+  bool files_reach_memory = true;
   // Calls below that are not for any thread need bind_thread() first. False: every call may come from any thread, and
   // the engine makes it where it stands instead of handing it to the device's worker.
   bool binds_threads = true;
@@ -218,11 +220,17 @@ class Device {
   }
 };
 
+// How the HIP driver takes memory. kPlain: one hipMalloc for a buffer, which hipAmdFile reaches and which grows by a
+// copy. kVirtual: in ranges of addresses, which it does not reach. kAuto: plain where the kernel can move files to the
+// device. Where the runtime's ranges do not work it is always plain.
+enum class HipMemory : int { kAuto, kVirtual, kPlain };
+
 struct DriverOptions {
   int devices = 0;                 // host: how many to simulate; others: how many to use, 0 for all
   std::uint64_t memory_bytes = 0;  // cap a device; 0: the driver's default (host requires one)
   // GPUs: how long memory that was given back is kept for whoever takes as much next; 0: not at all.
   std::chrono::milliseconds keep_freed{0};
+  HipMemory hip_memory = HipMemory::kAuto;
 };
 
 class Driver {

@@ -22,6 +22,7 @@ class BackingFile;
 struct Moved {
   std::uint64_t bytes = 0;
   Status status;
+  RefusalMask refusals = 0;  // of a failure, where its cause is known
 };
 
 // Ranges are aligned as the file's facts demand.

@@ -16,7 +16,6 @@
 namespace gpufs {
 namespace {
 
-constexpr const char* kKernelDriver = "/dev/kfd";
 // The kernel moves no more than this by one call, and fails where it is asked for more.
 constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 constexpr int kLargestErrno = 133;  // EHWPOISON; whatever lies beyond is no errno
@@ -29,11 +28,8 @@ struct HipFileCalls {
   std::atomic<RefusalMask> refusals{0};
 };
 
-// How one call ended, told by all that it left behind.
-struct Outcome {
-  std::uint64_t bytes = 0;
-  Status status;
-};
+// How one call ended, judged by everything that it left behind.
+using Outcome = Moved;
 
 class HipFile final : public DirectFile {
  public:
@@ -41,10 +37,10 @@ class HipFile final : public DirectFile {
       : calls_(std::move(calls)), fd_(file.direct_fd()), unit_(file.facts().unit) {}
 
   Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(calls_->read, "hipAmdFileRead", destination, bytes, file_offset);
+    return move(calls_->read, hip::kFileRead, destination, bytes, file_offset);
   }
   Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(calls_->write, "hipAmdFileWrite", source, bytes, file_offset);
+    return move(calls_->write, hip::kFileWrite, source, bytes, file_offset);
   }
 
  private:
@@ -63,6 +59,7 @@ class HipFile final : public DirectFile {
       const bool interrupted = outcome.status.error() == EINTR;
       if (!outcome.status.ok() && !interrupted) {
         moved.status = outcome.status;
+        moved.refusals = outcome.refusals;
         return moved;
       }
       // Nothing that could be continued from here, or the end of the file.
@@ -95,6 +92,11 @@ class HipFile final : public DirectFile {
     }
     if (copied > bytes || status > 0 || status < -kLargestErrno) {
       return {0, failed(EREMOTEIO, "made no sense (status " + std::to_string(status) + ")")};
+    }
+    if (status == -EINVAL && copied == 0) {
+      // Virtual memory, for one: the runtime has no handle of the kernel's for what a range shows.
+      return {0, failed(EOPNOTSUPP, "the kernel's GPU driver refused the memory (Invalid argument)"),
+              mask_of(Refusal::kMemoryKind)};
     }
     if (status != 0) return {copied, Status(-status, Status::from_errno(-status, name).message(), result)};
     const std::string text = calls_->library->describe(result);
@@ -142,15 +144,15 @@ std::shared_ptr<DirectPath> open_hip_file_path_from(const std::vector<std::strin
   Result<std::shared_ptr<const hip::Library>> library = hip::Library::load(candidates);
   if (library.ok()) {
     calls->library = library.take();
-    calls->read = reinterpret_cast<hip::HipFileCall>(calls->library->find_hidden("hipAmdFileRead"));
-    calls->write = reinterpret_cast<hip::HipFileCall>(calls->library->find_hidden("hipAmdFileWrite"));
+    calls->read = reinterpret_cast<hip::HipFileCall>(calls->library->find_hidden(hip::kFileRead));
+    calls->write = reinterpret_cast<hip::HipFileCall>(calls->library->find_hidden(hip::kFileWrite));
   }
   if (calls->read == nullptr || calls->write == nullptr) calls->refusals |= mask_of(Refusal::kNoVendorCall);
   return std::make_shared<HipFilePath>(std::move(calls));
 }
 
 std::shared_ptr<DirectPath> open_hip_file_path() {
-  return open_hip_file_path_from(hip::Library::names(), ::access(kKernelDriver, R_OK | W_OK) == 0);
+  return open_hip_file_path_from(hip::Library::names(), ::access(hip::kKernelDriver, R_OK | W_OK) == 0);
 }
 
 }  // namespace gpufs

@@ -230,7 +230,7 @@ class Session {
       job_.count_moved(Path::kFastpath, moved.bytes);
       if (!moved.status.ok()) {
         if (!rerun_on_fallback(moved.status.error())) return moved.status;
-        job_.give_up_fastpath(moved.status);
+        job_.give_up_fastpath(moved.status, moved.refusals);
         if (!job_.may_change_path()) {
           return Status(EOPNOTSUPP, "fastpath alone is allowed but failed: " + moved.status.message(),
                         moved.status.device_code());

@@ -26,7 +26,7 @@ enum class Refusal : std::uint32_t {
   kNoGpuDirect = 1U << 11,        // the library is there, its kernel module is not (it would copy through the host)
   kNotAccepted = 1U << 12,        // the vendor's library refused this very file
   kFailedBefore = 1U << 13,       // started and gave up: the rest went the other way
-  kMemoryKind = 1U << 14,         // the memory that a program gave is not known to be the device's own
+  kMemoryKind = 1U << 14,         // memory of a kind that the path does not reach: not the device's own, or virtual
   kNoKernelSupport = 1U << 15,    // the kernel's GPU driver cannot be reached, or has no such interface
 };
 inline constexpr std::size_t kRefusalCount = 16;

@@ -49,8 +49,8 @@ Target Target::of_range(std::shared_ptr<DeviceContext> device, DeviceAddress add
   return target;
 }
 
-bool Target::on_device(std::uint64_t offset) const {
-  return buffer_ != nullptr || device_->device().holds(address_ + offset);
+bool Target::reached_by_files(std::uint64_t offset) const {
+  return buffer_ != nullptr ? device_->info().files_reach_memory : device_->device().holds(address_ + offset);
 }
 
 Result<PinnedRange> Target::pin_for_read(std::uint64_t offset, std::uint64_t bytes) const {

@@ -42,8 +42,9 @@ class Target {
     return (buffer_ ? offset : address_ + offset) % align;
   }
 
-  // Whether the memory at `offset` is known to be the device's own; of a buffer always.
-  [[nodiscard]] bool on_device(std::uint64_t offset) const;
+  // Whether the vendor's calls for files are known to reach the memory at `offset`: it is the device's own, and of a
+  // kind that they can use.
+  [[nodiscard]] bool reached_by_files(std::uint64_t offset) const;
 
   // Clipped to size().
   [[nodiscard]] Result<PinnedRange> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;

@@ -325,7 +325,7 @@ Result<Plan> TransferJob::make_plan(std::uint64_t total) {
   if (!begin_use()) return Status(ECANCELED, "cancelled");
   scored.memory_phase = target().phase(request_.target_offset, file().facts().memory_align);
   scored.vendor_refusals = engine_->direct_path_->refusals();
-  if (!target().on_device(request_.target_offset)) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
+  if (!target().reached_by_files(request_.target_offset)) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
   if (options().file_systems.allow(file().facts().file_system)) scored.waived = mask_of(Refusal::kFileSystem);
   end_use();
   scored.fastpath = fastpath_mode();
@@ -608,14 +608,14 @@ void TransferJob::end_path(const Chunk& chunk, bool failed) const {
   if (const auto& buffer = request_.target.buffer()) buffer->activity().note(backend_of(chunk.path), flow_, moved);
 }
 
-void TransferJob::give_up_fastpath(const Status& why) {
-  constexpr RefusalMask kReason = mask_of(Refusal::kFailedBefore);
+void TransferJob::give_up_fastpath(const Status& why, RefusalMask causes) {
   {
     const std::lock_guard lock(mutex_);
-    if ((refusals_ & kReason) != 0) return;
-    refusals_ |= kReason;
+    if ((refusals_ & mask_of(Refusal::kFailedBefore)) != 0) return;
+    causes |= mask_of(Refusal::kFailedBefore);
+    refusals_ |= causes;
     fastpath_given_up_ = may_change_path();
-    counters_.refuse(observe::Backend::kFastpath, flow_, kReason);
+    counters_.refuse(observe::Backend::kFastpath, flow_, causes);
   }
   log_info("fastpath gave up on a ", direction_name(request_.direction), ": ", why.message());
 }

@@ -84,7 +84,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void end_path(const Chunk& chunk, bool failed) const;
 
   // Session: fastpath failed on a piece in a way that lets the rest go by fallback, if that may be.
-  void give_up_fastpath(const Status& why);
+  void give_up_fastpath(const Status& why, RefusalMask causes);
   // Whether bytes that fastpath was chosen for may go by fallback after all.
   [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }
 

@@ -1,6 +1,6 @@
 // How tests set up a vendor's fake library, plan its faults and read what it saw.
 // Programs that do not know of the fake plan by the environment, with VENDOR for CUDA or HIP: FAKE_VENDOR_DEVICES,
-// FAKE_VENDOR_MEMORY=BYTES, and FAKE_VENDOR_FAULTS=SYMBOL:N:CODE:TIMES,... as fail() does.
+// FAKE_VENDOR_MEMORY=BYTES, FAKE_HIP_TAIL_ACCESS=0, and FAKE_VENDOR_FAULTS=SYMBOL:N:CODE:TIMES,... as fail() does.
 // Owned by the fake library, which is loaded once for the process and keeps one state.
 // Any thread.
 #pragma once
@@ -22,6 +22,9 @@ struct FakeGpuSetup {
   int version = 70'100'000;
   bool file_calls = true;  // hipGetProcAddress knows hipAmdFileRead and hipAmdFileWrite
   bool file_write = true;  // and the second of them
+  // False: access cannot be set for a part of a range that does not start it, once there are several ranges. Some
+  // versions of ROCm are like that.
+  bool tail_access = true;
 };
 
 // What is open now; all zero once everything has been given back.
@@ -43,7 +46,7 @@ struct FakeGpuControl {
   // The n-th call of `symbol` from now (1: the next) and `times - 1` after it fail with `code`, without effect.
   void (*fail)(const char* symbol, int n, int code, int times);
   // Calls of `symbol` since reset(), the failed ones too. "copy, pinned" and "copy, pageable": copies from or to host
-  // memory of that kind.
+  // memory of that kind. "in a host function": calls that were refused because a host function made them.
   int (*calls)(const char* symbol);
   void (*state)(FakeGpuState* state);
   // While held, no stream does any of its work.

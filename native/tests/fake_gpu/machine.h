@@ -182,11 +182,15 @@ inline std::vector<std::string> split(const char* text, char separator) {
   return parts;
 }
 
+// Whether this thread is in a function of call_host(), from which the vendors allow no call.
+inline thread_local bool in_host_function = false;
+
 class Machine {
  public:
   // Where no test is in the same process the environment sets it up.
   explicit Machine(Vendor vendor) : vendor_(std::move(vendor)) {
     if (const char* devices = variable("DEVICES")) setup.devices = std::atoi(devices);
+    if (const char* tails = variable("TAIL_ACCESS")) setup.tail_access = std::atoi(tails) != 0;
     if (const char* memory = variable("MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
     const char* queues = vendor_.copy_queues == nullptr ? nullptr : std::getenv(vendor_.copy_queues);
     if (queues != nullptr) copy_queues_ = std::clamp(std::atoi(queues), 1, kMaximumCopyQueues);
@@ -252,9 +256,14 @@ class Machine {
   std::mutex mutex;
   FakeGpuSetup setup;
 
-  // Counts a call and answers its planned failure, if there is one.
+  // Counts a call and answers its planned failure, if there is one. Every call from a function of call_host() fails.
   api::Code enter(const char* symbol) {
     ++calls_[symbol];
+    if (in_host_function) {
+      ++calls_["in a host function"];
+      std::fprintf(stderr, "%s: %s was called in a host function\n", vendor_.prefix.c_str(), symbol);
+      return api::kNotPermitted;
+    }
     const auto fault = faults_.find(symbol);
     if (fault == faults_.end()) return api::kSuccess;
     if (fault->second.skip > 0) {
@@ -418,6 +427,7 @@ class Machine {
   }
   api::Code set_access(Address address, std::size_t bytes, const api::Access* access, std::size_t count) {
     if (!are_mapped(address, bytes)) return api::kInvalidValue;
+    if (!setup.tail_access && reservations_.size() > 1 && !reservations_.contains(address)) return api::kInvalidValue;
     if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return api::kInvalidValue;
     for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;
          ++mapping) {
@@ -441,6 +451,8 @@ class Machine {
     }
     return true;
   }
+  // Whether an address lies in a range of virtual memory.
+  [[nodiscard]] bool is_mapped_at(Address address) const { return around(mappings_, address) != mappings_.end(); }
   // The device whose memory an address lies in, -1 for none.
   [[nodiscard]] int owner_of(Address address) const {
     if (const auto found = around(allocations_, address); found != allocations_.end()) return found->second.device;
@@ -559,7 +571,9 @@ class Machine {
       static std::mutex one_at_a_time;
       const std::scoped_lock calling(one_at_a_time);
       ++standing_;
+      in_host_function = true;
       if (poison(device) == api::kSuccess) function(argument);
+      in_host_function = false;
       --standing_;
     });
     return api::kSuccess;

@@ -156,14 +156,19 @@ api::Code file_call(bool write, HipFileHandle handle, void* device, std::uint64_
     plan.result = api::kInvalidValue;
     plan.outputs_untouched = true;
   }
+  const auto leave_errno = [&] {
+    if (plan.error_number >= 0) errno = plan.error_number;
+  };
   if (plan.outputs_untouched) {
     call.result = plan.result;
     record(call);
-    errno = plan.error_number;
+    leave_errno();
     return plan.result;
   }
+  // The runtime reserves a range as addresses alone, and the kernel finds no memory of the device's behind them.
+  const bool refused = m.is_mapped_at(number(device));
   lock.unlock();
-  call.status = move(write, handle.fd, device, std::min(bytes, plan.bytes), offset, &call.copied);
+  call.status = refused ? -EINVAL : move(write, handle.fd, device, std::min(bytes, plan.bytes), offset, &call.copied);
   if (call.status != 0) {
     call.result = api::kUnknown;
   } else {
@@ -175,7 +180,7 @@ api::Code file_call(bool write, HipFileHandle handle, void* device, std::uint64_
   lock.unlock();
   *size_copied = plan.claimed == UINT64_MAX ? call.copied : plan.claimed;
   *status = call.status;
-  errno = plan.error_number;
+  leave_errno();
   return call.result;
 }
 

@@ -11,7 +11,7 @@
 struct FakeHipFilePlan {
   int result = 0;
   std::int32_t status = 0;
-  int error_number = 0;                // what errno is left as
+  int error_number = 0;                // what errno is left as; -1: as the caller had it
   std::uint64_t bytes = UINT64_MAX;    // moved at most, before it ends
   bool outputs_untouched = false;      // an early failure: nothing is moved, and nothing is said
   std::uint64_t claimed = UINT64_MAX;  // what it says that it has moved, where that is not the truth

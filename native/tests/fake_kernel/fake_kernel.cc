@@ -1,11 +1,12 @@
 // Preloaded into a program, shows it below FAKE_KERNEL_ROOT what a kernel with a vendor's modules has: absolute paths
-// that exist there are looked at there. For the calls by which the engine looks for such things, access() and
-// readlink().
+// that exist there are looked at there. For the calls by which the engine looks for such things: access(), readlink(),
+// and what opens a C++ stream, fopen64().
 
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 
@@ -51,5 +52,14 @@ ssize_t readlink(const char* path, char* target, std::size_t bytes) noexcept {
   const std::string there = shown(path);
   return real_readlink(there.empty() ? path : there.c_str(), target, bytes);
 }
+
+FILE* fopen64(const char* path, const char* mode) {
+  using Open = FILE* (*)(const char*, const char*);
+  static const auto call = next<Open>("fopen64");
+  const std::string there = shown(path);
+  return call(there.empty() ? path : there.c_str(), mode);
+}
+
+FILE* fopen(const char* path, const char* mode) { return fopen64(path, mode); }
 
 }  // extern "C"

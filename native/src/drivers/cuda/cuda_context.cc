@@ -8,13 +8,13 @@ using gpu::Purpose;
 using gpu::StreamHandle;
 
 Result<std::shared_ptr<CudaContext>> CudaContext::open(const std::shared_ptr<const Library>& library, int index,
-                                                       std::uint64_t cap) {
+                                                       const DriverOptions& options) {
   CuDevice device = 0;
   const api::Code code = library->call<&Functions::device_get>(&device, index);
   if (code != api::kSuccess) {
     return Status{ENODEV, "gpu " + std::to_string(index) + ": cuDeviceGet: " + library->describe(code), code};
   }
-  std::shared_ptr<CudaContext> context(new CudaContext(library, device, cap));
+  std::shared_ptr<CudaContext> context(new CudaContext(library, device, options.memory_bytes));
   if (Status status = context->retain(index); !status.ok()) return status;
   return context;
 }

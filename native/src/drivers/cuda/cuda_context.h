@@ -18,7 +18,7 @@ class CudaContext final : public gpu::VendorContext<Library> {
  public:
   // Retains the primary context of the driver's device `index`. cap: the most bytes populated at a time, 0 for no cap.
   static Result<std::shared_ptr<CudaContext>> open(const std::shared_ptr<const Library>& library, int index,
-                                                   std::uint64_t cap);
+                                                   const DriverOptions& options);
   ~CudaContext() override;
 
   Result<bool> make_current(std::uint64_t* before) override;

@@ -34,6 +34,7 @@ enum : Code {
   kHostMemoryAlreadyRegistered = 712,
   kHostMemoryNotRegistered = 713,
   kLaunchFailed = 719,
+  kNotPermitted = 800,
   kNotSupported = 801,
   kCaptureImplicit = 906,
   kUnknown = 999,

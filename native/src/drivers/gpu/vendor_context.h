@@ -301,7 +301,7 @@ Result<std::unique_ptr<Driver>> open_devices(const char* name, const std::shared
   if (!count.ok()) return count.status();
   std::vector<std::shared_ptr<Context>> contexts;
   for (int index = 0; index < count.value(); ++index) {
-    Result<std::shared_ptr<VendorsContext>> context = VendorsContext::open(library, index, options.memory_bytes);
+    Result<std::shared_ptr<VendorsContext>> context = VendorsContext::open(library, index, options);
     if (!context.ok()) return context.status();
     context.value()->keep_spares(options.keep_freed);
     contexts.push_back(context.take());

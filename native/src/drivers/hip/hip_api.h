@@ -39,6 +39,11 @@ struct HipPointerAttributes {
 };
 static_assert(sizeof(HipPointerAttributes) == 32);
 
+inline constexpr const char* kKernelDriver = "/dev/kfd";
+
+inline constexpr const char* kFileRead = "hipAmdFileRead";
+inline constexpr const char* kFileWrite = "hipAmdFileWrite";
+
 // What hipAmdFileRead and hipAmdFileWrite take by value: zeroed, then the descriptor set.
 union HipFileHandle {
   void* handle;

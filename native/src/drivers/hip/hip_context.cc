@@ -1,23 +1,114 @@
 #include "drivers/hip/hip_context.h"
 
 #include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::hip {
 
 using gpu::Purpose;
 using gpu::StreamHandle;
 
+namespace {
+
+constexpr const char* kKernelNodes = "/sys/class/kfd/kfd/topology/nodes";
+// In a node's "capability": the kernel's driver has set up transfers between files and this device.
+constexpr std::uint64_t kMovesFiles = 0x40;
+
+// "0000:c1:00.0" as the kernel's location_id without the function, which partitions of one device count up; -1: none.
+std::int64_t location_of(const std::string& pci_address) {
+  unsigned domain = 0;
+  unsigned bus = 0;
+  unsigned device = 0;
+  if (std::sscanf(pci_address.c_str(), "%x:%x:%x", &domain, &bus, &device) != 3) return -1;
+  return static_cast<std::int64_t>(domain) << 16 | bus << 8 | device << 3;
+}
+
+// Whether the kernel's driver moves files to and from the memory of a device. No: a virtual function, a device whose
+// memory the bus does not show as a whole, or a kernel without the interface.
+bool kernel_moves_files(const std::string& pci_address) {
+  const std::int64_t wanted = location_of(pci_address);
+  for (int node = 0; wanted >= 0; ++node) {
+    std::ifstream properties(std::string(kKernelNodes) + "/" + std::to_string(node) + "/properties");
+    if (!properties) break;
+    std::uint64_t capability = 0;
+    std::uint64_t location = 0;
+    std::uint64_t domain = 0;
+    std::string name;
+    for (std::uint64_t value = 0; properties >> name >> value;) {
+      if (name == "capability") capability = value;
+      if (name == "location_id") location = value;
+      if (name == "domain") domain = value;
+    }
+    if (static_cast<std::int64_t>(domain << 16 | (location & ~std::uint64_t{7})) == wanted) {
+      return (capability & kMovesFiles) != 0;
+    }
+  }
+  return false;
+}
+
+// Whether ranges can grow. Some versions of ROCm refuse to open a range's tail once there are several ranges, which
+// depends on where they lie: so several grow here, as those of files do.
+bool ranges_grow(const std::shared_ptr<gpu::Context>& context) {
+  constexpr int kRanges = 3;
+  constexpr std::uint64_t kGranules = 2;
+  const std::uint64_t granule = context->info().granule;
+  std::vector<std::unique_ptr<gpu::VirtualMemory>> memories;
+  Status status;
+  for (int range = 0; range < kRanges && status.ok(); ++range) {
+    memories.push_back(std::make_unique<gpu::VirtualMemory>(context));
+    status = memories.back()->reserve(kGranules * granule).status();
+  }
+  for (std::uint64_t at = 0; at < kGranules && status.ok(); ++at) {
+    for (const auto& memory : memories) {
+      if (status.ok()) status = memory->populate(at * granule, granule);
+    }
+  }
+  // A device that is full answers nothing.
+  if (status.ok() || status.error() == ENOSPC) return true;
+  log_warning("the runtime's virtual memory cannot grow, so each buffer is one allocation: ", status.message());
+  return false;
+}
+
+}  // namespace
+
 Result<std::shared_ptr<HipContext>> HipContext::open(const std::shared_ptr<const Library>& library, int index,
-                                                     std::uint64_t cap) {
-  std::shared_ptr<HipContext> context(new HipContext(library, index, cap));
+                                                     const DriverOptions& options) {
+  std::shared_ptr<HipContext> context(new HipContext(library, index, options.memory_bytes));
   Status status = context->describe(index);
   // Chips that the runtime's tables do not know have no name.
   if (context->info_.name.empty()) context->info_.name = "AMD GPU";
-  const bool virtual_memory = library->has_virtual_memory() && context->attribute(kHipAttributeVirtualMemory);
-  if (status.ok()) status = context->choose_memory(virtual_memory, library->has<&Functions::memory_export>(), false);
+  if (status.ok()) status = context->choose_memory(options.hip_memory);
+  if (status.ok() && context->virtual_memory() && !ranges_grow(context)) {
+    status = context->choose_memory(HipMemory::kPlain);
+  }
   if (!status.ok()) return status;
-  context->spans_pieces_ = !virtual_memory;
   return context;
+}
+
+Status HipContext::choose_memory(HipMemory wish) {
+  bool virtual_memory =
+      wish != HipMemory::kPlain && library_->has_virtual_memory() && attribute(kHipAttributeVirtualMemory);
+  if (virtual_memory && wish == HipMemory::kAuto && library_->moves_files() && kernel_moves_files(info_.pci_address)) {
+    log_info(name(), ": the kernel moves files to and from plain memory, so each buffer is one allocation");
+    virtual_memory = false;
+  }
+  spans_pieces_ = !virtual_memory;
+  info_.files_reach_memory = !virtual_memory;
+  return VendorContext::choose_memory(virtual_memory, library_->has<&Functions::memory_export>(), false);
+}
+
+Status HipContext::allow(DeviceAddress address, std::uint64_t bytes) {
+  const Status status = VendorContext::allow(address, bytes);
+  if (status.device_code() != api::kInvalidValue) return status;
+  return {status.error(), status.message() + "; hip_memory = plain does without the runtime's virtual memory",
+          status.device_code()};
 }
 
 HipContext::~HipContext() { give_up_pools(); }

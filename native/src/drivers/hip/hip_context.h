@@ -15,9 +15,9 @@ namespace gpufs::hip {
 
 class HipContext final : public gpu::VendorContext<Library> {
  public:
-  // Looks at the runtime's device `index`. cap: the most bytes populated at a time, 0 for no cap.
+  // Reads what the runtime reports about device `index`, and decides how its memory is taken (HipMemory).
   static Result<std::shared_ptr<HipContext>> open(const std::shared_ptr<const Library>& library, int index,
-                                                  std::uint64_t cap);
+                                                  const DriverOptions& options);
   ~HipContext() override;
 
   Result<bool> make_current(std::uint64_t* before) override;
@@ -32,8 +32,11 @@ class HipContext final : public gpu::VendorContext<Library> {
   Status pin_read_only(const void* address, std::size_t bytes) override;
   Status enable_peer(gpu::Context& peer) override;
 
+  Status allow(DeviceAddress address, std::uint64_t bytes) override;
+
  private:
   using VendorContext::VendorContext;
+  Status choose_memory(HipMemory wish);
 };
 
 }  // namespace gpufs::hip

@@ -12,14 +12,12 @@
 namespace gpufs {
 namespace {
 
-constexpr const char* kKernelDriver = "/dev/kfd";
-
 // What is wrong with the kernel's side, as far as this process can see it.
 std::string kernel_side() {
-  if (::access(kKernelDriver, R_OK | W_OK) == 0) return "";
+  if (::access(hip::kKernelDriver, R_OK | W_OK) == 0) return "";
   if (errno == ENOENT)
-    return std::string(" (there is no ") + kKernelDriver + ": the kernel's amdgpu driver is not loaded)";
-  return std::string(" (") + kKernelDriver + " cannot be opened: is this user in the groups render and video?)";
+    return std::string(" (there is no ") + hip::kKernelDriver + ": the kernel's amdgpu driver is not loaded)";
+  return std::string(" (") + hip::kKernelDriver + " cannot be opened: is this user in the groups render and video?)";
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "drivers/hip/hip_library.h"
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <string_view>
 
@@ -100,6 +102,11 @@ void* Library::find_hidden(const char* symbol) const {
   int found = kHipSymbolFound;
   if (call<&Functions::symbol_address>(symbol, &address, version_, 0ULL, &found) != api::kSuccess) return nullptr;
   return found == kHipSymbolFound ? address : nullptr;
+}
+
+bool Library::moves_files() const {
+  return ::access(kKernelDriver, R_OK | W_OK) == 0 && find_hidden(kFileRead) != nullptr &&
+         find_hidden(kFileWrite) != nullptr;
 }
 
 std::string Library::describe(api::Code code) const {

@@ -37,6 +37,8 @@ class Library : public gpu::VendorLibrary<Functions> {
   [[nodiscard]] bool has_peers() const { return has_peers_; }
   // A function that the runtime gives out only on demand; null where it has none, or cannot say.
   [[nodiscard]] void* find_hidden(const char* symbol) const;
+  // Whether it has the calls for files, and this process may use the kernel's driver.
+  [[nodiscard]] bool moves_files() const;
 
   // True for codes after which nothing works on that device in this process. Not kUnknown, which the runtime gives for
   // many a harmless failure.
