@@ -196,8 +196,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.integer(0, 256),
         0,
         "",
-        "Most threads for operations that may take long (copies, allocation).",
-        default_text="0: chosen by the number of CPUs",
+        "Most threads for each device's requests that may take long (allocation, truncation, copies within memory).",
+        default_text="0: 64, started as they are needed",
     ),
     Knob(
         "reader_spin",

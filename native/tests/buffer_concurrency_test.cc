@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <random>
@@ -10,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "buffer_fixture.h"
 #include "bytes.h"
 
@@ -36,6 +38,42 @@ class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamI
   }
   void TearDown() override { expect_nothing_left(); }
 };
+
+// Runs it on a thread that must not wait.
+template <typename Call>
+auto without_waiting(Call call) {
+  decltype(call()) outcome = Status(EIO, "");
+  std::thread([&] {
+    forbid_waiting();
+    outcome = call();
+  }).join();
+  return outcome;
+}
+
+TEST_P(BufferConcurrencyTest, SomeThreadsNeverWait) {
+  const auto buffer = make();
+  const auto data = pattern(3000, 1);
+  ASSERT_TRUE(without_waiting([&] { return buffer->write(0, data); }).ok());
+  {
+    Result<std::unique_ptr<Buffer::Pinned>> pinned = buffer->pin_for_read(0, 3000);  // by a transfer that stalls
+    ASSERT_TRUE(pinned.ok());
+    EXPECT_EQ(without_waiting([&] { return buffer->resize(0); }).error(), EAGAIN);
+    EXPECT_EQ(buffer->size(), 3000U);
+    EXPECT_TRUE(without_waiting([&] { return buffer->resize(4000); }).ok());
+    std::thread shrinking([&] { EXPECT_TRUE(buffer->resize(0).ok()); });
+    while (buffer->size() != 0) std::this_thread::yield();
+    EXPECT_EQ(without_waiting([&] { return buffer->write(0, data); }).error(), EAGAIN);
+    EXPECT_EQ(without_waiting([&] { return buffer->resize(4000); }).error(), EAGAIN);
+    EXPECT_EQ(without_waiting([&] { return buffer->seek_data(0); }).error(), ENXIO);
+    EXPECT_GT(buffer->limit(), 0U);
+    pinned.value().reset();
+    shrinking.join();
+  }
+  ASSERT_TRUE(without_waiting([&] { return buffer->write(0, data); }).ok());
+  std::vector<std::byte> got(3000);
+  EXPECT_EQ(without_waiting([&] { return buffer->read(0, got); }).value(), 3000U);
+  EXPECT_EQ(got, data);
+}
 
 // Each writer has a part of the file of its own, which nobody else takes away, and always finds there what it wrote;
 // meanwhile others grow the file, allocate, punch and shrink above all parts, and give its address away.

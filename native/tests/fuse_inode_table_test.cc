@@ -190,10 +190,12 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   EXPECT_TRUE(source->device(0)->destructors.wait_for_visitors(1));
   EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
   const std::uint64_t noted = table.reaped();
-  EXPECT_EQ(table.wait_for_orphans(0, noted, 5ms), InodeTable::Wait::kTimeOver);
-  EXPECT_EQ(table.wait_for_orphans(1, noted, 5ms), InodeTable::Wait::kNothing);
+  std::atomic<std::int32_t> freed{-1};
+  table.on_reaped([&](std::int32_t device) { freed = device; });
   source->device(0)->destructors.open();
-  EXPECT_EQ(table.wait_for_orphans(0, noted, kPatience), InodeTable::Wait::kFreed);
+  EXPECT_TRUE(eventually([&] { return freed == 0; }));
+  EXPECT_EQ(table.reaped(), noted + 1);
+  table.on_reaped(nullptr);
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
 }

@@ -129,15 +129,18 @@ TEST(NotifierTest, ErrorsComeBackHere) {
   EXPECT_EQ(statistics.notification_errors.get(), 1U);
 }
 
-TEST(WorkerPoolTest, EveryJobRunsOnce) {
+const Executor::Lane kFirst{Executor::Lane::Kind::kBuffers, 0, 0};
+const Executor::Lane kSecond{Executor::Lane::Kind::kBuffers, 1, 0};
+
+TEST(ExecutorTest, EveryJobRunsOnce) {
   Statistics statistics;
-  WorkerPool pool(3, statistics);
+  Executor executor({.buffers = 3}, statistics);
   std::atomic<int> ran{0};
   std::atomic<int> discarded{0};
   Gate gate;
   gate.close();
   for (std::uint64_t i = 0; i < 20; ++i) {
-    pool.submit(i, [&](int refusal) {
+    executor.submit(kFirst, nullptr, i, [&](int refusal) {
       if (refusal != 0) {
         ++discarded;
         return;
@@ -147,29 +150,141 @@ TEST(WorkerPoolTest, EveryJobRunsOnce) {
     });
   }
   ASSERT_TRUE(gate.wait_for_visitors(3));
-  EXPECT_EQ(pool.running(), 3U);
-  EXPECT_TRUE(pool.discard(19));
-  EXPECT_FALSE(pool.discard(19));
-  EXPECT_FALSE(pool.discard(0));  // is running
+  EXPECT_EQ(executor.counts().running, 3U);
+  EXPECT_TRUE(executor.discard(19));
+  EXPECT_FALSE(executor.discard(19));
+  EXPECT_FALSE(executor.discard(0));  // is running
   EXPECT_EQ(discarded, 1);
   std::thread opener([&] {
     std::this_thread::sleep_for(20ms);
     gate.open();
   });
-  pool.stop();
+  EXPECT_EQ(executor.stop(0ms), 0U);
   opener.join();
   EXPECT_EQ(ran + discarded, 20);
   EXPECT_GE(ran, 3);
-  pool.submit(99, [&](int refusal) { EXPECT_EQ(refusal, EINTR); });
+  executor.submit(kFirst, nullptr, 99, [&](int refusal) { EXPECT_EQ(refusal, EINTR); });
 }
 
-TEST(WorkerPoolTest, ThrowingJobsDoNotEndTheWorker) {
+TEST(ExecutorTest, ThrowingJobsDoNotEndTheWorker) {
   Statistics statistics;
-  WorkerPool pool(1, statistics);
+  Executor executor({.buffers = 1}, statistics);
   std::atomic<bool> after{false};
-  pool.submit(1, [](int) { throw std::bad_alloc(); });
-  pool.submit(2, [&](int) { after = true; });
+  executor.submit(kFirst, nullptr, 1, [](int) { throw std::bad_alloc(); });
+  executor.submit(kFirst, nullptr, 2, [&](int) { after = true; });
   EXPECT_TRUE(eventually([&] { return after.load(); }));
+}
+
+TEST(ExecutorTest, ALaneThatIsFullHoldsUpNoOther) {
+  Statistics statistics;
+  Executor executor({.buffers = 2}, statistics);
+  Gate gate;
+  gate.close();
+  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, nullptr, i, [&](int) { gate.pass(); });
+  ASSERT_TRUE(gate.wait_for_visitors(2));
+  std::atomic<bool> other{false};
+  executor.submit(kSecond, nullptr, 10, [&](int) { other = true; });
+  EXPECT_TRUE(eventually([&] { return other.load(); }));
+  gate.open();
+}
+
+TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
+  Statistics statistics;
+  Executor executor({.buffers = 3, .same_subject = 2}, statistics);
+  Gate gate;
+  gate.close();
+  const int subject = 0;
+  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, &subject, i, [&](int) { gate.pass(); });
+  ASSERT_TRUE(gate.wait_for_visitors(2));
+  std::atomic<bool> other{false};
+  executor.submit(kFirst, &other, 10, [&](int) { other = true; });
+  EXPECT_TRUE(eventually([&] { return other.load(); }));
+  gate.open();
+}
+
+// A job that waits for memory the first `tries` times.
+auto waiting_job(std::atomic<int>& runs, std::atomic<int>& refused, int tries, std::chrono::milliseconds patience) {
+  return [&runs, &refused, tries,
+          deadline = std::chrono::steady_clock::now() + patience](int refusal) -> std::optional<Executor::TimePoint> {
+    if (refusal != 0) {
+      refused = refusal;
+      return std::nullopt;
+    }
+    return ++runs <= tries ? std::optional(deadline) : std::nullopt;
+  };
+}
+
+TEST(ExecutorTest, JobsThatWaitForMemoryHoldNoThread) {
+  Statistics statistics;
+  Executor executor({.buffers = 1}, statistics);
+  std::atomic<int> runs{0};
+  std::atomic<int> refused{0};
+  executor.submit(kFirst, nullptr, 1, waiting_job(runs, refused, 2, kPatience));
+  ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
+  std::atomic<bool> other{false};
+  executor.submit(kFirst, nullptr, 2, [&](int) { other = true; });
+  EXPECT_TRUE(eventually([&] { return other.load(); }));
+  executor.memory_freed(1);  // of another device
+  EXPECT_EQ(executor.counts().parked, 1U);
+  executor.memory_freed(0);
+  EXPECT_TRUE(eventually([&] { return runs == 2 && executor.counts().parked == 1; }));
+  executor.memory_freed(0);
+  EXPECT_TRUE(eventually([&] { return runs == 3; }));
+  EXPECT_EQ(refused, 0);
+}
+
+TEST(ExecutorTest, WaitingForMemoryEndsAtTheDeadlineAndWhenDiscarded) {
+  Statistics statistics;
+  Executor executor({}, statistics);
+  std::atomic<int> runs{0};
+  std::atomic<int> late{0};
+  std::atomic<int> discarded{0};
+  std::atomic<int> stopped{0};
+  executor.submit(kFirst, nullptr, 1, waiting_job(runs, late, 99, 30ms));
+  EXPECT_TRUE(eventually([&] { return late == ENOSPC; }));
+  executor.submit(kFirst, nullptr, 2, waiting_job(runs, discarded, 99, kPatience));
+  ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
+  EXPECT_TRUE(executor.discard(2));
+  EXPECT_EQ(discarded, EINTR);
+  executor.submit(kFirst, nullptr, 3, waiting_job(runs, stopped, 99, kPatience));
+  executor.stop(0ms);
+  EXPECT_EQ(stopped, EINTR);
+}
+
+TEST(ExecutorTest, AJobThatIsDiscardedWhileItRunsIsNotParked) {
+  Statistics statistics;
+  Executor executor({}, statistics);
+  Gate gate;
+  gate.close();
+  std::atomic<int> refused{0};
+  executor.submit(kFirst, nullptr, 1, [&](int refusal) -> std::optional<Executor::TimePoint> {
+    refused = refusal;
+    if (refusal != 0) return std::nullopt;
+    gate.pass();
+    return std::chrono::steady_clock::now() + kPatience;
+  });
+  ASSERT_TRUE(gate.wait_for_visitors(1));
+  EXPECT_FALSE(executor.discard(1));
+  gate.open();
+  EXPECT_TRUE(eventually([&] { return refused == EINTR; }));
+}
+
+TEST(ExecutorTest, FilesThatHangAreLeftBehind) {
+  Statistics statistics;
+  const auto gate = std::make_shared<Gate>();
+  gate->close();
+  const auto over = std::make_shared<std::atomic<bool>>(false);
+  {
+    Executor executor({}, statistics);
+    executor.submit({Executor::Lane::Kind::kFiles, -1, 7}, nullptr, 1, [gate, over](int) {
+      gate->pass();
+      *over = true;
+    });
+    ASSERT_TRUE(gate->wait_for_visitors(1));
+    EXPECT_EQ(executor.stop(20ms), 1U);
+  }
+  gate->open();
+  EXPECT_TRUE(eventually([&] { return over->load(); }));
 }
 
 // Of those that wait for a worker.
@@ -177,30 +292,32 @@ TEST(LongOperationTest, WhatWasInterruptedBeforeItWasQueuedIsAnsweredAtOnce) {
   FakeTransport transport;
   Statistics statistics;
   Cancellations cancellations;
-  WorkerPool pool(1, statistics);
+  Executor executor({.buffers = 1}, statistics);
+  InodeTable table(std::make_shared<FakeSource>());
+  LongOperations long_operations(table, executor, cancellations, statistics, 1s);
   Gate gate;
   gate.close();
-  pool.submit(1, [&](int) { gate.pass(); });
+  executor.submit(kFirst, nullptr, 1, [&](int) { gate.pass(); });
   ASSERT_TRUE(gate.wait_for_visitors(1));
   EXPECT_FALSE(cancellations.interrupt(10));  // another reader was faster
   bool ran = false;
-  submit_operation(pool, cancellations, Responder(transport, statistics, 10, FUSE_FALLOCATE),
-                   [&](const Operation&, Responder& reply) {
-                     ran = true;
-                     reply.ok();
-                   });
+  long_operations.run(kFirst, nullptr, Responder(transport, statistics, 10, FUSE_FALLOCATE),
+                      [&](const Operation&, Responder& reply) {
+                        ran = true;
+                        reply.ok();
+                      });
   ASSERT_EQ(transport.sent.size(), 1U);
   EXPECT_EQ(transport.sent[0].unique, 10U);
   EXPECT_EQ(transport.sent[0].error, EINTR);
-  EXPECT_EQ(pool.queued(), 0U);
+  EXPECT_EQ(executor.counts().queued, 0U);
   gate.open();
-  pool.stop();
+  executor.stop(0ms);
   EXPECT_FALSE(ran);
 }
 
-TEST(WorkerPoolTest, WithoutAThreadJobsAreRefused) {
+TEST(ExecutorTest, WithoutAThreadJobsAreRefused) {
   Statistics statistics;
-  WorkerPool pool(2, statistics);
+  Executor executor({}, statistics);
   std::vector<int> refusals;
   std::mutex mutex;
   const auto note = [&](int refusal) {
@@ -209,10 +326,10 @@ TEST(WorkerPoolTest, WithoutAThreadJobsAreRefused) {
   };
   {
     const testing::NoMoreThreads none;
-    pool.submit(1, note);
+    executor.submit(kFirst, nullptr, 1, note);
     EXPECT_EQ(refusals, std::vector{ENOMEM});  // not EINTR, upon which programs would ask again at once
   }
-  pool.submit(2, note);
+  executor.submit(kFirst, nullptr, 2, note);
   EXPECT_TRUE(eventually([&] {
     const std::lock_guard lock(mutex);
     return refusals == std::vector{ENOMEM, 0};

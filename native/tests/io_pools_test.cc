@@ -147,7 +147,7 @@ class CountedWork final : public Work {
  public:
   CountedWork(std::uint64_t client, int pieces) : left(pieces), client_(client) {}
   [[nodiscard]] std::uint64_t client() const override { return client_; }
-  [[nodiscard]] bool may_hang() const override { return false; }
+  [[nodiscard]] std::uint64_t group() const override { return kNeverStalls; }
   [[nodiscard]] int wanted() const override { return left > 0 ? 4 : 0; }
   void serve(Turn& turn) override {
     const int inside = ++inside_;
@@ -186,7 +186,7 @@ class HeldWork final : public Work {
  public:
   explicit HeldWork(std::uint64_t client) : client_(client) {}
   [[nodiscard]] std::uint64_t client() const override { return client_; }
-  [[nodiscard]] bool may_hang() const override { return false; }
+  [[nodiscard]] std::uint64_t group() const override { return kNeverStalls; }
   [[nodiscard]] int wanted() const override { return over ? 0 : 1; }
   void serve(Turn&) override {
     inside = true;

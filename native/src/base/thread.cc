@@ -33,7 +33,13 @@ struct Beginning {
   }
 };
 
+thread_local bool may_wait = true;
+
 }  // namespace
+
+void forbid_waiting() { may_wait = false; }
+
+bool this_thread_may_wait() { return may_wait; }
 
 bool make_room_for_own_variables() noexcept {
   // What is freed here lies ready for this thread alone, and nobody else gets it before the next lines.

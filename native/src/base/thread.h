@@ -34,4 +34,9 @@ Result<std::thread> start_thread(const std::string& name, Body&& body) {
   }
 }
 
+// Threads that answer everybody must not wait for one file or device: what would wait there is EAGAIN for them (see
+// Buffer), and is done by another thread.
+void forbid_waiting();  // to the calling thread, for ever
+[[nodiscard]] bool this_thread_may_wait();
+
 }  // namespace gpufs

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <utility>
 
 namespace gpufs {
 
@@ -24,6 +25,10 @@ class TimedMutex {
       held_ = false;
     }
     released_.notify_one();
+  }
+  bool try_lock() {
+    const std::lock_guard lock(mutex_);
+    return !std::exchange(held_, true);
   }
   bool try_lock_until(TimePoint deadline) {
     std::unique_lock lock(mutex_);

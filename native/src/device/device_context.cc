@@ -19,6 +19,9 @@
 namespace gpufs {
 namespace {
 
+// How long those who need memory wait until it is given back by others who hold it ahead of use.
+constexpr std::chrono::milliseconds kReclaimPatience{1000};
+
 // Work is other people's code: what it throws becomes a status, so that its callback runs and the worker lives on.
 Status run_caught(const DeviceContext::Work& work, Device& device) {
   try {
@@ -304,10 +307,12 @@ bool DeviceContext::reclaim_ahead(std::uint64_t noted) {
     const std::lock_guard lock(ahead_mutex_);
     holders = ahead_holders_;
   }
+  // For all of them together.
+  const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
   bool ending = false;  // some holder, which takes along what it has
   for (const auto& [key, weak] : holders) {
     if (const std::shared_ptr<AheadHolder> holder = weak.lock()) {
-      holder->give_back_ahead();
+      holder->give_back_ahead(deadline);
     } else {
       ending = true;
     }

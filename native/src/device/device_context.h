@@ -38,8 +38,8 @@ struct DeviceContextOptions {
 class AheadHolder {
  public:
   virtual ~AheadHolder() = default;
-  // Gives it back to the device. Any thread; may wait for users of the holder's other memory, but not for ever.
-  virtual void give_back_ahead() = 0;
+  // Gives it back to the device. Any thread; may wait for users of the holder's other memory, up to the deadline.
+  virtual void give_back_ahead(std::chrono::steady_clock::time_point deadline) = 0;
 };
 
 class DeviceContext : public std::enable_shared_from_this<DeviceContext> {

@@ -19,8 +19,6 @@ namespace gpufs::fuse {
 namespace {
 
 constexpr std::uint64_t kBlock = 4096;  // of STATFS
-// Giving back more than this takes long enough to be somebody else's work than a reader's.
-constexpr std::uint64_t kQuicklyFreed = std::uint64_t{1} << 20;
 constexpr std::uint32_t kPermissions = 07777;
 constexpr std::size_t kBody = sizeof(fuse_in_header);
 
@@ -84,9 +82,9 @@ void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder
 
 }  // namespace
 
-AttributeOperations::AttributeOperations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations,
+AttributeOperations::AttributeOperations(InodeTable& table, LongOperations& long_operations,
                                          const OperationOptions& options)
-    : table_(table), workers_(workers), cancellations_(cancellations), options_(options) {}
+    : table_(table), long_operations_(long_operations), options_(options) {}
 
 void AttributeOperations::negotiated(bool acls, bool long_setxattr) {
   acls_.store(acls);
@@ -200,17 +198,19 @@ bool AttributeOperations::setattr(Request& request, Responder& responder) {
     return true;
   }
   const auto apply = [this, inode, changes](gpufs_attributes attributes, Responder& reply) {
-    if (Status status = table_.set(inode->ino(), changes, &attributes); !status.ok()) {
-      // A file that is gone from the table meanwhile had no name and no user.
-      return reply.error(status.error() == ENOENT ? ESTALE : status.error());
+    const Status status = table_.set(inode->ino(), changes, &attributes);
+    if (status.error() == EAGAIN) return false;
+    if (status.ok()) {
+      reply_attributes(*inode, reply);
+    } else {
+      // A file that is gone from the table by now had no name and no user.
+      reply.error(status.error() == ENOENT ? ESTALE : status.error());
     }
-    reply_attributes(*inode, reply);
+    return true;
   };
-  if (size && in.size < now.size && now.blocks * 512 > kQuicklyFreed) {
-    submit_operation(workers_, cancellations_, std::move(responder),
-                     [apply, wanted](const Operation&, Responder& reply) { apply(wanted, reply); });
-  } else {
-    apply(wanted, responder);
+  if (!apply(wanted, responder)) {
+    long_operations_.run(*inode, std::move(responder),
+                         [apply, wanted](const Operation&, Responder& reply) { apply(wanted, reply); });
   }
   return true;
 }

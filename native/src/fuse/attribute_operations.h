@@ -1,6 +1,6 @@
 // The operations on attributes that native threads serve: those of the inode table, extended ones, and the room left.
 // Owned by the Session.
-// serve() is called on the transport's threads; what may take long goes on to the worker pool.
+// serve() is called on the transport's threads and waits for nothing; what may take long goes on to the executor.
 #pragma once
 
 #include <atomic>
@@ -8,19 +8,17 @@
 #include <memory>
 #include <string_view>
 
-#include "fuse/cancellation.h"
 #include "fuse/inode_table.h"
+#include "fuse/long_operation.h"
 #include "fuse/operations.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
-#include "fuse/worker_pool.h"
 
 namespace gpufs::fuse {
 
 class AttributeOperations {
  public:
-  AttributeOperations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations,
-                      const OperationOptions& options);
+  AttributeOperations(InodeTable& table, LongOperations& long_operations, const OperationOptions& options);
 
   // What INIT has agreed on: whether the kernel enforces access control lists, and the form of SETXATTR.
   void negotiated(bool acls, bool long_setxattr);
@@ -45,8 +43,7 @@ class AttributeOperations {
   void fill_validity(std::uint32_t mode, T& out) const;
 
   InodeTable& table_;
-  WorkerPool& workers_;
-  Cancellations& cancellations_;
+  LongOperations& long_operations_;
   const OperationOptions options_;
   std::atomic<bool> acls_{false};
   std::atomic<bool> long_setxattr_{false};

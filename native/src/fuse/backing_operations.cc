@@ -15,7 +15,6 @@
 
 #include "base/log.h"
 #include "fuse/caller.h"
-#include "fuse/long_operation.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
@@ -25,10 +24,16 @@ namespace {
 // Between two looks for an INTERRUPT.
 constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
 constexpr std::chrono::milliseconds kLook{20};
-// Whose transfers they are, apart from the processes that are clients of the copy service: a user's; or a server's,
-// since when that hangs all copies from and to it do, whoever made them.
+// Whose transfers they are, apart from the processes that are clients of the copy service: a user's, on one file
+// system; or a server's, since when that hangs all copies from and to it do, whoever made them.
 constexpr std::uint64_t kUserBit = std::uint64_t{1} << 61;
 constexpr std::uint64_t kServerBit = std::uint64_t{1} << 62;
+
+std::uint64_t client_of(const BackingFacts& facts, std::uint32_t uid) {
+  if (facts.may_hang) return kServerBit | facts.device;
+  constexpr std::uint64_t kDeviceMask = (std::uint64_t{1} << 29) - 1;
+  return kUserBit | (facts.device & kDeviceMask) << 32 | uid;
+}
 
 // As the kernel does for who writes without the right to keep them all: a set-gid bit without execution stays with
 // those of the group.
@@ -53,12 +58,8 @@ void drop_set_id_unless_kept(int fd, const Caller& caller) {
 }  // namespace
 
 BackingOperations::BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers,
-                                     Cancellations& cancellations, Statistics& statistics, const Options& options)
-    : table_(table),
-      transfers_(std::move(transfers)),
-      cancellations_(cancellations),
-      statistics_(statistics),
-      options_(options) {}
+                                     LongOperations& long_operations, Statistics& statistics)
+    : table_(table), transfers_(std::move(transfers)), long_operations_(long_operations), statistics_(statistics) {}
 
 // ---- threads ----
 
@@ -77,24 +78,10 @@ BackingOperations::Answer BackingOperations::answer_of(const T& body) {
   return answer;
 }
 
-BackingOperations::Lane& BackingOperations::lane_of(const OpenBacking& open) {
-  const BackingFacts& facts = open.file->facts();
-  const std::lock_guard lock(lanes_mutex_);
-  std::unique_ptr<Lane>& lane = lanes_[facts.may_hang ? facts.device : 0];
-  if (!lane) {
-    lane = std::make_unique<Lane>(options_, statistics_);
-    if (stopped_) {  // has no threads yet, and gets none
-      lane->files.stop();
-      lane->copies.stop();
-    }
-  }
-  return *lane;
-}
-
 template <typename Body>
-void BackingOperations::pass_through(Lane& lane, Responder responder, Body body) {
+void BackingOperations::pass_through(const OpenBacking& open, Responder responder, Body body) {
   auto flight = std::make_shared<Flight>();
-  flight->operation = cancellations_.begin(responder.unique());
+  flight->operation = long_operations_.cancellations().begin(responder.unique());
   flight->responder = std::move(responder);
   auto serve = [this, flight, body = std::move(body)](int refusal) mutable {
     Answer answer = failed(refusal != 0 ? refusal : EINTR);
@@ -113,9 +100,11 @@ void BackingOperations::pass_through(Lane& lane, Responder responder, Body body)
       const std::lock_guard lock(flights_mutex_);
       flights_.emplace(flight.get(), flight);
     }
-    lane.files.submit(flight->operation->unique, std::move(serve));
+    const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open.file->facts().device};
+    Executor& executor = long_operations_.executor();
+    executor.submit(lane, nullptr, flight->operation->unique, std::move(serve));
     // An INTERRUPT that came before it was in the queue has not found it there.
-    if (flight->operation->cancelled) static_cast<void>(lane.files.discard(flight->operation->unique));
+    if (flight->operation->cancelled) static_cast<void>(executor.discard(flight->operation->unique));
   } catch (const std::bad_alloc&) {
     const std::lock_guard lock(flight->mutex);
     if (flight->responder.pending()) settle(*flight, failed(ENOMEM));
@@ -137,41 +126,15 @@ void BackingOperations::settle(Flight& flight, const Answer& answer) {
     flight.responder.data({&part, answer.body_bytes == 0 ? std::size_t{0} : std::size_t{1}});
   }
   // After the reply: the kernel does not use the number for another request.
-  cancellations_.end(flight.operation->unique);
+  long_operations_.cancellations().end(flight.operation->unique);
   const std::lock_guard lock(flights_mutex_);
   flights_.erase(&flight);
 }
 
-bool BackingOperations::discard(std::uint64_t unique) {
-  std::vector<Lane*> lanes;
-  {
-    const std::lock_guard lock(lanes_mutex_);
-    for (const auto& [device, lane] : lanes_) lanes.push_back(lane.get());  // none goes before stop()'s owner does
-  }
-  return std::any_of(lanes.begin(), lanes.end(),
-                     [unique](Lane* lane) { return lane->files.discard(unique) || lane->copies.discard(unique); });
-}
-
-void BackingOperations::stop() {
-  std::vector<std::pair<bool, Lane*>> lanes;
-  {
-    const std::lock_guard lock(lanes_mutex_);
-    if (stopped_) return;
-    stopped_ = true;
-    for (const auto& [device, lane] : lanes_) lanes.emplace_back(device != 0, lane.get());
-  }
-  std::size_t hung = 0;
-  for (const auto& [may_hang, lane] : lanes) {
-    lane->copies.stop();  // their transfers have been cancelled, which does not wait for files that hang
-    if (may_hang) {
-      hung += lane->files.stop(options_.stop_patience);
-    } else {
-      lane->files.stop();
-    }
-  }
-  if (hung == 0) return;
-  log_warning(hung, " threads hang in files of backing/ and are left behind");
-  left_behind_.add(hung);
+void BackingOperations::left_behind(std::size_t threads) {
+  if (threads == 0) return;
+  log_warning(threads, " threads hang in files of backing/ and are left behind");
+  left_behind_.add(threads);
   decltype(flights_) flights;
   {
     const std::lock_guard lock(flights_mutex_);
@@ -181,26 +144,12 @@ void BackingOperations::stop() {
     const std::lock_guard lock(flight->mutex);
     if (!flight->responder.pending()) continue;
     flight->responder.error(ENOTCONN);
-    cancellations_.end(flight->operation->unique);
+    long_operations_.cancellations().end(flight->operation->unique);
   }
 }
 
 void BackingOperations::write_statistics(JsonWriter& json) const {
-  std::size_t running = 0;
-  std::size_t queued = 0;
-  std::size_t lanes = 0;
-  {
-    const std::lock_guard lock(lanes_mutex_);
-    lanes = lanes_.size();
-    for (const auto& [device, lane] : lanes_) {
-      running += lane->files.running() + lane->copies.running();
-      queued += lane->files.queued() + lane->copies.queued();
-    }
-  }
   json.number("open_files", files_.size());
-  json.number("lanes", lanes);
-  json.number("running", running);
-  json.number("queued", queued);
   json.number("left_behind", left_behind_.get());
   json.number("read_bytes", read_bytes_.get());
   json.number("written_bytes", written_bytes_.get());
@@ -242,8 +191,7 @@ bool BackingOperations::read(Request& request, Responder& responder) {
   }
   const std::size_t wanted = std::min<std::size_t>(in.size, request.payload.size());
   if (read_cached(*open, in, request.payload.first(wanted), responder)) return true;
-  Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder), [open, in, wanted](const Operation&) {
+  pass_through(*open, std::move(responder), [open, in, wanted](const Operation&) {
     // The request's own memory belongs to the next request by now.
     Answer answer;
     answer.body = std::make_unique_for_overwrite<std::byte[]>(wanted);
@@ -282,8 +230,7 @@ bool BackingOperations::write(Request& request, Responder& responder) {
     responder.error(!open ? EBADF : data.size() != in.size ? EINVAL : EFBIG);
     return true;
   }
-  Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder),
+  pass_through(*open, std::move(responder),
                [open, in, writer = Caller::of(request.header),
                 bytes = std::vector<std::byte>(data.begin(), data.end())](const Operation&) {
                  // At the host's end of the file, which is not always the kernel's; pages that a mapping changed have
@@ -323,8 +270,7 @@ bool BackingOperations::lseek(Request& request, Responder& responder) {
     responder.error(ENXIO);
     return true;
   }
-  Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder), [open, in](const Operation&) {
+  pass_through(*open, std::move(responder), [open, in](const Operation&) {
     // Moves the descriptor's position, which nobody uses.
     const off_t found = ::lseek(open->fd.get(), static_cast<off_t>(in.offset), static_cast<int>(in.whence));
     if (found < 0) return failed(errno);
@@ -343,8 +289,7 @@ bool BackingOperations::fallocate(Request& request, Responder& responder) {
     responder.error(open ? EFBIG : EBADF);
     return true;
   }
-  Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder), [open, in, caller = Caller::of(request.header)](const Operation&) {
+  pass_through(*open, std::move(responder), [open, in, caller = Caller::of(request.header)](const Operation&) {
     const int outcome = ::fallocate(open->fd.get(), static_cast<int>(in.mode), static_cast<off_t>(in.offset),
                                     static_cast<off_t>(in.length));
     const int error = errno;
@@ -368,8 +313,7 @@ bool BackingOperations::flush(Request& request, Responder& responder) {
     return true;
   }
   // Network file systems write back, and tell of failures, when a descriptor is closed.
-  Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder), [open](const Operation&) {
+  pass_through(*open, std::move(responder), [open](const Operation&) {
     const int copy = ::fcntl(open->fd.get(), F_DUPFD_CLOEXEC, 3);
     return failed(copy < 0 || ::close(copy) != 0 ? errno : 0);
   });
@@ -384,8 +328,7 @@ bool BackingOperations::fsync(Request& request, Responder& responder) {
     responder.error(EBADF);
     return true;
   }
-  Lane& lane = lane_of(*open);
-  pass_through(lane, std::move(responder), [open, in](const Operation&) {
+  pass_through(*open, std::move(responder), [open, in](const Operation&) {
     int outcome = 0;
     do {
       outcome = (in.fsync_flags & 1U) != 0 ? ::fdatasync(open->fd.get()) : ::fsync(open->fd.get());
@@ -411,8 +354,7 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
     return true;
   }
   if (from && to) {
-    Lane& lane = lane_of(from->file->facts().may_hang ? *from : *to);
-    pass_through(lane, std::move(responder),
+    pass_through(from->file->facts().may_hang ? *from : *to, std::move(responder),
                  [from, to, in, wide, caller = Caller::of(request.header)](const Operation& operation) {
                    Answer answer = copy_files(*from, *to, in, wide, operation);
                    if (answer.copied > 0) drop_set_id_unless_kept(to->fd.get(), caller);
@@ -432,65 +374,59 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
   }
   const std::shared_ptr<OpenBacking>& backing = from ? from : to;
   const BackingFacts& facts = backing->file->facts();
-  const std::uint64_t client = facts.may_hang ? kServerBit | facts.device : kUserBit | request.header.uid;
-  const Direction direction = from ? Direction::kLoad : Direction::kStore;
-  submit_operation(lane_of(*backing).copies, cancellations_, std::move(responder),
-                   [this, direction, backing, buffer_file, in, wide, client, caller = Caller::of(request.header)](
-                       const Operation& operation, Responder& reply) {
-                     const bool load = direction == Direction::kLoad;
-                     const Result<std::uint64_t> copied =
-                         copy_with_buffer(direction, *backing, *buffer_file->inode, load ? in.off_in : in.off_out,
-                                          load ? in.off_out : in.off_in, in.len, client, operation);
-                     if (copied.ok()) {
-                       if (!load && copied.value() > 0) drop_set_id_unless_kept(backing->fd.get(), caller);
-                       copied_bytes_.add(copied.value());
-                       statistics_.copied_bytes.add(copied.value());
-                       return reply_copied(reply, wide, copied.value());
-                     }
-                     const int error = copied.error();
-                     if (error == ECANCELED) return reply.error(EINTR);
-                     // Programs go on by reads and writes after these, which hides what was refused or has failed.
-                     if (error == EOPNOTSUPP || error == ENOSYS) {
-                       log_warning("copy_file_range failed: ", copied.status().message());
-                       return reply.error(EIO);
-                     }
-                     reply.error(error);
-                   });
+  const bool load = from != nullptr;
+  Inode& inode = *buffer_file->inode;
+  TransferRequest wanted;
+  wanted.direction = load ? Direction::kLoad : Direction::kStore;
+  wanted.file = backing->file;
+  wanted.target = Target::of_buffer(inode.buffer());
+  wanted.file_offset = load ? in.off_in : in.off_out;
+  wanted.target_offset = load ? in.off_out : in.off_in;
+  wanted.bytes = in.len;
+  wanted.client = client_of(facts, request.header.uid);
+  long_operations_.run_with_space(
+      {Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr, std::move(responder),
+      [this, backing, buffer_file, wanted, wide, caller = Caller::of(request.header)](const Operation& operation,
+                                                                                      Responder& reply) {
+        const Result<std::uint64_t> copied = copy_with_buffer(wanted, *buffer_file->inode, operation);
+        if (copied.ok()) {
+          if (wanted.direction == Direction::kStore && copied.value() > 0) {
+            drop_set_id_unless_kept(backing->fd.get(), caller);
+          }
+          copied_bytes_.add(copied.value());
+          statistics_.copied_bytes.add(copied.value());
+          reply_copied(reply, wide, copied.value());
+          return 0;
+        }
+        const int error = copied.error();
+        if (error == ECANCELED) return EINTR;
+        // A file system that is full: no memory of a device helps.
+        if (error == ENOSPC && wanted.direction == Direction::kStore) {
+          reply.error(ENOSPC);
+          return 0;
+        }
+        // Programs go on by reads and writes after these, which hides what was refused or has failed.
+        if (error == EOPNOTSUPP || error == ENOSYS) {
+          log_warning("copy_file_range failed: ", copied.status().message());
+          return EIO;
+        }
+        return error;
+      });
   return true;
 }
 
-Result<std::uint64_t> BackingOperations::copy_with_buffer(Direction direction, const OpenBacking& backing, Inode& inode,
-                                                          std::uint64_t file_offset, std::uint64_t buffer_offset,
-                                                          std::uint64_t bytes, std::uint64_t client,
+Result<std::uint64_t> BackingOperations::copy_with_buffer(const TransferRequest& wanted, Inode& inode,
                                                           const Operation& operation) {
-  TransferRequest wanted;
-  wanted.direction = direction;
-  wanted.file = backing.file;
-  wanted.target = Target::of_buffer(inode.buffer());
-  wanted.file_offset = file_offset;
-  wanted.target_offset = buffer_offset;
-  wanted.bytes = bytes;
-  wanted.client = client;
-  const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-  for (;;) {
-    const std::uint64_t noted = table_.reaped();
-    Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
-    if (!started.ok()) return started.status();
-    while (!started.value()->wait(kLook)) {
-      if (operation.cancelled) started.value()->cancel();
-    }
-    const TransferProgress done = started.value()->progress();
-    if (done.prefix > 0 || done.status.ok()) {
-      if (done.prefix > 0 && direction == Direction::kLoad) inode.was_written(SetIdLoss::kNone);
-      if (done.prefix > 0 && direction == Direction::kStore) table_.was_read(inode);
-      return done.prefix;
-    }
-    if (direction == Direction::kStore || done.status.error() != ENOSPC) return done.status;
-    // The device may be full of files that were removed just now.
-    statistics_.space_waits.add();
-    if (wait_for_space(table_, inode.device(), noted, operation, deadline)) continue;
-    return operation.cancelled ? Status(ECANCELED, "interrupted") : done.status;
+  Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
+  if (!started.ok()) return started.status();
+  while (!started.value()->wait(kLook)) {
+    if (operation.cancelled) started.value()->cancel();
   }
+  const TransferProgress done = started.value()->progress();
+  if (done.prefix == 0 && !done.status.ok()) return done.status;
+  if (done.prefix > 0 && wanted.direction == Direction::kLoad) inode.was_written(SetIdLoss::kNone);
+  if (done.prefix > 0 && wanted.direction == Direction::kStore) table_.was_read(inode);
+  return done.prefix;
 }
 
 BackingOperations::Answer BackingOperations::copy_files(const OpenBacking& from, const OpenBacking& to,

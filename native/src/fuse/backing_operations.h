@@ -1,10 +1,9 @@
-// The native operations on files below backing/: passed through to the host's file on pools of their own, and copies
-// between them and buffers, which the transfer engine makes.
+// The native operations on files below backing/: passed through to the host's file on the executor, in a lane for each
+// file system, and copies between them and buffers, which the transfer engine makes.
 // Owned by the Session. A thread that hangs in a file is left behind at the end.
 // serve() is called on the transport's threads and never waits for a file; any thread may call the rest.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -15,28 +14,18 @@
 #include "fuse/backing_table.h"
 #include "fuse/cancellation.h"
 #include "fuse/inode_table.h"
+#include "fuse/long_operation.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
-#include "fuse/worker_pool.h"
 #include "io/transfer.h"
 
 namespace gpufs::fuse {
 
 class BackingOperations {
  public:
-  struct Options {
-    std::size_t threads = 8;        // for the files of a lane; they wait for disks rather than work
-    std::size_t copy_threads = 32;  // the same for copies with buffers, which wait for the transfer engine
-    // How long a copy that finds the device full waits for removed files' memory to come back.
-    std::chrono::milliseconds space_patience{3000};
-    // How long stop() waits for threads in files that may hang.
-    std::chrono::milliseconds stop_patience{200};
-  };
-
   // transfers: null where there is no engine (tests); copies with buffers are then EXDEV, which makes the kernel copy.
-  BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, Cancellations& cancellations,
-                    Statistics& statistics, const Options& options);
-  ~BackingOperations() { stop(); }
+  BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, LongOperations& long_operations,
+                    Statistics& statistics);
   BackingOperations(const BackingOperations&) = delete;
   BackingOperations& operator=(const BackingOperations&) = delete;
 
@@ -44,23 +33,12 @@ class BackingOperations {
   bool serve(Request& request, Responder& responder);
 
   [[nodiscard]] BackingTable& files() { return files_; }
-  // As WorkerPool's.
-  bool discard(std::uint64_t unique);
-  // Ends all pools; after Cancellations::cancel_all(). What hangs in a file is answered and left behind. May be called
-  // twice.
-  void stop();
+  // The executor has ended without so many threads, which hang in files: answers what they serve.
+  void left_behind(std::size_t threads);
   // The members of one JSON object.
   void write_statistics(JsonWriter& json) const;
 
  private:
-  // The pools for the files of one server that may hang, or for all others: who hangs holds up nobody else.
-  struct Lane {
-    Lane(const Options& options, Statistics& statistics)
-        : files(options.threads, statistics), copies(options.copy_threads, statistics) {}
-    WorkerPool files;
-    WorkerPool copies;
-  };
-
   // What a thread has found out. Made without anything of this object, which may be gone by then.
   struct Answer {
     int error = 0;
@@ -91,25 +69,21 @@ class BackingOperations {
 
   // True if the read was served without waiting, from the page cache.
   bool read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
-  // The count of a copy with a buffer, short when `operation` was cancelled after progress.
-  Result<std::uint64_t> copy_with_buffer(Direction direction, const OpenBacking& backing, Inode& inode,
-                                         std::uint64_t file_offset, std::uint64_t buffer_offset, std::uint64_t bytes,
-                                         std::uint64_t client, const Operation& operation);
+  // The count of a copy with the buffer of `inode`, short when `operation` was cancelled after progress.
+  Result<std::uint64_t> copy_with_buffer(const TransferRequest& wanted, Inode& inode, const Operation& operation);
   static Answer copy_files(const OpenBacking& from, const OpenBacking& to, const fuse_copy_file_range_in& in, bool wide,
                            const Operation& operation);
 
-  // Runs Answer body(const Operation&) on a pool of `lane`, registered for INTERRUPT, and answers the request. The body
-  // owns all that it uses.
+  // Runs Answer body(const Operation&) in the lane of the file, registered for INTERRUPT, and answers the request. The
+  // body owns all that it uses.
   template <typename Body>
-  void pass_through(Lane& lane, Responder responder, Body body);
+  void pass_through(const OpenBacking& open, Responder responder, Body body);
   void settle(Flight& flight, const Answer& answer);
-  Lane& lane_of(const OpenBacking& open);
 
   InodeTable& table_;
   const std::shared_ptr<TransferEngine> transfers_;
-  Cancellations& cancellations_;
+  LongOperations& long_operations_;
   Statistics& statistics_;
-  const Options options_;
   Counter read_bytes_;
   Counter written_bytes_;
   Counter copied_bytes_;
@@ -119,10 +93,6 @@ class BackingOperations {
 
   mutable std::mutex flights_mutex_;  // guards flights_; after a Flight's
   std::map<const Flight*, std::shared_ptr<Flight>> flights_;
-
-  mutable std::mutex lanes_mutex_;                        // guards the two below; nothing is called under it
-  std::map<std::uint64_t, std::unique_ptr<Lane>> lanes_;  // by device; 0: files that do not hang
-  bool stopped_ = false;
 };
 
 }  // namespace gpufs::fuse

@@ -155,6 +155,7 @@ Status DeviceTransport::spawn_reader() {
 }
 
 void DeviceTransport::read_loop(Reader& reader) {
+  forbid_waiting();
   while (!stopping_.load(std::memory_order_relaxed)) {
     park_if_surplus(reader);
     if (stopping_.load(std::memory_order_relaxed)) return;

@@ -343,10 +343,10 @@ void InodeTable::reap(std::shared_ptr<Inode> inode) {
       const std::lock_guard lock(orphan_mutex_);
       orphans_.erase(inode.get());
     }
+    const std::int32_t device = inode->device_;
     inode.reset();  // by who asked, then
     const std::lock_guard lock(orphan_mutex_);
-    ++reaped_;
-    orphan_changed_.notify_all();
+    count_reaped_locked(device);
     return;
   }
   reap_wanted_.notify_one();
@@ -361,26 +361,39 @@ void InodeTable::reap_loop() {
       const std::weak_ptr<Inode> closed = std::move(trim_queue_.front());
       trim_queue_.pop_front();
       lock.unlock();
-      if (std::shared_ptr<Inode> inode = closed.lock()) inode->buffer_->trim();
+      std::shared_ptr<Inode> inode = closed.lock();
+      if (inode) inode->buffer_->trim();
       lock.lock();
-      ++reaped_;
-      orphan_changed_.notify_all();
+      if (inode) count_reaped_locked(inode->device_);
+      lock.unlock();
+      inode.reset();  // perhaps the last one
+      lock.lock();
       continue;
     }
     std::shared_ptr<Inode> inode = std::move(reap_queue_.front());
     reap_queue_.pop_front();
     // Not there: it was opened again at the last moment, and comes back when that file is released.
+    const std::int32_t device = inode->device_;
     if (orphans_.erase(inode.get()) != 0) {
-      reaping_device_ = inode->device_;
+      reaping_device_ = device;
       reaping_bytes_ = inode->buffer_->bytes_held();
     }
     lock.unlock();
     inode.reset();  // frees the memory, unless an operation or somebody's view still uses it
     lock.lock();
     reaping_bytes_ = 0;
-    ++reaped_;
-    orphan_changed_.notify_all();
+    count_reaped_locked(device);
   }
+}
+
+void InodeTable::count_reaped_locked(std::int32_t device) {
+  ++reaped_;
+  if (freed_) freed_(device);
+}
+
+void InodeTable::on_reaped(std::function<void(std::int32_t)> freed) {
+  const std::lock_guard lock(orphan_mutex_);
+  freed_ = std::move(freed);
 }
 
 std::uint64_t InodeTable::orphan_bytes_locked(std::int32_t device) const {
@@ -399,15 +412,6 @@ std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
 std::uint64_t InodeTable::reaped() const {
   const std::lock_guard lock(orphan_mutex_);
   return reaped_;
-}
-
-InodeTable::Wait InodeTable::wait_for_orphans(std::int32_t device, std::uint64_t noted,
-                                              std::chrono::milliseconds patience) {
-  std::unique_lock lock(orphan_mutex_);
-  if (reaped_ != noted) return Wait::kFreed;
-  if (orphan_bytes_locked(device) == 0) return Wait::kNothing;
-  const bool freed = orphan_changed_.wait_for(lock, patience, [&] { return reaped_ != noted; });
-  return freed ? Wait::kFreed : Wait::kTimeOver;
 }
 
 InodeTable::Counts InodeTable::counts() const {

@@ -6,11 +6,11 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -152,9 +152,9 @@ class InodeTable {
   [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
   // Counts the times that the reaper gave memory back: note it before an attempt that may find no space.
   [[nodiscard]] std::uint64_t reaped() const;
-  // Waits until memory has been given back since reaped() was `noted`. kNothing: there is none to come for the device.
-  enum class Wait { kFreed, kTimeOver, kNothing };
-  Wait wait_for_orphans(std::int32_t device, std::uint64_t noted, std::chrono::milliseconds patience);
+  // `freed` is called with the device after each of them, on any thread; it takes no lock of the table's. Null: no
+  // more.
+  void on_reaped(std::function<void(std::int32_t)> freed);
 
   struct Counts {
     std::size_t inodes = 0;
@@ -171,6 +171,7 @@ class InodeTable {
   void reap(std::shared_ptr<Inode> inode);
   [[nodiscard]] std::uint64_t orphan_bytes_locked(std::int32_t device) const;
   void reap_loop();
+  void count_reaped_locked(std::int32_t device);
 
   // False, and nothing is charged, where that many more bytes of metadata are above the limit.
   [[nodiscard]] bool charge(std::uint64_t bytes);
@@ -192,7 +193,6 @@ class InodeTable {
 
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
-  std::condition_variable orphan_changed_;
   std::condition_variable reap_wanted_;
   std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
   std::deque<std::shared_ptr<Inode>> reap_queue_;
@@ -200,6 +200,7 @@ class InodeTable {
   std::int32_t reaping_device_ = -1;             // what the reaper is freeing just now
   std::uint64_t reaping_bytes_ = 0;
   std::uint64_t reaped_ = 0;
+  std::function<void(std::int32_t)> freed_;
   bool closing_ = false;
   std::thread reaper_;  // constant after start()
 };

@@ -11,8 +11,6 @@ namespace gpufs::fuse {
 namespace {
 
 constexpr std::uint64_t kCopyLimit32 = UINT32_MAX & ~std::uint64_t{0xfff};
-// Between two looks for an INTERRUPT.
-constexpr std::chrono::milliseconds kSpaceSlice{20};
 
 }  // namespace
 
@@ -38,15 +36,6 @@ void reply_copied(Responder& responder, bool wide, std::uint64_t bytes) {
   fuse_write_out out{};
   out.size = static_cast<std::uint32_t>(bytes);  // of a length that was clipped to 32 bits
   responder.body(out);
-}
-
-bool wait_for_space(InodeTable& table, std::int32_t device, std::uint64_t noted, const Operation& operation,
-                    std::chrono::steady_clock::time_point deadline) {
-  while (!operation.cancelled && std::chrono::steady_clock::now() < deadline) {
-    const InodeTable::Wait outcome = table.wait_for_orphans(device, noted, kSpaceSlice);
-    if (outcome != InodeTable::Wait::kTimeOver) return outcome == InodeTable::Wait::kFreed;
-  }
-  return false;
 }
 
 }  // namespace gpufs::fuse

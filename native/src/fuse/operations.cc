@@ -15,7 +15,6 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "device/device_context.h"
-#include "fuse/long_operation.h"
 #include "observe/trace.h"
 
 namespace gpufs::fuse {
@@ -41,9 +40,8 @@ const observe::DeviceCounters& counters_of(const Buffer& buffer) {
 
 }  // namespace
 
-Operations::Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
-                       const OperationOptions& options)
-    : table_(table), workers_(workers), cancellations_(cancellations), statistics_(statistics), options_(options) {}
+Operations::Operations(InodeTable& table, LongOperations& long_operations, Statistics& statistics)
+    : table_(table), long_operations_(long_operations), statistics_(statistics) {}
 
 bool Operations::serve(Request& request, Responder& responder) {
   switch (request.header.opcode) {
@@ -136,7 +134,7 @@ bool Operations::read(Request& request, Responder& responder) {
     measured.done(gathered.value().bytes);
     return true;
   }
-  if (!gathered.ok() && gathered.error() != EOPNOTSUPP) {
+  if (!gathered.ok() && gathered.error() != EOPNOTSUPP && gathered.error() != EAGAIN) {
     responder.error(client_error(gathered.status(), "read"));
     return true;
   }
@@ -146,6 +144,11 @@ bool Operations::read(Request& request, Responder& responder) {
     const observe::Span copy(observe::TraceKind::kCopyToHost, inode.device(), in.offset, wanted);
     return inode.buffer()->read(in.offset, target);
   }();
+  if (got.error() == EAGAIN) {
+    measured.dismiss();
+    read_later(file, in, wanted, std::move(responder));
+    return true;
+  }
   if (!got.ok()) {
     responder.error(client_error(got.status(), "read"));
     return true;
@@ -159,6 +162,24 @@ bool Operations::read(Request& request, Responder& responder) {
   }
   measured.done(got.value());
   return true;
+}
+
+void Operations::read_later(const std::shared_ptr<OpenFile>& file, const fuse_read_in& in, std::uint64_t bytes,
+                            Responder responder) {
+  long_operations_.run(*file->inode, std::move(responder),
+                       [this, file, in, target = std::vector<std::byte>(static_cast<std::size_t>(bytes))](
+                           const Operation&, Responder& reply) mutable {
+                         Inode& inode = *file->inode;
+                         observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount,
+                                                    observe::Flow::kOut);
+                         const Result<std::size_t> got = inode.buffer()->read(in.offset, target);
+                         if (!got.ok()) return reply.error(client_error(got.status(), "read"));
+                         if ((in.flags & O_NOATIME) == 0) table_.was_read(inode);
+                         note_read(inode, got.value());
+                         const iovec part{target.data(), got.value()};
+                         reply.data({&part, 1});
+                         measured.done(got.value());
+                       });
 }
 
 void Operations::note_read(Inode& inode, std::uint64_t bytes) {
@@ -208,13 +229,13 @@ bool Operations::write(Request& request, Responder& responder) {
     measured.done(written.value());
     return true;
   }
-  if (written.error() != ENOSPC) {
+  if (written.error() != ENOSPC && written.error() != EAGAIN) {
     responder.error(client_error(written.status(), "write"));
     return true;
   }
   measured.dismiss();
-  // Slow from here on: not on a reader's thread, and the reader's memory is needed for the next request.
-  write_when_space(file, in.offset, loss, {data.begin(), data.end()}, std::move(responder));
+  // The reader's memory is needed for the next request.
+  write_later(file, in.offset, loss, {data.begin(), data.end()}, std::move(responder));
   return true;
 }
 
@@ -236,33 +257,22 @@ void Operations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t byte
   responder.body(out);
 }
 
-void Operations::write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,
-                                  std::vector<std::byte> data, Responder responder) {
-  submit_operation(workers_, cancellations_, std::move(responder),
-                   [this, file, offset, loss, data = std::move(data)](const Operation& operation, Responder& reply) {
-                     observe::Measured measured(counters_of(*file->inode->buffer()), observe::Backend::kMount,
-                                                observe::Flow::kIn);
-                     const std::int32_t device = file->inode->device();
-                     const std::uint64_t granule = table_.source().granule(device);
-                     const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-                     bool waited = false;
-                     for (;;) {
-                       const std::uint64_t noted = table_.reaped();
-                       Result<std::size_t> written = write_what_fits(*file->inode->buffer(), granule, offset, data);
-                       if (written.ok()) {
-                         if (waited) statistics_.space_waits_won.add();
-                         finish_write(*file, loss, written.value(), reply);
-                         measured.done(written.value());
-                         return;
-                       }
-                       if (written.error() != ENOSPC) return reply.error(client_error(written.status(), "write"));
-                       if (!waited) statistics_.space_waits.add();
-                       waited = true;
-                       if (!wait_for_space(table_, device, noted, operation, deadline)) {
-                         return reply.error(operation.cancelled ? EINTR : ENOSPC);
-                       }
-                     }
-                   });
+void Operations::write_later(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,
+                             std::vector<std::byte> data, Responder responder) {
+  // From the first attempt to the reply.
+  auto measured = std::make_unique<observe::Measured>(counters_of(*file->inode->buffer()), observe::Backend::kMount,
+                                                      observe::Flow::kIn);
+  long_operations_.run_with_space(*file->inode, std::move(responder),
+                                  [this, file, offset, loss, data = std::move(data), measured = std::move(measured)](
+                                      const Operation&, Responder& reply) {
+                                    const std::uint64_t granule = table_.source().granule(file->inode->device());
+                                    const Result<std::size_t> written =
+                                        write_what_fits(*file->inode->buffer(), granule, offset, data);
+                                    if (!written.ok()) return client_error(written.status(), "write");
+                                    finish_write(*file, loss, written.value(), reply);
+                                    measured->done(written.value());
+                                    return 0;
+                                  });
 }
 
 Result<std::size_t> Operations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
@@ -351,23 +361,14 @@ bool Operations::fallocate(Request& request, Responder& responder) {
     return true;
   }
   const SetIdLoss loss = file->inode->bare_loss_by(Caller::of(request.header));
-  submit_operation(workers_, cancellations_, std::move(responder),
-                   [this, file, in, loss](const Operation& operation, Responder& reply) {
-                     const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-                     for (;;) {
-                       const std::uint64_t noted = table_.reaped();
-                       const Status status = allocate(*file->inode, in, operation);
-                       if (status.ok()) {
-                         file->inode->was_written(loss);
-                         return reply.ok();
-                       }
-                       if (status.error() != ENOSPC) return reply.error(client_error(status, "fallocate"));
-                       statistics_.space_waits.add();
-                       if (!wait_for_space(table_, file->inode->device(), noted, operation, deadline)) {
-                         return reply.error(operation.cancelled ? EINTR : ENOSPC);
-                       }
-                     }
-                   });
+  long_operations_.run_with_space(*file->inode, std::move(responder),
+                                  [this, file, in, loss](const Operation& operation, Responder& reply) {
+                                    const Status status = allocate(*file->inode, in, operation);
+                                    if (!status.ok()) return client_error(status, "fallocate");
+                                    file->inode->was_written(loss);
+                                    reply.ok();
+                                    return 0;
+                                  });
   return true;
 }
 
@@ -431,32 +432,21 @@ bool Operations::copy_file_range(Request& request, Responder& responder) {
       reply_copied(responder, wide, copied.value());
       return true;
     }
-    if (copied.error() != ENOSPC) {
+    if (copied.error() != ENOSPC && copied.error() != EAGAIN) {
       responder.error(client_error(copied.status(), "copy_file_range"));
       return true;
     }
   }
-  submit_operation(workers_, cancellations_, std::move(responder),
-                   [this, from, to, in, wide, loss](const Operation& operation, Responder& reply) {
-                     const auto deadline = std::chrono::steady_clock::now() + options_.space_patience;
-                     const std::int32_t device = to->inode->device();
-                     for (;;) {
-                       if (operation.cancelled) return reply.error(EINTR);
-                       const std::uint64_t noted = table_.reaped();
-                       Result<std::uint64_t> copied = to->inode->buffer()->copy_from(
-                           *from->inode->buffer(), in.off_in, in.off_out, in.len, &operation.cancelled);
-                       if (!copied.ok()) {
-                         if (copied.error() == ECANCELED) return reply.error(EINTR);
-                         if (copied.error() != ENOSPC)
-                           return reply.error(client_error(copied.status(), "copy_file_range"));
-                         statistics_.space_waits.add();
-                         if (wait_for_space(table_, device, noted, operation, deadline)) continue;
-                         return reply.error(operation.cancelled ? EINTR : ENOSPC);
-                       }
-                       end_copy(*from->inode, *to->inode, loss, copied.value());
-                       return reply_copied(reply, wide, copied.value());
-                     }
-                   });
+  long_operations_.run_with_space(
+      *to->inode, std::move(responder), [this, from, to, in, wide, loss](const Operation& operation, Responder& reply) {
+        const Result<std::uint64_t> copied =
+            to->inode->buffer()->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, &operation.cancelled);
+        if (copied.error() == ECANCELED) return EINTR;
+        if (!copied.ok()) return client_error(copied.status(), "copy_file_range");
+        end_copy(*from->inode, *to->inode, loss, copied.value());
+        reply_copied(reply, wide, copied.value());
+        return 0;
+      });
   return true;
 }
 

@@ -1,6 +1,6 @@
 // The operations that native threads serve: everything that moves bytes or asks where they are.
 // Owned by the Session.
-// serve() is called on the transport's threads; what may take long goes on to the worker pool.
+// serve() is called on the transport's threads and waits for nothing; what may take long goes on to the executor.
 #pragma once
 
 #include <chrono>
@@ -8,11 +8,10 @@
 #include <memory>
 #include <vector>
 
-#include "fuse/cancellation.h"
 #include "fuse/inode_table.h"
+#include "fuse/long_operation.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
-#include "fuse/worker_pool.h"
 
 namespace gpufs::fuse {
 
@@ -24,8 +23,7 @@ struct OperationOptions {
 
 class Operations {
  public:
-  Operations(InodeTable& table, WorkerPool& workers, Cancellations& cancellations, Statistics& statistics,
-             const OperationOptions& options);
+  Operations(InodeTable& table, LongOperations& long_operations, Statistics& statistics);
 
   // Answers the request and returns true, or leaves it to the control plane. The responder is used only if true.
   bool serve(Request& request, Responder& responder);
@@ -54,18 +52,18 @@ class Operations {
   static Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data);
   void note_read(Inode& inode, std::uint64_t bytes);
   void finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder);
-  // Repeats a write that found no space as memory of removed files comes back; then writes what fits.
-  void write_when_space(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,
-                        std::vector<std::byte> data, Responder responder);
+  // The same by a thread of the executor: for what would wait.
+  void read_later(const std::shared_ptr<OpenFile>& file, const fuse_read_in& in, std::uint64_t bytes,
+                  Responder responder);
+  void write_later(const std::shared_ptr<OpenFile>& file, std::uint64_t offset, SetIdLoss loss,
+                   std::vector<std::byte> data, Responder responder);
   Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
                                       std::span<const std::byte> data);
   Status allocate(Inode& inode, const fuse_fallocate_in& in, const Operation& operation) const;
 
   InodeTable& table_;
-  WorkerPool& workers_;
-  Cancellations& cancellations_;
+  LongOperations& long_operations_;
   Statistics& statistics_;
-  const OperationOptions options_;
 };
 
 }  // namespace gpufs::fuse

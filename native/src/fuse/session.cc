@@ -26,10 +26,11 @@ namespace {
 constexpr std::uint32_t kPage = 4096;
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
-constexpr std::size_t kDefaultWorkers = 4;
 constexpr std::size_t kLargestWorkers = 256;
 // FORGETs in one relayed message: the control plane works through a message without a pause.
 constexpr std::size_t kForgetsTogether = 1024;
+// How long close() waits for threads in files of the host.
+constexpr std::chrono::milliseconds kStopPatience{200};
 
 void close_on_exec(int fd) {
   const int flags = ::fcntl(fd, F_GETFD);
@@ -75,21 +76,21 @@ Result<std::unique_ptr<Session>> Session::create(UniqueFd device, UniqueFd relay
   transport.spin = options.reader_spin;
   transport.pin_hooks = options.pin_hooks;
   session->transport_ = std::make_unique<DeviceTransport>(std::move(device), transport, statistics);
-  session->workers_ =
-      std::make_unique<WorkerPool>(options.worker_threads == 0 ? kDefaultWorkers : options.worker_threads, statistics);
+  Executor::Limits limits;
+  if (options.worker_threads != 0) limits.buffers = options.worker_threads;
+  session->executor_ = std::make_unique<Executor>(limits, statistics);
+  table.on_reaped([executor = session->executor_.get()](std::int32_t freed) { executor->memory_freed(freed); });
+  session->long_operations_ = std::make_unique<LongOperations>(table, *session->executor_, session->cancellations_,
+                                                               statistics, options.operations.space_patience);
   InitNegotiation::Options init;
   init.max_write = max_write;
   init.mask_flags = options.mask_flags;
   init.relay_bytes = static_cast<std::uint32_t>(session->relay_->payload_limit());
   session->init_ = std::make_unique<InitNegotiation>(init);
-  session->operations_ =
-      std::make_unique<Operations>(table, *session->workers_, session->cancellations_, statistics, options.operations);
-  BackingOperations::Options backing;
-  backing.space_patience = options.operations.space_patience;
-  session->attributes_ =
-      std::make_unique<AttributeOperations>(table, *session->workers_, session->cancellations_, options.operations);
+  session->operations_ = std::make_unique<Operations>(table, *session->long_operations_, statistics);
+  session->attributes_ = std::make_unique<AttributeOperations>(table, *session->long_operations_, options.operations);
   session->backing_ =
-      std::make_unique<BackingOperations>(table, options.transfers, session->cancellations_, statistics, backing);
+      std::make_unique<BackingOperations>(table, options.transfers, *session->long_operations_, statistics);
   session->notifier_ = std::make_unique<Notifier>(*session->transport_, statistics);
   return session;
 }
@@ -114,8 +115,8 @@ void Session::close() {
   relay_->stop();
   notifier_->stop();
   cancellations_.cancel_all();
-  workers_->stop();
-  backing_->stop();
+  table_.on_reaped(nullptr);
+  backing_->left_behind(executor_->stop(kStopPatience));
   transport_->stop();
   transport_->close();
   connection_ended();
@@ -134,9 +135,12 @@ std::string Session::statistics() const {
   relay_->write_statistics(json);
   json.close();
   json.open("pool");
-  json.number("limit", workers_->limit());
-  json.number("running", workers_->running());
-  json.number("queued", workers_->queued());
+  const Executor::Counts jobs = executor_->counts();
+  json.number("limit", executor_->limits().buffers);
+  json.number("threads", jobs.threads);
+  json.number("running", jobs.running);
+  json.number("queued", jobs.queued);
+  json.number("waiting_for_memory", jobs.parked);
   json.close();
   json.open("backing");
   backing_->write_statistics(json);
@@ -272,7 +276,7 @@ void Session::handle_interrupt(Request& request) {
   if (cancellations_.interrupt(in.unique)) {
     statistics_.interrupts_cancelled.add();
     // One that still waits for a worker is answered at once: the workers may be busy for long.
-    if (!workers_->discard(in.unique)) static_cast<void>(backing_->discard(in.unique));
+    static_cast<void>(executor_->discard(in.unique));
   } else {
     statistics_.interrupts_remembered.add();
   }

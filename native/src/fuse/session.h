@@ -18,15 +18,16 @@
 #include "fuse/attribute_operations.h"
 #include "fuse/backing_operations.h"
 #include "fuse/cancellation.h"
+#include "fuse/executor.h"
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
+#include "fuse/long_operation.h"
 #include "fuse/notifier.h"
 #include "fuse/operations.h"
 #include "fuse/payload_memory.h"
 #include "fuse/relay.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
-#include "fuse/worker_pool.h"
 #include "io/transfer.h"
 
 namespace gpufs::fuse {
@@ -36,7 +37,7 @@ struct SessionOptions {
   std::size_t reader_threads = 0;  // 0: chosen by the number of CPUs
   bool adaptive_readers = true;
   std::chrono::nanoseconds reader_spin{0};
-  std::size_t worker_threads = 0;  // 0: default
+  std::size_t worker_threads = 0;  // most for one device; 0: default
   std::uint32_t max_write = 0;     // page multiple; 0: default
   std::uint64_t mask_flags = 0;
   OperationOptions operations;
@@ -98,8 +99,9 @@ class Session final : private RequestHandler, private RelayHandler {
 
   // In the order of their making; taken down in the reverse by close().
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<WorkerPool> workers_;
   Cancellations cancellations_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<LongOperations> long_operations_;
   std::unique_ptr<InitNegotiation> init_;
   std::unique_ptr<Operations> operations_;
   std::unique_ptr<AttributeOperations> attributes_;

@@ -48,7 +48,10 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
 
   // Work
   [[nodiscard]] std::uint64_t client() const override { return request_.client; }
-  [[nodiscard]] bool may_hang() const override { return request_.file->facts().may_hang; }
+  [[nodiscard]] std::uint64_t group() const override {
+    const BackingFacts& facts = request_.file->facts();
+    return facts.may_hang ? kMayHang : facts.always_hot ? kNeverStalls : facts.device;
+  }
   [[nodiscard]] int wanted() const override { return wanted_.load(std::memory_order_relaxed); }
   void serve(Turn& turn) override;
 

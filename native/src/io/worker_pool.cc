@@ -71,6 +71,7 @@ Status WorkerPool::submit(std::shared_ptr<Work> work) {
   fresh.front().waiting_since = Clock::now();
   std::unique_lock lock(mutex_);
   if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
+  groups_.try_emplace(raw->group());
   std::list<Entry>& entries = clients_[client].entries;
   entries.splice(entries.end(), fresh);  // what may find no memory is behind us
   drop_finished_locked(dropped);
@@ -151,7 +152,8 @@ WorkerPool::Entry* WorkerPool::choose_locked(Client** owner) {
     Entry* own = nullptr;
     for (Entry& entry : client.entries) {
       if (entry.running >= entry.work->wanted()) continue;
-      if (risking_ >= share_ && entry.work->may_hang()) continue;
+      const std::uint64_t group = entry.work->group();
+      if (group != Work::kNeverStalls && groups_.at(group) >= share_) continue;
       if (own == nullptr || entry.running < own->running ||
           (entry.running == own->running && entry.served < own->served)) {
         own = &entry;
@@ -205,15 +207,15 @@ void WorkerPool::thread_main() {
     owner->served = entry->served = ++serial_;
     // Entry and client stay where they are: both are dropped only when nothing runs.
     std::shared_ptr<Work> work = entry->work;
-    const int risk = work->may_hang() ? 1 : 0;
-    risking_ += risk;
+    int& together = groups_.at(work->group());
+    ++together;
     lock.unlock();
     {
       Turn turn(*this, *work);
       work->serve(turn);
     }
     lock.lock();
-    risking_ -= risk;
+    --together;
     if (ending_) finished_.notify_all();
     --owner->running;
     --entry->running;
@@ -238,7 +240,8 @@ int WorkerPool::shutdown(std::chrono::milliseconds grace, std::chrono::milliseco
     std::unique_lock lock(mutex_);
     ending_ = true;
     changed_.notify_all();
-    finished_.wait_for(lock, grace, [&] { return alive_ <= risking_; });
+    const int& hanging = groups_[Work::kMayHang];
+    finished_.wait_for(lock, grace, [&] { return alive_ <= hanging; });
     finished_.wait_for(lock, std::min(grace, hang_grace), [&] { return alive_ == 0; });
     hung = alive_;
     threads.swap(threads_);

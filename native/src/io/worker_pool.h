@@ -41,8 +41,10 @@ class Work {
   virtual ~Work() = default;
   // Whose it is: clients share the threads evenly, whatever each has under way. Constant.
   [[nodiscard]] virtual std::uint64_t client() const = 0;
-  // Whether a thread may hang in it: of these works, all together never have more threads than one client. Constant.
-  [[nodiscard]] virtual bool may_hang() const = 0;
+  // What it may stall with: works of one group, all together, never have more threads than one client. Constant.
+  static constexpr std::uint64_t kNeverStalls = 0;
+  static constexpr std::uint64_t kMayHang = 1;  // what is behind a network or a user's process; else a local disk
+  [[nodiscard]] virtual std::uint64_t group() const = 0;
   // How many threads it could use now, those that it has included; 0 when it needs none any more (then for ever).
   // Takes no lock: called with the pool's lock held.
   [[nodiscard]] virtual int wanted() const = 0;
@@ -111,7 +113,7 @@ class WorkerPool : public std::enable_shared_from_this<WorkerPool> {
   std::vector<std::thread> threads_;
   int alive_ = 0;
   int idle_ = 0;
-  int risking_ = 0;  // in works that may hang
+  std::map<std::uint64_t, int> groups_;  // threads in works of each group that has ever been here
   std::uint64_t serial_ = 0;
   bool ending_ = false;
 };

@@ -2,6 +2,9 @@
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
 // Any thread may call any function, but for callbacks on a device's worker. Readers wait for nobody; writers for
 // growth, and for calls that take memory away, which wait until nobody uses that memory any more.
+// On a thread that must not wait (forbid_waiting()) read(), write(), gather(), copy_from() and resize() change nothing
+// and return EAGAIN where they would have to wait for others who use the buffer. They do not reclaim memory from other
+// buffers there either, so ENOSPC may be premature.
 #pragma once
 
 #include <sys/uio.h>

@@ -117,11 +117,18 @@ ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
   return snapshot_;
 }
 
-ExtentBuffer::ReadLease ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes) {
-  ReadLease lease;
+bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) {
   std::unique_lock lock(state_mutex_);
-  state_changed_.wait(lock, [&] { return try_read_locked(offset, bytes, &lease); });
-  return lease;
+  while (!try_read_locked(offset, bytes, lease)) {
+    if (!this_thread_may_wait()) return false;
+    state_changed_.wait(lock);
+  }
+  return true;
+}
+
+std::unique_lock<TimedMutex> ExtentBuffer::lock_mutation() {
+  if (this_thread_may_wait()) return std::unique_lock(mutation_mutex_);
+  return {mutation_mutex_, std::try_to_lock};
 }
 
 bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const {
@@ -153,7 +160,8 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
     if (try_list_locked(offset, end, lease)) return {};
   }
   return with_reclaiming([&]() -> Status {
-    const std::lock_guard mutation(mutation_mutex_);
+    const std::unique_lock mutation = lock_mutation();
+    if (!mutation) return would_wait();
     forget_shrunk(growth.made);
     Status status = ensure(offset, end, growth);
     if (!status.ok()) return status;
@@ -172,7 +180,9 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
 }
 
 Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
-  return std::unique_ptr<Pinned>(std::make_unique<ReadPin>(shared_from_this(), acquire_read(offset, bytes)));
+  ReadLease lease;
+  if (!acquire_read(offset, bytes, &lease)) return would_wait();
+  return std::unique_ptr<Pinned>(std::make_unique<ReadPin>(shared_from_this(), std::move(lease)));
 }
 
 std::unique_ptr<Buffer::Pinned> ExtentBuffer::try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
@@ -223,7 +233,8 @@ void ExtentBuffer::publish_locked(std::uint64_t end) {
 // ---- copies by the calling thread ----
 
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
-  const ReadLease lease = acquire_read(offset, destination.size());
+  ReadLease lease;
+  if (!acquire_read(offset, destination.size(), &lease)) return would_wait();
   const Extents& extents = lease.snapshot->extents;
   std::byte* out = destination.data();
   std::uint64_t at = lease.offset;
@@ -269,7 +280,9 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
   void* const hole = zeros();
   if (hole == nullptr) return Status(ENOMEM, "no address space for a page of zeros");
-  auto pin = std::make_unique<ReadPin>(shared_from_this(), acquire_read(offset, bytes));
+  ReadLease lease;
+  if (!acquire_read(offset, bytes, &lease)) return would_wait();
+  auto pin = std::make_unique<ReadPin>(shared_from_this(), std::move(lease));
   Gathered gathered;
   gathered.pieces.reserve(pin->pieces().size());
   for (const Piece& piece : pin->pieces()) {
@@ -290,8 +303,14 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
 
 // ---- where data is ----
 
+// The memory itself is not used, so that it does not matter what the driver moves.
+ExtentBuffer::ReadLease ExtentBuffer::whole() const {
+  const std::lock_guard lock(state_mutex_);
+  return {snapshot_, 0, size_.load(std::memory_order_relaxed)};
+}
+
 Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
-  const ReadLease all = acquire_read(0, kMaximumBytes);
+  const ReadLease all = whole();
   const auto extent = first_above(all.snapshot->extents, offset);
   if (offset < all.end && extent != all.snapshot->extents.end()) {
     const std::uint64_t found = std::max(offset, extent->offset);
@@ -301,7 +320,7 @@ Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
-  const ReadLease all = acquire_read(0, kMaximumBytes);
+  const ReadLease all = whole();
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const auto extent = first_above(all.snapshot->extents, offset);
   if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;

@@ -24,6 +24,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/thread.h"
 #include "base/timed_mutex.h"
 #include "device/device_context.h"
 #include "memory/buffer.h"
@@ -139,7 +140,8 @@ class ExtentBuffer : public Buffer, private AheadHolder {
 
   // ---- extent_buffer.cc: pins, copies by the caller ----
   static void cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces);
-  ReadLease acquire_read(std::uint64_t offset, std::uint64_t bytes);
+  // False: it would have to wait, on a thread that must not.
+  bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease);
   [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const;
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
     return acquire_write(offset, end, lease, {});
@@ -154,14 +156,18 @@ class ExtentBuffer : public Buffer, private AheadHolder {
     for (int number = 0; number < kMostAttempts; ++number) {
       const std::uint64_t before = context_->ahead_returns();
       status = attempt();
-      if (status.error() != ENOSPC || !context_->reclaim_ahead(before)) break;
+      if (status.error() != ENOSPC || !this_thread_may_wait() || !context_->reclaim_ahead(before)) break;
     }
     return status;
   }
+  [[nodiscard]] ReadLease whole() const;
   [[nodiscard]] bool try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
   void publish_locked(std::uint64_t end);
   Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const;
   [[nodiscard]] SnapshotPointer current() const;
+  // Locks mutation_mutex_. Not locked: somebody holds it, and this thread must not wait.
+  [[nodiscard]] std::unique_lock<TimedMutex> lock_mutation();
+  static Status would_wait() { return Status(EAGAIN, "the buffer is in use"); }
 
   // ---- extent_buffer_memory.cc: what changes the memory; all with mutation_mutex_ held ----
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents) const;
@@ -190,7 +196,7 @@ class ExtentBuffer : public Buffer, private AheadHolder {
   // Gives back what was taken ahead. False if somebody uses memory that would move with it until the deadline, and all
   // is as it was.
   bool release_ahead(TimePoint deadline = TimePoint::max());
-  void give_back_ahead() override { trim(); }
+  void give_back_ahead(TimePoint deadline) override;
   Status leave_slot(const Extents& populated);
   void drop_unused_memory();
   Status shrink(std::uint64_t size, std::uint64_t highest);
@@ -222,7 +228,7 @@ class ExtentBuffer : public Buffer, private AheadHolder {
 
   // One mutation at a time; before state_mutex_. Held over driver calls by intent: only those wait for it who need
   // memory to exist or to go. Guards all up to promised_.
-  mutable TimedMutex mutation_mutex_;
+  TimedMutex mutation_mutex_;
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
   std::uint64_t own_held_ = 0;            // bytes of memory_

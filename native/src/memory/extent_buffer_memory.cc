@@ -55,11 +55,14 @@ class ExtentBuffer::Exclusion {
     buffer_.write_limit_ = limit;
   }
 
-  // Nobody may start to write any more, and nobody writes when this returns.
-  void of_all_writers() {
+  // Nobody may start to write any more, and nobody writes when this returns true. False: somebody does, and this thread
+  // must not wait.
+  [[nodiscard]] bool of_all_writers() {
     std::unique_lock lock(buffer_.state_mutex_);
     begin_locked(0);
+    if (!this_thread_may_wait()) return buffer_.writers_ == nullptr;
     buffer_.state_changed_.wait(lock, [this] { return buffer_.writers_ == nullptr; });
+    return true;
   }
 
  private:
@@ -131,7 +134,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, const Growt
   if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
     // A slab that cannot be had does not mean that the file cannot have memory of its own, unless the device is full.
     Status status = ensure_slot(*slabs, end);
-    if (status.ok() || status.error() == ENOSPC) return status;
+    if (status.ok() || status.error() == ENOSPC || status.error() == EAGAIN) return status;
     log_debug("a small file gets memory of its own: ", status.message());
   }
   return ensure_own(offset, end, end, /*promise=*/false, growth);
@@ -162,7 +165,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
   Exclusion exclusion(*this);
   const std::shared_ptr<SlabPool::Slot> old = current()->slot;
   if (old != nullptr) {
-    exclusion.of_all_writers();
+    if (!exclusion.of_all_writers()) return would_wait();
     Status status = context_->device().copy_within(slot->address(), old->address(), old->bytes());
     if (!status.ok()) return status;
   }
@@ -268,10 +271,11 @@ void ExtentBuffer::set_ahead(Extents ahead) {
   if (now && !before) context_->hold_ahead(std::shared_ptr<AheadHolder>(shared_from_this(), this), this);
 }
 
-void ExtentBuffer::trim() {
+void ExtentBuffer::trim() { give_back_ahead(std::chrono::steady_clock::now() + kAheadPatience); }
+
+void ExtentBuffer::give_back_ahead(TimePoint deadline) {
   // What is in use for longer may be so for ever: once that was seen, nobody waits for it again until it is over.
-  const TimePoint now = std::chrono::steady_clock::now();
-  const TimePoint deadline = ahead_in_use_.load(std::memory_order_relaxed) ? now : now + kAheadPatience;
+  if (ahead_in_use_.load(std::memory_order_relaxed)) deadline = std::chrono::steady_clock::now();
   bool given_back = mutation_mutex_.try_lock_until(deadline);
   if (given_back) {
     const std::lock_guard mutation(mutation_mutex_, std::adopt_lock);
@@ -321,7 +325,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
     wanted = std::max(needed, std::min(wanted, largest));
   }
   Exclusion exclusion(*this);
-  if (copies && !before->extents.empty()) exclusion.of_all_writers();
+  if (copies && !before->extents.empty() && !exclusion.of_all_writers()) return would_wait();
   Result<std::shared_ptr<AddressRange>> made = Status(EIO, "");
   Status status = context_->run([&](Device&) {
     for (;;) {
@@ -345,7 +349,7 @@ Status ExtentBuffer::leave_slot(const Extents& populated) {
   const std::uint64_t held = total_bytes(populated);
   const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
   Exclusion exclusion(*this);
-  exclusion.of_all_writers();
+  if (!exclusion.of_all_writers()) return would_wait();
   Status status = context_->device().copy_within(range_->base(), slot->address(), slot->bytes());
   if (!status.ok()) return status;
   replace(std::move(next));
@@ -443,17 +447,19 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
 // ---- taking away ----
 
 std::uint64_t ExtentBuffer::limit() const {
-  const std::lock_guard mutation(mutation_mutex_);
+  const std::lock_guard lock(state_mutex_);
   return std::min(promised_, kMaximumBytes);
 }
 
 Status ExtentBuffer::resize(std::uint64_t size) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-  const std::lock_guard mutation(mutation_mutex_);
+  const std::unique_lock mutation = lock_mutation();
+  if (!mutation) return would_wait();
   if (size > promised_) {
     return Status(EFBIG, "the buffer's address is promised for " + std::to_string(promised_) + " bytes at most");
   }
   if (size <= this->size()) {
+    if (!this_thread_may_wait() && bytes_held() + bytes_ahead() > 0) return would_wait();
     release_ahead();
     expected_end_.store(0, std::memory_order_relaxed);
   }
@@ -468,6 +474,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
       size_.store(size, std::memory_order_release);
       return {};
     }
+    if (!this_thread_may_wait()) return would_wait();
     // Writes that are under way count as done before: what they put above the size goes with the rest, and when they
     // publish their end it is not taken. Later ones that end above it wait for this.
     highest = highest_locked();
