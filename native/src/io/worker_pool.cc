@@ -169,9 +169,14 @@ WorkerPool::Entry* WorkerPool::choose_locked(Client** owner) {
 bool WorkerPool::should_yield(const Work& work, Clock::time_point since) {
   const std::lock_guard lock(mutex_);
   if (ending_) return true;
-  if (idle_ > 0 || alive_ < threads()) return false;
+  // Of a group that has all its threads, the others wait for this one, whether other threads are idle or not.
+  int& together = groups_.at(work.group());
+  const bool full = work.group() != Work::kNeverStalls && together >= share_;
+  if (!full && (idle_ > 0 || alive_ < threads())) return false;
   Client* owner = nullptr;
+  if (full) --together;
   const Entry* const next = choose_locked(&owner);
+  if (full) ++together;
   if (next == nullptr) return false;
   const auto mine = clients_.find(work.client());
   if (mine == clients_.end()) return false;
