@@ -91,8 +91,8 @@ def _trusted(uid: int) -> bool:
 def _connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        # Python's own time-out makes the socket non-blocking, and then connect(2) does not wait where others queue.
-        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, struct.pack("ll", int(_CONNECT_SECONDS), 0))
+        # With Python's own timeout connect(2) would not wait in the queue but fail with EAGAIN.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_CONNECT_SECONDS), 0))
         try:
             sock.connect(path)
             sock.settimeout(_CONNECT_SECONDS)
