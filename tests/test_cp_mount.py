@@ -270,6 +270,15 @@ def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_memory_of_a_removed_file_is_waited_for(mount: Mounter, host: Path) -> None:
+    small = mount("--keep-freed", "0", memory=96 * MIB)
+    (host / "source").write_bytes(noise(64 * MIB))
+    with client.Copier() as copier:
+        for _ in range(8):
+            assert copier.copy_file(str(host / "source"), str(small.device / "file")).bytes == 64 * MIB
+            (small.device / "file").unlink()
+
+
 def test_a_full_device(mount: Mounter, host: Path) -> None:
     small = mount(memory=32 * MIB)
     (host / "source").write_bytes(noise(48 * MIB))

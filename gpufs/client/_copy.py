@@ -45,6 +45,9 @@ _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 # A daemon that could not be reached is asked again after so many seconds, and so many times as long as it took to fail.
 _RETRY_SECONDS: Final = 1.0
 _RETRY_FACTOR: Final = 10.0
+# How long copies wait for memory: that of a file which has just been removed or closed is free a moment later.
+_SPACE_SECONDS: Final = 3.0
+_SPACE_LOOK: Final = 0.02
 _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 
 
@@ -77,6 +80,7 @@ class Copier:
         self._partial = partial
         self._notice = notice
         self._process = os.getpid()
+        self._patience = _SPACE_SECONDS  # in all: where many files do not fit only the first ones wait
         self._lock = threading.Lock()  # guards all below
         self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
         self._unreachable: dict[int, tuple[float, OSError]] = {}  # until when, and why
@@ -179,7 +183,8 @@ class Copier:
     def _run(self, job: _Job, began: float) -> CopyResult:
         """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
         try:
-            job.prepare()
+            self._await_space(job)
+            job.empty()
             self._move(job)
             digest = self._complete(job)
             fd, job.destination_fd = job.destination_fd, -1
@@ -199,6 +204,21 @@ class Copier:
         seconds = time.monotonic() - began
         names = (job.source.path, job.destination.path)
         return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
+
+    def _await_space(self, job: _Job) -> None:
+        """OSError ENOSPC, which names the figures, where a copy into a mount does not fit."""
+        if job.total <= _SMALL_BYTES or job.after.st_dev not in job.mounts:
+            return
+        waited = False
+        while text := job.lack_of_space():
+            if self._patience <= 0:
+                raise OSError(errno.ENOSPC, text)
+            job.check_cancelled()
+            time.sleep(_SPACE_LOOK)
+            self._patience -= _SPACE_LOOK
+            waited = True
+        if waited:
+            self._patience = _SPACE_SECONDS
 
     def _move(self, job: _Job) -> None:
         source, destination = job.before.st_dev, job.after.st_dev
@@ -332,7 +352,7 @@ class _Job:
         self.progress: Callable[[CopyProgress], None] | None = None
         self.cancel: Cancellation | None = None
         self.whole = False  # everything has been copied, and stays whatever fails
-        self.total = 0
+        self.total = _ends.size_of(source_fd, before)
         self.done = 0
         self.method = "mount"
         self.paths: dict[str, int] = {}
@@ -341,16 +361,13 @@ class _Job:
         self._emptied = False
         self._told = 0.0
 
-    def prepare(self) -> None:
-        """Checks that the copy fits, and empties the destination."""
-        self.total = _ends.size_of(self.source_fd, self.before)
-        if self.total > _SMALL_BYTES and self.after.st_dev in self.mounts and (text := self._lack_of_space()):
-            raise OSError(errno.ENOSPC, text)
+    def empty(self) -> None:
+        """Takes the destination's content away."""
         if stat.S_ISREG(self.after.st_mode):
             os.ftruncate(self.destination_fd, 0)
         self._emptied = True
 
-    def _lack_of_space(self) -> str:
+    def lack_of_space(self) -> str:
         """What is needed and what is free, in words; "" where the copy fits."""
         free = _ends.free_bytes(self.destination_fd)
         needed = _ends.data_bytes(self.before, self.total)
@@ -392,7 +409,7 @@ class _Job:
         code = error.errno or errno.EIO
         text = text_of(error)
         if code == errno.ENOSPC and self._emptied:
-            text = self._lack_of_space() or text
+            text = self.lack_of_space() or text
         names = (self.destination.path, None) if code in _DESTINATIONS else (self.source.path, self.destination.path)
         return CopyError(
             code,
@@ -469,7 +486,7 @@ class _Job:
         self.method = "kernel"
         step = _KERNEL_FIRST_BYTES
         while True:
-            self._check_cancelled()
+            self.check_cancelled()
             began = time.monotonic()
             try:
                 count = os.copy_file_range(self.source_fd, self.destination_fd, step, self.done, self.done)
@@ -491,7 +508,7 @@ class _Job:
         holes = _ends.may_have_holes(self.source_fd, self.destination_fd)
         data_end = self.done
         while True:
-            self._check_cancelled()
+            self.check_cancelled()
             if holes and self.done == data_end:
                 start, data_end = _ends.next_data(self.source_fd, self.done)
                 if start > self.done:
@@ -509,7 +526,7 @@ class _Job:
                 written += step
                 self._count("mount", step)
 
-    def _check_cancelled(self) -> None:
+    def check_cancelled(self) -> None:
         if self.cancel is not None and self.cancel.cancelled:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
