@@ -9,7 +9,8 @@ page docs/knobs.md (``python -m gpufs.config`` prints it). A value is looked for
    (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``,
 4. the default.
 
-The user's file counts only where it and that directory are the user's: with sudo, HOME may be somebody else's.
+The user's file counts only where it and that directory are the user's or root's: with sudo, HOME may be another
+user's.
 """
 
 import os
@@ -349,14 +350,14 @@ class Settings:
 def user_file(environ: Mapping[str, str]) -> Path | None:
     """The calling user's configuration file; None where there is none, or where it or that directory is another user's.
 
-    HOME may be another user's, as with sudo: files there do not configure what root does.
+    HOME may be another user's, as with sudo: files there do not configure what root does. Root's may configure anybody.
     """
-    uid = os.geteuid()
+    trusted = (os.geteuid(), 0)
     for variable, name in (("XDG_CONFIG_HOME", "gpufs/config.toml"), ("HOME", ".config/gpufs/config.toml")):
         if folder := environ.get(variable):
             path = Path(folder) / name
             try:
-                return path if os.stat(folder).st_uid == uid and path.stat().st_uid in (uid, 0) else None
+                return path if os.stat(folder).st_uid in trusted and path.stat().st_uid in trusted else None
             except OSError:
                 return None
     return None
@@ -505,8 +506,8 @@ def _page() -> Iterator[str]:
     yield "3. the file that `--config` or `GPUFS_CONFIG` names; without that `~/.config/gpufs/config.toml`"
     yield "   (`$XDG_CONFIG_HOME` counts), then `/etc/gpufs.toml`,"
     yield "4. the default.\n"
-    yield "The user's file counts only where it and that directory belong to the user who runs the command: with sudo,"
-    yield "HOME may be another user's.\n"
+    yield "The user's file counts only where it and that directory belong to the user who runs the command, or to root:"
+    yield "with sudo, HOME may be another user's.\n"
     yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
     yield "wherever it stands, and the message names the knob, where the value came from and what is allowed. Sizes"
     yield "take K, M, G and T (powers of 1024), times ms, s, m and h.\n"
