@@ -217,7 +217,7 @@ def _open_directory(path: str) -> int:
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != path:
-            raise OSError(errno.ELOOP, f"{path}: the path has just been changed to lead to another place")
+            raise OSError(errno.ELOOP, "the path has just been changed to lead to another place")
     except BaseException:
         os.close(fd)
         raise

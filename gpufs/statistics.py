@@ -391,15 +391,16 @@ def read_mount(device: str, uid: int) -> Statistics:
     """The counters of a mount by its device number and the user who made it. OSError ENOENT where there are none."""
     failure: Exception = FileNotFoundError(ENOENT, os.strerror(ENOENT))
     newest: Statistics | None = None
-    for path in find(device, uid)[:_MOST_FILES]:
-        try:
-            found = read(path, uid)
-        except (OSError, StatisticsError) as error:
-            failure = error
-            continue
-        if found.alive:
-            return found
-        newest = newest or found
+    for folder in folders(uid):  # one after the other: the last is below /tmp, where another user may have made it
+        for path in find(device, uid, [folder])[:_MOST_FILES]:
+            try:
+                found = read(path, uid)
+            except (OSError, StatisticsError) as error:
+                failure = error
+                continue
+            if found.alive:
+                return found
+            newest = newest or found
     if newest is None:
         raise failure
     return newest

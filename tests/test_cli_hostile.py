@@ -131,7 +131,7 @@ def test_an_answer_without_end_is_not_read_to_its_end(
         assert str(place) in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("kind", ["sparse", "many reasons", "deep"])
+@pytest.mark.parametrize("kind", ["sparse", "many reasons", "many devices", "deep"])
 def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[bytes], Path], kind: str) -> None:
     place = hostile(b"")
     entry = mounting.entry_of(str(place))
@@ -147,6 +147,13 @@ def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[b
     if kind == "many reasons":
         data[48:52] = (0xFFFFFFF0).to_bytes(4, "little")
         data[24:28] = bytes(4)  # no devices, so that no block is too short for them
+    elif kind == "many devices":
+        count, block = 3000, 80
+        fields = {24: count, 28: 1, 40: block, 44: 1, 48: 0}
+        for offset, value in fields.items():
+            data[offset : offset + 4] = value.to_bytes(4, "little")
+        data += bytes(count * 14 * block)
+        data[16:24] = len(data).to_bytes(8, "little")
     elif kind == "deep":
         data[256 : 256 + 4000] = b"[" * 4000
         data[100:104] = (4000).to_bytes(4, "little")
@@ -159,6 +166,9 @@ def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[b
         assert str(shared_mount.path) in done.stdout
         assert str(place) in done.stdout
         assert "internal error" not in done.stderr
+        if kind == "many devices":  # more text than a command should read
+            listed = json.loads(run(*GPUFS, "stats", "--json").stdout)
+            assert [one["devices"] for one in listed if one["mountpoint"] == str(place)] == [[]]
     finally:
         path.unlink()
         if made:
@@ -177,6 +187,25 @@ def test_a_folder_of_counters_that_does_not_answer(shared_mount: GpufsMount, hos
         assert str(place) in done.stdout
     finally:
         folder.unlink()
+
+
+def test_roots_own_folder_of_counters_does_not_answer(mount: Mounter, hostile: Callable[[bytes], Path]) -> None:
+    """Another user may have made the one below /tmp, which root looks into as well."""
+    place = hostile(b"")
+    own = mount()
+    folder = Path("/tmp/gpufs-0")
+    made = not folder.exists()
+    folder.mkdir(exist_ok=True)
+    try:
+        run("mount", "--bind", place, folder)
+        listed = json.loads(run(*GPUFS, "stats", "--json", "--status-timeout", "5s", timeout=120).stdout)
+        assert [one["pid"] for one in listed if one["mountpoint"] == str(own.path)] == [own.pid]
+        run(*GPUFS, "umount", own.path, timeout=120)
+        own.wait_ended()
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False)
+        if made:
+            folder.rmdir()
 
 
 def test_a_process_that_looks_like_a_daemon_is_not_waited_for(mount: Mounter) -> None:

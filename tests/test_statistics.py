@@ -398,7 +398,7 @@ def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
     own.daemon.wait(60)
     done = run(*GPUFS, "stats", own.path, check=False)
     assert done.returncode == 1
-    assert "its statistics are not to be found" in done.stderr
+    assert "its statistics cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
 
 

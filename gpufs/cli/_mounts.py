@@ -13,7 +13,7 @@ from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
 
 STATUS_FILE: Final = ".gpufs/status"
-_MOST_BYTES: Final = 4 << 20  # of one file; a mount of many devices has a tenth of that to say
+_MOST_BYTES: Final = 4 << 20  # of one answer; a mount of many devices has a tenth of that to say
 
 
 def absolute(path: str) -> str:
@@ -195,10 +195,10 @@ def content_of(path: str) -> bytes:
 
 
 def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes | OSError]:
-    """The answers, or the OSErrors raised, of functions that may never return; ETIMEDOUT for those that do not.
+    """The answers, or the OSErrors raised, of functions that may never return.
 
-    Each runs in a process of its own, all at once: one that waits for a hung mount cannot always be ended, not even by
-    SIGKILL, and we must be able to go.
+    ETIMEDOUT for those that do not return, EFBIG for answers that are too long. Each runs in a process of its own, all
+    at once: a process that waits for a hung mount cannot always be ended, not even by SIGKILL, and this one must be.
     """
     readers: dict[int, tuple[int, int]] = {}  # by the pipe from it: which question, and the process
     said = [bytearray() for _ in questions]
@@ -207,8 +207,18 @@ def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes 
     poll = select.poll()
     try:
         for place, question in enumerate(questions):
-            source, sink = os.pipe2(os.O_CLOEXEC)
-            pid = os.fork()
+            try:
+                source, sink = os.pipe2(os.O_CLOEXEC)
+            except OSError as error:  # another user may have very many mounts
+                results[place] = error
+                continue
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.close(source)
+                os.close(sink)
+                results[place] = error
+                continue
             if pid == 0:
                 try:
                     _answer(question, sink)
@@ -222,14 +232,18 @@ def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes 
                 place, pid = readers[source]
                 part = os.read(source, 1 << 16)
                 said[place] += part
-                if part:
+                too_much = len(said[place]) > 1 + _MOST_BYTES
+                if part and not too_much:
                     continue
                 poll.unregister(source)
                 os.close(source)
                 del readers[source]
+                if too_much:
+                    os.kill(pid, signal.SIGKILL)
+                    said[place] = bytearray([EFBIG])
                 os.waitpid(pid, 0)
-                error = said[place][0] if said[place] else ENOTCONN
-                results[place] = OSError(error, os.strerror(error)) if error else bytes(said[place][1:])
+                code = said[place][0] if said[place] else ENOTCONN
+                results[place] = OSError(code, os.strerror(code)) if code else bytes(said[place][1:])
     finally:  # also where we are interrupted
         for source, (_, pid) in readers.items():
             os.close(source)

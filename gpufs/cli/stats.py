@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from errno import EACCES, EPERM
+from errno import ENOENT
 from typing import Any, Final, NoReturn
 
 import click
@@ -104,67 +104,55 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
 
 
 def _look(mountpoint: str | None, timeout: float) -> list[dict[str, Any]]:
-    """The statistics of the mounts; those that cannot be read have "error" and no devices."""
+    """The statistics of the mounts; those that cannot be read have "error" and no devices.
+
+    Other processes read them: a mount, or a folder of counters that another user has made, may not answer.
+    """
     if mountpoint is None:
         entries = _mounts.trusted_first(mounting.mounts())
     else:
         try:
             entries = [_mounts.find(mountpoint)]
         except Failure:
-            left = statistics.read_left_behind(os.path.realpath(mountpoint), os.getuid())
-            if left is None:
+            (left,) = _mounts.ask([functools.partial(_left_behind, os.path.realpath(mountpoint))], timeout)
+            if isinstance(left, OSError):
                 raise
-            return [left.as_dict()]
-    found: list[dict[str, Any] | None] = []
-    reasons: dict[int, str] = {}
-    for place, entry in enumerate(entries):
-        if not _mounts.is_trusted(entry):
-            reasons[place] = f"it is user {entry.uid}'s"
-            found.append(None)
-            continue
-        try:
-            one = statistics.read_mount(entry.device, entry.uid).as_dict()
-        except statistics.StatisticsError as error:
-            reasons[place] = str(error)
-            found.append(None)
-        except OSError as error:
-            reasons[place] = "its statistics are not to be found" if error.errno not in (EACCES, EPERM) else "not yours"
-            found.append(None)
-        else:
-            found.append({**one, "mountpoint": entry.mountpoint})
-    asked = [place for place, one in enumerate(found) if one is None]
-    answers = _mounts.ask([functools.partial(_of_another, entries[place]) for place in asked], timeout)
-    for place, answer in zip(asked, answers, strict=True):
-        found[place] = _answered(entries[place].mountpoint, answer, reasons[place])
-    return [one for one in found if one is not None]
+            return [json.loads(left)]
+    answers = _mounts.ask([functools.partial(_of_mount, entry) for entry in entries], timeout)
+    return [_answered(entry, answer) for entry, answer in zip(entries, answers, strict=True)]
 
 
-def _of_another(entry: mounting.MountEntry) -> bytes:
-    """The statistics as JSON: from the counters' file if that can be read, otherwise from the mount. OSError.
+def _left_behind(mountpoint: str) -> bytes:
+    """The last counters of a mount of ours that is gone, as JSON. OSError ENOENT without them."""
+    left = statistics.read_left_behind(mountpoint, os.getuid())
+    if left is None:
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+    return json.dumps(left.as_dict()).encode()
 
-    May take for ever: the files of another user may be on a file system that does not answer, and there may be many.
-    """
+
+def _of_mount(entry: mounting.MountEntry) -> bytes:
+    """The statistics as JSON: from the counters' file if that can be read, otherwise from the mount. OSError."""
     try:
         return json.dumps(statistics.read_mount(entry.device, entry.uid).as_dict()).encode()
     except (OSError, statistics.StatisticsError):
         return _mounts.content_of(os.path.join(entry.mountpoint, _FILE))
 
 
-def _answered(mountpoint: str, answer: bytes | OSError, reason: str) -> dict[str, Any]:
-    """What the mount itself says, where its file is not to be read."""
-    problem = reason
+def _answered(entry: mounting.MountEntry, answer: bytes | OSError) -> dict[str, Any]:
+    """What a mount says, or why that is not known."""
     if isinstance(answer, bytes):
         try:
             if parse(answer, record()).get("format") == statistics.VERSION:
                 said = parse(answer, _USED)
                 said.pop("error", None)
-                return {**said, "mountpoint": mountpoint}
+                return {**said, "mountpoint": entry.mountpoint}
             problem = f"{_FILE} has another format: another version of gpufs serves the mount"
         except ValueError as error:
             problem = f"{_FILE} is not understood: {error}"
     else:
-        problem = f"{answer.strerror}; {reason}"
-    return {"mountpoint": mountpoint, "error": problem, "devices": [], "alive": None, "pid": None}
+        owner = "" if _mounts.is_trusted(entry) else f" (it is user {entry.uid}'s)"
+        problem = f"its statistics cannot be read: {answer.strerror}{owner}"
+    return {"mountpoint": entry.mountpoint, "error": problem, "devices": [], "alive": None, "pid": None}
 
 
 # ---- for people ----

@@ -1,5 +1,6 @@
 """gpufs umount: ends a mount and waits for its process."""
 
+import functools
 import os
 import signal
 from errno import EBUSY, EINVAL, EPERM
@@ -60,12 +61,18 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         return
     # By force its connection is cut and its files are gone: there is nothing left that it could lose.
     left = _kill(pids, timeout) if force else _mounts.wait_for_end(pids, timeout)
-    statistics.remove_dead(entry.device, entry.uid)
+    # By another process: the folder is the mount's user's, and may be on a file system that does not answer.
+    _mounts.ask([functools.partial(_forget_counters, entry)], timeout)
     if left:
         text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
         if places := _mounts.other_places(entry.device):
             text += f", for the mount is also at {', '.join(places)}"
         raise Failure(text if force else f"{text} (--force ends it)")
+
+
+def _forget_counters(entry: mounting.MountEntry) -> bytes:
+    statistics.remove_dead(entry.device, entry.uid)
+    return b""
 
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
