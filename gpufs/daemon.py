@@ -178,7 +178,7 @@ def _mounted(request: Request) -> Iterator[tuple[int, mounting.MountEntry]]:
             try:
                 mounting.unmount(now.mountpoint, lazy=True)
             except OSError as failure:
-                if _is_there(entry):  # else somebody was faster
+                if _is_there(entry):  # else another process has unmounted it
                     log.warning("%s", failure.strerror or failure)
 
 
@@ -499,7 +499,7 @@ class Daemon:
                 return
             except OSError as failure:
                 if failure.errno != errno.EBUSY or lazy:
-                    if _is_there(entry):  # else somebody was faster
+                    if _is_there(entry):  # else another process has unmounted it
                         log.warning("%s", failure.strerror or failure)
                     return
             await trio.sleep(_BUSY_PAUSE)

@@ -59,7 +59,7 @@ def main(pid: str, mountpoint: str, log_file: str) -> None:
         _tell(log_file, f"the daemon ({pid}) has died: {reason}: run gpufs umount {mountpoint}")
         return
     if gone:
-        _tell(log_file, f"the daemon ({pid}) has died: its mount at {entry.mountpoint} was taken away")
+        _tell(log_file, f"the daemon ({pid}) has died: its mount at {entry.mountpoint} was unmounted")
 
 
 if __name__ == "__main__":

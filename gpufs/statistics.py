@@ -61,7 +61,7 @@ _SECOND: Final = 1e9
 _SUFFIX: Final = ".stats"
 _ASIDE: Final = "left"
 _LONGEST_TEXT: Final = 4096
-# Bounds of what is read of a file: it may be one that another user has made up.
+# Limits for reading a file, which another user may have forged.
 _LARGEST: Final = 32 << 20
 _MOST_COLUMNS: Final = 1024  # reasons of refusal, buckets of a histogram
 _MOST_FILES: Final = 8  # of one mount
@@ -318,7 +318,7 @@ def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def _outer(uid: int) -> int:
-    """A user's number outside of this user namespace: in /tmp, which namespaces share, it names nobody else."""
+    """A user's number outside of this user namespace: unique in /tmp, which namespaces share."""
     try:
         with open("/proc/self/uid_map", encoding="ascii") as file:
             for line in file:

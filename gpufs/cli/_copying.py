@@ -197,7 +197,7 @@ class _Run:
         tally = self._tally
         name = os.path.basename(item.source.path)
 
-        def tell(progress: CopyProgress) -> None:
+        def report(progress: CopyProgress) -> None:
             with tally.lock:
                 if progress.phase == "copy":
                     tally.moved[number], tally.paths[number] = progress.moved, progress.paths
@@ -208,7 +208,7 @@ class _Run:
             tally.name = name
         done, paths = 0, {}
         try:
-            progress = tell if self._show else None
+            progress = report if self._show else None
             result = self._copier.copy_entry(item.source, item.destination, progress=progress, cancel=self._cancel)
             done, paths = result.bytes, result.paths
             self._copied(result)

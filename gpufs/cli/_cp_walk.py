@@ -1,8 +1,8 @@
 """What `gpufs cp` has to copy: the names that sources get, and the trees below them, by the rules of cp(1).
 
-Directories, symbolic links and special files are created here; regular files are handed on to be copied. Below the
-names that the user has given nothing is looked up by a path: each directory is open, and links in it are not followed.
-So nobody who may rename files there can lead the copy out of its trees.
+Directories, symbolic links and special files are created here; regular files are passed on to be copied. Below the
+names that the user has given, nothing is looked up by path: each directory is open, and links in it are not followed.
+So renaming files or replacing them by links there cannot lead the copy out of its trees.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Report(Protocol):
-    """Takes down what could not be copied: source, destination where that matters, errno and text."""
+    """Records what could not be copied: source, destination where that matters, errno and text."""
 
     def __call__(self, source: str, destination: str | None, number: int, text: str) -> None: ...
 
 
 @dataclass
 class Folder:
-    """A directory of a source and its copy, both open. ``users``: what is still to be copied there, and the walk."""
+    """A directory of a source and its copy, both open. ``users``: a reference count (pending copies, and the walk)."""
 
     source: Entry
     destination: Entry
@@ -300,7 +300,7 @@ class Walk:
         )
 
     def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
-        """Creates what is not a regular file. What is there goes, as with cp(1), unless it is the source itself."""
+        """Creates what is not a regular file. As cp(1), replaces an existing file unless it is the source itself."""
         entry = Entry(destination.path, destination.name, destination.directory, follow=False)
         try:
             create()

@@ -65,9 +65,9 @@ def trusted_first(entries: Sequence[mounting.MountEntry]) -> list[mounting.Mount
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
     """The processes that serve a mountpoint, also those that hang or have lost their mount, as far as we may look.
 
-    A process counts that belongs to the user who mounted, holds a connection of FUSE, and was started for this
-    mountpoint: anybody can start one whose command line looks like a daemon's. With the ``entry`` of a mount those that
-    serve this one: an earlier one at the same place may live on where it is still in use. Without, the caller's own.
+    A process counts if it belongs to the user who mounted, has /dev/fuse open, and was started for this mountpoint: any
+    user can start one whose command line looks like a daemon's. With the ``entry`` of a mount: the processes that serve
+    this mount, since an earlier one at the same place may still be in use. Without it: the caller's own processes.
     """
     wanted = os.fsencode(mountpoint)
     uid = os.geteuid() if entry is None else entry.uid

@@ -8,7 +8,7 @@ from gpufs.cli._main import complete_files
 
 
 class _CopyCommand(click.Command):
-    """Sends those who expect all options of cp(1) there."""
+    """Refers to cp(1) for its other options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

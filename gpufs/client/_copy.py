@@ -362,7 +362,7 @@ class _Job:
         self._told = 0.0
 
     def empty(self) -> None:
-        """Takes the destination's content away."""
+        """Truncates the destination."""
         if stat.S_ISREG(self.after.st_mode):
             os.ftruncate(self.destination_fd, 0)
         self._emptied = True

@@ -1,7 +1,7 @@
-"""The two files of a copy: how they are opened, and what is left to do with them once the bytes are there.
+"""The two files of a copy: opening them, and attributes and durability once the bytes are copied.
 
-Whoever may rename files in a directory can put a symbolic link in the place of one at any moment. So a name is resolved
-once, to a descriptor; what was checked is what is opened, changed and removed.
+Any user with write access to a directory can replace a file there by a symbolic link at any moment. So a name is
+resolved once, to a descriptor: the file that was checked is the one that is opened, changed and removed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_failure(error: OSError, path: str) -> CopyError:
 
 
 def open_path(entry: Entry) -> int:
-    """A descriptor that does nothing but name the file: opening it has no effect on a FIFO or a device."""
+    """An O_PATH descriptor of the file: opening it has no effect on a FIFO or a device."""
     flags = os.O_PATH | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
     return os.open(entry.name, flags, dir_fd=entry.directory)
 
@@ -81,7 +81,7 @@ def _check_kind(path: str, status: os.stat_result) -> None:
 
 
 def open_source(entry: Entry) -> tuple[int, os.stat_result]:
-    """The source, open for reading, and its attributes. CopyError when it cannot be had."""
+    """The source, open for reading, and its attributes. CopyError if it cannot be opened."""
     try:
         named = open_path(entry)
         try:
@@ -177,7 +177,7 @@ def remove(entry: Entry, fd: int) -> bool:
 
 
 def free_bytes(fd: int) -> int | None:
-    """What may still be written to the file system of a file; None where it does not say."""
+    """Free bytes of a file's file system; None if it does not report them."""
     try:
         status = os.fstatvfs(fd)
     except OSError:  # ENOSYS by a FUSE file system without STATFS

@@ -32,9 +32,9 @@ class CopyError(OSError):
 
     ``errno`` and ``strerror`` as for any OSError; ``filename`` and ``filename2`` are the source and the destination, or
     the one of them that failed and None. ``bytes_done``: how many bytes of the source, from its start, the destination
-    now holds; its size is no more than that. 0 where it did not exist before and was removed. ``left``: what became of
-    the destination, in words, "" where nothing did. ``device_code``: the vendor runtime's own code, 0 if the failure is
-    not the device's.
+    now holds; its size is no more than that. 0 if it was new and has been removed. ``left``: the state of the
+    destination, in words, "" if it is unchanged or removed. ``device_code``: the vendor runtime's own code, 0 if the
+    failure is not the device's.
     """
 
     def __init__(

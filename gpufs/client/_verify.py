@@ -13,7 +13,7 @@ _STREAM_BYTES: Final = 4 << 20
 
 
 class _Checksum:
-    """SHA-256 of a file, up to the offset ``end`` or all of it. ``stopped`` is asked after each piece."""
+    """SHA-256 of a file, up to the offset ``end`` or all of it. ``stopped`` is called before each read."""
 
     def __init__(self, end: int | None, stopped: Callable[[], bool]) -> None:
         self._end = end
@@ -64,7 +64,7 @@ def checksums(
         os.close(back)
         raise
     try:
-        # The thread owns its descriptor: whatever ends this one early, nobody closes what the other one reads.
+        # The thread owns its descriptor: an exception here does not close it while the thread still reads.
         ours.read(source, tell)
         other.join()
     finally:

@@ -47,8 +47,8 @@ _THREADS: Final = 32  # for the calls of one user on one file system
 _CALLS_OF_A_USER: Final = 1024
 _CALLS: Final = 8192
 _THREAD_PAUSE: Final = 0.5  # seconds between two attempts to start a thread for work that cannot be refused
-# Seconds between two attempts to open a file whose lease somebody has to give up, and until that is an error: the
-# system takes a lease away after 45 seconds (/proc/sys/fs/lease-break-time).
+# Seconds between two attempts to open a file on which another process has a lease, and until that is an error: the
+# kernel breaks a lease after 45 seconds (/proc/sys/fs/lease-break-time).
 _LEASE_PAUSE: Final = 0.05
 _LEASE_PATIENCE: Final = 60.0
 _OPEN_FILE: Final = 4  # descriptors that an open file has, at most
@@ -97,7 +97,7 @@ def _handed_on(flags: int) -> int:
 
 
 def _truncate(node: BackingNode, size: int) -> None:
-    """truncate(2), which fails with BlockingIOError where it would wait for somebody's lease."""
+    """truncate(2), but BlockingIOError instead of waiting for another process's lease."""
     fd = os.open(node.link, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.ftruncate(fd, size)
@@ -317,7 +317,7 @@ class BackingOperations(Operations):
 
     @contextlib.contextmanager
     def _call_of(self, uid: int) -> Iterator[None]:
-        """A call that may wait for the host. EBUSY where a user, or all together, have too many of them."""
+        """A call that may wait for the host. EBUSY if this user, or all users together, have too many of them."""
         if self._calls[uid] >= _CALLS_OF_A_USER or self._calls.total() >= _CALLS:
             raise error(errno.EBUSY)
         self._calls[uid] += 1
@@ -344,7 +344,7 @@ class BackingOperations(Operations):
         """Runs work, which asks the server of a node's file, on a thread. This node and others have descriptors then.
 
         ``again``: work that finds no descriptor for its own use may be repeated; it is, once more inodes rest.
-        A server that hangs holds up the user's calls on its files, and nobody waits for it at the mount's end.
+        A server that hangs blocks this user's calls on its files, and unmounting does not wait for it.
         """
         with self._call_of(uid), _used(node, *also):
             for each in (node, *also):
@@ -360,9 +360,9 @@ class BackingOperations(Operations):
                         raise
 
     async def _past_leases(self, uid: int, flags: int, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Opens a file, which must not wait, again until its lease is given up; the system sees to that.
+        """Retries an open that does not wait until the file's lease is released; the kernel breaks it in the end.
 
-        A caller that does not wait either (O_NONBLOCK) gets EAGAIN at once.
+        With O_NONBLOCK the caller gets EAGAIN at once.
         """
         deadline = trio.current_time() + _LEASE_PATIENCE
         with self._call_of(uid):
@@ -387,9 +387,9 @@ class BackingOperations(Operations):
         self._inodes.wake(node, fd)
 
     def _give_back(self, uid: int, node: BackingNode, work: Callable[[], None]) -> None:
-        """Runs work that gives something of a node's back, and raises nothing. Nobody waits for it.
+        """Starts work that releases something of a node's, and raises nothing. Does not wait for it.
 
-        (Above all not the kernel, which sends few RELEASE requests at a time, for all files together.)
+        (The kernel sends few RELEASE requests at a time, for all files together, and must not wait either.)
         """
         trio.lowlevel.spawn_system_task(self._give_back_now, uid, node.device_number, work)
 
@@ -500,8 +500,8 @@ class BackingOperations(Operations):
             return await super().create(parent_inode, name, mode, flags, ctx)
         self._changeable(parent)
         asked = _handed_on(flags) & ~os.O_TMPFILE
-        # What is there already is never opened here: it may be a FIFO, or have a lease, and the kernel keeps the whole
-        # directory locked meanwhile.
+        # An existing file is never opened here: it may be a FIFO, or have a lease, and the kernel keeps the whole
+        # directory locked until this call returns.
         wanted = asked | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
         def make() -> tuple[int, int, os.stat_result]:
@@ -524,7 +524,7 @@ class BackingOperations(Operations):
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
-            # The kernel believed that there is no such name: it looks again, and opens what it finds.
+            # The kernel had no such name: on ESTALE it looks the name up again and opens the file.
             raise error(errno.ESTALE) from None
         try:
             reply = self._adopt(path_fd, found, parent, name)

@@ -42,8 +42,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # A directory's number and a name in it.
 _Entry = tuple[int, bytes]
-# The name of the shown directory, st_dev and st_ino; of a symbolic link also its name. So each name of one has an inode
-# of its own, and it is known where the link is that somebody follows.
+# The name of the shown directory, st_dev and st_ino; for a symbolic link also its entry. So each name of a link has an
+# inode of its own, and READLINK knows in which directory the link is.
 _Key = tuple[str, int, int, _Entry | None]
 
 
