@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -158,9 +159,19 @@ def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
         yield
 
 
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 @contextmanager
-def _mounted(request: Request) -> Iterator[tuple[int, mounting.MountEntry]]:
-    """The descriptor of a fresh mount and its entry; it is unmounted at the end, however that comes."""
+def _mounted(request: Request, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
+    """The descriptor of a fresh mount and its entry; it is unmounted at the end, however that comes.
+
+    ``has_ended``: whether the kernel has ended the connection. The mount is dead or gone then, and the kernel may have
+    given its numbers to another one, which answers.
+    """
     try:
         with _nobody_else_mounts(request.mountpoint):
             fd, entry = mounting.mount(
@@ -176,7 +187,10 @@ def _mounted(request: Request) -> Iterator[tuple[int, mounting.MountEntry]]:
     finally:
         if (now := _now(entry)) is not None:
             try:
-                mounting.unmount(now.mountpoint, lazy=True)
+                if has_ended():
+                    mounting.unmount_dead(now)
+                else:
+                    mounting.unmount(now.mountpoint, lazy=True)
             except OSError as failure:
                 if _is_there(entry):  # else another process has unmounted it
                     log.warning("%s", failure.strerror or failure)
@@ -201,6 +215,7 @@ class Daemon:
         self._copies_ended = trio.Event()
         self._serving = trio.CancelScope()  # around the loop that answers requests
         self._manager = supervision.ServiceManager()
+        self._ended = False  # whether the kernel has ended the connection
         self._early: list[int] = []  # signals that have come before anybody waited for them
 
     def run(self) -> None:
@@ -231,7 +246,7 @@ class Daemon:
             if values["auto_unmount"]:
                 guard = parts.enter_context(supervision.Guard(self._request.mountpoint, values["log_file"]))
             try:
-                fuse_fd, entry = parts.enter_context(_mounted(self._request))
+                fuse_fd, entry = parts.enter_context(_mounted(self._request, lambda: self._ended))
             except BaseException:
                 os.close(relay_fd)
                 raise
@@ -273,6 +288,7 @@ class Daemon:
                     raise
                 raise started.exceptions[0] from None
             finally:
+                self._ended = _is_readable(mount.ended_fd)
                 for number in _SIGNALS:
                     signal.signal(number, signal.SIG_IGN)  # also while the interpreter ends
         log.info("the mount at %s has ended", self._request.mountpoint)

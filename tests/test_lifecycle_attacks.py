@@ -510,3 +510,21 @@ def test_a_mapping_outlives_its_daemon_in_peace(mount: Mounter) -> None:
         mounted.signal(signal.SIGKILL)
         mounted.daemon.wait(60)
         area.close()
+
+
+@AS_ROOT
+def test_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: Mounter) -> None:
+    """The kernel gives the numbers of a mount that is gone to the next one."""
+    first = mount()
+    was = mounting.entry_of(str(first.path))
+    first.signal(signal.SIGSTOP)
+    run("umount", "-l", first.path)
+    second = mount()
+    now = mounting.entry_of(str(second.path))
+    assert was is not None
+    assert now is not None
+    first.signal(signal.SIGCONT)
+    first.wait_ended()
+    assert mounting.entry_of(str(second.path)) == now, was.identity == now.identity
+    (second.device / "file").write_bytes(b"x")
+    second.unmount()
