@@ -365,13 +365,13 @@ class BackingOperations(Operations):
         With O_NONBLOCK the caller gets EAGAIN at once.
         """
         deadline = trio.current_time() + _LEASE_PATIENCE
-        with self._call_of(uid):
-            while True:
-                try:
-                    return await attempt()
-                except BlockingIOError:
-                    if flags & os.O_NONBLOCK or trio.current_time() >= deadline:
-                        raise
+        while True:
+            try:
+                return await attempt()
+            except BlockingIOError:
+                if flags & os.O_NONBLOCK or trio.current_time() >= deadline:
+                    raise
+            with self._call_of(uid):
                 await trio.sleep(_LEASE_PAUSE)
 
     async def _wake(self, uid: int, node: BackingNode) -> None:
