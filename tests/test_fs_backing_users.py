@@ -6,19 +6,22 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import os
 import signal
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hanging import HangingMount
 from support.mounting import Mounter
-from support.processes import NOBODY, as_nobody, errno_of, in_child, run, wait_until
+from support.processes import NOBODY, as_nobody, errno_of, in_child, run, start_children, wait_children, wait_until
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
@@ -89,6 +92,116 @@ def test_a_server_that_hangs_stops_nobody_else(mount: Mounter, there: Path, oper
 def status_pending(path: Path) -> int:
     pending: int = json.loads((path / ".gpufs" / "status").read_text())["statistics"]["control_plane"]["pending"]
     return pending
+
+
+def statistics_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / ".gpufs" / "status").read_text())["statistics"]
+    return found
+
+
+def under_way(path: Path) -> int:
+    """Requests that native threads serve, or that wait for one."""
+    pool = statistics_of(path)["pool"]
+    return int(pool["running"] + pool["queued"])
+
+
+def use(file: int, operation: str) -> None:
+    match operation:
+        case "read":
+            os.pread(file, 4096, 1 << 20)
+        case "write":
+            os.pwrite(file, b"x" * 4096, 1 << 20)
+        case "fsync":
+            os.fsync(file)
+        case _:
+            os.posix_fallocate(file, 1 << 20, 4096)
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "fsync", "fallocate"])
+def test_a_killed_process_waits_for_no_server(mount: Mounter, there: Path, operation: str) -> None:
+    """There are more of them than threads for one share, and their files are closed behind what hangs; the answers
+    that come later are for nobody.
+    """
+    (there / "file").write_bytes(b"still read")
+    with HangingMount(operations=[operation]) as hung:
+        mounted = mount("--backing", f"hung={hung.path}", "--backing", f"data={there}", allow_other=True)
+        shown = mounted.path / "backing"
+        flags = os.O_RDONLY if operation == "read" else os.O_RDWR
+        count = 12
+
+        def start(index: int) -> None:
+            use(os.open(shown / "hung" / "file", flags), operation)
+
+        children = start_children(count, start)
+        try:
+            wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == count, 60, "all openings")
+            wait_until(lambda: under_way(mounted.path) > 0 and hung.waiting() > 0, 60, "a request that hangs")
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            for child in children:
+                wait_until(functools.partial(gone, child), 60, "the end of a killed process")
+            assert hung.waiting() > 0
+            assert (shown / "data" / "file").read_bytes() == b"still read"
+            (mounted.device / "new").write_bytes(b"x")
+            (mounted.device / "new").unlink()
+        finally:
+            hung.resume()
+        wait_until(lambda: under_way(mounted.path) == 0 and hung.waiting() == 0, 60, "late answers")
+        wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == 0, 60, "files to be closed")
+        with open(shown / "hung" / "file", "rb", buffering=0) as file:
+            assert os.pread(file.fileno(), 5, 1 << 21) == bytes(5)
+        replies = statistics_of(mounted.path)["replies"]
+        assert (replies["lost"], replies["unanswered"]) == (0, 0)
+        assert not mounted.complaints()
+        mounted.unmount()
+
+
+def test_a_process_that_ends_by_itself_waits_for_no_server(mount: Mounter) -> None:
+    """The kernel closes its files then, which asks the server."""
+    with HangingMount(operations=["write"]) as hung:
+        mounted = mount("--backing", f"hung={hung.path}")
+        shown = mounted.path / "backing" / "hung" / "file"
+
+        def end_when_told(index: int) -> None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            os.open(shown, os.O_RDWR)
+            signal.sigwait([signal.SIGUSR1])
+
+        def write(index: int) -> None:
+            os.pwrite(os.open(shown, os.O_RDWR), b"x" * 4096, 0)
+
+        (ends,) = start_children(1, end_when_told)
+        try:
+            wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == 1, 60, "the opening")
+            writers = start_children(1, write)
+            wait_until(lambda: hung.waiting() > 0, 60, "a write that hangs")
+            os.kill(ends, signal.SIGUSR1)
+            wait_until(lambda: gone(ends), 60, "the end of a process that ends by itself")
+            assert hung.waiting() > 0
+        finally:
+            hung.resume()
+        wait_children(writers)
+        mounted.unmount()
+
+
+def test_a_signal_that_is_handled_ends_no_call_on_bytes(mount: Mounter) -> None:
+    with HangingMount(operations=["write"]) as hung:
+        mounted = mount("--backing", f"hung={hung.path}")
+
+        def write(index: int) -> None:
+            signal.signal(signal.SIGUSR1, lambda *_: None)
+            libc = ctypes.CDLL(None, use_errno=True)  # os.pwrite() would try again by itself
+            file = os.open(mounted.path / "backing" / "hung" / "file", os.O_WRONLY)
+            assert libc.pwrite(file, b"x" * 4096, 4096, 0) == 4096, os.strerror(ctypes.get_errno())
+
+        children = start_children(1, write)
+        wait_until(lambda: hung.waiting() > 0, 60, "a write that hangs")
+        os.kill(children[0], signal.SIGUSR1)
+        wait_until(lambda: statistics_of(mounted.path)["interrupts"]["received"] > 0, 60, "the signal's notice")
+        time.sleep(3)  # looks whether the process is being killed come every second
+        hung.resume()
+        wait_children(children)
+        mounted.unmount()
 
 
 def test_calls_of_one_user_are_bounded(mount: Mounter, there: Path) -> None:

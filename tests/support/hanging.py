@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
 import signal
 import stat
 import struct
@@ -15,10 +16,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _STATFS, _RELEASE, _FLUSH, _INIT = 1, 2, 3, 14, 15, 17, 18, 25, 26
-_INTERRUPT, _DESTROY, _BATCH_FORGET = 36, 38, 42
+_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _WRITE, _STATFS, _RELEASE, _FSYNC = 1, 2, 3, 14, 15, 16, 17, 18, 20
+_FLUSH, _INIT, _INTERRUPT, _DESTROY, _BATCH_FORGET, _FALLOCATE = 25, 26, 36, 38, 42, 43
 _NO_REPLY = (_FORGET, _INTERRUPT, _BATCH_FORGET)
 OPERATIONS = {"lookup": _LOOKUP, "open": _OPEN, "read": _READ, "statfs": _STATFS, "flush": _FLUSH, "release": _RELEASE}
+OPERATIONS |= {"write": _WRITE, "fsync": _FSYNC, "fallocate": _FALLOCATE}
 _ROOT, _FILE = 1, 2
 _KEEP_CACHE = 2
 
@@ -32,24 +34,24 @@ def _attributes(node: int, size: int) -> bytes:
 
 
 def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: Iterable[int]) -> None:
-    """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations never.
+    """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations not before
+    something comes on standard input.
 
     failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes. What is in
-    `hanging` with a minus is refused with ENOSYS.
+    `hanging` with a minus is refused with ENOSYS. What is written is forgotten.
     """
     buffer_bytes = (1 << 20) + 4096
     hang = set(hanging)
-    while True:
-        try:
-            request = os.read(fd, buffer_bytes)
-        except OSError as ended:
-            if ended.errno in (errno.EINTR, errno.ENOENT):
-                continue
-            return
+    kept: list[bytes] = []
+
+    def answer_to(request: bytes) -> None:
         _, operation, unique, node = struct.unpack_from("=IIQQ", request)
         body = request[40:]
-        if operation in _NO_REPLY or (operation in hang and operation != _READ):
-            continue
+        if operation in _NO_REPLY:
+            return
+        if operation in hang and operation != _READ:
+            kept.append(request)
+            return
         error, answer = 0, b""
         if -operation in hang:
             error = -errno.ENOSYS
@@ -69,22 +71,43 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
             if offset + count > good and failure:
                 error = -failure
             elif offset + count > good and _READ in hang:
-                continue
+                kept.append(request)
+                return
             else:
                 time.sleep(delay)
                 answer = bytes(max(0, min(count, size - offset)))
+        elif operation == _WRITE:
+            answer = struct.pack("=II", struct.unpack_from("=QQI", body)[2], 0)
         elif operation == _STATFS:
             answer = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, 0, *(0,) * 6)
-        elif operation not in (_RELEASE, _FLUSH, _DESTROY):
+        elif operation not in (_RELEASE, _FLUSH, _FSYNC, _FALLOCATE, _DESTROY):
             error = -errno.ENOSYS
         try:
             os.write(fd, struct.pack("=IiQ", 16 + len(answer), error, unique) + answer)
         except OSError:
             pass
 
+    os.set_blocking(fd, False)
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    waiting.register(sys.stdin, select.POLLIN)
+    while True:
+        if sys.stdin.fileno() in dict(waiting.poll()):
+            waiting.unregister(sys.stdin)
+            hang = {operation for operation in hang if operation < 0}
+            for request in kept:
+                answer_to(request)
+        try:
+            request = os.read(fd, buffer_bytes)
+        except OSError as ended:
+            if ended.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
+                continue
+            return
+        answer_to(request)
+
 
 class HangingMount:
-    """path/file has `size` zeros, of which the first `good` can be read; `operations` are never answered.
+    """path/file has `size` zeros, of which the first `good` can be read; `operations` are not answered until resume().
 
     failure: what reads beyond fail with, instead of hanging. delay: seconds that each read of up to 128 KiB takes.
     lacking: operations that the server does not know.
@@ -112,15 +135,29 @@ class HangingMount:
             self._server = subprocess.Popen(
                 [sys.executable, __file__, str(fd), str(size), str(good), str(failure), str(delay), *numbers],
                 pass_fds=(fd,),
+                stdin=subprocess.PIPE,
             )
         finally:
             os.close(fd)
         self.file = self.path / "file"
 
+    def resume(self) -> None:
+        """Answers everything that waits, and what comes later."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(b"\n")
+        self._server.stdin.flush()
+
+    def waiting(self) -> int:
+        """Requests that have no answer yet."""
+        number = os.minor(os.stat(self.path).st_dev)
+        return int(Path(f"/sys/fs/fuse/connections/{number}/waiting").read_text())
+
     def release(self) -> None:
         if self._server.poll() is None:
             self._server.send_signal(signal.SIGKILL)
         self._server.wait(60)
+        assert self._server.stdin is not None
+        self._server.stdin.close()
 
     def __enter__(self) -> HangingMount:
         return self

@@ -24,6 +24,8 @@ namespace {
 // Between two looks for an INTERRUPT.
 constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
 constexpr std::chrono::milliseconds kLook{20};
+// Between two looks whether a client is being killed: most requests are answered before the first one.
+constexpr std::chrono::seconds kGrace{1};
 // Whose transfers they are, apart from the processes that are clients of the copy service: a user's, on one file
 // system; or a server's, since when that hangs all copies from and to it do, whoever made them.
 constexpr std::uint64_t kUserBit = std::uint64_t{1} << 61;
@@ -79,8 +81,9 @@ BackingOperations::Answer BackingOperations::answer_of(const T& body) {
 }
 
 template <typename Body>
-void BackingOperations::pass_through(const OpenBacking& open, Responder responder, Body body) {
+void BackingOperations::pass_through(const OpenBacking& open, const Request& request, Responder responder, Body body) {
   auto flight = std::make_shared<Flight>();
+  flight->client = Caller::of(request.header);
   flight->operation = long_operations_.cancellations().begin(responder.unique());
   flight->responder = std::move(responder);
   auto serve = [this, flight, body = std::move(body)](int refusal) mutable {
@@ -109,6 +112,42 @@ void BackingOperations::pass_through(const OpenBacking& open, Responder responde
     const std::lock_guard lock(flight->mutex);
     if (flight->responder.pending()) settle(*flight, failed(ENOMEM));
   }
+}
+
+void BackingOperations::interrupted(std::uint64_t unique) {
+  std::shared_ptr<Flight> found;
+  {
+    const std::lock_guard lock(flights_mutex_);
+    const auto place = std::ranges::find_if(
+        flights_, [unique](const auto& entry) { return entry.second->operation->unique == unique; });
+    if (place == flights_.end()) return;
+    found = place->second;
+  }
+  watch(std::move(found));
+}
+
+void BackingOperations::watch(std::shared_ptr<Flight> flight) {
+  Executor& executor = long_operations_.executor();
+  // A job that is parked until its deadline, in a lane of its own; no memory is ever freed for it.
+  const auto deadline = std::chrono::steady_clock::now() + kGrace;
+  executor.submit(
+      {Executor::Lane::Kind::kBuffers, -1, 0}, nullptr, 0,
+      [this, &executor, deadline, flight = std::move(flight)](int refusal) -> std::optional<Executor::TimePoint> {
+        if (refusal == 0) return deadline;
+        if (refusal != ENOSPC) return std::nullopt;  // everything ends, or there is no thread to look
+        {
+          const std::lock_guard lock(flight->mutex);
+          if (!flight->responder.pending()) return std::nullopt;
+        }
+        if (flight->client.pid != 0 && !flight->client.dying()) {
+          watch(flight);
+          return std::nullopt;
+        }
+        if (executor.discard(flight->operation->unique)) return std::nullopt;
+        const std::lock_guard lock(flight->mutex);
+        if (flight->responder.pending()) settle(*flight, failed(EINTR));
+        return std::nullopt;
+      });
 }
 
 // With the flight's mutex held.
@@ -191,7 +230,7 @@ bool BackingOperations::read(Request& request, Responder& responder) {
   }
   const std::size_t wanted = std::min<std::size_t>(in.size, request.payload.size());
   if (read_cached(*open, in, request.payload.first(wanted), responder)) return true;
-  pass_through(*open, std::move(responder), [open, in, wanted](const Operation&) {
+  pass_through(*open, request, std::move(responder), [open, in, wanted](const Operation&) {
     // The request's own memory belongs to the next request by now.
     Answer answer;
     answer.body = std::make_unique_for_overwrite<std::byte[]>(wanted);
@@ -230,7 +269,7 @@ bool BackingOperations::write(Request& request, Responder& responder) {
     responder.error(!open ? EBADF : data.size() != in.size ? EINVAL : EFBIG);
     return true;
   }
-  pass_through(*open, std::move(responder),
+  pass_through(*open, request, std::move(responder),
                [open, in, writer = Caller::of(request.header),
                 bytes = std::vector<std::byte>(data.begin(), data.end())](const Operation&) {
                  // At the host's end of the file, which is not always the kernel's; pages that a mapping changed have
@@ -270,7 +309,7 @@ bool BackingOperations::lseek(Request& request, Responder& responder) {
     responder.error(ENXIO);
     return true;
   }
-  pass_through(*open, std::move(responder), [open, in](const Operation&) {
+  pass_through(*open, request, std::move(responder), [open, in](const Operation&) {
     // Moves the descriptor's position, which nobody uses.
     const off_t found = ::lseek(open->fd.get(), static_cast<off_t>(in.offset), static_cast<int>(in.whence));
     if (found < 0) return failed(errno);
@@ -289,7 +328,7 @@ bool BackingOperations::fallocate(Request& request, Responder& responder) {
     responder.error(open ? EFBIG : EBADF);
     return true;
   }
-  pass_through(*open, std::move(responder), [open, in, caller = Caller::of(request.header)](const Operation&) {
+  pass_through(*open, request, std::move(responder), [open, in, caller = Caller::of(request.header)](const Operation&) {
     const int outcome = ::fallocate(open->fd.get(), static_cast<int>(in.mode), static_cast<off_t>(in.offset),
                                     static_cast<off_t>(in.length));
     const int error = errno;
@@ -313,10 +352,12 @@ bool BackingOperations::flush(Request& request, Responder& responder) {
     return true;
   }
   // Network file systems write back, and tell of failures, when a descriptor is closed.
-  pass_through(*open, std::move(responder), [open](const Operation&) {
+  pass_through(*open, request, std::move(responder), [open](const Operation&) {
     const int copy = ::fcntl(open->fd.get(), F_DUPFD_CLOEXEC, 3);
     return failed(copy < 0 || ::close(copy) != 0 ? errno : 0);
   });
+  // What ends by itself is deaf to signals when its files are closed: no INTERRUPT comes.
+  if (Caller::of(request.header).dying()) interrupted(request.header.unique);
   return true;
 }
 
@@ -328,7 +369,7 @@ bool BackingOperations::fsync(Request& request, Responder& responder) {
     responder.error(EBADF);
     return true;
   }
-  pass_through(*open, std::move(responder), [open, in](const Operation&) {
+  pass_through(*open, request, std::move(responder), [open, in](const Operation&) {
     int outcome = 0;
     do {
       outcome = (in.fsync_flags & 1U) != 0 ? ::fdatasync(open->fd.get()) : ::fsync(open->fd.get());
@@ -354,7 +395,7 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
     return true;
   }
   if (from && to) {
-    pass_through(from->file->facts().may_hang ? *from : *to, std::move(responder),
+    pass_through(from->file->facts().may_hang ? *from : *to, request, std::move(responder),
                  [from, to, in, wide, caller = Caller::of(request.header)](const Operation& operation) {
                    Answer answer = copy_files(*from, *to, in, wide, operation);
                    if (answer.copied > 0) drop_set_id_unless_kept(to->fd.get(), caller);
@@ -390,9 +431,7 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
                                                                                       Responder& reply) {
         const Result<std::uint64_t> copied = copy_with_buffer(wanted, *buffer_file->inode, operation);
         if (copied.ok()) {
-          if (wanted.direction == Direction::kStore && copied.value() > 0) {
-            drop_set_id_unless_kept(backing->fd.get(), caller);
-          }
+          if (wanted.direction == Direction::kStore && copied.value() > 0) drop_set_id_after_copy(backing, caller);
           copied_bytes_.add(copied.value());
           statistics_.copied_bytes.add(copied.value());
           reply_copied(reply, wide, copied.value());
@@ -413,6 +452,17 @@ bool BackingOperations::copy_file_range(Request& request, Responder& responder) 
         return error;
       });
   return true;
+}
+
+void BackingOperations::drop_set_id_after_copy(const std::shared_ptr<OpenBacking>& to, const Caller& caller) {
+  const BackingFacts& facts = to->file->facts();
+  if (!facts.may_hang) return drop_set_id_unless_kept(to->fd.get(), caller);
+  if (caller.keeps_set_id()) return;
+  // Its server may not answer any more: the reply to the copy does not wait for it.
+  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, facts.device};
+  long_operations_.executor().submit(lane, nullptr, 0, [to, caller](int refusal) {
+    if (refusal == 0) drop_set_id(to->fd.get(), caller);
+  });
 }
 
 Result<std::uint64_t> BackingOperations::copy_with_buffer(const TransferRequest& wanted, Inode& inode,

@@ -1,6 +1,7 @@
 // The native operations on files below backing/: passed through to the host's file on the executor, in a lane for each
 // file system, and copies between them and buffers, which the transfer engine makes.
-// Owned by the Session. A thread that hangs in a file is left behind at the end.
+// Owned by the Session. A thread that hangs in a file is left behind at the end, and is not waited for when the process
+// that it serves ends.
 // serve() is called on the transport's threads and never waits for a file; any thread may call the rest.
 #pragma once
 
@@ -12,6 +13,7 @@
 #include <span>
 
 #include "fuse/backing_table.h"
+#include "fuse/caller.h"
 #include "fuse/cancellation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_operation.h"
@@ -31,6 +33,10 @@ class BackingOperations {
 
   // Answers requests on handles of backing files and returns true; others are not its affair.
   bool serve(Request& request, Responder& responder);
+
+  // Its INTERRUPT has come: answers a request that a thread serves, or that waits for one, EINTR once its client is
+  // being killed. Other signals end no call on a file whose bytes are under way.
+  void interrupted(std::uint64_t unique);
 
   [[nodiscard]] BackingTable& files() { return files_; }
   // The executor has ended without so many threads, which hang in files: answers what they serve.
@@ -55,8 +61,9 @@ class BackingOperations {
   // A request that a thread serves, which may hang.
   struct Flight {
     std::shared_ptr<Operation> operation;
+    Caller client;
     std::mutex mutex;     // guards responder
-    Responder responder;  // not pending: answered, or left behind
+    Responder responder;  // not pending: answered, perhaps while its thread hangs, which then drops what it finds out
   };
 
   bool read(Request& request, Responder& responder);
@@ -71,13 +78,16 @@ class BackingOperations {
   bool read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
   // The count of a copy with the buffer of `inode`, short when `operation` was cancelled after progress.
   Result<std::uint64_t> copy_with_buffer(const TransferRequest& wanted, Inode& inode, const Operation& operation);
+  void drop_set_id_after_copy(const std::shared_ptr<OpenBacking>& to, const Caller& caller);
   static Answer copy_files(const OpenBacking& from, const OpenBacking& to, const fuse_copy_file_range_in& in, bool wide,
                            const Operation& operation);
 
   // Runs Answer body(const Operation&) in the lane of the file, registered for INTERRUPT, and answers the request. The
   // body owns all that it uses.
   template <typename Body>
-  void pass_through(const OpenBacking& open, Responder responder, Body body);
+  void pass_through(const OpenBacking& open, const Request& request, Responder responder, Body body);
+  // Looks now and then whether the client is being killed, until the request is answered.
+  void watch(std::shared_ptr<Flight> flight);
   void settle(Flight& flight, const Answer& answer);
 
   InodeTable& table_;

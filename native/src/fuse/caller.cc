@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <charconv>
+#include <csignal>
 #include <string>
 #include <string_view>
 
@@ -45,12 +46,14 @@ std::string status_line(std::uint32_t pid, std::string_view name) {
   return text.substr(begin, text.find('\n', begin) - begin);
 }
 
-bool has_capability(std::uint32_t pid, int capability) {
-  const std::string line = status_line(pid, "CapEff");
-  std::uint64_t effective = 0;
-  const auto parsed = std::from_chars(line.data(), line.data() + line.size(), effective, 16);
-  return parsed.ec == std::errc() && (effective >> capability & 1) != 0;
+// A bit of a line that is a hexadecimal number.
+bool has_bit(const std::string& line, int bit) {
+  std::uint64_t bits = 0;
+  const auto parsed = std::from_chars(line.data(), line.data() + line.size(), bits, 16);
+  return parsed.ec == std::errc() && (bits >> bit & 1) != 0;
 }
+
+bool has_capability(std::uint32_t pid, int capability) { return has_bit(status_line(pid, "CapEff"), capability); }
 
 }  // namespace
 
@@ -73,6 +76,13 @@ bool Caller::in_group(std::uint32_t group) const {
 }
 
 bool Caller::keeps_set_id() const { return has_capability(pid, CAP_FSETID); }
+
+bool Caller::dying() const {
+  // Whatever signal ends a process, each of its threads gets a SIGKILL for that. Once it has taken the signal, it gives
+  // its memory back before it closes its files.
+  const std::string pending = status_line(pid, "SigPnd");
+  return !pending.empty() && (has_bit(pending, SIGKILL - 1) || status_line(pid, "VmSize").empty());
+}
 
 bool Caller::administers() const {
   struct stat found {};

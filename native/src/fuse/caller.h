@@ -21,6 +21,8 @@ struct Caller {
   [[nodiscard]] bool keeps_set_id() const;
   // Its changes to a file of this group leave set-gid: it is in the group, or may keep all such bits.
   [[nodiscard]] bool keeps_set_gid_of(std::uint32_t group) const { return in_group(group) || keeps_set_id(); }
+  // It has been killed, or ends by itself: nobody hears how its calls end. False where it cannot be seen.
+  [[nodiscard]] bool dying() const;
   // CAP_SYS_ADMIN outside of all user namespaces: who may know of trusted.* attributes.
   [[nodiscard]] bool administers() const;
 };

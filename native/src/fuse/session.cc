@@ -276,7 +276,7 @@ void Session::handle_interrupt(Request& request) {
   if (cancellations_.interrupt(in.unique)) {
     statistics_.interrupts_cancelled.add();
     // One that still waits for a worker is answered at once: the workers may be busy for long.
-    static_cast<void>(executor_->discard(in.unique));
+    if (!executor_->discard(in.unique)) backing_->interrupted(in.unique);
   } else {
     statistics_.interrupts_remembered.add();
   }
