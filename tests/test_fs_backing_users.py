@@ -157,8 +157,8 @@ def test_a_killed_process_waits_for_no_server(mount: Mounter, there: Path, opera
 
 
 def test_a_process_that_ends_by_itself_waits_for_no_server(mount: Mounter) -> None:
-    """The kernel closes its files then, which asks the server."""
-    with HangingMount(operations=["write"]) as hung:
+    """The kernel closes its files then, which asks the server, where more reads wait than threads serve one share."""
+    with HangingMount(operations=["read"]) as hung:
         mounted = mount("--backing", f"hung={hung.path}")
         shown = mounted.path / "backing" / "hung" / "file"
 
@@ -167,20 +167,17 @@ def test_a_process_that_ends_by_itself_waits_for_no_server(mount: Mounter) -> No
             os.open(shown, os.O_RDWR)
             signal.sigwait([signal.SIGUSR1])
 
-        def write(index: int) -> None:
-            os.pwrite(os.open(shown, os.O_RDWR), b"x" * 4096, 0)
-
         (ends,) = start_children(1, end_when_told)
+        wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == 1, 60, "the opening")
+        readers = start_children(12, lambda _: use(os.open(shown, os.O_RDONLY), "read"))
         try:
-            wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == 1, 60, "the opening")
-            writers = start_children(1, write)
-            wait_until(lambda: hung.waiting() > 0, 60, "a write that hangs")
+            wait_until(lambda: statistics_of(mounted.path)["pool"]["queued"] > 0, 60, "reads that wait for a thread")
             os.kill(ends, signal.SIGUSR1)
             wait_until(lambda: gone(ends), 60, "the end of a process that ends by itself")
             assert hung.waiting() > 0
         finally:
             hung.resume()
-        wait_children(writers)
+        wait_children(readers)
         mounted.unmount()
 
 
