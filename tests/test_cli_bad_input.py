@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.cli import fails, gpufs
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, errno_of, plain_user, run
+from support.processes import NOBODY, PATIENCE, errno_of, plain_user, run
 from support.users import user_gpufs
 
 from gpufs import cli
@@ -202,7 +202,7 @@ def test_reader_that_goes_away() -> None:
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(60) in (0, 1)
+    assert process.wait(PATIENCE) in (0, 1)
     process.stderr.close()
 
 

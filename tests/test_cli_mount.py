@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.cli import gpufs
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import has_ended, plain_user, run, wait_until
+from support.processes import PATIENCE, has_ended, plain_user, run, wait_until
 from support.users import user_gpufs
 from support.watchdog import mounted_at, rescue
 
@@ -350,7 +350,7 @@ def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> N
         process = subprocess.Popen([sys.executable, "-c", launcher], stderr=subprocess.PIPE, text=True, env=environment)
         wait_until(lambda: left_over(tmp_path), 20, "the stand-in")
         process.send_signal(number)  # also when its launcher does not know yet that it has it
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=PATIENCE)
         assert process.returncode == (130 if number == signal.SIGINT else 143)
         assert "Traceback" not in error
         wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
@@ -373,7 +373,7 @@ def test_a_start_that_is_interrupted_again_leaves_nothing(mountpoint: Path, tmp_
         env={**os.environ, "STAND_IN": str(script)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 130, done.stderr

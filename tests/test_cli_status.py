@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.data import MIB
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import children_of, has_ended, run, wait_until
+from support.processes import PATIENCE, children_of, has_ended, run, wait_until
 
 import gpufs
 from gpufs.cli import _output
@@ -178,7 +178,7 @@ def test_an_interrupted_command_leaves_no_process_that_waits_for_a_mount(mount: 
                 os.killpg(command.pid, signal.SIGINT)
             else:
                 command.send_signal(signal.SIGINT)
-            out, said = command.communicate(timeout=60)
+            out, said = command.communicate(timeout=PATIENCE)
         assert command.returncode == 130, said
         assert "Traceback" not in said
         assert not out

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS, GpufsMount
-from support.processes import run, wait_until
+from support.processes import PATIENCE, run, wait_until
 
 
 def shell(script: str, *words: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def test_a_log_that_cannot_be_written_costs_its_lines_alone(mountpoint: Path) ->
     wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
     (mountpoint / "gpu0/x").write_bytes(b"hello")
     assert shell('exec "$@"', "umount", mountpoint).returncode == 0
-    assert process.communicate(timeout=60)[1] == ""
+    assert process.communicate(timeout=PATIENCE)[1] == ""
     assert process.returncode == 0
 
 
@@ -57,7 +57,7 @@ def test_remarks_that_nobody_reads_do_not_end_a_mount_in_the_foreground(mountpoi
     wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
     assert process.poll() is None
     assert shell('exec "$@"', "umount", mountpoint).returncode == 0
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
 
 
 def test_a_log_that_nobody_reads_stops_nothing(mountpoint: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_log_that_nobody_reads_stops_nothing(mountpoint: Path, tmp_path: Path)
         wait_until(counted, 60, "the count of dropped lines")
         os.set_blocking(reader, True)
         assert shell('exec "$@"', "umount", mountpoint).returncode == 0
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()
@@ -114,7 +114,7 @@ def test_a_mount_whose_log_nobody_reads_ends(mountpoint: Path) -> None:
     try:
         wait_until(lambda: (mountpoint / ".gpufs/version").exists() or process.poll() is not None, 60, "the mount")
         assert shell('exec "$@"', "umount", mountpoint).returncode == 0
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

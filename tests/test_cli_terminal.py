@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS, GpufsMount
+from support.processes import PATIENCE
 
 from gpufs.cli.stats import _naps
 
@@ -35,7 +36,7 @@ def on_terminal(columns: int, *words: str | Path, **environment: str) -> str:
             if not part:
                 break
             said += part
-        assert process.wait(60) == 0, said
+        assert process.wait(PATIENCE) == 0, said
         return said.decode(errors="replace").replace("\r\n", "\n")
     finally:
         os.close(master)
@@ -70,7 +71,7 @@ def test_a_table_that_is_watched_leaves_the_terminal_in_order(shared_mount: Gpuf
             assert select.select([master], [], [], 60)[0], said
             said += os.read(master, 1 << 16)
         process.send_signal(signal.Signals[sent])
-        assert process.wait(60) == code
+        assert process.wait(PATIENCE) == code
         while select.select([master], [], [], 0)[0]:
             said += os.read(master, 1 << 16)
         assert said.count(b"\x1b[?25l") == said.count(b"\x1b[?25h") == 1, said

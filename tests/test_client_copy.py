@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.copying import HOUR, MIB, FakeMount, wait_until
-from support.processes import NOBODY, in_child
+from support.processes import NOBODY, PATIENCE, in_child
 
 from gpufs import client
 from gpufs.cli import run
@@ -254,7 +254,7 @@ def test_an_interruption_of_the_verification_closes_nothing_that_is_read(
 
     def preadv(fd: int, *arguments: Any) -> int:
         if threading.current_thread() is not threading.main_thread() and source.exists():
-            interrupted.wait(60)
+            interrupted.wait(PATIENCE)
             try:
                 read.append(os.fstat(fd))
             except OSError as error:
@@ -272,7 +272,7 @@ def test_an_interruption_of_the_verification_closes_nothing_that_is_read(
         with pytest.raises(KeyboardInterrupt):
             client.copy(source, target, verify=True, progress=interrupt)
         interrupted.set()
-        assert checked.wait(60)
+        assert checked.wait(PATIENCE)
     (found,) = read
     assert isinstance(found, os.stat_result)
     assert os.path.samestat(found, target.stat())
@@ -515,7 +515,7 @@ def test_cp_interrupted(fake: FakeMount, to_device: bool) -> None:
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(fake.backend.has_moved)
     child.send_signal(signal.SIGINT)
-    output, errors = child.communicate(timeout=60)
+    output, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == -signal.SIGINT
     summary = json.loads(output)
     assert summary["interrupted"]
@@ -538,7 +538,7 @@ def test_cp_ignores_nothing_of_an_interrupt_between_files(fake: FakeMount) -> No
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(fake.backend.requests) >= 2)
     child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=60)
+    child.communicate(timeout=PATIENCE)
     assert child.returncode == -signal.SIGTERM
     assert len(list((fake.folder / "tree").iterdir())) < 50
     wait_until(fake.quiet)
@@ -588,7 +588,7 @@ def test_cp_ends_where_files_hang_and_more_are_queued_than_it_remembers(fake: Fa
         while expected and (line := child.stdout.readline()):
             expected.discard(line)
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == -signal.SIGINT
     assert errors == "gpufs cp: a copy does not end: its file system does not answer\n"
 
@@ -614,7 +614,7 @@ def test_cp_leaves_an_interruption_ignored_that_its_starter_ignores(fake: FakeMo
         assert child.stdout is not None
         assert child.stdout.readline() == "it copies\n"
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate("\n", timeout=60)
+        _, errors = child.communicate("\n", timeout=PATIENCE)
     assert (child.returncode, errors) == (1, "gpufs cp: planned: Input/output error\n")
 
 

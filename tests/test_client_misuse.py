@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.copying import MIB, FakeMount
-from support.processes import in_child
+from support.processes import PATIENCE, in_child
 
 from gpufs import client
 from gpufs.client import Cancellation, Copier, CopyError, _find, _protocol
@@ -101,7 +101,7 @@ def test_the_last_words_of_a_daemon_that_ends_while_it_is_told_to_cancel(monkeyp
     daemon = threading.Thread(target=serve)
     daemon.start()
     true_wait = Connection._wait
-    monkeypatch.setattr(Connection, "_wait", lambda self, cancel: said.wait(60) and true_wait(self, cancel))
+    monkeypatch.setattr(Connection, "_wait", lambda self, cancel: said.wait(PATIENCE) and true_wait(self, cancel))
     with Connection(ours) as connection, open(os.devnull) as file:
         assert connection.copy("load", file.fileno(), file.fileno(), cancel=cancel) == result
     daemon.join()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.copying import MIB, FakeMount, opened, wait_until
+from support.processes import PATIENCE
 
 from gpufs import service
 from gpufs.cli import _copying
@@ -51,7 +52,7 @@ def test_cancel_while_a_thread_still_works_for_the_copy(make: Callable[..., Fake
         sock.setblocking(False)
         with pytest.raises(BlockingIOError):
             _protocol.receive(sock)
-        sock.settimeout(60)
+        sock.settimeout(PATIENCE)
         closing.set()
         found = {}
         for _ in range(2):

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 from support.copying import HOUR, MIB, FakeMount, open_descriptors, opened, wait_until
-from support.processes import NOBODY, in_child
+from support.processes import NOBODY, PATIENCE, in_child
 
 from gpufs import service
 from gpufs.client import Cancellation, _protocol
@@ -688,7 +688,7 @@ def connected_as_nobody(mount: FakeMount, count: int) -> list[socket.socket]:
         _, descriptors, _, _ = socket.recv_fds(ours, 1, count)
     socks = [socket.socket(fileno=fd) for fd in descriptors]
     for sock in socks:
-        sock.settimeout(60)
+        sock.settimeout(PATIENCE)
     return socks
 
 

@@ -18,7 +18,7 @@ import pytest
 from support.data import MIB, noise
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Session
-from support.processes import Snapshot, run, wait_until
+from support.processes import PATIENCE, Snapshot, run, wait_until
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts a server")]
 
@@ -141,7 +141,7 @@ def test_a_signal_ends_it(calm: World, program: str, direction: str, number: sig
     for _ in range(50):  # a copy to the disk may be over before a busy machine comes to send the signal
         child = started(calm, calm.command(program, source, target))
         child.send_signal(number)
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=PATIENCE)
         # The daemon may still be about to notice that its client is dead.
         wait_until(calm.at_rest, 10, "the end of the copy")
         size = target.stat().st_size
@@ -173,6 +173,6 @@ def test_a_stopped_copy_goes_on(calm: World, program: str, direction: str) -> No
         time.sleep(0.1)
         child.send_signal(signal.SIGCONT)
         time.sleep(0.1)
-    _, errors = child.communicate(timeout=100)
+    _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 0, errors
     calm.expect_prefix(target, BUFFER)

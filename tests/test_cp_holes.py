@@ -19,7 +19,7 @@ import pytest
 from support import linux
 from support.data import GIB, GRANULE, KIB, MIB, noise
 from support.mounting import GPUFS, GpufsMount, Session
-from support.processes import run, wait_until
+from support.processes import PATIENCE, run, wait_until
 
 from gpufs import client, engine
 from gpufs.client import _find
@@ -292,7 +292,7 @@ def test_interrupted(mounted: GpufsMount, host: Path) -> None:
     child = subprocess.Popen([*CP, "--verify", "--partial", str(source), str(mounted.device / "other")])
     wait_until((mounted.device / "other").exists, 20, "the copy's beginning")
     child.send_signal(signal.SIGINT)
-    assert child.wait(60) in (0, -signal.SIGINT)
+    assert child.wait(PATIENCE) in (0, -signal.SIGINT)
     size = (mounted.device / "other").stat().st_size if (mounted.device / "other").exists() else 0
     assert size <= model.size
 
@@ -307,7 +307,7 @@ def test_cut_off_under_the_copy(mounted: GpufsMount, host: Path) -> None:
         )
         wait_until((mounted.device / "file").exists, 20, "the copy's beginning")
         os.truncate(source, left)
-        summary = json.loads(child.communicate(timeout=60)[0])
+        summary = json.loads(child.communicate(timeout=PATIENCE)[0])
         assert child.returncode == 0
         assert left <= summary["bytes"] <= model.size
         assert (mounted.device / "file").stat().st_size == summary["bytes"]

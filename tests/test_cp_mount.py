@@ -25,7 +25,7 @@ from support.data import GIB, MIB, assert_same, noise, sha256
 from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, Snapshot, as_nobody, errno_of, run, wait_until
+from support.processes import NOBODY, PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
 
 from gpufs import client
 from gpufs.client import _find, _protocol
@@ -373,7 +373,7 @@ def test_interrupted(mount: Mounter, host: Path) -> None:
         started(big, child)
         time.sleep(pause)
         child.send_signal(signal.SIGINT)
-        output, errors = child.communicate(timeout=60)
+        output, errors = child.communicate(timeout=PATIENCE)
         if child.returncode != 0 and (big.device / "file").stat().st_size < size:
             break
     assert child.returncode == -signal.SIGINT, errors
@@ -396,7 +396,7 @@ def test_a_killed_client_leaves_nothing(shared_mount: GpufsMount, root: Path, ho
         started(shared_mount, child)
         time.sleep(pause)
         child.kill()
-        child.wait(60)
+        child.wait(PATIENCE)
         idle(shared_mount)
         assert (root / "file").stat().st_size <= size
         (root / "file").unlink(missing_ok=True)
@@ -458,11 +458,11 @@ def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started(own, child)
     own.signal(signal.SIGKILL)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=PATIENCE)
     if child.returncode:
         assert len(errors.splitlines()) == 1
         assert errors.startswith("gpufs cp: ")
-    own.daemon.wait(60)
+    own.daemon.wait(PATIENCE)
     late = cp(host / "source", own.device / "file", check=False)
     assert late.returncode == 1
     assert len(late.stderr.splitlines()) == 1
@@ -510,7 +510,7 @@ def test_a_signal_ends_an_open_that_is_not_answered(root: Path, host: Path, numb
         )
         child.send_signal(number)
         child.send_signal(number)  # the second one ends it at once
-        child.communicate(timeout=60)
+        child.communicate(timeout=PATIENCE)
         assert child.returncode == -number
     finally:
         os.close(lease)
@@ -717,10 +717,10 @@ def test_a_hung_network_mount_takes_its_clients_share_alone(
         assert transfers(shared_mount)["running"] == 3  # none of which has been waited for
         assert_same((root / "file").read_bytes(), noise(4 * MIB))
         children[2].kill()
-        children[2].communicate(timeout=60)
+        children[2].communicate(timeout=PATIENCE)
         for child in children[:2]:
             child.send_signal(signal.SIGINT)
-            _, errors = child.communicate(timeout=60)
+            _, errors = child.communicate(timeout=PATIENCE)
             assert child.returncode == -signal.SIGINT
             assert "interrupted" in errors
         idle(shared_mount)
@@ -745,7 +745,7 @@ def test_many_clients_at_once(root: Path, host: Path) -> None:
         (host / f"s{n}").write_bytes(content)
     words = [sys.executable, "-c", "import sys, gpufs.client as c; c.copy(*sys.argv[1:])"]
     children = [subprocess.Popen([*words, str(host / f"s{n}"), str(root / f"t{n}")]) for n in range(12)]
-    assert [child.wait(60) for child in children] == [0] * 12
+    assert [child.wait(PATIENCE) for child in children] == [0] * 12
     for n, content in enumerate(contents):
         assert sha256(root / f"t{n}") == sha256(host / f"s{n}")
         assert (root / f"t{n}").stat().st_size == len(content)

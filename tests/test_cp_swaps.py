@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS
-from support.processes import NOBODY, run
+from support.processes import NOBODY, PATIENCE, run
 
 from gpufs.cli import run as run_here
 
@@ -72,7 +72,7 @@ def swap(shared: Path) -> Iterator[Callable[[Path, Path], None]]:
     yield start
     for child in children:
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate(timeout=PATIENCE)
 
 
 def repeat(action: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ import numpy
 import pytest
 import trio
 from support.data import KIB, MIB, assert_same, noise
-from support.processes import wait_until
+from support.processes import PATIENCE, wait_until
 
 from gpufs import engine
 from gpufs.engine import _completions, _operations, _transfer
@@ -49,7 +49,7 @@ class Gate:
         stream.call(self._wait)
 
     def _wait(self) -> None:
-        assert self._open.wait(60)
+        assert self._open.wait(PATIENCE)
 
     def open(self) -> None:
         self._open.set()
@@ -223,7 +223,7 @@ def test_the_fastpath_and_what_it_falls_back_to(host: engine.Engine, tmp_path: P
     with engine.BackingFile.open(host, path) as file, engine.Buffer(host) as buffer, engine.Batch(host) as batch:
         fast = not file.info.fastpath_refusals
         batch.submit([engine.Operation("load", file, buffer), engine.Operation("load", file, buffer, fastpath="off")])
-        results = {result.operation.fastpath: result for result in batch.wait(2, timeout=60)}
+        results = {result.operation.fastpath: result for result in batch.wait(2, timeout=PATIENCE)}
         assert all(result.bytes == len(DATA) and result.error is None for result in results.values())
         assert (results["auto"].fastpath_bytes == len(DATA)) == fast
         assert results["off"].fallback_bytes == len(DATA)
@@ -376,7 +376,7 @@ def test_batches(host: engine.Engine, file: engine.BackingFile) -> None:
         assert raised.value.errno == errno.EAGAIN
         found: list[engine.OperationResult] = []
         while len(found) < 50:
-            some = batch.wait(3, most=7, timeout=60)
+            some = batch.wait(3, most=7, timeout=PATIENCE)
             assert 1 <= len(some) <= 7
             found += some
         assert {result.cookie for result in found} == {("read", number) for number in range(50)}
@@ -397,10 +397,10 @@ def test_a_batch_waits_for_as_many_as_asked(host: engine.Engine, file: engine.Ba
         batch.submit(free + held)
         opener = threading.Timer(0.7, gate.open)
         opener.start()
-        assert sorted(result.cookie for result in batch.wait(5, timeout=60)) == list(range(5))  # type: ignore[type-var]
+        assert sorted(result.cookie for result in batch.wait(5, timeout=PATIENCE)) == list(range(5))  # type: ignore[type-var]
         opener.join()
         batch.submit(free)
-        assert len(batch.wait(100, timeout=60)) == 2  # there are no more
+        assert len(batch.wait(100, timeout=PATIENCE)) == 2  # there are no more
         batch.submit(free)
         assert [len(batch.wait(100, most=1)) for _ in range(3)] == [1, 1, 0]
 
@@ -419,7 +419,7 @@ def test_a_batch_is_submitted_whole_or_not_at_all(host: engine.Engine, file: eng
             batch.submit([good])
             assert batch.wait(1, timeout=0.01) == []
             batch.cancel()
-            (result,) = batch.wait(timeout=60)
+            (result,) = batch.wait(timeout=PATIENCE)
             assert result.error is not None
             assert result.error.errno == errno.ECANCELED
             gate.open()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 from support.data import MIB, noise
+from support.processes import PATIENCE
 
 from gpufs import engine
 
@@ -136,7 +137,7 @@ def test_transfers(host: engine.Engine, tmp_path: Path) -> None:
             assert backing.info.readable
             assert not backing.info.writable
             with engine.Transfer("load", backing, buffer) as transfer:
-                assert transfer.wait(60)
+                assert transfer.wait(PATIENCE)
                 transfer.result()
                 progress = transfer.progress()
                 assert (progress.state, progress.error, progress.prefix) == ("done", 0, len(data))
@@ -144,7 +145,7 @@ def test_transfers(host: engine.Engine, tmp_path: Path) -> None:
         assert buffer.read_bytes(0, len(data)) == data
         with open(target, "wb") as sink, engine.BackingFile(host, sink.fileno()) as backing:
             with engine.Transfer("store", backing, buffer, size=MIB + 1, buffer_offset=7, sync="data") as transfer:
-                assert transfer.wait(60)
+                assert transfer.wait(PATIENCE)
                 assert transfer.failure() is None
         assert target.read_bytes() == data[7 : MIB + 8]
     assert host.io_statistics()["devices"][0]["load"]["transfers"] == 1
@@ -152,7 +153,7 @@ def test_transfers(host: engine.Engine, tmp_path: Path) -> None:
 
 def store_a_byte(backing: engine.BackingFile, buffer: engine.Buffer) -> None:
     with engine.Transfer("store", backing, buffer, size=1) as transfer:
-        assert transfer.wait(60)
+        assert transfer.wait(PATIENCE)
         transfer.result()
 
 
@@ -192,7 +193,7 @@ def test_exit_without_closing(script: str) -> None:
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -15,7 +15,7 @@ import numpy
 import pytest
 from support.data import KIB, MIB, assert_same, noise
 from support.mounting import GpufsMount
-from support.processes import wait_until
+from support.processes import PATIENCE, wait_until
 
 from gpufs import engine
 from gpufs.engine._arrays import device_range
@@ -202,7 +202,7 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
         assert not parts[0].cancel()
         assert parts[0].exception() is None
         with engine.BackingFile.open(opened, tmp_path / "copy", "w") as target:
-            done, pending = concurrent.futures.wait([target.write_future(buffer)], 30)
+            done, pending = concurrent.futures.wait([target.write_future(buffer)], PATIENCE)
             assert not pending
             assert [future.result() for future in done] == [len(data)]
         failing = file.read_future(buffer, fallback="off", fastpath="off")
@@ -222,7 +222,7 @@ def test_cancelled_future(opened: engine.Engine, tmp_path: Path) -> None:
             buffer.resize(0)
             future = file.read_future(buffer, fastpath="off", share=1)
             future.cancel()
-            concurrent.futures.wait([future], 60)
+            concurrent.futures.wait([future], PATIENCE)
             if future.cancelled():
                 break
         with pytest.raises(concurrent.futures.CancelledError):

@@ -21,7 +21,7 @@ import numpy
 import pytest
 from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
-from support.processes import run
+from support.processes import PATIENCE, run
 
 from gpufs import engine, statistics
 
@@ -331,7 +331,7 @@ def over_fake(tmp_path: Path, driver: str, program: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     assert outcome.returncode == 0, outcome.stderr
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 from support.data import MIB, noise
-from support.processes import run
+from support.processes import PATIENCE, run
 
 from gpufs import engine
 from gpufs.engine._arrays import device_range
@@ -265,7 +265,7 @@ EXITS = {
     "a callback that goes on": "file.read_future(buffer).add_done_callback(lambda _: file.read_future(buffer))",
     "a callback that never ends": (
         "begun = threading.Event()\n"
-        "file.read_future(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait(60)"
+        "file.read_future(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait()"
     ),
     "a future that somebody waits for at the exit": (
         "import atexit, concurrent.futures\n"
@@ -311,7 +311,7 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
         "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n" + EXITS[how]
     )
     for _ in range(3):
-        done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=60)
+        done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -330,9 +330,9 @@ def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
         "    begun.set(); time.sleep(0.5); file.read_future(buffer).add_done_callback(late)\n"
         "def late(_):\n"
         "    print('late')\n"
-        "file.read_future(buffer).add_done_callback(go_on); begun.wait(60)"
+        "file.read_future(buffer).add_done_callback(go_on); begun.wait()"
     )
-    done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=60)
+    done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -348,7 +348,7 @@ def test_descriptors_and_threads_go(tmp_path: Path) -> None:
         ):
             assert file.read(buffer) == MIB
             futures = [file.read_future(buffer) for _ in range(8)]
-            concurrent.futures.wait(futures, 60)
+            concurrent.futures.wait(futures, PATIENCE)
 
     once()
     before = len(os.listdir("/proc/self/fd"))

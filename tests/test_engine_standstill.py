@@ -10,6 +10,7 @@ from pathlib import Path
 
 from support import fake_gpu
 from support.mounting import REPOSITORY
+from support.processes import PATIENCE
 
 # Streams that a gate holds, each with a copy behind it: of the program's own (`behind` is None) or of an operation that
 # `behind(number)` queues before.
@@ -78,7 +79,7 @@ def over_fake(folder: Path, program: str) -> None:
         env={**os.environ, **fake_gpu.environment(folder), "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE,
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
@@ -161,7 +162,7 @@ def test_closing_the_engine_lets_streams_go_on(tmp_path: Path) -> None:
         assert "gpu 0 (fake device 0) did nothing of what" in said, said
         assert "their streams went on before they were over" in said, said
         for future in futures:
-            concurrent.futures.wait([future], 60)
+            concurrent.futures.wait([future], PATIENCE)
             assert future.done()
         for stream in streams:
             call("cuStreamSynchronize", stream)

@@ -16,6 +16,7 @@ import pytest
 import trio
 from support.data import MIB, noise
 from support.hanging import HangingMount
+from support.processes import PATIENCE
 
 from gpufs import engine
 
@@ -63,7 +64,7 @@ def test_interrupted_while_the_file_hangs(how: str) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "interrupted\n"
         hung.release()  # a process whose request the kernel waits for cannot end
-        assert child.wait(60) == 0
+        assert child.wait(PATIENCE) == 0
         child.stdout.close()
 
 

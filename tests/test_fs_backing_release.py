@@ -34,7 +34,7 @@ class World:
         (shown / "file").touch()
         self.table = Table()
         tree = Tree(self.table, 1, uid=0, gid=0, control_files={})
-        options: dict[str, Any] = {"driver": "host", "entry_timeout": 1, "attribute_timeout": 1}
+        options: dict[str, Any] = {"entry_timeout": 1, "attribute_timeout": 1}
         self.operations = BackingOperations(
             tree,
             self.table,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS
-from support.processes import run
+from support.processes import PATIENCE, run
 
 REPOSITORY = Path(__file__).parent.parent
 FAKES = REPOSITORY / "build/cmake/native/tests/fake_hip"
@@ -73,7 +73,7 @@ def test_operations_of_a_version_that_cannot_call_the_host(tmp_path: Path) -> No
             size = ctypes.c_int64(7)
             assert file.read_async(buffer, size, 3).result(60) == 7 and buffer.read_bytes(0, 99) == b"3456789"
             batch.submit([engine.Operation("load", file, buffer, 2, 0, 7)])
-            assert [result.bytes for result in batch.wait(timeout=60)] == [2]
+            assert [result.bytes for result in batch.wait(timeout=PATIENCE)] == [2]
             assert stream.outstanding == 0
             stream.synchronize()
     """
@@ -85,6 +85,6 @@ def test_operations_of_a_version_that_cannot_call_the_host(tmp_path: Path) -> No
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,17 @@ from typing import Any
 import pytest
 from support.data import MIB, assert_same, noise, read_all
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, Snapshot, errno_of, in_child, plain_user, run, session_processes, wait_until
+from support.processes import (
+    NOBODY,
+    PATIENCE,
+    Snapshot,
+    errno_of,
+    in_child,
+    plain_user,
+    run,
+    session_processes,
+    wait_until,
+)
 from support.users import user_gpufs
 
 from gpufs import mounting
@@ -68,7 +78,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         return False
 
     wait_until(gone, 30, "the killed processes to go")
-    process.wait(60)
+    process.wait(PATIENCE)
 
 
 def held(mounted: GpufsMount) -> dict[str, int]:
@@ -139,11 +149,11 @@ def test_the_daemon_is_killed_under_all_of_them(mount: Mounter, reference: Path,
             mounted.signal(signal.SIGSTOP)
             time.sleep(0.3)
         mounted.signal(signal.SIGKILL)
-        assert mounted.daemon.wait(60) == -signal.SIGKILL
+        assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
         wait_until(lambda: not mounted.mounted(), 30, "the guard to take the mount away")
         # The one that only maps is ended by SIGBUS, or by the error of its flush.
         mapping = processes[list(PROGRAMS).index("mmap")]
-        assert mapping.wait(60) != 0
+        assert mapping.wait(PATIENCE) != 0
     finally:
         for one in running_now:
             one.__exit__(None, None, None)
@@ -237,7 +247,7 @@ def test_the_end_without_descriptors(mount: Mounter) -> None:
     mounted = mount()
     resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (3, 3))
     mounted.signal(signal.SIGTERM)
-    assert mounted.daemon.wait(60) == 0
+    assert mounted.daemon.wait(PATIENCE) == 0
     assert not mounted.mounted()
 
 
@@ -508,7 +518,7 @@ def test_a_mapping_outlives_its_daemon_in_peace(mount: Mounter) -> None:
         area = mmap.mmap(file.fileno(), 0)
         assert area[:10] == noise(MIB)[:10]
         mounted.signal(signal.SIGKILL)
-        mounted.daemon.wait(60)
+        mounted.daemon.wait(PATIENCE)
         area.close()
 
 

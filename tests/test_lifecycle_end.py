@@ -15,6 +15,7 @@ import pytest
 from support.data import MIB, assert_same, noise, read_all
 from support.mounting import GPUFS, GpufsMount, Mounter, quiet_close
 from support.processes import (
+    PATIENCE,
     ChildKilled,
     Snapshot,
     errno_of,
@@ -81,7 +82,7 @@ def test_a_signal_during_a_copy(mount: Mounter) -> None:
     progressing(mounted.device / "file")
     mounted.signal(signal.SIGTERM)
     mounted.wait_ended(20)
-    _, text = copy.communicate(timeout=60)
+    _, text = copy.communicate(timeout=PATIENCE)
     assert copy.returncode == 1, text
 
 
@@ -107,7 +108,7 @@ def test_a_signal_leaves_what_others_have_mounted_there_since(busy: tuple[GpufsM
     try:
         (mounted.path / ("gpu0/file" if other == "gpufs" else "file")).write_bytes(b"another's")
         mounted.signal(signal.SIGTERM)
-        assert mounted.daemon.wait(60) == 0
+        assert mounted.daemon.wait(PATIENCE) == 0
         assert errno_of(os.pread, fd, 10, 0) in LOST
         assert (mounted.path / ("gpu0/file" if other == "gpufs" else "file")).read_bytes() == b"another's"
     finally:
@@ -140,7 +141,7 @@ def test_a_lazy_unmount_lets_open_files_live(busy: tuple[GpufsMount, int]) -> No
 
 def test_gpufs_umount_by_force(busy: tuple[GpufsMount, int]) -> None:
     mounted, fd = busy
-    run(*GPUFS, "umount", "--force", mounted.path, timeout=60)
+    run(*GPUFS, "umount", "--force", mounted.path, timeout=PATIENCE)
     assert not mounted.mounted()
     mounted.wait_ended(20, code=None)
     assert errno_of(os.pread, fd, 10, 0) in LOST
@@ -182,11 +183,11 @@ def test_the_daemon_is_killed_during_copies(mount: Mounter) -> None:
     reader = subprocess.Popen(["sh", "-c", f"while cat {mounted.device}/source; do :; done > /dev/null"])
     time.sleep(0.1)
     mounted.signal(signal.SIGKILL)
-    _, text = writer.communicate(timeout=60)
+    _, text = writer.communicate(timeout=PATIENCE)
     assert writer.returncode == 1
     assert text
-    reader.wait(60)
-    assert mounted.daemon.wait(60) == -signal.SIGKILL
+    reader.wait(PATIENCE)
+    assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
     # the dead mount answers ENOTCONN until it is cleaned up
     assert errno_of(os.statvfs, mounted.path) in LOST
     run(*GPUFS, "umount", mounted.path)
@@ -212,7 +213,7 @@ def test_the_daemon_is_killed_under_a_mapping(busy: tuple[GpufsMount, int]) -> N
     with pytest.raises(ChildKilled) as caught:
         in_child(touch)
     assert caught.value.number == signal.SIGBUS
-    mounted.daemon.wait(60)
+    mounted.daemon.wait(PATIENCE)
     assert errno_of(os.pread, fd, 1, 0) in LOST
     assert errno_of(os.fsync, fd) in LOST | {0}
 
@@ -228,7 +229,7 @@ def test_the_daemon_dies_while_many_wait(mount: Mounter) -> None:
         progressing(mounted.device / f"file{n}")
     mounted.signal(signal.SIGKILL)
     for child in children:
-        child.communicate(timeout=60)
+        child.communicate(timeout=PATIENCE)
         assert child.returncode == 1
 
 
@@ -246,12 +247,12 @@ def test_a_stopped_daemon(mount: Mounter) -> None:
         time.sleep(0.3)
         assert reader.poll() is None
         victim.kill()
-        assert victim.wait(60) == -signal.SIGKILL
+        assert victim.wait(PATIENCE) == -signal.SIGKILL
         assert victim.stdout is not None
         victim.stdout.close()
     finally:
         mounted.signal(signal.SIGCONT)
-    text, _ = reader.communicate(timeout=60)
+    text, _ = reader.communicate(timeout=PATIENCE)
     expected = run("cksum", mounted.device / "file").stdout
     assert text.decode() == expected
     mounted.unmount()
@@ -262,10 +263,10 @@ def test_gpufs_umount_by_force_of_a_stopped_daemon(mount: Mounter) -> None:
     mounted.signal(signal.SIGSTOP)
     reader = subprocess.Popen(["cat", str(mounted.device / "file")], stderr=subprocess.DEVNULL)
     time.sleep(0.1)
-    run(*GPUFS, "umount", "--force", mounted.path, timeout=60)
+    run(*GPUFS, "umount", "--force", mounted.path, timeout=PATIENCE)
     assert not mounted.mounted()
-    assert reader.wait(60) != 0
-    assert mounted.daemon.wait(60) == -signal.SIGKILL
+    assert reader.wait(PATIENCE) != 0
+    assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
 
 
 # ---- clients that are interrupted ----
@@ -284,7 +285,7 @@ def test_a_copy_is_interrupted(mount: Mounter, number: signal.Signals, reference
         wait_until(lambda: target.exists() and target.stat().st_size > 0, 20, "the copy to begin")  # noqa: B023
         time.sleep(0.01 * round_)
         copy.send_signal(number)
-        assert copy.wait(60) in (-number, 0)
+        assert copy.wait(PATIENCE) in (-number, 0)
         size = target.stat().st_size
         run("cmp", "-n", str(size), reference / "source", target)
         target.unlink()
@@ -300,7 +301,7 @@ def test_a_copy_inside_the_mount_is_interrupted(mount: Mounter, number: signal.S
         copy = subprocess.Popen(["cp", str(mounted.device / "source"), str(mounted.device / "target")])
         time.sleep(0.01 + 0.02 * round_)
         copy.send_signal(number)
-        assert copy.wait(60) in (-number, 0)
+        assert copy.wait(PATIENCE) in (-number, 0)
     (mounted.device / "target").write_bytes(b"after")
     assert (mounted.device / "target").read_bytes() == b"after"
     assert_same(read_all(mounted.device / "source"), noise(300 * MIB))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import children_of, errno_of, links_of, run, session_processes, wait_until
+from support.processes import PATIENCE, children_of, errno_of, links_of, run, session_processes, wait_until
 from support.watchdog import mounted_at
 
 from gpufs import guard as guard_module
@@ -80,7 +80,7 @@ def test_nothing_is_left_after_other_ends(mount: Mounter, how: str) -> None:
         entry = mounting.entry_of(str(mounted.path))
         assert entry is not None
         assert mounting.abort(entry)
-    mounted.daemon.wait(60)
+    mounted.daemon.wait(PATIENCE)
     assert guards(mounted) == []
     assert not mounted.mounted()
 
@@ -89,7 +89,7 @@ def test_the_knob_turns_it_off(mount: Mounter) -> None:
     mounted = mount("--no-auto-unmount")
     assert guards(mounted) == []
     mounted.signal(signal.SIGKILL)
-    mounted.daemon.wait(60)
+    mounted.daemon.wait(PATIENCE)
     time.sleep(0.5)
     assert mounted.mounted()
     assert run(*GPUFS, "mount", mounted.path, "--driver", "host", check=False).returncode == 1
@@ -148,7 +148,7 @@ def test_restart_in_place(mount: Mounter) -> None:
     for round_ in range(4):
         (mounted.device / "file").write_bytes(noise(MIB, round_))
         mounted.signal(signal.SIGKILL)
-        mounted.daemon.wait(60)
+        mounted.daemon.wait(PATIENCE)
         wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
         mounted.daemon = mounted._start()
         assert os.listdir(mounted.device) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS, REPOSITORY, Mounter
-from support.processes import errno_of, run, wait_until
+from support.processes import PATIENCE, errno_of, run, wait_until
 
 from gpufs import mounting
 
@@ -161,7 +161,7 @@ def test_several_at_once(mount: Mounter) -> None:
         (mounted.device / "file").write_text(str(number))
     assert len({entry.device for entry in mounting.mounts()}) >= 4
     mounts[0].signal(signal.SIGKILL)
-    mounts[0].daemon.wait(60)
+    mounts[0].daemon.wait(PATIENCE)
     mounts[1].unmount()
     for number, mounted in list(enumerate(mounts))[2:]:
         assert (mounted.device / "file").read_text() == str(number)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import Mounter
-from support.processes import errno_of, links_of, run, wait_until
+from support.processes import PATIENCE, errno_of, links_of, run, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +24,7 @@ class Manager:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
-        self.socket.settimeout(60)
+        self.socket.settimeout(PATIENCE)
 
     def next(self, *, but: str = "WATCHDOG") -> dict[str, str]:
         """The next message, other than those that begin with ``but``."""

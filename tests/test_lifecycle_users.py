@@ -15,6 +15,7 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
     NOBODY,
+    PATIENCE,
     SESSION_VARIABLE,
     as_nobody,
     as_other,
@@ -97,7 +98,7 @@ def test_the_daemon_of_a_plain_user_is_killed(mount: Mounter, user: User) -> Non
     mounted = mount(user=user)
     as_nobody(lambda: (mounted.device / "file").write_bytes(b"x"))
     mounted.daemon.kill()
-    mounted.daemon.wait(60)
+    mounted.daemon.wait(PATIENCE)
     done = gpufs(user, "umount", mounted.path, check=False)
     wait_until(lambda: not mounted.mounted(), 10, f"the dead mount to go: {done.stderr}")
 
@@ -178,7 +179,7 @@ def test_force_ends_a_stopped_daemon_of_a_plain_user(user: User, mountpoint: Pat
     os.kill(pid, signal.SIGSTOP)
     reader = subprocess.Popen(["cat", str(mountpoint / "gpu0/file")], stderr=subprocess.DEVNULL, **AS_NOBODY)
     gpufs(user, "umount", "--force", mountpoint)
-    assert reader.wait(60) != 0
+    assert reader.wait(PATIENCE) != 0
     assert pid not in session_processes(os.environ[SESSION_VARIABLE])  # a zombie has no environment
     assert not mounted_at(str(mountpoint))
 

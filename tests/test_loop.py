@@ -9,6 +9,7 @@ import sys
 
 import pyfuse3
 import pytest
+from support.processes import PATIENCE
 
 from gpufs import engine, loop, threads
 
@@ -76,6 +77,8 @@ async def test_a_thread_without_room_for_its_own_variables_does_nothing(monkeypa
 HUNGRY = """
 import resource
 from gpufs import engine
+from support.processes import PATIENCE
+from support.processes import PATIENCE
 assert engine.set_memory_aside()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
@@ -101,7 +104,7 @@ except OSError as failure:
 
 
 def test_an_interpreter_lives_of_what_was_set_aside() -> None:
-    done = subprocess.run([sys.executable, "-c", HUNGRY], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", HUNGRY], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     ordinary, again = map(int, done.stdout.split())
     assert ordinary < 1000
@@ -111,5 +114,5 @@ def test_an_interpreter_lives_of_what_was_set_aside() -> None:
 @pytest.mark.parametrize("options", [{"PYTHONMALLOC": "debug"}, {"PYTHONDEVMODE": "1"}])
 def test_other_allocators_are_left_alone(options: dict[str, str]) -> None:
     script = "from gpufs import engine; raise SystemExit(engine.set_memory_aside())"
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | options, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | options, timeout=PATIENCE, check=False)
     assert done.returncode == 0

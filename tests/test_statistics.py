@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.data import KIB, MIB
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, as_nobody, plain_user, run, wait_until
+from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
 from support.users import user_gpufs
 
 from gpufs import engine, mounting, prometheus, statistics
@@ -225,7 +225,7 @@ def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
     )
     words = [(own.device / str(n), tmp_path / str(n), str(size), str(piece)) for n in range(count)]
     children = [subprocess.Popen([sys.executable, "-c", script, *each]) for each in words]
-    assert [child.wait(60) for child in children] == [0] * count
+    assert [child.wait(PATIENCE) for child in children] == [0] * count
     total, operations = count * size, count * size // piece
     mounts = settled(own, total)
     for flow in ("in", "out"):
@@ -296,7 +296,7 @@ def test_killed_and_still_there(mount: Mounter) -> None:
     path = counters_of(own)
     before = time.time()
     own.signal(signal.SIGKILL)
-    own.daemon.wait(60)
+    own.daemon.wait(PATIENCE)
     done = run(*GPUFS, "stats", "--json", own.path)
     found = json.loads(done.stdout)
     assert not found["alive"]
@@ -323,7 +323,7 @@ def test_killed_and_taken_away(mount: Mounter) -> None:
         as_nobody(lambda: (own.device / "file").write_bytes(bytes(MIB)))
         wait_until(lambda: counted(shown(), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
         own.signal(signal.SIGKILL)
-        own.daemon.wait(60)
+        own.daemon.wait(PATIENCE)
         wait_until(lambda: not own.mounted(), 20, "the mount to be taken away")
         found = shown()
         assert (found["pid"], found["alive"]) == (own.pid, False)
@@ -350,9 +350,9 @@ def test_a_later_mount_sweeps_up(mount: Mounter) -> None:
     own = mount("--no-auto-unmount")
     path = counters_of(own)
     own.signal(signal.SIGKILL)
-    own.daemon.wait(60)
+    own.daemon.wait(PATIENCE)
     assert path.exists()
-    subprocess.run(["umount", "-l", str(own.path)], check=True, timeout=60)
+    subprocess.run(["umount", "-l", str(own.path)], check=True, timeout=PATIENCE)
     mount().unmount()
     assert not json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)["alive"]
     run(*GPUFS, "mount", own.path, "--driver", "host", "--memory", "16M")
@@ -376,7 +376,7 @@ def test_a_plain_users_own_mount(mount: Mounter) -> None:
         content = json.loads(run(*program, "trace", own.path, "-o", "-", "--duration", "0.2", **as_user).stdout)
         assert content["otherData"]["lost_records"] == 0
         own.signal(signal.SIGKILL)
-        own.daemon.wait(60)
+        own.daemon.wait(PATIENCE)
         assert not json.loads(run(*program, "stats", "--json", own.path, **as_user).stdout)["alive"]
         run(*program, "umount", own.path, **as_user)
         entries = [entry for entry in mounting.mounts() if entry.mountpoint == str(own.path)]
@@ -395,7 +395,7 @@ def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
     found = json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)
     assert (found["pid"], found["alive"]) == (own.pid, True)
     own.signal(signal.SIGKILL)
-    own.daemon.wait(60)
+    own.daemon.wait(PATIENCE)
     done = run(*GPUFS, "stats", own.path, check=False)
     assert done.returncode == 1
     assert "its statistics cannot be read" in done.stderr
@@ -414,7 +414,7 @@ def test_watching_shows_rates_and_ends_quietly(mount: Mounter) -> None:
         lines.append(process.stdout.readline())
         assert lines[-1]
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE)
     assert (process.returncode, said) == (0, "")
 
 

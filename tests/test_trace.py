@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.data import MIB
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
-from support.processes import links_of, run, wait_until
+from support.processes import PATIENCE, links_of, run, wait_until
 
 from gpufs import engine
 from gpufs.cli._trace_format import Converter
@@ -36,7 +36,7 @@ def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT
         yield recorder
         if recorder.poll() is None:
             recorder.send_signal(how)
-        assert recorder.wait(60) == 0
+        assert recorder.wait(PATIENCE) == 0
     finally:
         recorder.kill()
         recorder.communicate()
@@ -285,7 +285,7 @@ def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> 
         wait_until(lambda: records(recorder.pid), 30, "the recording to begin")
     finally:
         recorder.kill()
-        recorder.wait(60)
+        recorder.wait(PATIENCE)
     wait_until(lambda: not busy(own), 10, "the recording to end")
     assert not (tmp_path / "trace.json").exists()
 
@@ -330,7 +330,7 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
         wait_until(lambda: moved(own)["in"] == number * MIB, 10, "the write to be recorded")  # noqa: B023
         wait_until(lambda: taken() > before, 10, "the recorder to have looked")  # noqa: B023
     own.signal(signal.SIGKILL)
-    _, said = recorder.communicate(timeout=60)
+    _, said = recorder.communicate(timeout=PATIENCE)
     assert recorder.returncode == 1
     assert "the trace ends there" in said
     assert "Traceback" not in said
@@ -402,7 +402,7 @@ def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
     def load() -> None:
         with open(tmp_path / "file", "rb") as file, engine.BackingFile(opened, file.fileno()) as backing:
             with engine.Buffer(opened) as buffer, engine.Transfer("load", backing, buffer) as transfer:
-                assert transfer.wait(60)
+                assert transfer.wait(PATIENCE)
 
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened:
         load()

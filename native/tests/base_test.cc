@@ -102,7 +102,7 @@ TEST_F(LogTest, RepeatedTextsAreCounted) {
   std::istringstream lines(written());
   std::vector<std::string> texts;
   for (std::string line; std::getline(lines, line);) texts.push_back(line.substr(line.find("] ") + 2));
-  EXPECT_EQ(texts, (std::vector<std::string>{"again", "the line before came 3 times more", "other", "again"}));
+  EXPECT_EQ(texts, (std::vector<std::string>{"again", "the line before was repeated 3 times", "other", "again"}));
 }
 
 TEST(ThreadTest, IsNamedAndTakesNoSignals) {

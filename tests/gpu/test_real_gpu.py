@@ -395,15 +395,3 @@ def test_locks_and_what_the_driver_says() -> None:
         with pytest.raises(EngineError) as refused:
             HostLock(engine, 4096, 4096)
         assert refused.value.errno == errno.EFAULT
-
-
-def test_arrays_that_are_used_again_and_again_get_locked() -> None:
-    numpy = pytest.importorskip("numpy")
-    with Engine("cuda") as engine, Buffer(engine) as buffer:
-        data = numpy.ones(64 * MIB, dtype=numpy.uint8)
-        for _ in range(5):
-            buffer.write(0, data)
-        assert moved(engine, "locked") == (3 * 64 * MIB, 0)
-        del data
-        assert statistics.parse(engine.statistics_read()).gauges["locked_bytes"] == 0
-        assert buffer.read_bytes(0, 3) == b"\x01\x01\x01"

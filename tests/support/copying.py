@@ -23,6 +23,7 @@ from gpufs.client._connection import Connection
 from gpufs.client._protocol import LOAD
 from gpufs.service._backend import State
 from support import processes
+from support.processes import PATIENCE
 
 MIB = 1 << 20
 HOUR = 3600 * 50 * MIB  # bytes that take an hour with a delay of 0.02
@@ -40,7 +41,7 @@ class Item:
         if (closing := self.backend.closing) is not None:
             with self.backend.lock:
                 self.backend.held_up += 1
-            closing.wait(60)
+            closing.wait(PATIENCE)
         self.backend.closed(self)
         os.close(self.fd)
 
@@ -145,7 +146,7 @@ class FakeBackend:
         if (hang := self.hang) is not None:
             with self.lock:
                 self.hanging += 1
-            hang.wait(60)
+            hang.wait(PATIENCE)
         return Item(self, fd)
 
     def open_buffer(self, ino: int) -> Item:
@@ -219,7 +220,7 @@ class FakeMount:
         self._scope = trio.CancelScope()
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
-        self._started.wait(60)
+        self._started.wait(PATIENCE)
         if self.failure is not None:
             raise self.failure
 
@@ -277,7 +278,7 @@ class FakeMount:
         """A connected socket on which nothing has been said."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            sock.settimeout(60)
+            sock.settimeout(PATIENCE)
             sock.connect(self.socket)
         except BaseException:
             sock.close()

@@ -65,7 +65,7 @@ class Session:
         """Ends the watchdog, which removes what is left. Returns its report, empty if nothing went wrong."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(PATIENCE)
         text = self.report.read_text()
         if not text:
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -225,7 +225,7 @@ class GpufsMount:
     def rescue(self) -> None:
         """Removes the mount and the daemon by force; harmless when they are gone already."""
         watchdog.rescue(str(self.path), self.pid if self.daemon.poll() is None else None)
-        self.daemon.wait(60)
+        self.daemon.wait(PATIENCE)
         wait_until(lambda: not self.mounted(), 10, "the rescue of a mount")
         self.session.tell(do="gone", path=str(self.path))
 

@@ -26,7 +26,7 @@ SESSION_VARIABLE = "GPUFS_TEST_SESSION"
 
 
 def run(
-    *command: str | os.PathLike[str], check: bool = True, timeout: float = 120, **options: Any
+    *command: str | os.PathLike[str], check: bool = True, timeout: float = 200.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end with its output captured as text; with check, a failure shows that output."""
     everything: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
@@ -135,7 +135,7 @@ def unhurried(seconds: float) -> float:
 
 # What must come about is given this many seconds at least: on a machine that does much else, an end that comes late is
 # no failure, and waiting for one that comes early costs nothing.
-PATIENCE = 60.0
+PATIENCE = 200.0
 # The same for commands that wait for a mount: what they say where it does not answer has tests of its own.
 PATIENT = {"GPUFS_STATUS_TIMEOUT": "60", "GPUFS_UMOUNT_TIMEOUT": "60"}
 
@@ -247,4 +247,4 @@ def plain_user() -> Iterator[dict[str, str]]:
         os.chmod("/dev/fuse", before)
         fcntl.flock(device, fcntl.LOCK_UN)  # children may have the descriptor too
         os.close(device)
-        subprocess.run(["rm", "-rf", "--one-file-system", home], check=False, timeout=60)
+        subprocess.run(["rm", "-rf", "--one-file-system", home], check=False, timeout=PATIENCE)

@@ -16,7 +16,7 @@ import sysconfig
 import pytest
 
 from support.mounting import REPOSITORY
-from support.processes import NOBODY
+from support.processes import NOBODY, PATIENCE
 
 _PROBE = "import cffi, click, pyfuse3, sys; print(sys.version_info[:2])"
 
@@ -32,7 +32,7 @@ def _runs(program: str, environment: dict[str, str]) -> bool:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
     except OSError:

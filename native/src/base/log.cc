@@ -34,20 +34,27 @@ const char* level_name(LogLevel level) {
   return "ERROR";
 }
 
-// A text that comes again and again, as from each request while memory is short, must not fill the disk.
+// A text that is logged again and again, as by each request while memory is short, must not fill the disk.
 constexpr std::int64_t kQuietSeconds = 5;
+
+// A line that was left out because it repeats the one before it.
+struct LeftOut {
+  std::uint64_t count = 0;
+  LogLevel level = LogLevel::kDebug;
+};
 
 class Repetitions {
  public:
-  // Whether the text is to be written now; *left_out: how often the one before was not, to be told first.
-  bool admit(std::string_view text, std::int64_t now, std::uint64_t* left_out) {
+  // Whether the line is to be written now. *left_out: the repetitions of the line before, to be reported first.
+  bool admit(LogLevel level, std::string_view text, std::int64_t now, LeftOut* left_out) {
     const std::size_t hash = std::hash<std::string_view>()(text);
     const std::lock_guard lock(mutex_);
     if (hash == hash_ && now >= since_ && now - since_ < kQuietSeconds) {
       ++count_;
       return false;
     }
-    *left_out = std::exchange(count_, 0);
+    *left_out = {std::exchange(count_, 0), level_};
+    level_ = level;
     hash_ = hash;
     since_ = now;
     return true;
@@ -61,6 +68,7 @@ class Repetitions {
  private:
   std::mutex mutex_;  // guards all below
   std::size_t hash_ = 0;
+  LogLevel level_ = LogLevel::kDebug;
   std::int64_t since_ = 0;   // seconds of the monotonic clock
   std::uint64_t count_ = 0;  // lines left out since
 };
@@ -116,21 +124,21 @@ void log_line(LogLevel level, std::string_view text) {
   const int saved_errno = errno;
   timespec monotonic{};
   ::clock_gettime(CLOCK_MONOTONIC, &monotonic);
-  std::uint64_t left_out = 0;
-  if (!repetitions().admit(text, monotonic.tv_sec, &left_out)) return;
+  LeftOut left_out;
+  if (!repetitions().admit(level, text, monotonic.tv_sec, &left_out)) return;
 
   // On the stack: a line about running out of memory must not need any.
   char line[2048];
-  const auto write_count = [&line, level](const char* before, std::uint64_t count, const char* after) {
-    const std::size_t head = write_head(line, sizeof line, level);
+  const auto write_count = [&line](LogLevel at, const char* before, std::uint64_t count, const char* after) {
+    const std::size_t head = write_head(line, sizeof line, at);
     const int tail = std::snprintf(line + head, sizeof line - head, "%s%llu%s\n", before,
                                    static_cast<unsigned long long>(count), after);  // NOLINT(google-runtime-int): %llu
     return write_whole(line, head + static_cast<std::size_t>(std::max(tail, 0)));
   };
-  if (const std::uint64_t count = dropped.exchange(0); count != 0 && !write_count("", count, " lines dropped")) {
+  if (const std::uint64_t count = dropped.exchange(0); count != 0 && !write_count(level, "", count, " lines dropped")) {
     dropped += count;
   }
-  if (left_out != 0) (void)write_count("the line before came ", left_out, " times more");
+  if (left_out.count != 0) (void)write_count(left_out.level, "the line before was repeated ", left_out.count, " times");
   std::size_t used = write_head(line, sizeof line, level);
   const std::size_t room = sizeof line - 1 - used;
   const std::size_t count = std::min(room, text.size());
