@@ -100,7 +100,7 @@ def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Pa
 def test_a_manager_that_has_gone_is_no_failure(mount: Mounter, tmp_path: Path) -> None:
     mounted = mount(environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     assert (mounted.path / ".gpufs/version").read_text()
-    assert "the service manager cannot be told" in mounted.complaints()[0]
+    assert "the service manager cannot be told" in wait_until(mounted.complaints, 5, "the line in the log")[0]
     mounted.unmount()
 
 

@@ -116,7 +116,7 @@ def test_what_is_left_goes_by_fallback(make: Maker, vendor: Vendor, error: int) 
     assert found["fallback"]["bytes"] == 2 * MIB - direct
     assert found["refusals"] == {"failed_before": 1}
     assert found["failed"] == 0
-    assert f"fastpath gave up on a load: {vendor.read}" in one.mount.log.read_text()
+    one.mount.wait_for_log(f"fastpath gave up on a load: {vendor.read}")
     # Another request tries again.
     run("cp", one.mount.device / "file", one.shown / "back")
     assert one.counters("store")["fastpath"]["bytes"] == 2 * MIB
@@ -352,7 +352,7 @@ def test_the_kind_of_memory_decides(make: Maker, options: list[str], moves_files
 def test_virtual_memory_that_cannot_grow(make: Maker) -> None:
     """As in some versions of ROCm: found when the mount starts, and done without."""
     one = make(options=["--hip-memory", "virtual"], FAKE_HIP_TAIL_ACCESS="0")
-    assert "virtual memory cannot grow" in one.mount.log.read_text()
+    one.mount.wait_for_log("virtual memory cannot grow")
     files = [one.mount.device / f"file{number}" for number in range(4)]
     for part in range(3):
         for number, file in enumerate(files):

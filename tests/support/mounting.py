@@ -173,10 +173,19 @@ class GpufsMount:
                 texts.append(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}")
         return "\n".join(texts) or "--- the daemon wrote nothing"
 
+    def wait_for_log(self, text: str) -> None:
+        """Waits until the log has this text."""
+        wait_until(
+            lambda: self.log.exists() and text in self.log.read_text(errors="replace"), 5, f"{text!r} in the log"
+        )
+
     def complaints(self) -> list[str]:
-        """The log's warnings and errors, whole, since this was last asked."""
+        """The log's warnings and errors, whole, since this was last asked. What was logged just now may still come."""
         if not self.log.exists():
             return []
+        size = -1
+        while size != (size := self.log.stat().st_size):  # the daemon writes its log behind what it does
+            time.sleep(0.05)
         with open(self.log, errors="replace") as log:
             log.seek(self._checked_log)
             text = log.read()
