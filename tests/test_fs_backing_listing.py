@@ -22,7 +22,7 @@ async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, mo
         (tmp_path / name).touch()
     table = FakeTable()
     tree = Tree(table, 1, uid=0, gid=0, control_files={})
-    options: dict[str, Any] = {"driver": "host", "entry_timeout": 1, "attribute_timeout": 1}
+    options: dict[str, Any] = {"entry_timeout": 1, "attribute_timeout": 1}
     backings = [Backing("data", str(tmp_path), read_only=False)]
     operations = BackingOperations(tree, table, backings=backings, device=0, uid=0, gid=0, **options)
     context: Any = pyfuse3.RequestContext.__new__(pyfuse3.RequestContext)

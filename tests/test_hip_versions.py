@@ -73,7 +73,7 @@ def test_operations_of_a_version_that_cannot_call_the_host(tmp_path: Path) -> No
             size = ctypes.c_int64(7)
             assert file.read_async(buffer, size, 3).result(60) == 7 and buffer.read_bytes(0, 99) == b"3456789"
             batch.submit([engine.Operation("load", file, buffer, 2, 0, 7)])
-            assert [result.bytes for result in batch.wait(timeout=PATIENCE)] == [2]
+            assert [result.bytes for result in batch.wait(timeout=200)] == [2]
             assert stream.outstanding == 0
             stream.synchronize()
     """
