@@ -106,8 +106,10 @@ class Service:
             session = Session(sock, peer, number, self._backend, self._device, self._limits, self._counters)
             if not await session.run():
                 self._bad[peer.uid] += 1
+        except MemoryError:
+            log.warning("connection %d (%s) ended: there was no memory", number, peer, extra={"user": peer.uid})
         except Exception:
-            # One client's bad luck must not end the mount.
+            # A failure in one connection must not end the mount.
             log.exception("connection %d (%s) failed", number, peer, extra={"user": peer.uid})
         finally:
             sock.close()
