@@ -170,8 +170,12 @@ class Log:
             return
         engine.log_configure(-1, self._level)
         # Closes the queue's end, and keeps its number: a native thread may be about to write there.
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, self._queue, inheritable=False)
-        os.close(null)
+        try:
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:  # there is no descriptor left: the number is given up
+            os.close(self._queue)
+        else:
+            os.dup2(null, self._queue, inheritable=False)
+            os.close(null)
         self._writer.join(_END_GRACE)
         self._writer = None

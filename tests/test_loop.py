@@ -77,8 +77,6 @@ async def test_a_thread_without_room_for_its_own_variables_does_nothing(monkeypa
 HUNGRY = """
 import resource
 from gpufs import engine
-from support.processes import PATIENCE
-from support.processes import PATIENCE
 assert engine.set_memory_aside()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
