@@ -403,7 +403,13 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
         flags = _UMOUNT_NOFOLLOW | (_MNT_FORCE if force else 0) | (_MNT_DETACH if lazy else 0)
         # By way of the directory above it: a descriptor of the mount itself would keep it busy.
         folder, name = os.path.split(mountpoint)
-        above = _open_directory(folder)
+        try:
+            above = _open_directory(folder)
+        except OSError as failure:
+            # A process that has no descriptor left can name only the path.
+            if failure.errno != errno.EMFILE or _libc.umount2(os.fsencode(mountpoint), flags) != 0:
+                raise
+            return
         try:
             if _libc.umount2(os.fsencode(f"/proc/self/fd/{above}/{name}"), flags) != 0:
                 code = ctypes.get_errno()
