@@ -536,10 +536,6 @@ def main(arguments: list[str] | None = None) -> int:
         _set_limits(core_dumps=bool(request.config["core_dumps"]))
         logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
         os.umask(0)
-        try:
-            engine.set_memory_aside()
-        except engine.EngineError as failure:
-            raise StartFailure(failure.errno or errno.ENOMEM, f"no memory: {failure}") from None
         Daemon(request, answer, logs).run()
     except StartFailure as failure:
         _say(answer, failure.errno, failure.message)

@@ -4,13 +4,10 @@ For trio's loop alone.
 """
 
 import errno
-import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 import trio
-
-from gpufs import engine
 
 T = TypeVar("T")
 # Seconds between two attempts to start a thread for work that cannot be refused.
@@ -25,8 +22,6 @@ async def run(
 
     def noted() -> T:
         nonlocal began
-        if not engine.prepare_thread():
-            raise OSError(errno.ENOMEM, "no memory for a thread")
         began = True
         return work()
 
@@ -47,12 +42,7 @@ def in_background(work: Callable[[], None]) -> None:
 
 
 def _start(work: Callable[[], None]) -> None:
-    def patient() -> None:
-        while not engine.prepare_thread():
-            time.sleep(_PAUSE)
-        work()
-
-    trio.lowlevel.start_thread_soon(patient, lambda outcome: None)
+    trio.lowlevel.start_thread_soon(work, lambda outcome: None)
 
 
 async def _start_later(work: Callable[[], None]) -> None:

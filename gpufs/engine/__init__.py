@@ -43,7 +43,6 @@ from gpufs.engine._operations import (
     SupportsCudaStream,
     configure_operations,
 )
-from gpufs.engine._reserve import prepare_thread, set_memory_aside
 from gpufs.engine._trace import Trace
 from gpufs.engine._transfer import (
     BackingFile,
@@ -108,8 +107,6 @@ __all__ = [
     "fastpath_probe",
     "io_configure",
     "log_configure",
-    "prepare_thread",
     "refusal_names",
     "relay_pair",
-    "set_memory_aside",
 ]
