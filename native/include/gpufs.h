@@ -109,7 +109,7 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
 gpufs_status gpufs_trace_start(void);
 /* What has not been read is dropped. */
 gpufs_status gpufs_trace_stop(void);
-/* Moves records out; *bytes is 0 when there are none now. At least 16 KiB of room. */
+/* Moves records out; *bytes is a multiple of 64, and 0 when there are none now. */
 gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes);
 
 /* ---- buffers ---- */
