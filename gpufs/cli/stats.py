@@ -127,13 +127,13 @@ def _left_behind(mountpoint: str) -> bytes:
     left = statistics.read_left_behind(mountpoint, os.getuid())
     if left is None:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
-    return json.dumps(left.as_dict()).encode()
+    return json.dumps(left).encode()
 
 
 def _of_mount(entry: mounting.MountEntry) -> bytes:
     """The statistics as JSON: from the counters' file if that can be read, otherwise from the mount. OSError."""
     try:
-        return json.dumps(statistics.read_mount(entry.device, entry.uid).as_dict()).encode()
+        return json.dumps(statistics.read_mount(entry.device, entry.uid, entry.mountpoint)).encode()
     except (OSError, statistics.StatisticsError):
         return _mounts.content_of(os.path.join(entry.mountpoint, _FILE))
 

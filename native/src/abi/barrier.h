@@ -1,5 +1,6 @@
 // Runs the body of each C function: turns exceptions into error codes and keeps the text of a failure.
-// Thread-safe: the text belongs to the calling thread.
+// Ownership: the text belongs to the calling thread.
+// Thread-safe.
 #pragma once
 
 #include <cerrno>

@@ -1,5 +1,6 @@
-// Starts and classifies the engine's threads.
-// Thread-safe: any thread may call any function.
+// Starts the engine's threads, and marks those that must not wait.
+// Ownership: the caller joins the thread that it gets.
+// Thread-safe.
 #pragma once
 
 #include <functional>
