@@ -421,7 +421,7 @@ def test_watching_shows_rates_and_ends_quietly(mount: Mounter) -> None:
         (["--watch", "/nonexistent"], "there is no such directory"),
         (["--watch=0"], "is not from 0.1 to 86400 seconds"),
         (["--watch=nan"], "is not from 0.1 to 86400 seconds"),
-        (["--watch=much", "/"], "is no number of seconds"),
+        (["--watch=much", "/"], "is not a number of seconds"),
     ],
 )
 def test_wrong_words(words: list[str], message: str) -> None:
