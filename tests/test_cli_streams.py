@@ -124,7 +124,7 @@ def test_a_mount_whose_log_nobody_reads_ends(mountpoint: Path) -> None:
 
 def test_a_log_has_names_of_any_bytes(tmp_path: Path) -> None:
     script = (
-        "import sys, logging; from gpufs.logs import Log; log = Log(sys.argv[1], 'info', foreground=False);"
+        "import sys, logging; from gpufs.daemon.logs import Log; log = Log(sys.argv[1], 'info', foreground=False);"
         "logging.getLogger('x').warning('%s: gone', sys.argv[2]); log.close()"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}

@@ -14,10 +14,10 @@ import pytest
 from support.copying import MIB, FakeMount
 from support.processes import PATIENCE, in_child
 
-from gpufs import client
-from gpufs.client import Cancellation, Copier, CopyError, _find, _protocol
+from gpufs import client, protocol
+from gpufs.client import Cancellation, Copier, CopyError, _find
 from gpufs.client._connection import Connection
-from gpufs.client._protocol import Result, Welcome
+from gpufs.protocol import Result, Welcome
 
 
 @pytest.fixture
@@ -89,11 +89,11 @@ def test_the_last_words_of_a_daemon_that_ends_while_it_is_told_to_cancel(monkeyp
     result = Result(1, errno.ECANCELED, 0, "cancelled", 12345, {}, [], 0.5)
 
     def serve() -> None:
-        _protocol.receive(theirs)
-        _protocol.send(theirs, Welcome(1, "a test", 1))
-        _, descriptors = _protocol.receive(theirs)
-        _protocol.close_all(descriptors)
-        _protocol.send(theirs, result)
+        protocol.receive(theirs)
+        protocol.send(theirs, Welcome(1, "a test", 1))
+        _, descriptors = protocol.receive(theirs)
+        protocol.close_all(descriptors)
+        protocol.send(theirs, result)
         theirs.close()
         cancel.cancel()
         said.set()

@@ -27,10 +27,10 @@ from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
 
-from gpufs import client
-from gpufs.client import _find, _protocol
+from gpufs import client, protocol
+from gpufs.client import _find
 from gpufs.client._connection import Connection
-from gpufs.client._protocol import Copy, Hello, Result
+from gpufs.protocol import Copy, Hello, Result
 
 pytestmark = pytest.mark.driver
 
@@ -675,15 +675,15 @@ def test_garbage_and_floods_do_not_hurt_the_mount(shared_mount: GpufsMount, root
                         if kind == 0:
                             sock.send(os.urandom(1000))
                             continue
-                        _protocol.send(sock, Hello([1], "hostile"))
+                        protocol.send(sock, Hello([1], "hostile"))
                         if kind == 1:
                             socket.send_fds(sock, [b"\x81\xa4type"], [ours, hosts] * 60)
                         elif kind == 2:
                             for id_ in range(1, 17):
-                                _protocol.send(sock, Copy(id_, "load"), (hosts, ours))
+                                protocol.send(sock, Copy(id_, "load"), (hosts, ours))
                         else:
-                            _protocol.send(sock, Copy(1, "load"), (hosts, ours))
-                            sock.send(_protocol.encode(Copy(2, "load"))[:20])
+                            protocol.send(sock, Copy(1, "load"), (hosts, ours))
+                            sock.send(protocol.encode(Copy(2, "load"))[:20])
                     except OSError:
                         pass
 

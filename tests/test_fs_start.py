@@ -20,7 +20,8 @@ SECONDS = 120
 PROGRAM = """
 import errno, os, signal, sys
 import pyfuse3, trio
-from gpufs import daemon, engine, mounting, service, supervision
+from gpufs import engine, mounting, service
+from gpufs.daemon import main as daemon, supervision
 
 def fail(*arguments, **named):
     raise OSError(errno.ENOMEM, "planned failure")

@@ -17,8 +17,8 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, children_of, errno_of, links_of, run, session_processes, wait_until
 from support.watchdog import mounted_at
 
-from gpufs import guard as guard_module
 from gpufs import mounting
+from gpufs.daemon import guard as guard_module
 
 pytestmark = [pytest.mark.complains]
 GUARD = guard_module.__file__

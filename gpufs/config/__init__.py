@@ -20,7 +20,7 @@ from errno import ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs import kinds, machine
+from gpufs.config import kinds, machine
 
 SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
 CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
@@ -498,7 +498,7 @@ def hip_memory(values: Mapping[str, Any]) -> Any:
 
 def _page() -> Iterator[str]:
     yield "# Knobs\n"
-    yield "Written by `python -m gpufs.config` from the table in `gpufs/config.py`; do not edit.\n"
+    yield "Written by `python -m gpufs.config` from the table in `gpufs/config/__init__.py`; do not edit.\n"
     yield "Every knob is an option of the command named, an environment variable and a key of the configuration file."
     yield "A value is looked for in this order, and the first hit wins:\n"
     yield "1. the command line,"
@@ -531,7 +531,3 @@ def _page() -> Iterator[str]:
 def page() -> str:
     """The text of docs/knobs.md."""
     return "\n".join(_page()).rstrip("\n") + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

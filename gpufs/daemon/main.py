@@ -6,7 +6,7 @@ answers one JSON line there once the mount answers requests, {"ok": true, ...}, 
 
 How it ends: when the mount is unmounted, by whomever, or by SIGTERM or SIGINT. A signal cancels running copies and
 unmounts; a mount that is in use is detached, and what is open in it fails from then on. SIGHUP reopens the log file.
-Should it die otherwise, its guard takes the mount away (gpufs/guard.py).
+Should it die otherwise, its guard takes the mount away (gpufs/daemon/guard.py).
 """
 
 import argparse
@@ -27,16 +27,17 @@ from typing import Any
 import pyfuse3
 import trio
 
-from gpufs import config, engine, heap, loop, mounting, service, supervision, threads
+from gpufs import config, engine, mounting, service
 from gpufs._version import __version__
+from gpufs.daemon import heap, loop, supervision, threads
+from gpufs.daemon.logs import Log
+from gpufs.daemon.runtime import CountersFile, runtime_directory
+from gpufs.daemon.startup import Answer, Request, StartFailure
 from gpufs.fs.backing import BackingOperations
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
 from gpufs.fs.host_inodes import Backing
 from gpufs.fs.operations import Operations
 from gpufs.fs.tree import Tree
-from gpufs.logs import Log
-from gpufs.runtime import CountersFile, runtime_directory
-from gpufs.startup import Answer, Request, StartFailure
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -567,7 +568,3 @@ def _say(answer: Answer, code: int, message: str) -> None:
             print(f"gpufs: {message}", file=sys.stderr)
     except OSError:
         pass  # whoever asked has gone
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from gpufs import mounting, statistics
-from gpufs.startup import StartFailure
+from gpufs.daemon.startup import StartFailure
 
 log = logging.getLogger("gpufs.daemon")
 

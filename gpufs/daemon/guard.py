@@ -46,7 +46,7 @@ def main(pid: str, mountpoint: str, log_file: str) -> None:
     said = _wait()
     if "end" in said:
         return
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, os.path.abspath(__file__).rsplit(os.sep, 3)[0])
     from gpufs import mounting
 
     entry = mounting.entry_with(said[0]) if said[0] else mounting.entry_of(mountpoint)

@@ -18,7 +18,7 @@ from collections import Counter
 from typing import Final
 
 from gpufs import engine
-from gpufs.startup import StartFailure
+from gpufs.daemon.startup import StartFailure
 
 log = logging.getLogger("gpufs.daemon")
 
