@@ -13,7 +13,7 @@ import pytest
 from campaigns.stamps import four_stampers
 from support.data import MIB, noise
 from support.mounting import GpufsMount
-from support.processes import Snapshot, run, shell, wait_until
+from support.processes import Snapshot, run, wait_until
 
 
 def available(names: str) -> list[str]:
@@ -74,26 +74,6 @@ def stress(root: Path, names: list[str], seconds: int, workers: int) -> None:
 def test_stressors_for_a_moment(root: Path) -> None:
     names = available("copy-file dentry dir fallocate flock hdd iomix link lockf punch rename seek symlink xattr utime")
     stress(root, names, len(names), 2)
-
-
-def many_files(base: Path, count: int) -> None:
-    for number in range(count):
-        folder = base / f"{number % 97:02d}" / f"{number % 13:02d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"file{number}").write_bytes(noise(number % 3001, number))
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("steady")
-def test_two_thousand_files(root: Path, reference: Path) -> None:
-    many_files(reference / "tree", 2_000)
-    run("rsync", "-a", "--checksum", f"{reference}/tree/", root / "tree", timeout=1500)
-    run("rsync", "-a", "--checksum", f"{root}/tree/", reference / "back", timeout=1500)
-    run("diff", "-r", reference / "tree", reference / "back", timeout=1500)
-    changed = run("rsync", "-ai", "--checksum", f"{reference}/tree/", root / "tree", timeout=1500).stdout
-    assert changed == ""
-    shell(f"mkdir {root}/untarred && tar -C {root}/tree -cf - . | tar -C {root}/untarred -xf -", timeout=1500)
-    run("diff", "-r", root / "tree", root / "untarred", timeout=1500)
 
 
 def test_four_processes_see_what_was_written(root: Path) -> None:

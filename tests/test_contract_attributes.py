@@ -77,15 +77,6 @@ def test_what_changes_the_times_of_a_file(file: Path) -> None:
     os.close(fd)
 
 
-def test_copying_into_a_file_changes_its_times(file: Path) -> None:
-    target = file.with_name("target")
-    target.touch()
-    source_fd, target_fd = os.open(file, os.O_RDONLY), os.open(target, os.O_RDWR)
-    assert changed(target, lambda: os.copy_file_range(source_fd, target_fd, 5, 0, 0)) == {"mtime", "ctime"}
-    os.close(source_fd)
-    os.close(target_fd)
-
-
 def test_reading_changes_the_access_time(file: Path) -> None:
     """As with relatime: the first read after a change counts, the next ones need not."""
     fd = os.open(file, os.O_RDWR)
@@ -168,24 +159,6 @@ def test_who_may_set_times(file: Path) -> None:
     assert as_other(lambda: utimensat(file, NOW, NOW)) == EACCES
 
 
-def test_a_copy_with_its_attributes(file: Path, reference: Path) -> None:
-    file.chmod(0o4751)
-    os.chown(file, NOBODY, 4321)
-    file.chmod(0o4751)
-    os.utime(file, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
-    wanted = os.stat(file)
-    for target in (reference / "copy", file.with_name("copy")):
-        shell(f"cp -a {file} {target}")
-        found = os.stat(target)
-        assert (found.st_mode, found.st_uid, found.st_gid, found.st_mtime_ns, found.st_size) == (
-            wanted.st_mode,
-            wanted.st_uid,
-            wanted.st_gid,
-            wanted.st_mtime_ns,
-            wanted.st_size,
-        )
-
-
 # ---- sizes ----
 
 
@@ -225,13 +198,6 @@ def test_statfs_follows_what_is_held(root: Path, on_gpufs: bool) -> None:
     os.unlink(root / "file")
     if on_gpufs:  # freeing device memory runs behind the last close
         wait_until(lambda: os.statvfs(root).f_bfree == before.f_bfree, 10, "the memory to come back")
-
-
-def test_directories_and_links_have_attributes(root: Path) -> None:
-    (root / "dir").mkdir()
-    assert (root / "dir").stat().st_size >= 0
-    assert os.path.getsize(root) >= 0
-    assert os.stat(root).st_blksize >= 512
 
 
 # ---- extended attributes ----

@@ -9,7 +9,6 @@ import resource
 import signal
 from errno import (
     EACCES,
-    EAGAIN,
     EBADF,
     EEXIST,
     EFAULT,
@@ -21,17 +20,15 @@ from errno import (
     ENOENT,
     ENOTDIR,
     EOPNOTSUPP,
-    ESPIPE,
-    ETXTBSY,
 )
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import GIB, GRANULE, KIB, MIB, assert_same, noise, read_all, write_all
+from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
 from support.linux import kernel_version
-from support.processes import as_nobody, errno_of, in_child, run, start_children, wait_children
+from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
 
 SIZES = [
     0,
@@ -99,16 +96,6 @@ def test_end_of_file(file: Path) -> None:
 
 
 @pytest.mark.driver
-def test_write_past_the_end_leaves_zeros_between(file: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, b"begin")
-    os.pwrite(fd, b"end", 3 * MIB + 1)
-    assert os.fstat(fd).st_size == 3 * MIB + 4
-    assert_same(os.pread(fd, 4 * MIB, 0), b"begin" + bytes(3 * MIB + 1 - 5) + b"end")
-    os.close(fd)
-
-
-@pytest.mark.driver
 def test_shrunk_bytes_do_not_come_back(file: Path) -> None:
     fd = open_new(file)
     for cut in (1, 4095, 4096, 100_001, GRANULE - 1, GRANULE, GRANULE + 1):
@@ -142,17 +129,6 @@ def test_vectors(file: Path) -> None:
     many = [b"%04d" % i for i in range(1024)]
     assert os.pwritev(fd, many, 0) == 4096
     assert os.pread(fd, 4096, 0) == b"".join(many)
-    os.close(fd)
-
-
-def test_flags_of_vector_calls(file: Path) -> None:
-    fd = open_new(file)
-    assert os.pwritev(fd, [b"abc"], 0, os.RWF_DSYNC) == 3
-    assert os.pwritev(fd, [b"def"], 0, os.RWF_SYNC) == 3
-    assert os.pwritev(fd, [b"ghi"], 0, os.RWF_APPEND) == 3
-    assert os.pread(fd, 10, 0) == b"defghi"
-    # a file system may decline to promise not to wait
-    assert errno_of(os.preadv, fd, [bytearray(6)], 0, os.RWF_NOWAIT) in (0, EOPNOTSUPP, EAGAIN)
     os.close(fd)
 
 
@@ -295,21 +271,6 @@ def test_truncating_and_exclusive_open(file: Path) -> None:
     assert errno_of(os.open, link, os.O_RDONLY) == ENOENT
 
 
-def test_exclusive_creation_has_one_winner(root: Path) -> None:
-    def race(index: int) -> None:
-        won = 0
-        for number in range(50):
-            try:
-                os.close(os.open(root / f"prize{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-                won += 1
-            except FileExistsError:
-                pass
-        (root / f"won{index}").write_text(str(won))
-
-    wait_children(start_children(4, race))
-    assert sum(int((root / f"won{i}").read_text()) for i in range(4)) == 50
-
-
 def test_open_refusals(root: Path) -> None:
     (root / "file").touch()
     (root / "dir").mkdir()
@@ -373,39 +334,6 @@ def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
     assert errno_of(os.open, root, os.O_TMPFILE | os.O_RDONLY, 0o600) == EINVAL
     os.close(os.open(root / "file", os.O_CREAT | os.O_WRONLY))
     assert errno_of(os.open, root / "file", os.O_TMPFILE | os.O_RDWR, 0o600) == ENOTDIR
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which takes root")
-def test_unnamed_files_take_after_their_directory(root: Path) -> None:
-    (root / "dir").mkdir()
-    os.chown(root / "dir", 0, 77)
-    (root / "dir").chmod(0o2755)
-    if errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600))) == EOPNOTSUPP:
-        assert kernel_version() < (6, 2)
-        return
-    fd = os.open(root / "dir", os.O_TMPFILE | os.O_RDWR, 0o666)
-    assert os.fstat(fd).st_gid == 77
-    os.close(fd)
-    assert as_nobody(lambda: errno_of(os.open, root / "dir", os.O_TMPFILE | os.O_RDWR, 0o666)) == EACCES
-
-
-def test_running_a_program_from_it(root: Path) -> None:
-    program = root / "true"
-    program.write_bytes(Path("/bin/true").read_bytes())
-    program.chmod(0o755)
-    run(program)
-    script = root / "script"
-    script.write_text("#!/bin/sh\necho from $0\n")
-    script.chmod(0o755)
-    assert run(script).stdout == f"from {script}\n"
-    (root / "sleep").write_bytes(Path("/bin/sleep").read_bytes())
-    (root / "sleep").chmod(0o755)
-    child = os.posix_spawn(root / "sleep", ["sleep", "30"], {})
-    try:
-        assert errno_of(os.open, root / "sleep", os.O_WRONLY) in (0, ETXTBSY)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 # ---- truncate ----
@@ -557,26 +485,6 @@ def test_writing_a_mapping_of_the_same_file(file: Path) -> None:
     os.close(fd)
 
 
-def test_hints_and_syncs(file: Path, root: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, noise(100_000))
-    for advice in (os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_WILLNEED, os.POSIX_FADV_DONTNEED):
-        os.posix_fadvise(fd, 0, 0, advice)
-    os.fsync(fd)
-    os.fdatasync(fd)
-    os.sync()
-    assert_same(os.pread(fd, 100_001, 0), noise(100_000))
-    os.close(fd)
-    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(directory)
-    assert errno_of(os.lseek, directory, 0, os.SEEK_SET) == 0
-    os.close(directory)
-    pipe, other = os.pipe()
-    assert errno_of(os.pread, pipe, 1, 0) == ESPIPE
-    os.close(pipe)
-    os.close(other)
-
-
 @pytest.mark.driver
 def test_an_unlinked_open_file_lives_until_closed(file: Path) -> None:
     fd = open_new(file)
@@ -595,27 +503,3 @@ def test_an_unlinked_open_file_lives_until_closed(file: Path) -> None:
     os.close(again)
     os.close(fd)
     assert file.read_bytes() == b"a new one"
-
-
-def test_descriptors_outlive_each_other(file: Path) -> None:
-    first = open_new(file)
-    second = os.dup(first)
-    os.write(first, b"abc")
-    os.close(first)
-    os.write(second, b"def")
-    received = in_child(lambda: os.pread(second, 10, 0))
-    assert received == b"abcdef"
-    os.close(second)
-
-
-@pytest.mark.parametrize("buffering", [0, 1000, 128 * KIB])
-def test_python_file_objects(file: Path, buffering: int) -> None:
-    with open(file, "w+b", buffering=buffering) as stream:
-        for number in range(2000):
-            stream.write(b"%05d\n" % number)
-        stream.seek(600)
-        assert stream.read(6) == b"00100\n"
-        stream.seek(-6, os.SEEK_END)
-        assert stream.read() == b"01999\n"
-        stream.seek(0)
-        assert len(stream.readlines()) == 2000

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
+from support.data import GIB, GRANULE, MIB, assert_same, noise, write_all
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_ZERO_RANGE
-from support.processes import errno_of, start_children, wait_children
+from support.processes import errno_of
 
 pytestmark = pytest.mark.driver
 
@@ -61,14 +61,6 @@ def test_allocating_and_keeping_the_size(fd: int) -> None:
     assert held(fd) <= GRANULE
 
 
-def test_allocated_memory_makes_writes_safe(fd: int) -> None:
-    os.posix_fallocate(fd, 0, 4 * MIB)
-    before = held(fd)
-    write_all(fd, noise(4 * MIB), 0)
-    assert held(fd) == before
-    assert_same(os.pread(fd, 5 * MIB, 0), noise(4 * MIB))
-
-
 @pytest.mark.parametrize("offset", [0, 1, 4095, 65536, GRANULE - 1, GRANULE, GRANULE + 7])
 @pytest.mark.parametrize("length", [1, 4096, 12345, GRANULE, 2 * GRANULE, 3 * GRANULE + 1])
 def test_punching(fd: int, offset: int, length: int) -> None:
@@ -84,17 +76,6 @@ def test_punching(fd: int, offset: int, length: int) -> None:
     os.pwrite(fd, b"again", offset)
     data[offset : offset + 5] = b"again"
     assert_same(os.pread(fd, len(data) + 1, 0), bytes(data))
-
-
-def test_punching_beyond_the_end(fd: int) -> None:
-    write_all(fd, noise(100_000), 0)
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 50_000, 10 * MIB)
-    assert_same(os.pread(fd, MIB, 0), noise(100_000)[:50_000] + bytes(50_000))
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 10 * MIB, 10 * MIB)
-    assert os.fstat(fd).st_size == 100_000
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 0, 40 * GIB)
-    assert held(fd) == 0
-    assert_same(os.pread(fd, MIB, 0), bytes(100_000))
 
 
 @pytest.mark.parametrize("keep", [0, FALLOC_KEEP_SIZE])
@@ -210,28 +191,6 @@ def test_copying_ranges(pair: tuple[int, int], count: int, source_at: int, targe
     assert_same(os.pread(source, 16 * MIB, 0), noise(5 * MIB + 123, 3))
 
 
-def test_copying_uses_and_moves_file_positions(pair: tuple[int, int]) -> None:
-    source, target = pair
-    os.lseek(source, 10, os.SEEK_SET)
-    os.lseek(target, 20, os.SEEK_SET)
-    assert os.copy_file_range(source, target, 1000) == 1000
-    assert os.lseek(source, 0, os.SEEK_CUR) == 1010
-    assert os.lseek(target, 0, os.SEEK_CUR) == 1020
-    assert os.copy_file_range(source, target, 500, 0, 0) == 500
-    assert os.lseek(source, 0, os.SEEK_CUR) == 1010
-
-
-def test_copying_at_the_end_of_the_source(pair: tuple[int, int]) -> None:
-    source, target = pair
-    size = 5 * MIB + 123
-    assert os.copy_file_range(source, target, 100, size, 0) == 0
-    assert os.copy_file_range(source, target, 100, size + GIB, 0) == 0
-    assert os.fstat(target).st_size == 0
-    assert os.copy_file_range(source, target, 100, size - 10, 0) == 10
-    assert os.copy_file_range(source, target, 0, 0, 0) == 0
-    assert copy_all(source, target, 2**40, 0, 0) == size
-
-
 def test_copying_within_one_file(pair: tuple[int, int]) -> None:
     source, _ = pair
     data = bytearray(noise(5 * MIB + 123, 3))
@@ -279,17 +238,3 @@ def test_copying_refusals(pair: tuple[int, int], root: Path, reference: Path, on
         assert os.fstat(target).st_size == 0
     for fd in (directory, reader, writer, appender, pipe, other):
         os.close(fd)
-
-
-def test_copies_into_one_file_at_once(root: Path) -> None:
-    data = noise(12 * MIB, 5)
-    (root / "source").write_bytes(data)
-    (root / "target").touch()
-
-    def copy(index: int) -> None:
-        source, target = os.open(root / "source", os.O_RDONLY), os.open(root / "target", os.O_WRONLY)
-        share = len(data) // 4
-        assert copy_all(source, target, share, index * share, index * share) == share
-
-    wait_children(start_children(4, copy))
-    assert_same(read_all(root / "target"), data)

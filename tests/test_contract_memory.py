@@ -179,16 +179,6 @@ def test_memory_of_an_unlinked_file_comes_back_at_its_last_close(small: GpufsMou
     wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of the unlinked file to come back")
 
 
-def test_memory_of_a_replaced_file_comes_back(small: GpufsMount) -> None:
-    before = free_bytes(small.device)
-    for number in range(12):
-        (small.device / "fresh").write_bytes(noise(16 * MIB, number))
-        os.rename(small.device / "fresh", small.device / "name")
-    assert_same(read_all(small.device / "name"), noise(16 * MIB, 11))
-    os.unlink(small.device / "name")
-    wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of replaced files to come back")
-
-
 def test_fresh_memory_shows_nothing_of_what_was_there(small: GpufsMount) -> None:
     (small.device / "secret").write_bytes(b"\xaa" * (MEMORY - 2 * GRANULE))
     os.unlink(small.device / "secret")
@@ -273,16 +263,6 @@ def test_control_files_tell(shared_mount: GpufsMount) -> None:
     assert os.pread(fd, 1, 0) == b"{"
     os.close(fd)
     assert isinstance(json.loads(run("cat", shared_mount.path / ".gpufs" / "status").stdout), dict)
-
-
-def test_df_tells_the_devices_memory(small: GpufsMount) -> None:
-    (small.device / "file").write_bytes(noise(10 * MIB))
-    found = os.statvfs(small.device)
-    assert found.f_blocks * found.f_frsize == MEMORY
-    assert (found.f_blocks - found.f_bfree) * found.f_frsize == 10 * MIB
-    line = run("df", "-B1", "--output=size,used,avail", small.device).stdout.splitlines()[1].split()
-    assert [int(x) for x in line] == [MEMORY, 10 * MIB, MEMORY - 10 * MIB]
-    assert os.statvfs(small.path / "gpu1").f_bfree == found.f_blocks
 
 
 @pytest.mark.driver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 from support.data import MIB, assert_same, noise
-from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import errno_of, run, wait_until
+from support.mounting import GpufsMount, Mounter
+from support.processes import run, wait_until
 
 pytestmark = pytest.mark.driver
 
@@ -64,19 +63,6 @@ def test_there_and_back(two: GpufsMount) -> None:
     wait_until(lambda: used(two, 0) == used(two, 1) == 0, 10, "the memory of removed files to come back")
 
 
-def test_a_part_at_any_offset(two: GpufsMount) -> None:
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(9 * MIB))
-    second.write_bytes(noise(9 * MIB, 5))
-    with open(first, "rb") as source, open(second, "r+b") as target:
-        assert (
-            os.copy_file_range(source.fileno(), target.fileno(), 3 * MIB + 1, 2 * MIB - 5, 4 * MIB + 3) == 3 * MIB + 1
-        )
-    expected = bytearray(noise(9 * MIB, 5))
-    expected[4 * MIB + 3 : 7 * MIB + 4] = noise(9 * MIB)[2 * MIB - 5 : 5 * MIB - 4]
-    assert_same(second.read_bytes(), bytes(expected))
-
-
 def test_holes_stay_holes(two: GpufsMount) -> None:
     first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
     with open(first, "wb") as file:
@@ -85,19 +71,6 @@ def test_holes_stay_holes(two: GpufsMount) -> None:
     run("cp", first, second)
     assert_same(second.read_bytes(), first.read_bytes())
     assert second.stat().st_blocks * 512 <= 4 * MIB
-
-
-def test_a_file_cannot_be_renamed_to_another_device(two: GpufsMount) -> None:
-    """EXDEV, which makes mv copy and remove."""
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(3 * MIB))
-    assert errno_of(os.rename, first, second) == errno.EXDEV
-    assert errno_of(os.link, first, second) == errno.EXDEV
-    assert first.exists()
-    assert not second.exists()
-    run("mv", first, second)
-    assert not first.exists()
-    assert_same(second.read_bytes(), noise(3 * MIB))
 
 
 def test_a_full_destination(two: GpufsMount) -> None:
@@ -117,10 +90,3 @@ def test_a_full_destination(two: GpufsMount) -> None:
     (two.path / "gpu1" / "filler").unlink()
     run("cp", first, second)
     assert_same(second.read_bytes(), noise(64 * MIB))
-
-
-def test_gpufs_cp_verifies(two: GpufsMount) -> None:
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(SIZE))
-    done = run(*GPUFS, "cp", "--json", "--verify", first, second)
-    assert json.loads(done.stdout)["bytes"] == SIZE

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import os
 import pickle
 import subprocess
 import sys
@@ -109,15 +108,6 @@ def test_closed_objects_say_so(host: engine.Engine) -> None:
     assert failure.value.errno == errno.EBADF
 
 
-def test_engine_takes_its_buffers_along() -> None:
-    host = engine.Engine("host", memory_bytes=4 * MIB)
-    buffer = engine.Buffer(host)
-    host.close()
-    with pytest.raises(engine.EngineError) as failure:
-        buffer.write(0, b"x")
-    assert failure.value.errno == errno.EBADF
-
-
 def test_buffer_keeps_its_engine_alive() -> None:
     buffer = engine.Buffer(engine.Engine("host", memory_bytes=4 * MIB))
     gc.collect()
@@ -151,32 +141,6 @@ def test_transfers(host: engine.Engine, tmp_path: Path) -> None:
     assert host.io_statistics()["devices"][0]["load"]["transfers"] == 1
 
 
-def store_a_byte(backing: engine.BackingFile, buffer: engine.Buffer) -> None:
-    with engine.Transfer("store", backing, buffer, size=1) as transfer:
-        assert transfer.wait(PATIENCE)
-        transfer.result()
-
-
-def test_transfer_in_the_wrong_direction(host: engine.Engine, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"data")
-    with engine.Buffer(host) as buffer, open(path, "rb") as file:
-        with engine.BackingFile(host, file.fileno()) as backing, pytest.raises(engine.EngineError) as failure:
-            store_a_byte(backing, buffer)
-        assert failure.value.errno == errno.EBADF
-
-
-def test_path_descriptors_are_refused(host: engine.Engine, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    fd = os.open(tmp_path / "file", os.O_PATH)
-    try:
-        with pytest.raises(engine.EngineError) as failure:
-            engine.BackingFile(host, fd)
-        assert failure.value.errno == errno.EBADF
-    finally:
-        os.close(fd)
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -197,15 +161,3 @@ def test_exit_without_closing(script: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_log_lines_go_to_a_descriptor(tmp_path: Path) -> None:
-    import logging
-
-    with open(tmp_path / "log", "wb") as log:
-        engine.log_configure(log.fileno(), logging.DEBUG)
-        try:
-            with engine.Engine("host", memory_bytes=4 * MIB) as host, engine.Buffer(host) as buffer:
-                buffer.write(0, b"x")
-        finally:
-            engine.log_configure(-1, logging.DEBUG)

@@ -7,7 +7,7 @@ import sys
 
 from support.mounting import Session
 
-from campaigns import compiler, databases, exerciser, fio, repository, stamps, stressors, trees, twins
+from campaigns import fio, stamps, stressors, trees, twins
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -15,15 +15,10 @@ CAMPAIGNS: dict[str, Campaign] = {
     "fio-libaio": fio.libaio,
     "fio-io_uring": fio.io_uring,
     "fio-mmap": fio.mmap,
-    "exerciser": exerciser.one_file,
     "twins": twins.twins,
     "stamps": stamps.four_processes,
     "rsync": trees.rsync,
     "tar": trees.tar,
-    "git": repository.git,
-    "sqlite-wal": databases.write_ahead,
-    "sqlite-rollback": databases.rollback,
-    "compiler": compiler.build,
     "stress-ng": stressors.stress_ng,
 }
 
