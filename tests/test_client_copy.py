@@ -18,8 +18,7 @@ from support.processes import PATIENCE
 
 from gpufs import client
 from gpufs.cli import run
-from gpufs.client import Cancellation, CopyError, CopyProgress, _find
-from gpufs.client._outcome import size_text
+from gpufs.client import CopyError, CopyProgress, _find
 
 BIG = 3 * MIB + 5
 
@@ -48,19 +47,6 @@ def cp(fake: FakeMount, capfd: pytest.CaptureFixture[str]) -> Callable[..., tupl
 # ---- copy() ----
 
 
-def test_to_the_device_and_back(fake: FakeMount) -> None:
-    content = os.urandom(BIG)
-    source, target, back = fake.file("source", content), fake.folder / "target", fake.host / "back"
-    there = client.copy(source, target)
-    home = client.copy(target, back)
-    assert target.read_bytes() == back.read_bytes() == content
-    for result in (there, home):
-        assert (result.bytes, result.method, result.paths) == (BIG, "transfer", {"fallback": BIG})
-        assert result.refusals == ("file_system",)
-        assert result.sha256 is None
-    assert (there.source, there.destination) == (str(source), str(target))
-
-
 def test_small_files_do_not_bother_the_daemon(fake: FakeMount) -> None:
     source = fake.file("source", b"1234")
     result = client.copy(source, fake.folder / "target")
@@ -78,18 +64,6 @@ def test_within_the_host_is_refused_and_touches_nothing(fake: FakeMount) -> None
     with pytest.raises(CopyError, match="use cp"):
         client.copy(source, fake.host / "new")
     assert not (fake.host / "new").exists()
-
-
-def test_modes_and_times(fake: FakeMount) -> None:
-    source = fake.file("source", bytes(BIG))
-    source.chmod(0o640)
-    os.utime(source, ns=(10**18, 10**18 + 5))
-    client.copy(source, fake.folder / "plain")
-    client.copy(source, fake.folder / "kept", preserve=True)
-    assert (fake.folder / "plain").stat().st_mode & 0o777 == 0o640
-    assert (fake.folder / "plain").stat().st_mtime_ns != 10**18 + 5
-    kept = (fake.folder / "kept").stat()
-    assert (kept.st_mode & 0o7777, kept.st_mtime_ns, kept.st_uid) == (0o640, 10**18 + 5, os.getuid())
 
 
 def test_verify(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,17 +137,6 @@ def test_a_failure_of_the_device(fake: FakeMount) -> None:
         client.copy(source, target)
     assert failed.value.device_code == 77
     assert str(failed.value) == f"{source} -> {target}: planned (device code 77)"
-
-
-def test_cancel(fake: FakeMount) -> None:
-    fake.backend.delay = 0.02
-    cancel = Cancellation()
-    source = fake.hollow("source", HOUR)
-    with fake.once(fake.backend.has_moved, cancel.cancel):
-        with pytest.raises(CopyError) as failed:
-            client.copy(source, fake.folder / "target", cancel=cancel, partial=True)
-    assert failed.value.errno == errno.ECANCELED
-    assert (fake.folder / "target").stat().st_size == failed.value.bytes_done > 0
 
 
 @pytest.mark.parametrize("problem", ["stopped", "no file", "a stranger"])
@@ -298,19 +261,6 @@ def test_cp_refuses_other_options_of_cp(words: tuple[str, ...], cp: Any) -> None
     assert errors.startswith("gpufs: there is no option -")
     assert "from backing/ of a mount it is as fast" in errors
     assert ("--verify" in errors) == ("--verifi" in words)
-
-
-def test_cp_no_clobber_and_verbose(fake: FakeMount, cp: Any) -> None:
-    source, target = fake.file("source", bytes(BIG)), fake.file("target", b"precious", fake.folder)
-    assert cp("-n", source, target) == (0, "", "")
-    assert target.read_bytes() == b"precious"
-    code, output, _ = cp("-v", source, target)
-    assert code == 0
-    assert output.startswith(f"{source} -> {target}: {size_text(BIG)}, ")
-    assert output.endswith(f"/s (fallback {size_text(BIG)})\n")
-    code, output, errors = cp("-v", "--json", source, target)
-    assert (code, json.loads(output)["bytes"]) == (0, BIG)  # JSON stands alone
-    assert errors.startswith(f"{source} -> {target}: ")
 
 
 def test_cp_goes_on_after_a_failure(fake: FakeMount, cp: Any) -> None:

@@ -171,16 +171,6 @@ def test_a_directory_hands_its_default_list_down(root: Path) -> None:
     assert mode(top / "after") == 0o640
 
 
-def test_set_gid_goes_with_a_list_from_outside_the_group(file: Path) -> None:
-    value = acl((OWNER, 7), (GROUP, 5), (REST, 5))
-    os.chown(file, NOBODY, OTHER)
-    file.chmod(0o2755)
-    in_child(lambda: os.setxattr(file, ACCESS, value), uid=NOBODY, gid=NOBODY, groups=[OTHER])
-    assert mode(file) == 0o2755
-    as_nobody(lambda: os.setxattr(file, ACCESS, value))
-    assert mode(file) == 0o755
-
-
 def test_programs_carry_lists_along(root: Path, reference: Path) -> None:
     source = reference / "source"
     shell(
@@ -290,29 +280,6 @@ def test_trusted_attributes_are_the_administrators(file: Path) -> None:
     assert as_nobody(outsider) == (ENODATA, EPERM, EPERM, ["user.some"])
     assert without(CAP_SYS_ADMIN, outsider) == (ENODATA, EPERM, EPERM, ["user.some"])
     assert os.getxattr(file, "trusted.some") == b"secret"
-
-
-# ---- set-id bits, by who takes them ----
-
-
-def test_set_gid_without_execution_goes_with_changes_from_outside(file: Path) -> None:
-    """Where the group may not execute, the bit is a mark that members of the group leave alone."""
-    actions: dict[str, Callable[[], object]] = {
-        "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
-        "truncate": lambda: os.truncate(file, 3),
-        "O_TRUNC": lambda: os.open(file, os.O_WRONLY | os.O_TRUNC),
-        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
-        "copy": lambda: os.copy_file_range(os.open(other, os.O_RDONLY), os.open(file, os.O_WRONLY), 3, 0, 0),
-    }
-    other = file.with_name("other")
-    other.write_bytes(b"more")
-    for name, action in actions.items():
-        os.chown(file, OTHER, OTHER)
-        for groups, left in (([OTHER], 0o2767), ([], 0o767)):
-            file.write_bytes(b"content")
-            file.chmod(0o2767)
-            in_child(action, uid=NOBODY, gid=NOBODY, groups=groups)
-            assert mode(file) == left, (name, groups)
 
 
 # ---- birth ----

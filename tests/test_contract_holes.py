@@ -38,16 +38,6 @@ def extents(fd: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4096, GRANULE - 1, 3 * GRANULE + 5])
-@pytest.mark.parametrize("length", [1, 4096, GRANULE, 5 * MIB + 3])
-def test_allocating(fd: int, offset: int, length: int) -> None:
-    os.write(fd, b"before")
-    linux.fallocate(fd, 0, offset, length)
-    assert os.fstat(fd).st_size == max(6, offset + length)
-    assert held(fd) >= length
-    assert_same(os.pread(fd, 16 * MIB, 0), b"before" + bytes(max(0, offset + length - 6)))
-
-
 def test_allocating_and_keeping_the_size(fd: int) -> None:
     os.write(fd, b"before")
     linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 8 * MIB)
@@ -59,23 +49,6 @@ def test_allocating_and_keeping_the_size(fd: int) -> None:
     linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 20 * MIB)
     os.ftruncate(fd, 6)  # a truncate frees what was allocated beyond
     assert held(fd) <= GRANULE
-
-
-@pytest.mark.parametrize("offset", [0, 1, 4095, 65536, GRANULE - 1, GRANULE, GRANULE + 7])
-@pytest.mark.parametrize("length", [1, 4096, 12345, GRANULE, 2 * GRANULE, 3 * GRANULE + 1])
-def test_punching(fd: int, offset: int, length: int) -> None:
-    data = bytearray(noise(5 * GRANULE, 1))
-    write_all(fd, data, 0)
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, offset, length)
-    data[offset : offset + length] = bytes(length)
-    assert os.fstat(fd).st_size == len(data)
-    assert_same(os.pread(fd, len(data) + 1, 0), bytes(data))
-    inner = (offset + length) // GRANULE - -(-offset // GRANULE)
-    assert held(fd) <= (5 - max(0, inner)) * GRANULE
-    # what is written into the hole afterwards stands alone
-    os.pwrite(fd, b"again", offset)
-    data[offset : offset + 5] = b"again"
-    assert_same(os.pread(fd, len(data) + 1, 0), bytes(data))
 
 
 @pytest.mark.parametrize("keep", [0, FALLOC_KEEP_SIZE])
@@ -136,25 +109,6 @@ def test_seeking_data_and_holes(fd: int) -> None:
     assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == 6
 
 
-def test_no_data_is_ever_said_to_be_a_hole(fd: int) -> None:
-    data = bytearray(20 * MIB)
-    os.ftruncate(fd, len(data))
-    for step in range(60):
-        at, length = (step * 7_654_321) % (19 * MIB), 1 + (step * 91_283) % 700_000
-        if step % 3 == 2:
-            linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, at, length)
-            data[at : at + length] = bytes(length)
-        else:
-            os.pwrite(fd, noise(length, step), at)
-            data[at : at + length] = noise(length, step)
-        covered = 0
-        for begin, end in extents(fd):
-            assert not any(memoryview(data)[covered:begin].tobytes().strip(b"\0"))
-            covered = end
-        assert not data[covered:].strip(b"\0")
-    assert_same(os.pread(fd, len(data), 0), bytes(data))
-
-
 # ---- copy_file_range ----
 
 
@@ -167,51 +121,6 @@ def pair(root: Path) -> Iterator[tuple[int, int]]:
     yield source, target
     os.close(source)
     os.close(target)
-
-
-def copy_all(source: int, target: int, count: int, source_at: int, target_at: int) -> int:
-    done = 0
-    while done < count:
-        moved = os.copy_file_range(source, target, count - done, source_at + done, target_at + done)
-        if moved == 0:
-            break
-        done += moved
-    return done
-
-
-@pytest.mark.parametrize("count", [1, 4096, 12345, GRANULE + 1, 5 * MIB + 123])
-@pytest.mark.parametrize("source_at", [0, 1, MIB + 7])
-@pytest.mark.parametrize("target_at", [0, 3, 2 * GRANULE - 1])
-def test_copying_ranges(pair: tuple[int, int], count: int, source_at: int, target_at: int) -> None:
-    source, target = pair
-    data = noise(5 * MIB + 123, 3)[source_at : source_at + count]
-    assert copy_all(source, target, count, source_at, target_at) == len(data)
-    assert os.fstat(target).st_size == target_at + len(data)
-    assert_same(os.pread(target, 16 * MIB, 0), bytes(target_at) + data)
-    assert_same(os.pread(source, 16 * MIB, 0), noise(5 * MIB + 123, 3))
-
-
-def test_copying_within_one_file(pair: tuple[int, int]) -> None:
-    source, _ = pair
-    data = bytearray(noise(5 * MIB + 123, 3))
-    assert copy_all(source, source, MIB, 0, 3 * MIB) == MIB
-    data[3 * MIB : 4 * MIB] = data[:MIB]
-    assert copy_all(source, source, GRANULE, 0, GRANULE) == GRANULE  # adjacent is not overlapping
-    data[GRANULE : 2 * GRANULE] = data[:GRANULE]
-    assert errno_of(os.copy_file_range, source, source, 100, 0, 99) == EINVAL
-    assert errno_of(os.copy_file_range, source, source, 100, 99, 0) == EINVAL
-    assert errno_of(os.copy_file_range, source, source, 100, 7, 7) == EINVAL
-    assert_same(os.pread(source, 16 * MIB, 0), bytes(data))
-
-
-def test_copying_holes(pair: tuple[int, int]) -> None:
-    source, target = pair
-    os.ftruncate(source, 0)
-    os.ftruncate(source, 10 * MIB)
-    os.pwrite(source, b"island", 5 * MIB)
-    write_all(target, noise(10 * MIB, 4), 0)
-    assert copy_all(source, target, 10 * MIB, 0, 0) == 10 * MIB
-    assert_same(os.pread(target, 11 * MIB, 0), bytes(5 * MIB) + b"island" + bytes(5 * MIB - 6))
 
 
 def test_copying_refusals(pair: tuple[int, int], root: Path, reference: Path, on_gpufs: bool) -> None:

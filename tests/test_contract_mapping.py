@@ -51,17 +51,6 @@ def test_private_mapping_does_not_write(file: Path) -> None:
     assert_same(read_all(file), noise(SIZE, 1))
 
 
-def test_what_is_written_shows_in_a_mapping(file: Path) -> None:
-    fd = os.open(file, os.O_RDWR)
-    with mmap.mmap(fd, 0) as area:
-        assert area[:4] == noise(SIZE, 1)[:4]
-        for number in range(50):
-            at = (number * 700_001) % (SIZE - 20)
-            os.pwrite(fd, b"number %06d" % number, at)
-            assert area[at : at + 13] == b"number %06d" % number
-    os.close(fd)
-
-
 def test_stores_and_writes_of_threads(file: Path) -> None:
     """Words of one page, each by its thread: they stay where only one thread at a time changes the page.
 
@@ -147,17 +136,6 @@ def test_truncation_and_growth_under_a_mapping(file: Path) -> None:
         assert area[GRANULE : GRANULE + PAGE] == bytes(PAGE)
         area[GRANULE] = 5
         assert os.pread(fd, 1, GRANULE) == b"\5"
-    os.close(fd)
-
-
-def test_punching_under_a_mapping(file: Path) -> None:
-    fd = os.open(file, os.O_RDWR)
-    with mmap.mmap(fd, 0) as area:
-        assert any(area[MIB : MIB + PAGE])
-        linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, MIB, MIB)
-        assert area[MIB : 2 * MIB] == bytes(MIB)
-        area[MIB] = 3
-        assert os.pread(fd, 2, MIB) == b"\3\0"
     os.close(fd)
 
 

@@ -36,38 +36,6 @@ def test_mode_bits_decide_for_plain_users(root: Path) -> None:
         assert as_nobody(lambda: errno_of(os.truncate, file, 6)) == (0 if may_write else EACCES)
 
 
-def test_new_files_belong_to_their_maker(root: Path) -> None:
-    def make() -> None:
-        os.umask(0o027)
-        (root / "file").touch(0o666)
-        os.mkdir(root / "dir", 0o777)
-        os.mkfifo(root / "fifo", 0o666)
-        os.symlink("x", root / "link")
-        os.mknod(root / "node", stat.S_IFREG | 0o777)
-
-    as_nobody(make)
-    for name, bits in (("file", 0o640), ("dir", 0o750), ("fifo", 0o640), ("link", 0o777), ("node", 0o750)):
-        found = os.lstat(root / name)
-        assert (found.st_uid, found.st_gid) == (NOBODY, NOBODY), name
-        assert mode(root / name) == bits, name
-
-
-def test_changing_modes(root: Path) -> None:
-    file = root / "file"
-    file.touch()
-    for bits in (0o000, 0o777, 0o4755, 0o2755, 0o1644, 0o6711):
-        file.chmod(bits)
-        assert mode(file) == bits
-    os.chown(file, NOBODY, NOBODY)
-    as_nobody(lambda: file.chmod(0o640))
-    assert mode(file) == 0o640
-    assert as_other(lambda: errno_of(os.chmod, file, 0o777)) == EPERM
-    fd = os.open(file, os.O_RDONLY)
-    os.fchmod(fd, 0o600)
-    assert mode(file) == 0o600
-    os.close(fd)
-
-
 def test_changing_owners(root: Path) -> None:
     file = root / "file"
     file.touch()

@@ -82,12 +82,3 @@ def test_ioctls_are_refused(root: Path, on_gpufs: bool) -> None:
     os.close(fd)
     if on_gpufs:  # ENOSYS before Linux 6.17
         assert errno_of(linux.file_attributes, root / "file") in (EOPNOTSUPP, ENOSYS)
-
-
-def test_what_is_different_by_design(root: Path, on_gpufs: bool) -> None:
-    (root / "file").touch()
-    fd = os.open(root / "file", os.O_RDWR)
-    os.posix_fallocate(fd, 0, 4096)
-    # the device does not track what of its memory was written
-    assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == (0 if on_gpufs else ENXIO)
-    os.close(fd)

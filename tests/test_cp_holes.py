@@ -187,28 +187,6 @@ def test_a_large_file_with_little_in_it(mounted: GpufsMount, host: Path, name: s
     assert held(host / "back") <= 7 * MIB
 
 
-def test_what_was_there_is_gone(mounted: GpufsMount, host: Path, name: str, source: str) -> None:
-    """By name, where the file is emptied first, and by copy_file_range into what a file holds."""
-    target = mounted.device / "file"
-    target.write_bytes(noise(40 * MIB))
-    model = Model(33 * MIB + 9, {20 * MIB: noise(100)})
-    client.copy(model.write(host / source), target)
-    model.check(target)
-    assert held(target) == GRANULE
-    other = mounted.device / "other"
-    other.write_bytes(noise(40 * MIB))
-    with open(mounted.path / "backing" / name / source, "rb") as there, open(other, "r+b") as to:
-        done = 0
-        while count := os.copy_file_range(there.fileno(), to.fileno(), GIB, done, done):
-            done += count
-        assert done == model.size
-        content = bytearray(noise(40 * MIB))
-        content[: model.size] = bytes(model.size)
-        content[20 * MIB : 20 * MIB + 100] = model.runs[20 * MIB]
-        assert other.read_bytes() == content
-        assert held(other) == 10 * MIB  # the granule of data, and those from 32 MiB on
-
-
 def test_a_full_device_behind_a_hole(mounted: GpufsMount, host: Path) -> None:
     model = Model(9 * GIB, {0: noise(MIB), 8 * GIB: noise(300 * MIB)})
     with pytest.raises(client.CopyError) as refused:
@@ -246,24 +224,3 @@ def test_interrupted(mounted: GpufsMount, host: Path) -> None:
     assert child.wait(PATIENCE) in (0, -signal.SIGINT)
     size = (mounted.device / "other").stat().st_size if (mounted.device / "other").exists() else 0
     assert size <= model.size
-
-
-def test_cut_off_under_the_copy(mounted: GpufsMount, host: Path) -> None:
-    """It ends somewhere between what is left and what was there, with the bytes that it says."""
-    model = Model(2 * GIB, {start: noise(MIB, start) for start in range(0, 64 * MIB, 4 * MIB)})
-    for left in (GIB, 3 * MIB):
-        source = model.write(host / "source")
-        child = subprocess.Popen(
-            [*CP, "--json", str(source), str(mounted.device / "file")], stdout=subprocess.PIPE, text=True
-        )
-        wait_until((mounted.device / "file").exists, 20, "the copy's beginning")
-        os.truncate(source, left)
-        summary = json.loads(child.communicate(timeout=PATIENCE)[0])
-        assert child.returncode == 0
-        assert left <= summary["bytes"] <= model.size
-        assert (mounted.device / "file").stat().st_size == summary["bytes"]
-        cut = Model(left, {at: data for at, data in model.runs.items() if at + len(data) <= left})
-        with open(mounted.device / "file", "r+b") as file:
-            file.truncate(left)
-        cut.check(mounted.device / "file")
-        (mounted.device / "file").unlink()

@@ -23,7 +23,7 @@ from support.data import GIB, MIB, assert_same, noise
 from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
+from support.processes import PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
 
 from gpufs import client
 from gpufs.client import _find, _protocol
@@ -172,15 +172,6 @@ def test_a_full_device(mount: Mounter, host: Path) -> None:
     wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "memory given back")
 
 
-def test_room_that_files_held_until_just_now(mount: Mounter, host: Path) -> None:
-    """Their memory goes back a moment after rm has ended; a copy waits for it, as a write does."""
-    small = mount(memory=64 * MIB)
-    (host / "source").write_bytes(noise(60 * MIB))
-    for _ in range(20):
-        cp(host / "source", small.device / "file")
-        (small.device / "file").unlink()
-
-
 def test_a_full_disk(root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/tmp") as folder:
         run("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder)
@@ -320,15 +311,6 @@ def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
     own.rescue()
 
 
-def test_a_name_may_hold_anything(root: Path, host: Path) -> None:
-    folder = root / "a:b\nc\\040 \udcff"
-    folder.mkdir()
-    (host / "source").write_bytes(noise(MIB))
-    cp(host / "source", folder / "\x1b[1m: -")
-    cp(folder / "\x1b[1m: -", host / "back")
-    assert_same((host / "back").read_bytes(), noise(MIB))
-
-
 # ---- rights: a root daemon and a plain user ----
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
@@ -338,22 +320,6 @@ def ask(root: Path, direction: str, host_fd: int, mount_fd: int) -> tuple[int, i
     with connect(root) as daemon:
         result = daemon.copy(direction, host_fd, mount_fd)
     return result.error, result.done
-
-
-@as_root
-def test_a_plain_user_copies_his_own(root: Path, host: Path) -> None:
-    content = noise(MIB)
-    (host / "source").write_bytes(content)
-
-    def copy() -> list[str]:
-        there = client.copy(host / "source", root / "his")
-        back = client.copy(root / "his", host / "back")
-        return [there.method, back.method]
-
-    assert as_nobody(copy) == ["transfer", "transfer"]
-    assert_same((root / "his").read_bytes(), content)
-    assert_same((host / "back").read_bytes(), content)
-    assert (root / "his").stat().st_uid == (host / "back").stat().st_uid == NOBODY
 
 
 @as_root

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -25,7 +23,6 @@ from gpufs import engine, statistics
 
 REPOSITORY = Path(__file__).parent.parent
 FAKES = REPOSITORY / "build/cmake/native/tests"
-PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -96,43 +93,6 @@ def test_overlaps_are_errors_that_name_both(host: engine.Engine) -> None:
     assert gauges(host) == (0, 0)
 
 
-def test_addresses(host: engine.Engine) -> None:
-    memory = mmap.mmap(-1, 4 * PAGE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    with engine.HostLock(host, address + 10, 2 * PAGE):
-        assert gauges(host) == (2 * PAGE, 1)
-    for wrong, size, error in ((address, 0, errno.EINVAL), (0, 10, errno.EINVAL), ((1 << 64) - 10, 10, errno.EINVAL)):
-        with failure(error):
-            engine.HostLock(host, wrong, size)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.munmap(ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE)) == 0
-    with failure(errno.EFAULT):
-        engine.HostLock(host, address, 4 * PAGE)
-    # Only so that the mapping's owner can unmap all of it again.
-    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
-    libc.mmap.restype = ctypes.c_void_p
-    assert libc.mmap(ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE), 3, fixed, -1, 0) == address + PAGE
-    with pytest.raises(ValueError, match="negative"):
-        engine.HostLock(host, -1, 5)
-    with pytest.raises(TypeError, match="needs a size"):
-        engine.HostLock(host, address)
-    with pytest.raises(TypeError, match="only an address"):
-        engine.HostLock(host, bytearray(5), 5)
-
-
-def test_what_cannot_be_locked(host: engine.Engine) -> None:
-    with pytest.raises((ValueError, BufferError)):
-        engine.HostLock(host, numpy.zeros((10, 10))[:, 1])
-    with pytest.raises(TypeError):
-        engine.HostLock(host, "text")  # type: ignore[arg-type]
-    with failure(errno.EINVAL):
-        engine.HostLock(host, b"")
-    with pytest.raises(BufferError):
-        engine.HostLock(host, b"read-only", read_only=False)
-    with engine.HostLock(host, b"read-only memory") as lock:
-        assert lock.read_only
-
-
 def test_copies_are_counted_by_what_the_memory_is(host: engine.Engine) -> None:
     data = numpy.frombuffer(bytearray(noise(4 * MIB)), dtype=numpy.uint8)
     with engine.Buffer(host) as buffer:
@@ -185,25 +145,6 @@ def test_an_engine_that_closes_unlocks() -> None:
         lock.unlock()
     lock.close()
     assert not lock.locked
-
-
-def test_a_forked_child_has_no_locks(host: engine.Engine) -> None:
-    array = numpy.zeros(MIB, dtype=numpy.uint8)
-    lock = engine.HostLock(host, array)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            try:
-                lock.unlock()
-            except engine.EngineError as error:
-                code = 0 if error.errno == errno.EBADF else 2
-            lock.close()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gauges(host) == (MIB, 1)
-    lock.unlock()
 
 
 # ---- over fake GPUs ----

@@ -334,37 +334,6 @@ def test_umount_tells_of_another_namespace(place: Path) -> None:
         keeper.wait()
 
 
-def test_sockets_of_killed_daemons_are_swept(place: Path) -> None:
-    pid = mount_at(place)
-    entry = mounting.entry_of(str(place))
-    assert entry is not None
-    path = Path((place / ".gpufs/socket").read_text().rstrip("\n"))
-    fresh = path.with_name("1-0-1.socket")
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not mounting.entry_of(str(place)), 20, "the guard to take the mount away")
-    assert path.exists()
-    old = time.time() - 3600
-    os.utime(path, (old, old))
-    path.with_name("unrelated").touch()
-    os.close(os.open(fresh, os.O_CREAT | os.O_WRONLY))  # a file of such a name is none of ours
-    os.utime(fresh, (old, old))
-    try:
-        living = mount_at(place)
-        assert not path.exists()
-        assert fresh.exists()
-        socket = Path((place / ".gpufs/socket").read_text().rstrip("\n"))
-        os.utime(socket, (old, old))
-        next_place = place.with_name("next")
-        next_place.mkdir()
-        mount_at(next_place)
-        assert socket.exists()  # somebody listens
-        run(*GPUFS, "umount", next_place)
-        assert pids_of(place) == [living]
-    finally:
-        fresh.unlink()
-        path.with_name("unrelated").unlink()
-
-
 # ---- many ----
 
 

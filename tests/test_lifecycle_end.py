@@ -12,7 +12,7 @@ from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN
 from pathlib import Path
 
 import pytest
-from support.data import MIB, assert_same, noise
+from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter, quiet_close
 from support.processes import (
     PATIENCE,
@@ -44,13 +44,6 @@ def busy(mount: Mounter) -> Iterator[tuple[GpufsMount, int]]:
 # ---- clean ends ----
 
 
-def test_the_systems_own_umount(mount: Mounter) -> None:
-    mounted = mount()
-    (mounted.device / "file").write_bytes(noise(MIB))
-    mounted.unmount()
-    assert os.listdir(mounted.path) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_idle_mount(mount: Mounter, number: signal.Signals) -> None:
     mounted = mount()
@@ -75,30 +68,6 @@ def test_a_signal_leaves_what_others_have_mounted_there_since(busy: tuple[GpufsM
         assert (mounted.path / ("gpu0/file" if other == "gpufs" else "file")).read_bytes() == b"another's"
     finally:
         run("umount", mounted.path)
-
-
-def test_a_busy_mount_refuses_umount_and_goes_on(busy: tuple[GpufsMount, int]) -> None:
-    mounted, fd = busy
-    done = run("umount", mounted.path, check=False)
-    assert done.returncode != 0
-    assert "busy" in done.stderr
-    done = run(*GPUFS, "umount", mounted.path, check=False)
-    assert done.returncode != 0
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert_same(os.pread(fd, 21 * MIB, 0), noise(20 * MIB))
-    os.close(fd)
-    mounted.unmount()
-
-
-def test_a_lazy_unmount_lets_open_files_live(busy: tuple[GpufsMount, int]) -> None:
-    mounted, fd = busy
-    run("umount", "-l", mounted.path)
-    assert not mounted.mounted()
-    assert mounted.daemon.poll() is None
-    assert os.pwrite(fd, b"still here", MIB) == 10
-    assert os.pread(fd, 10, MIB) == b"still here"
-    os.close(fd)
-    mounted.wait_ended(20)
 
 
 def test_gpufs_umount_by_force(busy: tuple[GpufsMount, int]) -> None:
@@ -161,17 +130,6 @@ def test_a_stopped_daemon(mount: Mounter) -> None:
     expected = run("cksum", mounted.device / "file").stdout
     assert text.decode() == expected
     mounted.unmount()
-
-
-def test_gpufs_umount_by_force_of_a_stopped_daemon(mount: Mounter) -> None:
-    mounted = mount()
-    mounted.signal(signal.SIGSTOP)
-    reader = subprocess.Popen(["cat", str(mounted.device / "file")], stderr=subprocess.DEVNULL)
-    time.sleep(0.1)
-    run(*GPUFS, "umount", "--force", mounted.path, timeout=PATIENCE)
-    assert not mounted.mounted()
-    assert reader.wait(PATIENCE) != 0
-    assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
 
 
 # ---- clients that are interrupted ----

@@ -41,17 +41,6 @@ def test_the_mount_of_a_killed_daemon_goes(mount: Mounter) -> None:
     assert any("has died: its mount at" in line and str(mounted.path) in line for line in mounted.complaints())
 
 
-def test_it_outlives_the_daemons_process_group(mount: Mounter) -> None:
-    mounted = mount()
-    (pid,) = guards(mounted)
-    assert os.getsid(pid) == pid
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a shutdown, a closed terminal
-        os.kill(pid, number)
-    os.killpg(mounted.pid, signal.SIGKILL)
-    wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
-    wait_until(lambda: not guards(mounted), 20, "the guard to go")
-
-
 @pytest.mark.parametrize("how", ["umount", "terminate", "lazy", "abort"])
 def test_nothing_is_left_after_other_ends(mount: Mounter, how: str) -> None:
     mounted = mount()
