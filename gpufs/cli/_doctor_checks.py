@@ -54,8 +54,10 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "no_kernel_support": (
         "the amdgpu driver cannot be opened, or is not set up to move files",
-        "allow this user to open /dev/kfd (groups render and video), use a kernel whose amdgpu moves files, "
-        "enable large BARs (Resizable BAR) in the firmware; virtual functions (SR-IOV) never have it",
+        (
+            "allow this user to open /dev/kfd (groups render and video), use a kernel whose amdgpu moves files, "
+            "enable large BARs (Resizable BAR) in the firmware; virtual functions (SR-IOV) never have it"
+        ),
     ),
 }
 
