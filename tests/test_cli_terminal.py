@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import select
 import signal
 import struct
@@ -49,12 +48,6 @@ def test_tables_stay_readable_on_narrow_terminals(shared_mount: GpufsMount) -> N
         assert lines[0].split()[0] in ("MOUNTPOINT", "DEVICE")
 
 
-def test_colours_only_where_they_are_wanted() -> None:
-    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
-    assert colour.search(on_terminal(200, "doctor", NO_COLOR="", TERM="xterm"))
-    assert not colour.search(on_terminal(200, "doctor", NO_COLOR="1", TERM="xterm"))
-
-
 @pytest.mark.parametrize(("sent", "code"), [("SIGINT", 0), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)])
 def test_watching_shows_at_once_and_ends_by_a_signal(shared_mount: GpufsMount, sent: str, code: int) -> None:
     master, terminal = os.openpty()
@@ -72,12 +65,3 @@ def test_watching_shows_at_once_and_ends_by_a_signal(shared_mount: GpufsMount, s
     finally:
         os.close(master)
         os.close(terminal)
-
-
-def test_the_bar_ends_as_the_copy_did(shared_mount: GpufsMount, tmp_path: Path) -> None:
-    source = tmp_path / "file"
-    source.write_bytes(bytes(8 << 20))
-    copy = shared_mount.device / "copy"
-    said = on_terminal(120, "cp", source, copy, TERM="xterm")
-    copy.unlink()
-    assert "8.0/8.0 MiB" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).splitlines()[-1]

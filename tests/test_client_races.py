@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.copying import MIB, FakeMount, opened, wait_until
+from support.copying import FakeMount, opened, wait_until
 from support.processes import PATIENCE
 
 from gpufs import protocol, service
-from gpufs.cli import _copying
-from gpufs.client import Cancellation, Copier, _connection, _find
+from gpufs.client import Cancellation
 from gpufs.client._connection import Connection
 from gpufs.protocol import Cancel, Copy, Goodbye, Hello, Result, Welcome
 
@@ -63,11 +62,6 @@ def test_cancel_while_a_thread_still_works_for_the_copy(make: Callable[..., Fake
     wait_until(fake.quiet)
 
 
-def test_a_client_waits_longer_for_a_cancelled_copy_than_its_daemon() -> None:
-    """Else it would cut off a destination that is still written to, and call a daemon hung that says what hangs."""
-    assert service.Limits().grace < _connection._CANCEL_SECONDS < _copying._INTERRUPT_SECONDS
-
-
 @pytest.mark.parametrize("said", [False, True], ids=["silent", "goodbye"])
 @pytest.mark.parametrize("unread", [False, True], ids=["read", "unread"])
 @pytest.mark.parametrize("kind", [Copy, Cancel])
@@ -105,25 +99,3 @@ def test_the_last_words_of_a_daemon_are_heard(
         assert caught.value.errno == errno.ECONNRESET
     for fd in (read_end, write_end):
         os.close(fd)
-
-
-def test_a_kept_connection_that_the_daemon_ends_when_it_is_taken_up(
-    make: Callable[..., FakeMount], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After minutes of silence: the copy goes by a new one, and not through the mount."""
-    fake = make(idle=0.05)
-    source = fake.file("source", os.urandom(MIB))
-    notices: list[str] = []
-    monkeypatch.setattr(_find, "mount_points", lambda: [fake.mount_point()])
-    monkeypatch.setattr(Connection, "usable", lambda _: True)  # as it was a moment before
-    with Copier(notice=notices.append) as copier:
-        for number in range(2):
-            target = fake.folder / f"target{number}"
-            result = copier.copy_file(str(source), str(target))
-            assert result.method == "transfer"
-            assert target.read_bytes() == source.read_bytes()
-            (kept,) = copier._idle[fake.device]
-            protocol.send(kept._sock, Cancel(99))  # asks for nothing: silence is counted from here on
-            wait_until(lambda: fake.service.statistics()["connections"] == 0)
-    assert fake.service.statistics()["accepted"] == 2
-    assert not notices
