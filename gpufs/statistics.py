@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 MAGIC: Final = b"GPUFSTAT"
-VERSION: Final = 1
+VERSION: Final = 2
 BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable")
 FLOWS: Final = ("in", "out")
 _DETAILS: Final = (
@@ -30,7 +30,6 @@ _DETAILS: Final = (
     "abandoned",
     "buffered_bytes",
     "direct_bytes",
-    "pagecache_bytes",
     "hole_bytes",
 )
 _ENGINE_GAUGES: Final = (
