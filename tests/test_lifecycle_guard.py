@@ -16,7 +16,6 @@ from support.processes import PATIENCE, errno_of, run, session_processes, wait_u
 from support.watchdog import mounted_at
 
 from gpufs import mounting
-from gpufs.daemon import guard as guard_module
 
 pytestmark = [pytest.mark.complains]
 

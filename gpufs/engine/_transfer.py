@@ -51,7 +51,6 @@ def io_configure(
     slots: int = 0,
     fastpath: Switch = "auto",
     fallback: Switch = "auto",
-    pagecache: Switch = "auto",
     direct: Switch = "auto",
     file_systems: str = "",
 ) -> None:
@@ -70,7 +69,6 @@ def io_configure(
         "slots": signed("slots", slots),
         "fastpath": choice("fastpath", _SWITCHES, fastpath),
         "fallback": choice("fallback", _SWITCHES, fallback),
-        "pagecache": choice("pagecache", _SWITCHES, pagecache),
         "direct": choice("direct", _SWITCHES, direct),
         "file_systems": types,
     }
@@ -132,7 +130,6 @@ class TransferProgress:
     prefix: int  # from the start without a gap; once done, what counts
     fastpath_bytes: int
     fallback_bytes: int
-    pagecache_bytes: int  # of fallback_bytes
     hole_bytes: int  # moved by neither: holes that stayed holes
     refusals: tuple[str, ...]  # why the fastpath did not take all of it
 
@@ -402,7 +399,6 @@ class Transfer(Handle):
             prefix=p.prefix,
             fastpath_bytes=p.fastpath_bytes,
             fallback_bytes=p.fallback_bytes,
-            pagecache_bytes=p.pagecache_bytes,
             hole_bytes=p.hole_bytes,
             refusals=tuple(refusal_names(p.refusals)),
         )

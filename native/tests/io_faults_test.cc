@@ -22,7 +22,7 @@
 #include "drivers/cuda/cuda_api.h"
 #include "faulty_driver.h"
 #include "hip_test_support.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "io_fakes.h"
 #include "temporary_file.h"
 #include "transfer_rig.h"

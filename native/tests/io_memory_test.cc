@@ -15,7 +15,7 @@
 
 #include "buffer_fixture.h"
 #include "io/direct_path.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "io_fakes.h"
 
 namespace gpufs::testing {

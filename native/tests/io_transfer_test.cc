@@ -401,41 +401,6 @@ TEST(Requests, WhatDoesNotStartIsToldOnce) {
   EXPECT_EQ(told, 1);
 }
 
-// ---- the page cache's own pages ----
-
-TEST(PageCache, HotPiecesAreCopiedStraightFromIt) {
-  IoOptions options = FakeRig::without_fastpath();
-  options.chunk_bytes = 1 << 20;
-  options.pagecache = Switch::kOn;
-  FakeRig rig(false, options);
-  rig.plan->read_only_pins_possible = 1000;
-  const auto data = pattern(6 * kMiB + 4321);
-  rig.make_file(data);
-  rig.make_buffer(16 * kMiB);
-  TransferRequest wanted = rig.load();
-  wanted.file_offset = wanted.target_offset = 100;
-  const TransferProgress done = rig.finish(wanted);
-  ASSERT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_EQ(done.prefix, data.size() - 100);
-  EXPECT_TRUE(rig.buffer_has(data, 100));
-  EXPECT_GE(done.pagecache_bytes, 5 * kMiB);
-  EXPECT_EQ(rig.plan->read_only_pins, 5);
-}
-
-TEST(PageCache, DriverThatCannotFallsBackToSlots) {
-  IoOptions options = FakeRig::without_fastpath();
-  options.chunk_bytes = 1 << 20;
-  options.pagecache = Switch::kOn;
-  FakeRig rig(false, options);
-  const auto data = pattern(6 * kMiB);
-  rig.make_file(data);
-  rig.make_buffer(16 * kMiB);
-  const TransferProgress done = rig.finish(rig.load());
-  EXPECT_TRUE(done.status.ok());
-  EXPECT_EQ(done.pagecache_bytes, 0U);
-  EXPECT_TRUE(rig.buffer_has(data));
-}
-
 TEST(Completion, EventBecomesReadable) {
   FakeRig rig(true);
   rig.make_file(pattern(kMiB));

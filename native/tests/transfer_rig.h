@@ -20,7 +20,7 @@
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
 #include "gpu_test_support.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "io_fakes.h"
 #include "temporary_file.h"
 

@@ -18,7 +18,7 @@
 #include "io/backing_file.h"
 #include "io/direct_path.h"
 #include "io/refusal.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "observe/trace.h"
 
 namespace gpufs {
@@ -91,9 +91,6 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   Result<Switch> fallback = three_way(given.fallback, "fallback");
   if (!fallback.ok()) return fallback.status();
   options.fallback = fallback.value() != Switch::kOff;
-  Result<Switch> pagecache = three_way(given.pagecache, "pagecache");
-  if (!pagecache.ok()) return pagecache.status();
-  options.pagecache = pagecache.value();
   Result<Switch> direct = three_way(given.direct, "direct");
   if (!direct.ok()) return direct.status();
   options.direct = direct.value();
@@ -112,7 +109,6 @@ void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
   to.prefix = from.prefix;
   to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
   to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
-  to.pagecache_bytes = from.pagecache_bytes;
   to.hole_bytes = from.hole_bytes;
   to.refusals = from.refusals;
 }
