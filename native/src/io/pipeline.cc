@@ -178,7 +178,7 @@ class Session {
   Result<PinnedRange> pin(const Chunk& chunk, std::uint64_t bytes) {
     settle();  // pinning may wait for somebody who waits for the pins of our slots
     if (!load_) return job_.target().pin_for_read(target_offset(chunk), bytes);
-    Result<PinnedRange> pinned = job_.pin_for_write(target_offset(chunk), bytes);
+    Result<PinnedRange> pinned = job_.target().pin_for_write(target_offset(chunk), bytes);
     if (pinned.ok()) {
       for (const Buffer::Piece& piece : pinned.value().pieces) {
         if (piece.address == 0) return Status(EIO, "memory that was to be written is not there");

@@ -33,6 +33,9 @@ constexpr int kCpusForPages = 4;
 // afterwards, and for a load from one that cannot: its threads come back as soon as they get a CPU or the disk.
 constexpr int kPatience = 20;
 
+// What a failed load leaves above the buffer's size may share a piece of memory with what others use.
+constexpr std::chrono::milliseconds kTrimPatience{10};
+
 bool allocation_unsupported(int error) {
   return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM || error == ENODEV;
 }
@@ -230,6 +233,7 @@ Result<std::uint64_t> TransferJob::extent() {
       available = std::min(available, target().limit() - request_.target_offset);
     } else {
       noted_shrinks_ = target().buffer()->shrinks();
+      kept_ = target().buffer()->keep_unpublished();
       target().buffer()->expect(request_.target_offset + std::min(request_.bytes, available));
     }
   } else {
@@ -487,7 +491,7 @@ Status TransferJob::populate_data(std::uint64_t start, std::uint64_t end) {
     const std::uint64_t from = std::max(start, segment->offset);
     const std::uint64_t to = std::min(end, hole == plan_.end() ? total_ : hole->offset);
     if (to > from) {
-      Status status = target().buffer()->populate(request_.target_offset + from, to - from, &made_);
+      Status status = target().buffer()->populate(request_.target_offset + from, to - from);
       if (!status.ok()) return status;
     }
     segment = std::find_if_not(hole, plan_.cend(), is_hole);
@@ -561,7 +565,7 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   lock.unlock();
   const auto pin = [&]() -> Result<std::shared_ptr<const PinnedRange>> {
     const std::uint64_t offset = request_.target_offset + from;
-    Result<PinnedRange> range = load ? pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+    Result<PinnedRange> range = load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
     if (!range.ok()) return range.status();
     return std::shared_ptr<const PinnedRange>(std::make_shared<PinnedRange>(range.take()));
   };
@@ -579,18 +583,6 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   window_ = pinned.value();
   window_start_ = from;
   window_end_ = to;
-  return pinned;
-}
-
-Result<PinnedRange> TransferJob::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
-  Buffer::Made made;
-  Result<PinnedRange> pinned = target().pin_for_write(offset, bytes, &made);
-  if (made.extents.empty()) return pinned;
-  const std::lock_guard lock(mutex_);
-  if (made.shrinks > pin_made_.shrinks) pin_made_ = {{}, made.shrinks};
-  if (made.shrinks == pin_made_.shrinks) {
-    pin_made_.extents = joined(pin_made_.extents, without(made.extents, pin_made_.extents));
-  }
   return pinned;
 }
 
@@ -669,14 +661,14 @@ void TransferJob::finish() {
 
 // A buffer that was made smaller meanwhile stays so, as if that had come after all that was loaded: what it took away
 // must not come back as zeros.
-Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) const {
+Status TransferJob::finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) {
   if (target.buffer() == nullptr) return {};
   const std::uint64_t start = request_.target_offset;
   const bool published = reached == 0 || target.buffer()->publish_since(start + reached, noted_shrinks_);
   const std::uint64_t kept = published ? reached : 0;
+  kept_.reset();
+  (void)target.buffer()->trim(kTrimPatience);
   if (touched <= kept) return {};
-  target.buffer()->release_unused(made_);
-  target.buffer()->release_unused(pin_made_);
   return target.buffer()->discard_above_size(start + kept, touched - kept);
 }
 

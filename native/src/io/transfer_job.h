@@ -70,9 +70,6 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   void end_use();
   [[nodiscard]] const Target& target() const { return request_.target; }
 
-  // Session: pins for a load. What it makes is remembered, like all that a load takes, until its end.
-  Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes);
-
   // Session: a good moment for this session to take memory ahead of the pieces. `settle` as in pin_window().
   void take_ahead(const std::function<void()>& settle);
 
@@ -146,7 +143,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   Result<Plan> make_plan(std::uint64_t total);
   void leave();
   void finish();
-  Status finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched) const;
+  Status finish_load(const Target& target, std::uint64_t reached, std::uint64_t touched);
   Status finish_store(std::uint64_t reached, std::uint64_t touched);
   Status sync_file();
   std::uint64_t chunk_bytes(Path path) const;
@@ -174,6 +171,7 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   std::uint64_t preallocated_end_ = 0;
   bool by_pages_ = false;
   std::uint64_t noted_shrinks_ = 0;  // of a load's buffer, before its first byte was written
+  std::shared_ptr<void> kept_;       // a load's Buffer::keep_unpublished(), until its end
 
   // When prepare() began and ended, for traces; 0: not yet.
   std::atomic<std::uint64_t> bind_start_{0};
@@ -205,8 +203,6 @@ class TransferJob final : public Transfer, public Work, public std::enable_share
   std::uint64_t populated_end_ = 0;
   std::uint64_t largest_step_ = 0;  // that the device has had room for
   bool populating_ = false;
-  Buffer::Made made_;                        // by populate_step(); whoever set populating_ has it to himself
-  Buffer::Made pin_made_;                    // by pin_for_write()
   std::weak_ptr<const PinnedRange> window_;  // [window_start_, window_end_), as long as some session uses it
   std::uint64_t window_start_ = 0;
   std::uint64_t window_end_ = 0;
