@@ -264,21 +264,21 @@ TEST_F(BufferGpuTest, AFailedGrowthMovesNothingUnderAReader) {
   }
 }
 
-// What is ahead shares a piece of memory with the file's end, and goes back all the same: also when the device is full.
-TEST_F(BufferGpuTest, MemoryAheadGoesBackFromAFullDevice) {
+// Preallocated memory shares a piece with the file's end, and is released all the same: also when the device is full.
+TEST_F(BufferGpuTest, PreallocatedMemoryIsReleasedFromAFullDevice) {
   FakeGpuSetup setup;
   setup.memory_bytes = 1024 * kMiB;
   start(setup);
   const auto data = pattern(kMiB, 1);
   const auto buffer = make();
-  buffer->take_ahead();
+  buffer->preallocate_on_growth();
   for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB) ASSERT_EQ(must(buffer->write(at, data)), data.size());
-  ASSERT_GT(buffer->bytes_ahead(), 0U);
-  EXPECT_EQ(fake_state().bytes_used, buffer->bytes_held() + buffer->bytes_ahead());
+  ASSERT_GT(buffer->bytes_held(), 70 * kMiB);
+  EXPECT_EQ(fake_state().bytes_used, buffer->bytes_held());
   EXPECT_LT(fake().calls("cuMemCreate"), 12);
   const auto other = make();
-  ASSERT_OK(other->allocate(0, 1024 * kMiB - buffer->bytes_held(), true));
-  EXPECT_EQ(buffer->bytes_ahead(), 0U);
+  ASSERT_OK(other->allocate(0, 954 * kMiB, true));
+  EXPECT_EQ(buffer->bytes_held(), 70 * kMiB);
   EXPECT_EQ(fake_state().bytes_used, 1024 * kMiB);
   for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB)
     ASSERT_TRUE(testing::same_bytes(contents(*buffer, at, kMiB), data)) << at;

@@ -173,12 +173,13 @@ class FakeBuffer : public Buffer {
   }
 
   [[nodiscard]] std::uint64_t limit() const override { return kMaximum; }
-  [[nodiscard]] std::uint64_t bytes_ahead() const override { return ahead; }
-  void trim() override {
-    ahead = 0;
+  [[nodiscard]] bool may_trim() const override { return preallocated; }
+  bool trim(std::chrono::milliseconds) override {
+    preallocated = false;
     ++trims;
+    return true;
   }
-  std::atomic<std::uint64_t> ahead{0};
+  std::atomic<bool> preallocated{false};
   std::atomic<int> trims{0};
 
   class FakePinned : public Pinned {
@@ -189,9 +190,8 @@ class FakeBuffer : public Buffer {
     std::vector<Piece> pieces_;
   };
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
-  Status populate(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
-  void release_unused(const Made&) override {}
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
+  Status populate(std::uint64_t, std::uint64_t) override { return unused(); }
   void publish(std::uint64_t) override {}
   bool publish_since(std::uint64_t, std::uint64_t) override { return true; }
   [[nodiscard]] std::uint64_t shrinks() const override { return 0; }

@@ -218,18 +218,16 @@ class FakeBuffer final : public Buffer {
     const std::uint64_t end = std::min(offset + bytes, size_);
     return make_pin_locked(offset, end > offset ? end - offset : 0);
   }
-  using Buffer::pin_for_write;
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Made*) override {
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override {
     const std::lock_guard lock(mutex_);
     if (bytes > 0) {
       for (std::uint64_t g = offset / kGranule; g <= (offset + bytes - 1) / kGranule; ++g) populated_[g] = true;
     }
     return make_pin_locked(offset, bytes);
   }
-  Status populate(std::uint64_t offset, std::uint64_t bytes, Made*) override {
+  Status populate(std::uint64_t offset, std::uint64_t bytes) override {
     return pin_for_write(offset, bytes).status();
   }
-  void release_unused(const Made&) override {}
   void publish(std::uint64_t end) override {
     const std::lock_guard lock(mutex_);
     size_ = std::max(size_, end);

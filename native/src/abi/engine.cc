@@ -311,7 +311,8 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
       // Memory that is being released is free before the buffer stops counting it.
-      memory->held_bytes = std::min(context.value()->held_bytes(), memory->total_bytes - memory->free_bytes);
+      const std::uint64_t used = memory->total_bytes - std::min(memory->free_bytes, memory->total_bytes);
+      memory->held_bytes = std::min(context.value()->held_bytes(), used);
       return {};
     }
     memory->held_bytes = context.value()->held_bytes();

@@ -19,9 +19,6 @@
 namespace gpufs {
 namespace {
 
-// How long those who need memory wait until it is given back by others who hold it ahead of use.
-constexpr std::chrono::milliseconds kReclaimPatience{1000};
-
 // Work is other people's code: what it throws becomes a status, so that its callback runs and the worker lives on.
 Status run_caught(const DeviceContext::Work& work, Device& device) {
   try {
@@ -290,34 +287,25 @@ bool DeviceContext::wait_while_it_moves(const std::function<bool(std::chrono::mi
 
 void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
 
-void DeviceContext::hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key) {
-  const std::lock_guard lock(ahead_mutex_);
-  ahead_holders_[key] = std::move(holder);
+void DeviceContext::add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
+  const std::lock_guard lock(trimmable_mutex_);
+  trimmable_[key] = std::move(buffer);
 }
 
-void DeviceContext::drop_ahead(const AheadHolder* key) {
-  const std::lock_guard lock(ahead_mutex_);
-  ahead_holders_.erase(key);
-  ahead_returns_.fetch_add(1, std::memory_order_release);
-}
-
-bool DeviceContext::reclaim_ahead(std::uint64_t noted) {
-  std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> holders;
+void DeviceContext::remove_trimmable(const Buffer* key, bool released) {
   {
-    const std::lock_guard lock(ahead_mutex_);
-    holders = ahead_holders_;
+    const std::lock_guard lock(trimmable_mutex_);
+    trimmable_.erase(key);
   }
-  // For all of them together.
-  const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
-  bool ending = false;  // some holder, which takes along what it has
-  for (const auto& [key, weak] : holders) {
-    if (const std::shared_ptr<AheadHolder> holder = weak.lock()) {
-      holder->give_back_ahead(deadline);
-    } else {
-      ending = true;
-    }
-  }
-  return ending || ahead_returns() != noted;
+  if (released) trim_count_.fetch_add(1, std::memory_order_release);
+}
+
+std::vector<std::weak_ptr<Buffer>> DeviceContext::trimmable() const {
+  std::vector<std::weak_ptr<Buffer>> buffers;
+  const std::lock_guard lock(trimmable_mutex_);
+  buffers.reserve(trimmable_.size());
+  for (const auto& [key, buffer] : trimmable_) buffers.push_back(buffer);
+  return buffers;
 }
 
 void DeviceContext::set_host_locks(std::shared_ptr<HostLocks> locks) { host_locks_ = std::move(locks); }

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "drivers/driver.h"
@@ -19,6 +20,7 @@
 
 namespace gpufs {
 
+class Buffer;     // memory/buffer.h
 class EventPool;
 class HostLocks;  // memory/host_locks.h
 class SlabPool;   // memory/slab_pool.h
@@ -32,14 +34,6 @@ struct DeviceContextOptions {
   // Of a copy within a GPU, between two looks at a cancellation. Starting and awaiting smaller ones shows: 64 MiB at a
   // time took 1.7 times as long as in one go.
   std::uint64_t copy_chunk_bytes = std::uint64_t{1} << 30;
-};
-
-// Who holds memory of a device that nobody uses yet.
-class AheadHolder {
- public:
-  virtual ~AheadHolder() = default;
-  // Gives it back to the device. Any thread; may wait for users of the holder's other memory, up to the deadline.
-  virtual void give_back_ahead(std::chrono::steady_clock::time_point deadline) = 0;
 };
 
 class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
@@ -104,18 +98,12 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
 
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
-  // Memory that is taken ahead of use. hold_ahead() and drop_ahead() list and unlist a holder, account_ahead() counts
-  // what they hold. reclaim_ahead() has all of them give it back; false if nothing came of it, nor has any been given
-  // back by others since ahead_returns() was `noted`. Its caller holds no lock, pin or other thing that one of them
-  // could wait for.
-  void hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key);
-  void drop_ahead(const AheadHolder* key);
-  void account_ahead(std::int64_t bytes) {
-    ahead_bytes_.fetch_add(static_cast<std::uint64_t>(bytes), std::memory_order_relaxed);
-  }
-  [[nodiscard]] std::uint64_t ahead_bytes() const { return ahead_bytes_.load(std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t ahead_returns() const { return ahead_returns_.load(std::memory_order_acquire); }
-  bool reclaim_ahead(std::uint64_t noted);
+  // Buffers that may hold memory which Buffer::trim() releases. trim_count() counts those that were removed because
+  // they had released some, so that a caller who finds the device full knows whether trying again is worth it.
+  void add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
+  void remove_trimmable(const Buffer* key, bool released);
+  [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
+  [[nodiscard]] std::uint64_t trim_count() const { return trim_count_.load(std::memory_order_acquire); }
 
   // What is counted about this device, in memory of its own until it is told otherwise. Set once, before the context is
   // shared.
@@ -145,12 +133,11 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   std::shared_ptr<HostLocks> host_locks_;
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
-  std::atomic<std::uint64_t> ahead_bytes_{0};
   const std::shared_ptr<std::atomic<int>> standing_ = std::make_shared<std::atomic<int>>(0);
-  std::atomic<std::uint64_t> ahead_returns_{0};  // how often a holder was unlisted
+  std::atomic<std::uint64_t> trim_count_{0};
 
-  std::mutex ahead_mutex_;  // guards ahead_holders_; a leaf
-  std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> ahead_holders_;
+  mutable std::mutex trimmable_mutex_;  // guards trimmable_; a leaf
+  std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
 };
 
 }  // namespace gpufs

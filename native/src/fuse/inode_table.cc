@@ -293,8 +293,9 @@ Status InodeTable::release(std::uint64_t fh) {
   {
     const std::lock_guard lock(inode->mutex_);
     --inode->open_files_;
-    const bool last_writer = writes && --inode->open_writers_ == 0;
-    trims = last_writer && inode->attributes_.nlink != 0 && inode->buffer_->bytes_ahead() > 0;
+    if (writes) --inode->open_writers_;
+    // At each close without a writer: the last try may have found the buffer in use.
+    trims = inode->open_writers_ == 0 && inode->attributes_.nlink != 0 && inode->buffer_->may_trim();
     doomed = update_orphan_locked(inode);
   }
   if (doomed) {
@@ -362,7 +363,7 @@ void InodeTable::reap_loop() {
       trim_queue_.pop_front();
       lock.unlock();
       std::shared_ptr<Inode> inode = closed.lock();
-      if (inode) inode->buffer_->trim();
+      if (inode) (void)inode->buffer_->trim(std::chrono::milliseconds(0));
       lock.lock();
       if (inode) count_reaped_locked(inode->device_);
       lock.unlock();

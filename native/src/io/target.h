@@ -48,8 +48,8 @@ class Target {
 
   // Clipped to size().
   [[nodiscard]] Result<PinnedRange> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;
-  // Takes memory where there is none yet, and adds it to `made`, of a buffer.
-  [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Buffer::Made* made) const;
+  // Takes memory where there is none yet.
+  [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes) const;
 
  private:
   std::shared_ptr<DeviceContext> device_;

@@ -68,7 +68,7 @@ class ExtentBuffer::CopyQueue {
     if (piece.address == 0 || piece.bytes != bytes || !open(chunk.get())) return false;
     {
       const std::lock_guard lock(target_.state_mutex_);
-      if (!target_.try_list_locked(offset, offset + bytes, &chunk->target)) return false;
+      if (!target_.try_write_locked(offset, offset + bytes, &chunk->target)) return false;
     }
     chunk->end = offset + bytes;
     chunk->bytes = bytes;
@@ -243,7 +243,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       pinned = looked_at.take();
       {
         const std::lock_guard lock(state_mutex_);
-        if (try_list_locked(offset, offset + bytes, &target)) break;
+        if (try_write_locked(offset, offset + bytes, &target)) break;
       }
       // What has to be waited for is waited for without the pin.
       pinned.reset();
