@@ -177,7 +177,7 @@ typedef struct {
   int32_t relay_fd;         /* native end of gpufs_relay_pair(), whose other end pyfuse3 has; taken over too */
   int32_t reader_threads;   /* 0: chosen by the number of CPUs */
   int32_t worker_threads;   /* most for each device's operations that may take long; 0: 64 */
-  double reader_spin;       /* seconds that a reader looks for a request before it sleeps, to 0.01; 0: not at all */
+  double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */

@@ -1,3 +1,5 @@
+#include "fuse/transport.h"
+
 #include <cerrno>
 #include <exception>
 #include <string>
@@ -5,7 +7,6 @@
 
 #include "base/log.h"
 #include "fuse/statistics.h"
-#include "fuse/transport.h"
 
 namespace gpufs::fuse {
 
@@ -17,7 +18,7 @@ Responder::Responder(Responder&& other) noexcept
 
 Responder& Responder::operator=(Responder&& other) noexcept {
   if (this != &other) {
-    Responder previous(std::move(*this));  // answers its request if nobody has
+    Responder previous(std::move(*this));  // answers its own request if that is still pending
     transport_ = std::exchange(other.transport_, nullptr);
     statistics_ = other.statistics_;
     unique_ = other.unique_;
@@ -28,12 +29,12 @@ Responder& Responder::operator=(Responder&& other) noexcept {
 
 Responder::~Responder() {
   if (!pending()) return;
-  if (std::uncaught_exceptions() != 0) {  // there was no memory: nothing else throws here
+  if (std::uncaught_exceptions() != 0) {
     error(ENOMEM);
     return;
   }
   statistics_->unanswered.add();
-  log_error("no reply was made to a request (", opcode_name(opcode_), "); it is answered EIO");
+  log_error("a request (", opcode_name(opcode_), ") was left without a reply; answering EIO");
   error(EIO);
 }
 
@@ -43,6 +44,11 @@ void Responder::error(int error) {
 }
 
 void Responder::data(std::span<const iovec> body) { deliver(0, body); }
+
+void Responder::data(std::span<const std::byte> body) {
+  const iovec part{const_cast<std::byte*>(body.data()), body.size()};  // sent, not written to
+  deliver(0, {&part, body.empty() ? std::size_t{0} : std::size_t{1}});
+}
 
 void Responder::deliver(int error, std::span<const iovec> body) {
   Transport* transport = std::exchange(transport_, nullptr);
@@ -54,7 +60,7 @@ void Responder::deliver(int error, std::span<const iovec> body) {
     statistics_->lost_replies.add();
     return;
   }
-  // The kernel did not like the reply (or had no memory for it). Its client still waits unless it is told something.
+  // The kernel rejected the reply (or had no memory for it), and its client still waits for one.
   statistics_->rejected_replies.add();
   log_warning("the kernel refused a reply to ", opcode_name(opcode_), " (errno ", outcome, "); answering EIO");
   if (error == 0) static_cast<void>(transport->send(unique_, EIO, {}));

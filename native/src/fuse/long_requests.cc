@@ -1,4 +1,4 @@
-#include "fuse/long_operation.h"
+#include "fuse/long_requests.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -22,11 +22,11 @@ bool valid_range(std::uint64_t offset, std::uint64_t bytes) {
 Result<CopyRequest> read_copy_request(const Request& request) {
   CopyRequest copy;
   copy.wide = request.header.opcode == kOpcodeCopyFileRange64;
-  if (!read_struct(request.message, sizeof(fuse_in_header), &copy.in)) return Status(EINVAL, "a copy without a body");
+  copy.in = request.arguments<fuse_copy_file_range_in>();
   if (!copy.wide) copy.in.len = std::min(copy.in.len, kCopyLimit32);
-  if (copy.in.flags != 0) return Status(EINVAL, "flags of a copy that nobody knows");
+  if (copy.in.flags != 0) return Status(EINVAL, "unknown flags of a copy");
   if (!valid_range(copy.in.off_in, copy.in.len) || !valid_range(copy.in.off_out, copy.in.len)) {
-    return Status(EINVAL, "ranges of a copy that cannot be");
+    return Status(EINVAL, "impossible ranges of a copy");
   }
   return copy;
 }
@@ -34,7 +34,7 @@ Result<CopyRequest> read_copy_request(const Request& request) {
 void reply_copied(Responder& responder, bool wide, std::uint64_t bytes) {
   if (wide) return responder.body(CopyFileRangeOut{bytes});
   fuse_write_out out{};
-  out.size = static_cast<std::uint32_t>(bytes);  // of a length that was clipped to 32 bits
+  out.size = static_cast<std::uint32_t>(bytes);  // the length was clipped to 32 bits
   responder.body(out);
 }
 
