@@ -8,8 +8,7 @@
 #include <memory>
 #include <thread>
 
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "io/backing_file.h"
 #include "io/bounce_pool.h"
 #include "io/worker_pool.h"

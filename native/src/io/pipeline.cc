@@ -14,8 +14,7 @@
 
 #include "base/caught.h"
 #include "base/math.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "io/file_moves.h"
 #include "io/transfer_job.h"
 

@@ -179,12 +179,8 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   const bool in_slot = current()->slot != nullptr;
   const std::uint64_t slot_end = in_slot ? round_up(current()->slot->bytes(), granule_) : 0;
   if (memory_ == nullptr) {
-    Result<std::unique_ptr<DeviceMemory>> made = Status(EIO, "");
-    Status status = context_->run([&made](Device& device) {
-      made = device.create_memory();
-      return made.status();
-    });
-    if (!status.ok()) return status;
+    Result<std::unique_ptr<DeviceMemory>> made = context_->device().create_memory();
+    if (!made.ok()) return made.status();
     memory_ = made.take();
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), promise);
@@ -326,17 +322,14 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool promise) {
   }
   Exclusion exclusion(*this);
   if (copies && !before->extents.empty() && !exclusion.of_all_writers()) return would_wait();
-  Result<std::shared_ptr<AddressRange>> made = Status(EIO, "");
-  Status status = context_->run([&](Device&) {
-    for (;;) {
-      made = memory_->reserve(wanted);
-      if (made.ok() || wanted == needed || (made.error() != ENOMEM && made.error() != ENOSPC)) return made.status();
-      wanted = std::max(needed, wanted / 2);
-    }
-  });
-  // Addresses that have run out are room that has run out: a program knows what to do about ENOSPC.
-  if (status.error() == ENOMEM) return Status(ENOSPC, status.message());
-  if (!status.ok()) return status;
+  Result<std::shared_ptr<AddressRange>> made = memory_->reserve(wanted);
+  while (wanted > needed && (made.error() == ENOMEM || made.error() == ENOSPC)) {
+    wanted = std::max(needed, wanted / 2);
+    made = memory_->reserve(wanted);
+  }
+  // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
+  if (made.error() == ENOMEM) return Status(ENOSPC, made.status().message());
+  if (!made.ok()) return made.status();
   range_ = made.take();
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
   if (!in_slot) replace(make_snapshot(before->extents));
@@ -697,10 +690,8 @@ Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
     release_ahead();
     Status done = ensure_own(0, 0, 0, /*promise=*/false, {});
     if (!done.ok()) return done;
-    done = context_->run([&](Device&) {
-      exported = memory_->export_memory();
-      return exported.status();
-    });
+    exported = memory_->export_memory();
+    done = exported.status();
     exported_ = exported_ || done.ok();
     if (!done.ok()) drop_unused_memory();
     return done;
