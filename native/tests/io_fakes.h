@@ -131,7 +131,6 @@ class FakeDevice final : public Device {
     info_.total_bytes = std::uint64_t{1} << 34;
     info_.granule = 1 << 16;
     info_.cpu_addressable = plan_->cpu_addressable;
-    info_.binds_threads = true;
   }
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   Result<MemoryInfo> memory() override { return MemoryInfo{info_.total_bytes, info_.total_bytes}; }

@@ -17,8 +17,7 @@
 
 #include "bytes.h"
 #include "cuda_test_support.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "drivers/cuda/cuda_api.h"
 #include "faulty_driver.h"
 #include "hip_test_support.h"

@@ -24,7 +24,7 @@
 
 namespace gpufs {
 
-class DeviceContext;  // device/device_context.h: a Device with its worker thread and its pools
+class DeviceContext;  // device/device_context.h: a Device, its pools and its accounts
 
 // Memory that exists: [offset, offset + bytes), whole granules.
 using Extent = MemorySpan;

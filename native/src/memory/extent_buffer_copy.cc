@@ -9,8 +9,7 @@
 #include <utility>
 
 #include "base/math.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "memory/extent_buffer.h"
 #include "observe/trace.h"
 
@@ -112,11 +111,11 @@ class ExtentBuffer::CopyQueue {
 
   bool open(Chunk* chunk) {
     if (stream_ == nullptr) {
-      Result<std::shared_ptr<Stream>> stream = target_.context_->streams().acquire_for({});
+      Result<std::shared_ptr<Stream>> stream = target_.context_->streams().acquire();
       if (!stream.ok()) return false;
       stream_ = stream.take();
     }
-    Result<std::shared_ptr<Event>> event = target_.context_->events().acquire_for({});
+    Result<std::shared_ptr<Event>> event = target_.context_->events().acquire();
     if (event.ok()) chunk->moved = event.take();
     return event.ok();
   }

@@ -125,12 +125,8 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
   const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes(), granule_) : 0;
   if (memory_ == nullptr) {
-    Result<std::unique_ptr<DeviceMemory>> created = Status(EIO, "");
-    Status status = context_->run([&created](Device& device) {
-      created = device.create_memory();
-      return created.status();
-    });
-    if (!status.ok()) return status;
+    Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
+    if (!created.ok()) return created.status();
     memory_ = created.take();
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), fixed);
@@ -228,18 +224,14 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool fixed) {
   }
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
-  Result<std::shared_ptr<AddressRange>> reserved = Status(EIO, "");
-  Status status = context_->run([&](Device&) {
-    for (;;) {
-      reserved = memory_->reserve(wanted);
-      const bool full = reserved.error() == ENOMEM || reserved.error() == ENOSPC;
-      if (!full || wanted == needed) return reserved.status();
-      wanted = std::max(needed, wanted / 2);
-    }
-  });
-  // A program knows what to do about ENOSPC, so addresses that have run out are that.
-  if (status.error() == ENOMEM) return Status(ENOSPC, status.message());
-  if (!status.ok()) return status;
+  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted);
+  while (wanted > needed && (reserved.error() == ENOMEM || reserved.error() == ENOSPC)) {
+    wanted = std::max(needed, wanted / 2);
+    reserved = memory_->reserve(wanted);
+  }
+  // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
+  if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
+  if (!reserved.ok()) return reserved.status();
   range_ = reserved.take();
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
   if (!in_slot) replace(make_snapshot(std::move(existing)));
@@ -386,10 +378,8 @@ Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
     (void)release_unused(TimePoint::max());
     Status done = ensure_own(0, 0, 0, /*fixed=*/false, /*speculative=*/false);
     if (!done.ok()) return done;
-    done = context_->run([&](Device&) {
-      exported = memory_->export_memory();
-      return exported.status();
-    });
+    exported = memory_->export_memory();
+    done = exported.status();
     exported_ = exported_ || done.ok();
     if (!done.ok()) drop_empty_memory();
     return done;
