@@ -1,4 +1,4 @@
-"""The counters of a mount: what is counted, and reading them from outside, after the daemon's death and by Prometheus."""
+"""The counters of a mount: what is counted, and reading them from outside, after its death and by Prometheus."""
 
 import errno
 import json
