@@ -310,7 +310,7 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
-      // Memory that is being released is free before its buffer stops counting it.
+      // Memory that is being released is free before the buffer stops counting it.
       memory->held_bytes = std::min(context.value()->held_bytes(), memory->total_bytes - memory->free_bytes);
       return {};
     }

@@ -1,6 +1,6 @@
-// A mutex that can be waited for until a deadline: std::timed_mutex, but known to the thread sanitizer.
-// Ownership: the object that it guards.
-// Thread-safe.
+// A mutex that can be waited for until a time. As std::timed_mutex, whose wait the thread sanitizer does not know.
+// Owned by what it guards.
+// Any thread.
 #pragma once
 
 #include <chrono>
