@@ -180,7 +180,7 @@ def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, ho
     library = next(FAKE_HIP.glob("libamdhip64.so*"))
     environment = {"LD_LIBRARY_PATH": str(library.parent)}
     own = mount(
-        "--backing", f"b={tmp_path}", "--io-fastpath", "off", "--io-pagecache", "off", driver="hip",
+        "--backing", f"b={tmp_path}", "--io-fastpath", "off", driver="hip",
         environment=environment, memory=512 * MIB,
     )  # fmt: skip
     path = tmp_path / "trace.json"

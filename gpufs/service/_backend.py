@@ -99,8 +99,7 @@ class _EngineTransfer:
         failure = self._transfer.failure() if now.error else None
         paths = {
             "fastpath": now.fastpath_bytes,
-            "fallback": now.fallback_bytes - now.pagecache_bytes,
-            "page_cache": now.pagecache_bytes,
+            "fallback": now.fallback_bytes,
             "hole": now.hole_bytes,
         }
         return State(

@@ -7,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, Final
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"GPUFSTAT"
 BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable")
 FLOWS: Final = ("in", "out")
@@ -17,7 +17,6 @@ DETAILS: Final = (
     "abandoned",
     "buffered_bytes",
     "direct_bytes",
-    "pagecache_bytes",
     "hole_bytes",
 )
 ENGINE_GAUGES: Final = (

@@ -14,7 +14,6 @@ _DETAIL_TEXTS: Final = {
     "abandoned": "Cancelled transfers whose threads hung in their files.",
     "buffered_bytes": "Bytes of the fallback path that went through the page cache.",
     "direct_bytes": "Bytes of the fallback path that were read or written by O_DIRECT.",
-    "pagecache_bytes": "Bytes of the fallback path that were copied straight from the page cache's pages.",
     "hole_bytes": "Bytes of holes, which were not read.",
 }
 _ENGINE_TEXTS: Final = {

@@ -286,7 +286,6 @@ typedef struct {
   int32_t slots;         /* pinned slots of a thread; 0: 3 */
   int32_t fastpath;      /* GPUFS_AUTO, GPUFS_OFF or GPUFS_REQUIRE */
   int32_t fallback;      /* GPUFS_AUTO (on), GPUFS_ON or GPUFS_OFF */
-  int32_t pagecache;     /* copies straight from the page cache's pages: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
   int32_t direct;        /* O_DIRECT on the fallback path: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
   /* Types of file systems that the fastpath may use beside ext4, xfs and block devices, as /proc/self/mountinfo names
    * them, separated by commas ("nfs4,lustre"); "any"; NULL or "": none. */
@@ -353,9 +352,8 @@ typedef struct {
   uint64_t prefix;     /* from the start without a gap; once done, what counts */
   uint64_t fastpath_bytes;
   uint64_t fallback_bytes;
-  uint64_t pagecache_bytes; /* of fallback_bytes */
-  uint64_t hole_bytes;      /* moved by neither: holes that stayed holes */
-  uint32_t refusals;        /* why fastpath did not take all of it */
+  uint64_t hole_bytes; /* moved by neither: holes that stayed holes */
+  uint32_t refusals;   /* why fastpath did not take all of it */
 } gpufs_transfer_progress;
 
 /* Returns once it is queued. Device memory that is not a buffer must stay valid until the transfer is done, and a load

@@ -14,7 +14,7 @@
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
 #include "gpufs.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs {

@@ -67,11 +67,10 @@ struct alignas(64) TransferDetails {
   Counter cancelled;
   Counter abandoned;  // cancelled while a thread hung in the file
   // Parts of fallback's bytes.
-  Counter buffered_bytes;   // through the page cache
-  Counter direct_bytes;     // by O_DIRECT
-  Counter pagecache_bytes;  // copied straight from the page cache's pages
-  Counter hole_bytes;       // not one of the parts: holes of the source, never read
-  std::array<Counter, 9> reserved;
+  Counter buffered_bytes;  // through the page cache
+  Counter direct_bytes;    // by O_DIRECT
+  Counter hole_bytes;      // not one of the parts: holes of the source, never read
+  std::array<Counter, 10> reserved;
 };
 static_assert(sizeof(TransferDetails) == 128);
 
@@ -105,7 +104,7 @@ static_assert(sizeof(DeviceGauges) == 128);
 
 inline constexpr std::size_t kHeaderBytes = 4096;
 inline constexpr std::size_t kTextBytes = kHeaderBytes - 256;
-inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint32_t kFormatVersion = 2;
 
 struct Header {
   std::array<char, 8> magic;  // "GPUFSTAT"
