@@ -13,15 +13,6 @@
 
 namespace gpufs {
 
-struct BounceBuffer::Memory {
-  std::byte* start = nullptr;
-  std::size_t mapped_bytes = 0;
-  void* mapping = nullptr;
-  int node = -1;
-  bool pinned = false;
-  std::shared_ptr<DeviceContext> device;  // the one that pinned it
-};
-
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
@@ -40,13 +31,7 @@ void prefer_node(void* memory, std::size_t bytes, int node) {
 
 }  // namespace
 
-std::byte* BounceBuffer::data() const { return memory_->start; }
-std::size_t BounceBuffer::bytes() const { return pool_->buffer_bytes_; }
-
-void BounceBuffer::reset() {
-  if (memory_ != nullptr) pool_->give_back(std::exchange(memory_, nullptr));
-  pool_.reset();
-}
+void ReturnToPool::operator()(BounceMemory* memory) const { pool->give_back(memory); }
 
 std::shared_ptr<BouncePool> BouncePool::create(std::size_t buffer_bytes, std::uint64_t capacity_bytes) {
   const auto capacity = static_cast<std::size_t>(std::max<std::uint64_t>(capacity_bytes / buffer_bytes, 1));
@@ -55,23 +40,24 @@ std::shared_ptr<BouncePool> BouncePool::create(std::size_t buffer_bytes, std::ui
 
 BouncePool::~BouncePool() { close(); }
 
-Result<BouncePool::Memory*> BouncePool::pin(const std::shared_ptr<DeviceContext>& device) const {
-  auto memory = std::make_unique<Memory>();
+Result<BounceMemory*> BouncePool::pin(const std::shared_ptr<DeviceContext>& device) const {
+  auto memory = std::make_unique<BounceMemory>();
   // Aligned to huge pages if it fills one: fewer pages to pin.
   const std::size_t align = buffer_bytes_ >= kHugePage ? kHugePage : 0;
+  memory->bytes = buffer_bytes_;
   memory->mapped_bytes = buffer_bytes_ + align;
   memory->mapping = ::mmap(nullptr, memory->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory->mapping == MAP_FAILED) return Status::from_errno(errno, "memory for a bounce buffer");
   (void)::madvise(memory->mapping, memory->mapped_bytes, MADV_DONTDUMP);  // users' data
   auto start = reinterpret_cast<std::uintptr_t>(memory->mapping);
   if (align != 0) start = round_up(start, align);
-  memory->start = reinterpret_cast<std::byte*>(start);
+  memory->data = reinterpret_cast<std::byte*>(start);
   memory->node = device->info().numa_node;
-  prefer_node(memory->start, buffer_bytes_, memory->node);
-  if (align != 0) (void)::madvise(memory->start, buffer_bytes_, MADV_HUGEPAGE);
+  prefer_node(memory->data, buffer_bytes_, memory->node);
+  if (align != 0) (void)::madvise(memory->data, buffer_bytes_, MADV_HUGEPAGE);
   // Where the CPU addresses the device's memory nothing copies asynchronously.
   if (!device->info().cpu_addressable) {
-    const Status pinned = device->device().pin(memory->start, buffer_bytes_);
+    const Status pinned = device->device().pin(memory->data, buffer_bytes_);
     if (!pinned.ok()) {
       ::munmap(memory->mapping, memory->mapped_bytes);
       return pinned.with_context("pinning a bounce buffer");
@@ -82,12 +68,12 @@ Result<BouncePool::Memory*> BouncePool::pin(const std::shared_ptr<DeviceContext>
   return memory.release();
 }
 
-void BouncePool::unpin(Memory* raw) {
-  const std::unique_ptr<Memory> memory(raw);
+void BouncePool::unpin(BounceMemory* raw) {
+  const std::unique_ptr<BounceMemory> memory(raw);
   if (memory->pinned) {
     // Unpinning waits for blocked streams, and those may wait for the caller of close().
     if (memory->device->holds_up()) return;
-    const Status unpinned = memory->device->device().unpin(memory->start);
+    const Status unpinned = memory->device->device().unpin(memory->data);
     if (!unpinned.ok()) {
       // The driver may still use these pages, so they must stay mapped.
       log_warning("a bounce buffer could not be unpinned and stays allocated: ", unpinned.message());
@@ -98,21 +84,22 @@ void BouncePool::unpin(Memory* raw) {
 }
 
 // An idle buffer, or a new one if there may be more; null if there is neither. Releases the lock while it pins.
-Result<BouncePool::Memory*> BouncePool::take_locked(std::unique_lock<std::mutex>& lock,
-                                                    const std::shared_ptr<DeviceContext>& device) {
+Result<BounceMemory*> BouncePool::take_locked(std::unique_lock<std::mutex>& lock,
+                                              const std::shared_ptr<DeviceContext>& device) {
   const int node = device->info().numa_node;
-  auto chosen = std::find_if(idle_.begin(), idle_.end(), [&](const Memory* memory) { return memory->node == node; });
+  auto chosen =
+      std::find_if(idle_.begin(), idle_.end(), [&](const BounceMemory* memory) { return memory->node == node; });
   // A buffer on the right node is better than an idle one on another.
   if (chosen == idle_.end() && existing_ >= capacity_) chosen = idle_.begin();
   if (chosen != idle_.end()) {
-    Memory* const memory = *chosen;
+    BounceMemory* const memory = *chosen;
     idle_.erase(chosen);
     return memory;
   }
   if (existing_ >= capacity_) return nullptr;
   ++existing_;
   lock.unlock();
-  Result<Memory*> pinned = pin(device);
+  Result<BounceMemory*> pinned = pin(device);
   lock.lock();
   if (!pinned.ok()) {
     --existing_;
@@ -133,9 +120,9 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
     if (closed_) return Status(ESHUTDOWN, "the bounce pool is closed");
     if (cancelled) return Status(ECANCELED, "cancelled while waiting for a bounce buffer");
     if (waiting_.empty() || number < *waiting_.begin()) {
-      Memory* memory = nullptr;
+      BounceMemory* memory = nullptr;
       if (failure.ok()) {
-        Result<Memory*> taken = take_locked(lock, device);
+        Result<BounceMemory*> taken = take_locked(lock, device);
         if (taken.ok()) memory = taken.value();
         failure = taken.status();
       } else if (!idle_.empty()) {
@@ -144,7 +131,7 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
       }
       if (memory != nullptr) {
         changed_.notify_all();  // there may be one for the next caller too
-        return BounceBuffer(shared_from_this(), memory);
+        return BounceBuffer(memory, ReturnToPool{shared_from_this()});
       }
       if (existing_ == 0) return failure.ok() ? Status(ENOMEM, "no bounce buffer could be pinned") : failure;
       if (!failure.ok() && !idle_.empty()) continue;
@@ -159,12 +146,12 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
 BounceBuffer BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
   std::unique_lock lock(mutex_);
   if (closed_ || !waiting_.empty() || idle_.size() + (capacity_ - existing_) <= reserve) return {};
-  const Result<Memory*> taken = take_locked(lock, device);
+  const Result<BounceMemory*> taken = take_locked(lock, device);
   if (!taken.ok() || taken.value() == nullptr) return {};
-  return {shared_from_this(), taken.value()};
+  return {taken.value(), ReturnToPool{shared_from_this()}};
 }
 
-void BouncePool::give_back(Memory* memory) {
+void BouncePool::give_back(BounceMemory* memory) {
   {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
@@ -178,7 +165,7 @@ void BouncePool::give_back(Memory* memory) {
 }
 
 void BouncePool::close() {
-  std::vector<Memory*> freed;
+  std::vector<BounceMemory*> freed;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
@@ -186,7 +173,7 @@ void BouncePool::close() {
     existing_ -= freed.size();
     changed_.notify_all();
   }
-  for (Memory* const memory : freed) unpin(memory);
+  for (BounceMemory* const memory : freed) unpin(memory);
 }
 
 BouncePool::Statistics BouncePool::statistics() const {

@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -19,35 +18,21 @@ namespace gpufs {
 
 class BouncePool;
 
-// A pinned buffer of the pool, returned to it by the destructor: no copy from or to it may be under way then.
-class BounceBuffer {
- public:
-  BounceBuffer() = default;
-  BounceBuffer(BounceBuffer&& other) noexcept
-      : pool_(std::move(other.pool_)), memory_(std::exchange(other.memory_, nullptr)) {}
-  BounceBuffer& operator=(BounceBuffer&& other) noexcept {
-    if (this != &other) {
-      reset();
-      pool_ = std::move(other.pool_);
-      memory_ = std::exchange(other.memory_, nullptr);
-    }
-    return *this;
-  }
-  ~BounceBuffer() { reset(); }
-
-  [[nodiscard]] bool valid() const { return memory_ != nullptr; }
-  [[nodiscard]] std::byte* data() const;  // page aligned
-  [[nodiscard]] std::size_t bytes() const;
-  void reset();
-
- private:
-  friend class BouncePool;
-  struct Memory;
-  BounceBuffer(std::shared_ptr<BouncePool> pool, Memory* memory) : pool_(std::move(pool)), memory_(memory) {}
-
-  std::shared_ptr<BouncePool> pool_;
-  Memory* memory_ = nullptr;  // pool_'s
+struct BounceMemory {
+  std::byte* data = nullptr;  // page aligned
+  std::size_t bytes = 0;
+  void* mapping = nullptr;
+  std::size_t mapped_bytes = 0;
+  int node = -1;
+  bool pinned = false;
+  std::shared_ptr<DeviceContext> device;  // the one that pinned it
 };
+struct ReturnToPool {
+  std::shared_ptr<BouncePool> pool;
+  void operator()(BounceMemory* memory) const;
+};
+// A pinned buffer, returned to its pool when it is destroyed: no copy from or to it may be under way then.
+using BounceBuffer = std::unique_ptr<BounceMemory, ReturnToPool>;
 
 class BouncePool : public std::enable_shared_from_this<BouncePool> {
  public:
@@ -63,7 +48,8 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   // there is no buffer to wait for.
   Result<BounceBuffer> acquire(const std::shared_ptr<DeviceContext>& device, const std::atomic<bool>& cancelled);
 
-  // One more buffer for a caller that has one, if more than `reserve` others remain for callers without. Does not wait.
+  // One more buffer for a caller that has one, or null: only if more than `reserve` others remain for callers without.
+  // Does not wait.
   BounceBuffer try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve);
 
   // Ends the pool: waiting callers get ESHUTDOWN. Idle buffers are freed now, those in use when they are returned.
@@ -81,15 +67,14 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   [[nodiscard]] std::size_t capacity() const { return capacity_; }  // in buffers
 
  private:
-  friend class BounceBuffer;
-  using Memory = BounceBuffer::Memory;
+  friend struct ReturnToPool;
 
   BouncePool(std::size_t buffer_bytes, std::size_t capacity) : buffer_bytes_(buffer_bytes), capacity_(capacity) {}
 
-  Result<Memory*> pin(const std::shared_ptr<DeviceContext>& device) const;
-  static void unpin(Memory* memory);
-  Result<Memory*> take_locked(std::unique_lock<std::mutex>& lock, const std::shared_ptr<DeviceContext>& device);
-  void give_back(Memory* memory);
+  Result<BounceMemory*> pin(const std::shared_ptr<DeviceContext>& device) const;
+  static void unpin(BounceMemory* memory);
+  Result<BounceMemory*> take_locked(std::unique_lock<std::mutex>& lock, const std::shared_ptr<DeviceContext>& device);
+  void give_back(BounceMemory* memory);
 
   const std::size_t buffer_bytes_;
   const std::size_t capacity_;
@@ -97,8 +82,8 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   // Guards all below; innermost: nothing is pinned, unpinned or mapped under it.
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // a buffer came back, pinning failed, or the end
-  std::vector<Memory*> idle_;
-  std::size_t existing_ = 0;  // idle, in use, or being pinned
+  std::vector<BounceMemory*> idle_;
+  std::size_t existing_ = 0;         // idle, in use, or being pinned
   std::set<std::uint64_t> waiting_;  // numbers of waiting calls: the smallest is served next
   std::uint64_t last_number_ = 0;
   bool closed_ = false;

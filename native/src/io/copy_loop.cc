@@ -254,9 +254,9 @@ Moved CopyLoop::read_file(InFlight& slot) {
   const std::uint64_t unit = file_.facts().unit;
   const std::uint64_t lead = offset % unit;
   const std::uint64_t covering = round_up(lead + bytes, unit);
-  slot.memory = slot.buffer.data();
+  slot.memory = slot.buffer->data;
   Moved direct;
-  if (covering <= slot.buffer.bytes() && wants_direct(slot.chunk)) {
+  if (covering <= slot.buffer->bytes && wants_direct(slot.chunk)) {
     direct = read_direct(file_, slot.memory, covering, offset - lead);
     slot.memory += lead;
     direct.bytes = std::min(direct.bytes > lead ? direct.bytes - lead : 0, bytes);
@@ -286,8 +286,8 @@ Status CopyLoop::copy_to_device(InFlight& slot, bool* queued) {
 Status CopyLoop::copy_to_host(InFlight& slot, bool* queued) {
   slot.holes.clear();
   // At the same offset in its page as in the file's, so that O_DIRECT can write the middle.
-  slot.memory = slot.buffer.data() + file_offset(slot.chunk) % file_.facts().unit;
-  if (slot.memory + slot.bytes > slot.buffer.data() + slot.buffer.bytes()) slot.memory = slot.buffer.data();
+  slot.memory = slot.buffer->data + file_offset(slot.chunk) % file_.facts().unit;
+  if (slot.memory + slot.bytes > slot.buffer->data + slot.buffer->bytes) slot.memory = slot.buffer->data;
   Status status = pin(slot);
   if (!status.ok()) return status;
   const std::uint64_t start = target_offset(slot.chunk);
@@ -354,7 +354,7 @@ Result<CopyLoop::InFlight*> CopyLoop::free_buffer() {
   } else if (static_cast<int>(slots_.size()) < transfer_.options().slots && device_lags()) {
     BounceBuffer more = pool.try_acquire(device_, static_cast<std::size_t>(transfer_.threads_->threads()));
     // Without one, or without an event for it, the thread waits for a slot that it has.
-    if (more.valid() && add_buffer(std::move(more)).ok()) turn_ = slots_.size() - 1;
+    if (more != nullptr && add_buffer(std::move(more)).ok()) turn_ = slots_.size() - 1;
   }
   InFlight& slot = *slots_[turn_];
   turn_ = (turn_ + 1) % slots_.size();

@@ -1,6 +1,6 @@
-// How one thread moves its part of a transfer: take a chunk of the plan, read the file into a free pinned bounce buffer,
-// queue the copy to the device, take the next chunk. So file and device work overlap.
-// Belongs to the thread that runs it.
+// How one thread moves its part of a transfer: take a chunk of the plan, read the file into a free pinned bounce
+// buffer, queue the copy to the device, take the next chunk. So file and device work overlap. Belongs to the thread
+// that runs it.
 #pragma once
 
 #include <cstddef>
@@ -40,9 +40,9 @@ class CopyLoop {
     std::shared_ptr<Event> event;
     bool busy = false;  // the device works on it
     Chunk chunk;
-    std::uint64_t bytes = 0;      // of the chunk, after chunk.done, that are in the buffer
-    std::byte* memory = nullptr;  // where they are
-    Status file_status;           // load: how reading the file ended
+    std::uint64_t bytes = 0;        // of the chunk, after chunk.done, that are in the buffer
+    std::byte* memory = nullptr;    // where they are
+    Status file_status;             // load: how reading the file ended
     std::vector<BufferHole> holes;  // store
     TargetMemory::Use use;
     TargetMemory::Window window;

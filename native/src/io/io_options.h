@@ -35,8 +35,8 @@ struct IoOptions {
   std::size_t chunk_bytes = std::size_t{4} << 20;
   // The most host memory that all transfers together may pin.
   std::uint64_t pinned_bytes = std::uint64_t{192} << 20;
-  // Threads that one client has at most on a NUMA node; 0: by the number of CPUs. Half as many more exist there, so that
-  // a client whose files hang does not stop the others.
+  // Threads that one client has at most on a NUMA node; 0: by the number of CPUs. Half as many more exist there, so
+  // that a client whose files hang does not stop the others.
   int workers = 0;
   int slots = 3;  // pinned slots of a thread at most: file and device use different ones at the same time
   FastpathMode fastpath = FastpathMode::kAuto;

@@ -1,6 +1,6 @@
-// Which path a request takes: fastpath (the vendor moves the bytes between storage and device) or fallback (through host
-// memory). Fastpath scores highest unless one of its rules refuses the request; each refusal is a bit.
-// Pure functions on values that were probed before: no system calls, no driver calls.
+// Which path a request takes: fastpath (the vendor moves the bytes between storage and device) or fallback (through
+// host memory). Fastpath scores highest unless one of its rules refuses the request; each refusal is a bit. Pure
+// functions on values that were probed before: no system calls, no driver calls.
 #pragma once
 
 #include <cstdint>

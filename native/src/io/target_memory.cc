@@ -24,7 +24,8 @@ std::uint64_t end_of(const HoleRange& hole) { return hole.offset + hole.bytes; }
 
 // The first hole that ends above `offset`.
 auto hole_above(const std::vector<HoleRange>& holes, std::uint64_t offset) {
-  return std::partition_point(holes.begin(), holes.end(), [&](const HoleRange& hole) { return end_of(hole) <= offset; });
+  return std::partition_point(holes.begin(), holes.end(),
+                              [&](const HoleRange& hole) { return end_of(hole) <= offset; });
 }
 
 }  // namespace

@@ -550,8 +550,7 @@ bool Transfer::abandon(bool force) {
     const auto grace = options().cancel_grace * (load() != may_hang ? kPatience : 1);
     // A store to a disk returns, and its last write must not arrive after the end was reported. A load that is
     // finishing waits for no file.
-    const bool harmless =
-        load() ? phase_ != Phase::kFinishing : may_hang || syncing_ || phase_ == Phase::kQueued;
+    const bool harmless = load() ? phase_ != Phase::kFinishing : may_hang || syncing_ || phase_ == Phase::kQueued;
     if (!force && (!harmless || Clock::now() < cancel_time_ + grace)) return false;
     if (!memory_.close(force)) return false;
     abandoned_ = true;

@@ -148,8 +148,7 @@ void TransferEngine::watch_cancelled() {
     const std::lock_guard lock(mutex_);
     if (closed_) return;  // shutdown() looks after all of them
     if (!watch_.joinable()) {
-      Result<std::thread> started =
-          start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
+      Result<std::thread> started = start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
       if (!started.ok()) {
         log_warning("no thread to end cancelled transfers that hang: ", started.status().message());
         return;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <iterator>
+#include <tuple>
 #include <utility>
 
 #include "base/cpus.h"
@@ -28,11 +29,11 @@ Status TransferThreads::submit(const std::shared_ptr<TransferWork>& work) {
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
-    clients_[work->client()].entries.push_back({work, 0, Clock::now(), 0});
+    entries_.push_back({work, 0, Clock::now(), 0});
     finished = take_finished_locked();
     start_missing_locked();
     if (alive_ == 0) {
-      clients_.clear();  // without a thread there is no other work
+      entries_.clear();  // without a thread there is no other work
       return Status(EAGAIN, "no thread could be started for the transfer");
     }
   }
@@ -45,9 +46,7 @@ Status TransferThreads::submit(const std::shared_ptr<TransferWork>& work) {
 void TransferThreads::start_missing_locked() {
   if (alive_ >= threads()) return;
   int missing = -alive_;
-  for (const auto& [key, client] : clients_) {
-    for (const Entry& entry : client.entries) missing += std::max(entry.work->wanted(), entry.running);
-  }
+  for (const Entry& entry : entries_) missing += std::max(entry.work->wanted(), entry.running);
   for (; missing > 0 && alive_ < threads(); --missing) {
     Result<std::thread> started = start_thread("gpufs-io", [self = shared_from_this()] { self->thread_main(); });
     if (!started.ok()) {
@@ -71,42 +70,28 @@ void TransferThreads::update() {
 
 std::list<TransferThreads::Entry> TransferThreads::take_finished_locked() {
   std::list<Entry> finished;
-  for (auto client = clients_.begin(); client != clients_.end();) {
-    std::list<Entry>& entries = client->second.entries;
-    for (auto entry = entries.begin(); entry != entries.end();) {
-      const auto next = std::next(entry);
-      if (entry->running == 0 && entry->work->wanted() == 0) finished.splice(finished.end(), entries, entry);
-      entry = next;
-    }
-    client = entries.empty() ? clients_.erase(client) : std::next(client);
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    const auto next = std::next(entry);
+    if (entry->running == 0 && entry->work->wanted() == 0) finished.splice(finished.end(), entries_, entry);
+    entry = next;
   }
+  if (entries_.empty()) clients_.clear();
   return finished;
 }
 
 // The client with the fewest threads, of its works the one with the fewest, and among equals the one that was served
 // longest ago.
-TransferThreads::Entry* TransferThreads::choose_locked(Client** owner) {
+TransferThreads::Entry* TransferThreads::choose_locked() {
+  const auto rank = [this](const Entry& entry) {
+    const Client& client = clients_[entry.work->client()];
+    return std::make_tuple(client.running, client.served, entry.running, entry.served);
+  };
   Entry* best = nullptr;
-  for (auto& [key, client] : clients_) {
-    if (client.running >= share_) continue;
-    if (best != nullptr) {
-      const Client& other = **owner;
-      if (client.running > other.running) continue;
-      if (client.running == other.running && client.served > other.served) continue;
-    }
-    Entry* own = nullptr;
-    for (Entry& entry : client.entries) {
-      if (entry.running >= entry.work->wanted()) continue;
-      const std::uint64_t group = entry.work->group();
-      if (group != TransferWork::kNeverStalls && groups_[group] >= share_) continue;
-      if (own == nullptr || entry.running < own->running ||
-          (entry.running == own->running && entry.served < own->served)) {
-        own = &entry;
-      }
-    }
-    if (own == nullptr) continue;
-    best = own;
-    *owner = &client;
+  for (Entry& entry : entries_) {
+    const std::uint64_t group = entry.work->group();
+    if (entry.running >= entry.work->wanted() || clients_[entry.work->client()].running >= share_) continue;
+    if (group != TransferWork::kNeverStalls && groups_[group] >= share_) continue;
+    if (best == nullptr || rank(entry) < rank(*best)) best = &entry;
   }
   return best;
 }
@@ -118,19 +103,15 @@ bool TransferThreads::should_yield(const TransferWork& work, Clock::time_point s
   int& together = groups_[work.group()];
   const bool full = work.group() != TransferWork::kNeverStalls && together >= share_;
   if (!full && (idle_ > 0 || alive_ < threads())) return false;
-  Client* owner = nullptr;
   if (full) --together;
-  const Entry* const next = choose_locked(&owner);
+  const Entry* const next = choose_locked();
   if (full) ++together;
   if (next == nullptr) return false;
-  const auto mine = clients_.find(work.client());
-  if (mine == clients_.end()) return false;
-  const Client& client = mine->second;
-  if (&client != owner && owner->running + 1 < client.running) return true;
-  if (&client == owner) {
-    for (const Entry& entry : client.entries) {
-      if (entry.work.get() == &work && next->running + 1 < entry.running) return true;
-    }
+  if (next->work->client() != work.client()) {
+    if (clients_[next->work->client()].running + 1 < clients_[work.client()].running) return true;
+  } else {
+    const auto is_mine = [&](const Entry& entry) { return entry.work.get() == &work; };
+    if (next->running + 1 < std::find_if(entries_.begin(), entries_.end(), is_mine)->running) return true;
   }
   // More works than threads: they take turns.
   const Clock::time_point now = Clock::now();
@@ -141,19 +122,19 @@ void TransferThreads::thread_main() {
   run_on_node(node_);
   std::unique_lock lock(mutex_);
   while (!ending_) {
-    Client* owner = nullptr;
-    Entry* const entry = choose_locked(&owner);
+    Entry* const entry = choose_locked();
     if (entry == nullptr) {
       ++idle_;
       changed_.wait(lock);
       --idle_;
       continue;
     }
-    ++owner->running;
-    ++entry->running;
-    owner->served = entry->served = ++serial_;
-    // Entry and client keep their addresses: both are removed only while no thread runs for them.
     std::shared_ptr<TransferWork> work = entry->work;
+    // They keep their addresses: entries and clients are removed only while no thread serves them.
+    Client& client = clients_[work->client()];
+    ++client.running;
+    ++entry->running;
+    client.served = entry->served = ++serial_;
     int& together = groups_[work->group()];
     ++together;
     lock.unlock();
@@ -162,11 +143,11 @@ void TransferThreads::thread_main() {
     lock.lock();
     --together;
     if (ending_) finished_.notify_all();
-    --owner->running;
+    --client.running;
     --entry->running;
     if (entry->running == 0) entry->waiting_since = Clock::now();
     std::list<Entry> finished = take_finished_locked();
-    const bool more = !clients_.empty();
+    const bool more = !entries_.empty();
     lock.unlock();
     if (more) changed_.notify_one();
     finished.clear();
@@ -179,7 +160,7 @@ void TransferThreads::thread_main() {
 
 int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace) {
   std::vector<std::thread> threads;
-  std::map<std::uint64_t, Client> dropped;  // destroyed without the lock
+  std::list<Entry> dropped;  // destroyed without the lock
   int hung = 0;
   {
     std::unique_lock lock(mutex_);
@@ -190,7 +171,7 @@ int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::mill
     finished_.wait_for(lock, std::min(grace, hang_grace), [&] { return alive_ == 0; });
     hung = alive_;
     threads.swap(threads_);
-    if (hung == 0) dropped.swap(clients_);
+    if (hung == 0) dropped.swap(entries_);
   }
   for (std::thread& thread : threads) {
     // Threads that hang keep this object alive themselves.

@@ -83,13 +83,12 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   struct Client {
     int running = 0;
     std::uint64_t served = 0;
-    std::list<Entry> entries;
   };
 
   TransferThreads(int node, int share, int spare) : node_(node), share_(share), spare_(spare) {}
 
   void thread_main();
-  Entry* choose_locked(Client** owner);
+  Entry* choose_locked();
   void start_missing_locked();
   std::list<Entry> take_finished_locked();
   bool should_yield(const TransferWork& work, Clock::time_point since);
@@ -102,6 +101,7 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   std::mutex mutex_;
   std::condition_variable changed_;   // work for idle threads, or the end
   std::condition_variable finished_;  // a thread left its work or ended
+  std::list<Entry> entries_;
   std::map<std::uint64_t, Client> clients_;
   std::vector<std::thread> threads_;
   int alive_ = 0;
