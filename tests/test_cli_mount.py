@@ -332,7 +332,7 @@ def test_process_gets_the_configuration(
     wait_until(lambda: (tmp_path / "said").exists(), 10, "the stand-in")
     said = json.loads((tmp_path / "said").read_text())
     assert said["mountpoint"] == str(mountpoint)
-    assert (said["config"]["memory"], said["config"]["devices"], said["foreground"]) == (64 << 20, 3, False)
+    assert (said["config"]["memory"], said["config"]["devices"], said["config"]["foreground"]) == (64 << 20, 3, False)
     assert set(said["fds"]) <= {0, 1, 2, said["answer"]}
 
 

@@ -64,7 +64,6 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "metadata": "64M",
         "driver": "host",
         "log_level": "debug",
-        "transport": "device",
         "log_file": "/tmp/a.log",
         "allow_other": "true",
         "auto_unmount": "false",

@@ -10,12 +10,14 @@ from typing import Any
 import pyfuse3
 import pytest
 import trio
+from support.control_plane import control_plane
 from support.fake_table import FakeTable
 from support.processes import PATIENCE
 
-from gpufs.fs.backing import BackingOperations
-from gpufs.fs.host_inodes import Backing
-from gpufs.fs.tree import Tree, error
+from gpufs.fs.backing import Share
+from gpufs.fs.backing.open_files import OpenDirectory, OpenFile
+from gpufs.fs.errors import error
+from gpufs.fs.tree import Tree
 
 
 class Table(FakeTable):
@@ -34,16 +36,7 @@ class World:
         (shown / "file").touch()
         self.table = Table()
         tree = Tree(self.table, 1, uid=0, gid=0, control_files={})
-        options: dict[str, Any] = {"entry_timeout": 1, "attribute_timeout": 1}
-        self.operations = BackingOperations(
-            tree,
-            self.table,
-            backings=[Backing("data", str(shown), read_only=False)],
-            device=0,
-            uid=os.geteuid(),
-            gid=os.getegid(),
-            **options,
-        )
+        self.operations = control_plane(tree, self.table, [Share("data", str(shown), read_only=False)])
         self.directory = tree.lookup(1, b"backing").ino
 
     async def open(self) -> None:
@@ -52,9 +45,12 @@ class World:
         found = await self.operations.lookup(share.st_ino, b"file", context)
         self.file = (await self.operations.open(found.st_ino, os.O_RDWR, context)).fh
         self.listing = await self.operations.opendir(share.st_ino, context)
-        _, _, kept = self.operations._open_files[self.file]
-        assert kept is not None
-        self.descriptors = {kept, self.operations._listed[self.listing].fd}
+        handles = self.operations._handles
+        file, listing = handles.get(self.file), handles.get(self.listing)
+        assert isinstance(file, OpenFile)
+        assert isinstance(listing, OpenDirectory)
+        assert file.fd is not None
+        self.descriptors = {file.fd, listing.fd}
 
     async def close(self, planned: pytest.MonkeyPatch, failure: OSError | None = None) -> None:
         """What the kernel asks for in the end; both descriptors are closed then, which may tell of a failure."""
@@ -73,7 +69,6 @@ class World:
         with trio.fail_after(PATIENCE):
             while self.descriptors or self.table.open_files:  # noqa: ASYNC110 - no event says so
                 await trio.sleep(0.01)
-        self.operations.close()
 
 
 @pytest.fixture

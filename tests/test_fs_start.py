@@ -60,7 +60,6 @@ def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], st
         "mountpoint": mountpoint,
         "source": "gpufs",
         "config": {"driver": "host", "devices": 1, "memory": 64 << 20},
-        "foreground": False,
     }
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(patch=patch), mountpoint, str(answers_end)],

@@ -14,10 +14,10 @@ import trio.testing
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from support.control_plane import control_plane
 from support.fake_table import FakeTable
 
 from gpufs.fs.nodes import FIRST_COOKIE, BufferFile, Directory, Node
-from gpufs.fs.operations import Operations
 from gpufs.fs.tree import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, ROOT_INODE, Tree
 
 USER, GROUP = 1000, 100
@@ -536,20 +536,19 @@ async def test_a_stream_whose_end_comes_behind_the_next_ones_opening(autojump_cl
     """The kernel tells of both in this order, or in the other, as its threads like; of a closed descriptor before."""
     table = FakeTable()
     tree = Tree(table, 1, uid=7, gid=8, control_files={}, streams={"trace": OneAtATime})
-    operations = Operations(tree, table, entry_timeout=1, attribute_timeout=1)
+    operations = control_plane(tree, table)
     node = tree.lookup(tree.lookup(ROOT_INODE, b".gpufs").ino, b"trace")
-    context: Any = None
+    context: Any = pyfuse3.RequestContext.__new__(pyfuse3.RequestContext)
 
     async def opened() -> int:
         return (await operations.open(node.ino, os.O_RDONLY, context)).fh
 
     first = await opened()
-    await operations.flush(first)
     async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def end() -> None:
-            await trio.sleep(5)  # the mount has much to do
+            await trio.sleep(1)  # the mount has much to do
             await operations.release(first)
 
         second = await opened()

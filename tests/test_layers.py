@@ -34,7 +34,7 @@ PYTHON_MAY_USE = {
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "mounting", "statistics"},
+    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics"},
 }
 
 

@@ -27,7 +27,6 @@ CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
 GRANULE: Final = 2 << 20  # the least memory that a device can have
 
 DRIVERS: Final = ("auto", "cuda", "hip", "host")
-TRANSPORTS: Final = ("auto", "device")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 _SHOWN: Final = 80  # characters of a wrong value in a message
@@ -229,13 +228,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         1.0,
         "seconds",
         "How long the kernel may keep a name before it asks again.",
-    ),
-    Knob(
-        "transport",
-        kinds.choice(*TRANSPORTS),
-        "auto",
-        "",
-        "How requests come from the kernel: by the device file /dev/fuse, which auto takes, too.",
     ),
     Knob(
         "stats_interval",
