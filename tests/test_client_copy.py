@@ -18,7 +18,7 @@ import pytest
 from support.copying import HOUR, MIB, FakeMount, wait_until
 from support.processes import NOBODY, PATIENCE, in_child
 
-from gpufs import client
+from gpufs import client, mounting
 from gpufs.cli import run
 from gpufs.client import Cancellation, CopyError, CopyProgress, _find
 from gpufs.client._outcome import size_text
@@ -29,7 +29,7 @@ BIG = 3 * MIB + 5
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMount]:
     mount = FakeMount()
-    monkeypatch.setattr(_find, "mount_points", lambda: [mount.mount_point()])
+    monkeypatch.setattr(mounting, "listed", lambda: [mount.entry()])
     yield mount
     mount.close()
 
@@ -494,9 +494,10 @@ def test_cp_progress_bar(fake: FakeMount, cp: Any) -> None:
 
 CHILD = """
 import sys, os
-from gpufs.client import _find
-device, folder = int(sys.argv[1]), sys.argv[2]
-_find.mount_points = lambda: [_find.MountPoint(device, "/", folder)]
+from gpufs import mounting
+number, folder = sys.argv[1:3]
+mount = mounting.MountEntry(folder, "/", number, "gpufs", "rw", mounting.FILESYSTEM_TYPE, 1, frozenset())
+mounting.listed = lambda: [mount]
 from gpufs.cli import run
 sys.exit(run(["cp", *sys.argv[3:]]))
 """
@@ -510,7 +511,7 @@ def test_cp_interrupted(fake: FakeMount, to_device: bool) -> None:
     size = HOUR
     source = fake.hollow("source", size, None if to_device else fake.folder)
     target = (fake.folder if to_device else fake.host) / "target"
-    words = [sys.executable, "-c", CHILD, str(fake.device), str(fake.folder), "--json", "--partial"]
+    words = [sys.executable, "-c", CHILD, fake.entry().device, str(fake.folder), "--json", "--partial"]
     words += [str(source), str(target)]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(fake.backend.has_moved)
@@ -534,7 +535,7 @@ def test_cp_ignores_nothing_of_an_interrupt_between_files(fake: FakeMount) -> No
     tree.mkdir()
     for n in range(50):
         fake.hollow(f"f{n}", HOUR, tree)
-    words = [sys.executable, "-c", CHILD, str(fake.device), str(fake.folder), "-r", str(tree), str(fake.folder)]
+    words = [sys.executable, "-c", CHILD, fake.entry().device, str(fake.folder), "-r", str(tree), str(fake.folder)]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(fake.backend.requests) >= 2)
     child.send_signal(signal.SIGTERM)

@@ -14,8 +14,8 @@ import pytest
 from support.copying import MIB, FakeMount
 from support.processes import PATIENCE, in_child
 
-from gpufs import client, protocol
-from gpufs.client import Cancellation, Copier, CopyError, _find
+from gpufs import client, mounting, protocol
+from gpufs.client import Cancellation, Copier, CopyError
 from gpufs.client._connection import Connection
 from gpufs.protocol import Result, Welcome
 
@@ -23,7 +23,7 @@ from gpufs.protocol import Result, Welcome
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMount]:
     mount = FakeMount()
-    monkeypatch.setattr(_find, "mount_points", lambda: [_find.MountPoint(mount.device, "/", str(mount.folder))])
+    monkeypatch.setattr(mounting, "listed", lambda: [mount.entry()])
     yield mount
     mount.close()
 

@@ -13,9 +13,9 @@ import pytest
 from support.copying import MIB, FakeMount, opened, wait_until
 from support.processes import PATIENCE
 
-from gpufs import protocol, service
+from gpufs import mounting, protocol, service
 from gpufs.cli import _copying
-from gpufs.client import Cancellation, Copier, _connection, _find
+from gpufs.client import Cancellation, Copier, _connection
 from gpufs.client._connection import Connection
 from gpufs.protocol import Cancel, Copy, Goodbye, Hello, Result, Welcome
 
@@ -114,7 +114,7 @@ def test_a_kept_connection_that_the_daemon_ends_when_it_is_taken_up(
     fake = make(idle=0.05)
     source = fake.file("source", os.urandom(MIB))
     notices: list[str] = []
-    monkeypatch.setattr(_find, "mount_points", lambda: [fake.mount_point()])
+    monkeypatch.setattr(mounting, "listed", lambda: [fake.entry()])
     monkeypatch.setattr(Connection, "usable", lambda _: True)  # as it was a moment before
     with Copier(notice=notices.append) as copier:
         for number in range(2):

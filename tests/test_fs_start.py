@@ -86,11 +86,11 @@ STEPS = {
     "io": "engine.io_configure = fail",
     "relay": "engine.relay_pair = crash",
     "mount": "mounting.mount = fail",
-    "mountinfo": "mounting._listed = lambda: iter(())",
+    "mountinfo": "mounting.listed = lambda: iter(())",
     "mountinfo that cannot be read": (
         "old = mounting.mount\n"
         "def mount(*arguments, **named):\n"
-        "    mounting._listed = fail\n"
+        "    mounting.listed = fail\n"
         "    return old(*arguments, **named)\n"
         "mounting.mount = mount"
     ),

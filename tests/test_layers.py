@@ -27,7 +27,7 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": set(),
     "gpufs.engine": set(),
     "gpufs.protocol": set(),
-    "gpufs.client": {"protocol", "_version"},
+    "gpufs.client": {"mounting", "protocol", "_version"},
     "gpufs.daemon.threads": {"engine"},
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "prometheus", "_version"},
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},

@@ -17,8 +17,7 @@ from typing import Any
 
 import trio
 
-from gpufs import service
-from gpufs.client import _find
+from gpufs import mounting, service
 from gpufs.client._connection import Connection
 from gpufs.protocol import LOAD
 from gpufs.service._backend import State
@@ -27,6 +26,12 @@ from support.processes import PATIENCE
 
 MIB = 1 << 20
 HOUR = 3600 * 50 * MIB  # bytes that take an hour with a delay of 0.02
+
+
+def mount_entry(device: int, folder: str) -> mounting.MountEntry:
+    """A mount with this st_dev, as the kernel would list it."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return mounting.MountEntry(folder, "/", number, "gpufs", "rw", mounting.FILESYSTEM_TYPE, 1, frozenset())
 
 
 class Item:
@@ -317,8 +322,8 @@ class FakeMount:
         """Whether nothing runs and everything has been given back."""
         return self.service.statistics()["running"] == 0 and not self.backend.open
 
-    def mount_point(self) -> _find.MountPoint:
-        return _find.MountPoint(self.device, "/", str(self.folder))
+    def entry(self) -> mounting.MountEntry:
+        return mount_entry(self.device, str(self.folder))
 
 
 @contextlib.contextmanager
