@@ -254,9 +254,7 @@ def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Coll
             entry = next((one for one in listed() if one.number == number), None)
             if entry is None or entry.mountpoint != mountpoint:
                 where = "nowhere" if entry is None else entry.mountpoint
-                raise OSError(
-                    errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved (to {where})"
-                )
+                raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved (to {where})")
         except BaseException:
             _libc.umount2(f"/proc/self/fd/{mount}".encode(), _MNT_DETACH)
             raise

@@ -582,7 +582,7 @@ def test_cp_ends_where_files_hang_and_more_are_queued_than_it_remembers(fake: Fa
     for n in range(20):
         (tree / f"f{n}").touch()
     program = HUNG + CHILD
-    words = [sys.executable, "-c", program, str(fake.device), str(fake.folder), "-r", str(tree), str(fake.folder)]
+    words = [sys.executable, "-c", program, fake.entry().device, str(fake.folder), "-r", str(tree), str(fake.folder)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         expected = {"a copy hangs\n", "its queue is full\n"}  # in either order; a copy that has not begun never does
@@ -610,7 +610,7 @@ def test_cp_leaves_an_interruption_ignored_that_its_starter_ignores(fake: FakeMo
     """As shells do for what runs in the background."""
     source = fake.file("source", b"content")
     program = IN_THE_BACKGROUND + CHILD
-    words = [sys.executable, "-c", program, str(fake.device), str(fake.folder), str(source), str(fake.folder)]
+    words = [sys.executable, "-c", program, fake.entry().device, str(fake.folder), str(source), str(fake.folder)]
     with subprocess.Popen(words, stdin=-1, stdout=-1, stderr=-1, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "it copies\n"

@@ -22,7 +22,6 @@ from gpufs import protocol, service
 from gpufs.client import Cancellation
 from gpufs.client._connection import Connection
 from gpufs.protocol import Copy, Goodbye, Hello, Result
-from gpufs.service import _session
 
 READ, WRITE, BOTH = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
 
@@ -116,12 +115,6 @@ def test_offsets_and_size(fake: FakeMount) -> None:
     assert buffer.read_bytes() == b"abcde234ij"
 
 
-def test_descriptors_open_for_both_will_do(fake: FakeMount) -> None:
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with opened(source, BOTH) as host, opened(buffer, BOTH) as mount:
-        assert load(fake, host, mount).done == 4
-
-
 def test_progress_comes_while_it_runs(fake: FakeMount) -> None:
     fake.backend.delay = 0.05
     source, buffer = fake.hollow("source", 400 * MIB), fake.file("buffer", b"", fake.folder)
@@ -138,21 +131,6 @@ def test_progress_comes_while_it_runs(fake: FakeMount) -> None:
     assert len(seen) >= 3
     assert [message.moved for message in seen] == sorted(message.moved for message in seen)
     assert seen[-1].total == 400 * MIB
-
-
-def test_the_client_key_is_its_process(fake: FakeMount) -> None:
-    source, buffer = fake.file("source", b"1"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        load(fake, host, mount)
-    assert fake.backend.requests[0]["client"] == os.getpid()
-
-
-@pytest.mark.parametrize(("asked", "given"), [(None, None), ("off", "off"), ("require", "require")])
-def test_the_fastpath_option_reaches_the_engine(fake: FakeMount, asked: str | None, given: str | None) -> None:
-    source, buffer = fake.file("source", b"1"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        load(fake, host, mount, fastpath=asked)
-    assert fake.backend.requests[0]["fastpath"] == given
 
 
 # ---- failures ----
@@ -182,15 +160,6 @@ def test_a_failed_store_leaves_what_was_copied(fake: FakeMount) -> None:
     with opened(target, WRITE) as host, opened(buffer) as mount, fake.connect() as connection:
         assert connection.copy("store", host, mount).done == 2 * MIB
     assert target.stat().st_size == 2 * MIB
-
-
-def test_a_failed_store_into_a_longer_file_keeps_its_length(fake: FakeMount) -> None:
-    fake.backend.fail_at = (0, errno.ENOSPC)
-    fake.backend.sparse_tail = True
-    target, buffer = fake.file("target", b"y" * 100), fake.file("buffer", bytes(200), fake.folder)
-    with opened(target, WRITE) as host, opened(buffer) as mount, fake.connect() as connection:
-        assert connection.copy("store", host, mount).done == 0
-    assert target.read_bytes() == b"y" * 100
 
 
 def test_what_the_engine_refuses_is_the_result(fake: FakeMount) -> None:
@@ -520,22 +489,6 @@ def test_a_flood_of_descriptors(fake: FakeMount) -> None:
     still_serves(fake)
 
 
-def test_descriptors_that_are_never_read(fake: FakeMount) -> None:
-    """Messages in flight when the client goes."""
-    source = fake.file("source", b"1234")
-    before = open_descriptors()
-    for _ in range(20):
-        with fake.raw() as sock, opened(source) as host:
-            sock.setblocking(False)
-            try:
-                while True:
-                    socket.send_fds(sock, [protocol.encode(Hello([1], "x"))], [host, host])
-            except OSError:
-                pass
-    wait_until(lambda: open_descriptors() <= before)
-    still_serves(fake)
-
-
 def test_the_service_out_of_descriptors(fake: FakeMount) -> None:
     """A message whose descriptors it cannot take ends that connection and nothing else."""
     import resource
@@ -600,32 +553,6 @@ def test_a_result_that_cannot_be_sent_ends_the_connection(fake: FakeMount, monke
         assert answer(sock) is None
     monkeypatch.undo()
     still_serves(fake)
-
-
-def test_no_memory_for_a_copy_is_its_result(fake: FakeMount) -> None:
-    fake.backend.refuse_start = MemoryError()
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        assert load(fake, host, mount).error == errno.ENOMEM
-    fake.backend.refuse_start = None
-    still_serves(fake)
-
-
-def test_a_copy_whose_end_fails_gives_everything_back(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "the loop can watch no more descriptors")
-
-    monkeypatch.setattr(_session.Session, "_finish", fail)
-    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
-    fake.backend.delay = 0.02
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        wait_until(fake.backend.has_moved)
-        protocol.send(sock, protocol.Cancel(1))
-        assert answer(sock) is None
-    monkeypatch.undo()
-    wait_until(fake.complaints)
-    still_serves(make_healthy(fake))
 
 
 def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMount]) -> None:

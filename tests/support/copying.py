@@ -13,14 +13,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import trio
 
 from gpufs import mounting, service
 from gpufs.client._connection import Connection
 from gpufs.protocol import LOAD
-from gpufs.service._backend import State
+from gpufs.service._mount import TransferState
 from support import processes
 from support.processes import PATIENCE
 
@@ -58,7 +58,7 @@ class FakeTransfer:
         self.backend = backend
         self.request = request
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._state = State(ended=False)
+        self._state = TransferState(ended=False)
         self._cancelled = threading.Event()
         backend.opened(self)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -88,13 +88,13 @@ class FakeTransfer:
             if not piece:
                 break
             done += os.pwrite(target, piece, target_offset + done)
-            self._state = State(size, done, done, {"fallback": done}, ended=False)
+            self._state = TransferState(size, done, done, {"fallback": done}, ended=False)
         paths = {"fallback": done} if done else {}
         device_code = 77 if error == errno.EIO else 0
-        self._state = State(size, done, done, paths, ["file_system"], error, device_code, message)
+        self._state = TransferState(size, done, done, paths, ["file_system"], error, device_code, message)
         os.eventfd_write(self.event_fd, 1)
 
-    def state(self) -> State:
+    def state(self) -> TransferState:
         return self._state
 
     def cancel(self) -> None:
@@ -243,8 +243,8 @@ class FakeMount:
             async with trio.open_nursery() as nursery:
 
                 async def serve(task_status: trio.TaskStatus[service.Service]) -> None:
-                    await service.serve_backend(
-                        self.backend,
+                    await service.serve(
+                        cast(Any, self.backend),
                         path=self.socket,
                         device=self.device,
                         limits=self._limits,
