@@ -246,13 +246,6 @@ def test_interfaces_of_the_kernel_are_no_storage(fake: FakeMount, path: str) -> 
     assert "interface of the kernel" in message
 
 
-def test_an_unlinked_host_file_can_be_copied(fake: FakeMount) -> None:
-    source, buffer = fake.file("source", b"12345"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        source.unlink()
-        assert load(fake, host, mount).done == 5
-
-
 def test_a_file_of_the_mount_without_device_memory(fake: FakeMount) -> None:
     source, buffer = fake.file("source", b"12345"), fake.file("buffer", b"", fake.folder)
     with opened(source) as host, opened(buffer, WRITE) as mount:
@@ -334,21 +327,6 @@ def test_cancel_while_the_file_does_not_open(fake: FakeMount) -> None:
     assert len(fake.backend.requests) == 1  # the hung one never started
 
 
-def test_cancel_while_everything_is_given_back(fake: FakeMount) -> None:
-    """The transfer is closed then, and its result is not yet sent."""
-    closing = fake.backend.closing = threading.Event()
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        wait_until(lambda: fake.backend.held_up == 1)  # behind the transfer, which was the first to be closed
-        protocol.send(sock, protocol.Cancel(1))
-        protocol.send(sock, Copy(2, "load"), (host, mount))
-        wait_until(lambda: len(fake.backend.requests) == 2)  # so the first message has been read
-        closing.set()
-        results = sorted((answer(sock) for _ in range(2)), key=lambda result: result.id)
-        assert [(result.id, result.error, result.done) for result in results] == [(1, 0, 4), (2, 0, 4)]
-
-
 def test_a_client_that_goes_takes_its_copies_along(fake: FakeMount) -> None:
     fake.backend.delay = 0.02
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
@@ -361,19 +339,6 @@ def test_a_client_that_goes_takes_its_copies_along(fake: FakeMount) -> None:
     sock.close()
     wait_until(fake.quiet)
     assert fake.service.statistics()["cancelled"] == 3
-    still_serves(make_healthy(fake))
-
-
-def test_an_exception_of_the_callers_cancels(fake: FakeMount) -> None:
-    fake.backend.delay = 0.02
-    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
-
-    def interrupt(_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with opened(source) as host, opened(buffer, WRITE) as mount, pytest.raises(KeyboardInterrupt):
-        load(fake, host, mount, interval=0.02, progress=interrupt)
-    wait_until(fake.quiet)
     still_serves(make_healthy(fake))
 
 
@@ -391,21 +356,6 @@ def test_the_end_of_the_service_cancels_and_tells(fake: FakeMount) -> None:
         assert ended.value.errno in (errno.ESHUTDOWN, errno.EPIPE, errno.ECONNRESET)
     assert not os.path.exists(fake.socket)
     assert not fake.backend.open
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_the_end_of_the_service_is_told(fake: FakeMount, busy: bool) -> None:
-    fake.backend.delay = 0.02
-    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        if busy:
-            protocol.send(sock, Copy(1, "load"), (host, mount))
-            wait_until(fake.backend.has_moved)
-        fake.stop()
-        if busy:
-            assert answer(sock).error == errno.ECANCELED
-        assert answer(sock) == Goodbye(errno.ESHUTDOWN, "the mount is ending")
-        assert answer(sock) is None
 
 
 def test_a_transfer_that_does_not_end_is_not_a_success(make: Callable[..., FakeMount]) -> None:
@@ -450,14 +400,6 @@ def test_garbage_ends_the_connection_alone(fake: FakeMount, data: bytes, greet: 
         assert answer(sock) is None
     assert fake.service.statistics()["violations"] == 1
     still_serves(fake)
-
-
-def test_a_version_that_is_not_spoken(fake: FakeMount) -> None:
-    with fake.raw() as sock:
-        protocol.send(sock, Hello([99], "from the future"))
-        goodbye = answer(sock)
-    assert isinstance(goodbye, Goodbye)
-    assert goodbye.error == errno.EPROTONOSUPPORT
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 250])
@@ -522,37 +464,6 @@ def test_silence_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
             goodbye = answer(sock)
             assert isinstance(goodbye, Goodbye)
             assert goodbye.error == errno.ETIMEDOUT
-
-
-def test_silence_after_a_copy_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
-    """The daemon waited for the next message when the copy was still under way."""
-    fake = make(service.Limits(idle=0.5))
-    source, buffer = fake.hollow("source", 4 * MIB), fake.file("buffer", b"", fake.folder)
-    fake.backend.delay = 0.3
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        assert answer(sock).error == 0  # although it took longer
-        goodbye = answer(sock)
-        assert isinstance(goodbye, Goodbye)
-        assert goodbye.error == errno.ETIMEDOUT
-
-
-def test_a_result_that_cannot_be_sent_ends_the_connection(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system has no memory for the message: whoever waits for it is not left waiting."""
-    send = protocol.send
-
-    def failing(sock: Any, message: Any, descriptors: Any = ()) -> None:
-        if isinstance(message, Result):
-            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
-        send(sock, message, descriptors)
-
-    monkeypatch.setattr(protocol, "send", failing)
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        assert answer(sock) is None
-    monkeypatch.undo()
-    still_serves(fake)
 
 
 def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMount]) -> None:
@@ -708,24 +619,6 @@ def test_a_client_that_does_not_read(make: Callable[..., FakeMount]) -> None:
     assert statistics["violations"] == 0
     assert 8 < answers < statistics["completed"]
     still_serves(make_healthy(fake))
-
-
-def test_a_storm_of_connections(fake: FakeMount) -> None:
-    def storm() -> None:
-        for _ in range(50):
-            try:
-                with fake.raw() as sock:
-                    sock.send(b"garbage")
-            except OSError:
-                pass
-
-    threads = [threading.Thread(target=storm) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wait_until(lambda: fake.service.statistics()["connections"] == 0)
-    still_serves(fake)
 
 
 def test_a_killed_client(fake: FakeMount) -> None:

@@ -283,18 +283,6 @@ def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, there: Pa
     mounted.unmount()
 
 
-def test_a_file_that_appears_on_the_host_is_opened_all_the_same(mount: Mounter, there: Path) -> None:
-    mounted = mount("--backing", f"data={there}", "--entry-timeout", "60")
-    shown = mounted.path / "backing" / "data"
-    assert errno_of(os.stat, shown / "name") == errno.ENOENT
-    (there / "name").write_bytes(b"theirs")
-    assert errno_of(os.open, shown / "name", os.O_CREAT | os.O_EXCL | os.O_WRONLY) == errno.EEXIST
-    fd = os.open(shown / "name", os.O_CREAT | os.O_RDWR | os.O_APPEND)
-    os.write(fd, b" and ours")
-    os.close(fd)
-    assert (there / "name").read_bytes() == b"theirs and ours"
-
-
 # ---- symbolic links ----
 
 
@@ -318,22 +306,6 @@ def test_a_link_that_was_moved_up_leads_out(linked: tuple[Path, Path]) -> None:
     assert errno_of(os.stat, shown / "link") == errno.ELOOP
     os.rename(shown / "link", shown / "1/2/3/4/5/6/7/8/9/back")
     assert (shown / "1/2/3/4/5/6/7/8/9/back").read_bytes() == b"top"
-
-
-def test_a_link_whose_directory_was_moved_up_leads_out(linked: tuple[Path, Path]) -> None:
-    shown, _ = linked
-    os.rename(shown / "1/2/3/4/5", shown / "moved")
-    assert errno_of(os.stat, shown / "moved/6/7/8/9/link") == errno.ELOOP
-    os.mkdir(shown / "other")
-    os.rename(shown / "moved", shown / "1/2/3/4/5")
-    assert (shown / "1/2/3/4/5/6/7/8/9/link").read_bytes() == b"top"
-
-
-def test_directories_that_were_exchanged(linked: tuple[Path, Path]) -> None:
-    shown, _ = linked
-    os.mkdir(shown / "flat")
-    run_exchange(shown / "1/2/3/4/5/6/7/8/9", shown / "flat")
-    assert errno_of(os.stat, shown / "flat/link") == errno.ELOOP
 
 
 def run_exchange(one: Path, other: Path) -> None:

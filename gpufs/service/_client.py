@@ -225,7 +225,7 @@ class ClientConnection:
                 raise trio.TooSlowError
 
     async def _receive(self) -> tuple[ClientMessage | None, list[int]]:
-        """The next message and its descriptors, which the caller owns; None at the end. No checkpoint after receiving."""
+        """The next message and its descriptors, now the caller's; None at the end. No checkpoint after receiving."""
         await trio.lowlevel.checkpoint()
         while True:
             try:
