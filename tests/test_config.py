@@ -52,7 +52,6 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "io_slots": "4",
         "io_fastpath": "off",
         "io_fallback": "off",
-        "io_pagecache": "on",
         "io_direct": "on",
         "slab_file_bytes": "1M",
         "lock_policy": "mandatory",

@@ -92,7 +92,7 @@ class CopyResult:
     """A copy that succeeded.
 
     ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
-    written through the mount). ``paths``: bytes by "fastpath", "fallback", "page_cache", "kernel" and "mount";
+    written through the mount). ``paths``: bytes by "fastpath", "fallback", "kernel" and "mount";
     "hole" are those that were moved by none, since they stay holes.
     ``refusals``: why not all went by the fastpath. ``sha256``: the hexadecimal checksum of both files, if verified.
     """

@@ -293,13 +293,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "io_fallback", kinds.choice("auto", "on", "off"), "auto", "", "Copies through pinned host memory; auto is on."
     ),
     Knob(
-        "io_pagecache",
-        kinds.choice("auto", "on", "off"),
-        "auto",
-        "",
-        "Copies straight from the page cache's own pages; auto takes it where there is one CPU only.",
-    ),
-    Knob(
         "io_direct",
         kinds.choice("auto", "on", "off"),
         "auto",

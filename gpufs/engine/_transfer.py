@@ -19,8 +19,8 @@ from gpufs.engine._in_use import Used, close_or_leave
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from gpufs.engine._operations import OperationFuture, Stream, StreamLike
-    from gpufs.engine._types import Memory, Number
+    from gpufs.engine._buffer import Memory
+    from gpufs.engine._operations import Number, OperationFuture, Stream, StreamLike
 
 Switch = Literal["auto", "on", "off", "require"]
 Direction = Literal["load", "store"]
@@ -51,15 +51,27 @@ def io_configure(
     slots: int = 0,
     fastpath: Switch = "auto",
     fallback: Switch = "auto",
-    pagecache: Switch = "auto",
     direct: Switch = "auto",
     file_systems: str = "",
 ) -> None:
-    """Sets how an engine's transfers run; 0 is the engine's choice. Before its first transfer, mount or statistics.
+    """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
 
-    ``file_systems``: types of file systems that the fastpath may use beside ext4, xfs and block devices, as
-    /proc/self/mountinfo names them, separated by commas; "any" is all of them.
-    EngineError EBUSY afterwards, EINVAL for what is out of range.
+    Parameters
+    ----------
+    chunk_bytes, pinned_bytes
+        Sizes in bytes of a chunk and of all pinned memory; 0 is the default.
+    workers, slots
+        Threads of a client, and pinned buffers of a thread; 0 is the default.
+    fastpath, fallback, direct
+        Which ways a copy may take.
+    file_systems
+        Types of file systems that the fastpath may use in addition to ext4, xfs and block devices, as
+        /proc/self/mountinfo names them, separated by commas; "any" allows all.
+
+    Raises
+    ------
+    EngineError
+        EBUSY once the engine has used its transfers, EINVAL for a value that is out of range.
     """
     instance("engine", Engine, engine)
     types = ffi.new("char[]", text("file_systems", file_systems))
@@ -70,7 +82,6 @@ def io_configure(
         "slots": signed("slots", slots),
         "fastpath": choice("fastpath", _SWITCHES, fastpath),
         "fallback": choice("fallback", _SWITCHES, fallback),
-        "pagecache": choice("pagecache", _SWITCHES, pagecache),
         "direct": choice("direct", _SWITCHES, direct),
         "file_systems": types,
     }
@@ -78,9 +89,9 @@ def io_configure(
 
 
 def fastpath_probe(driver: str) -> list[str]:
-    """What keeps every file from the fastpath of a driver ("host", "cuda", "hip"): names of refusals, [] for nothing.
+    """The reasons why a driver ("host", "cuda", "hip") has no fastpath for any file; empty if it has one.
 
-    Looks for the vendor's libraries, which stay loaded where they are found.
+    Loads the vendor's libraries if they are installed.
     """
     refusals = ffi.new("uint32_t *")
     check(lib.gpufs_fastpath_probe(ffi.new("char[]", text("driver", driver)), refusals))
@@ -88,7 +99,7 @@ def fastpath_probe(driver: str) -> list[str]:
 
 
 def refusal_names(mask: int) -> list[str]:
-    """The names of the bits of a refusal mask: why the fastpath did not take something."""
+    """The names of the bits of a refusal mask: why the fastpath did not take a request."""
     mask = unsigned("mask", mask)
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
     return [ffi.string(lib.gpufs_refusal_name(bit)).decode() or f"bit {bit}" for bit in bits]
@@ -98,18 +109,18 @@ def refusal_names(mask: int) -> list[str]:
 class BackingInfo:
     """What the engine knows about a file of the host."""
 
-    file_system: str  # "ext4"; "" where its mount is not visible here
+    file_system: str  # "ext4"; "" if its mount is not visible to this process
     block_device: bool
     readable: bool
     writable: bool
-    direct: bool  # it could be opened with O_DIRECT too
+    direct: bool  # it could also be opened with O_DIRECT
     offset_align: int  # of O_DIRECT, bytes
     memory_align: int
-    fastpath_refusals: tuple[str, ...]  # what about the file itself keeps it from the fastpath
+    fastpath_refusals: tuple[str, ...]  # why the fastpath does not take the file
 
 
 class TransferError(EngineError):
-    """A transfer that failed. ``transferred``: the bytes that are in place, from its start on without a gap."""
+    """A transfer failed. ``transferred``: the bytes that are in place, from its start without a gap."""
 
     def __init__(self, error: int, message: str, device_code: int = 0, transferred: int = 0) -> None:
         super().__init__(error, message, device_code)
@@ -127,13 +138,12 @@ class TransferProgress:
     error: int  # once done: 0 or an errno, also after progress
     device_code: int
     sync_failed: bool  # the error is that of the sync: nothing is known to be durable
-    total: int  # there is to move, as known so far
+    total: int  # bytes to move, as far as is known
     moved: int  # anywhere in the range
     prefix: int  # from the start without a gap; once done, what counts
     fastpath_bytes: int
     fallback_bytes: int
-    pagecache_bytes: int  # of fallback_bytes
-    hole_bytes: int  # moved by neither: holes that stayed holes
+    hole_bytes: int  # holes that stayed holes, moved by neither path
     refusals: tuple[str, ...]  # why the fastpath did not take all of it
 
 
@@ -147,9 +157,14 @@ _STATES: Final[dict[int, Literal["queued", "running", "done"]]] = {
 class BackingFile(Handle):
     """A regular file or block device of the host, for transfers. It keeps its engine alive.
 
-    ``fd`` stays the caller's; the engine opens descriptors of its own with the same access mode, never wider. This may
-    block for as long as the file's server does. EngineError EBADF for an O_PATH descriptor, EISDIR or EINVAL for
-    another kind of file, EDEADLK for a file on a mount of gpufs.
+    The engine opens descriptors of its own with the access mode of ``fd``, never a wider one. This may block for as
+    long as the file's server does.
+
+    Raises
+    ------
+    EngineError
+        EBADF for an O_PATH descriptor, EISDIR or EINVAL for another kind of file, EDEADLK for a file on a mount of
+        gpufs.
     """
 
     __slots__ = ("engine",)
@@ -170,7 +185,7 @@ class BackingFile(Handle):
     ) -> Self:
         """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
 
-        OSError as os.open(), EngineError as the constructor.
+        Raises OSError like os.open(), and EngineError like the constructor.
         """
         modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
         flags = choice("mode", modes, mode)
@@ -199,14 +214,33 @@ class BackingFile(Handle):
     def read(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> int:
-        """Reads from the file into device memory and waits; returns the bytes read, fewer at the end of the file.
+        """Reads from the file into device memory and waits for the end.
 
-        ``memory``: a Buffer (which grows), a DeviceRange, or a contiguous array on a device of the engine, with
-        ``__cuda_array_interface__`` or DLPack (host engines: the buffer protocol or DLPack). ``size`` in bytes, None:
-        as much as there is and fits; offsets in bytes. ``options``: those of :class:`Transfer`.
+        An exception that arrives during the wait (KeyboardInterrupt) cancels the read.
 
-        TransferError when it failed, also after progress; EngineError, TypeError or ValueError when it could not be
-        queued. An exception that arrives while it waits (KeyboardInterrupt) cancels it.
+        Parameters
+        ----------
+        memory
+            A Buffer (which grows), a DeviceRange, or a contiguous array on a device of the engine, with
+            ``__cuda_array_interface__`` or DLPack (host engines: the buffer protocol or DLPack).
+        size
+            In bytes; None for all that the file has and the memory can take.
+        file_offset, buffer_offset
+            In bytes.
+        options
+            Those of :class:`Transfer`.
+
+        Returns
+        -------
+        int
+            The bytes read: fewer than ``size`` at the end of the file.
+
+        Raises
+        ------
+        TransferError
+            The read failed, also after progress.
+        EngineError, TypeError, ValueError
+            The read could not be queued.
         """
         with Transfer(
             "load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options
@@ -216,9 +250,9 @@ class BackingFile(Handle):
     def write(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> int:
-        """Writes device memory to the file and waits; returns the bytes written. Otherwise as :meth:`read`.
+        """Writes device memory to the file and waits; returns the bytes written. Otherwise like :meth:`read`.
 
-        What is written is durable only with ``sync="data"`` or ``sync="full"``.
+        The bytes are durable only with ``sync="data"`` or ``sync="full"``.
         """
         with Transfer(
             "store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options
@@ -235,14 +269,19 @@ class BackingFile(Handle):
         stream: "Stream | StreamLike | None" = None,
         **options: Any,
     ) -> "OperationFuture":
-        """Queues a read into device memory on a stream: it starts when the stream comes to it, and holds the stream.
+        """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
 
-        Numbers may be late, ``options`` are those of :class:`Operation`; without a stream it starts at once.
+        Numbers may be late, ``options`` are those of :class:`Operation`. Without a stream the read starts at once.
 
-        EngineError EAGAIN when too many are under way, EINVAL when memory and stream are on different devices,
-        EBUSY for a stream that is being captured into a graph; TypeError or ValueError for what cannot take part.
+        Raises
+        ------
+        EngineError
+            EAGAIN if too many operations are under way, EINVAL if memory and stream are on different devices, EBUSY for
+            a stream that is being captured into a graph.
+        TypeError, ValueError
+            An argument cannot be used.
         """
-        # Here, since operations are made of what this module has.
+        # Imported here, since that module imports this one.
         from gpufs.engine._operations import Operation, submit_operation
 
         return submit_operation(
@@ -259,7 +298,7 @@ class BackingFile(Handle):
         stream: "Stream | StreamLike | None" = None,
         **options: Any,
     ) -> "OperationFuture":
-        """Queues a write of device memory to the file on a stream. Otherwise as :meth:`read_async`."""
+        """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
         from gpufs.engine._operations import Operation, submit_operation
 
         return submit_operation(
@@ -269,7 +308,7 @@ class BackingFile(Handle):
     def read_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> "TransferFuture":
-        """As :meth:`read`, without waiting: the future's result is the count, or the TransferError it raises."""
+        """Like :meth:`read`, without waiting: the future has the count as its result, or raises TransferError."""
         return TransferFuture(
             Transfer("load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
         )
@@ -277,7 +316,7 @@ class BackingFile(Handle):
     def write_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> "TransferFuture":
-        """As :meth:`write`, without waiting: the future's result is the count, or the TransferError it raises."""
+        """Like :meth:`write`, without waiting: the future has the count as its result, or raises TransferError."""
         return TransferFuture(
             Transfer("store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
         )
@@ -299,7 +338,7 @@ def fill_request(
     share: int,
     client: int,
 ) -> object:
-    """Writes the C interface's form of a transfer; gives what must be kept alive while it runs."""
+    """Fills in the C interface's request. Returns what must be kept alive while the transfer runs."""
     instance("backing", BackingFile, backing)
     request.backing = backing._handle
     keep: object = None
@@ -324,18 +363,35 @@ def fill_request(
 
 
 class Transfer(Handle):
-    """A copy between a file and device memory, queued by making this object, which keeps both alive.
+    """A copy between a file and device memory, queued by the constructor. It keeps both alive.
 
-    ``size`` None: to the end of the source. ``fastpath``, ``fallback``: "auto" is as configured. ``sync``: what a store
-    makes durable before it is done. ``sparse``: holes of the source become holes of the file or buffer that can have
-    them, and are zeros that take memory otherwise.
-    ``share``: threads at most, 0 for the client's share; ``client`` says whose it is: threads are shared evenly between
-    clients. Device memory that is not a buffer must stay valid, and free of the program's own queued work, until the
-    transfer is done; arrays are kept alive. EngineError when it cannot be queued, TypeError or ValueError for memory
-    that cannot take part; how it ends is in progress() and result().
+    Device memory that is not a buffer must stay valid, and no queued work of the program may use it, until the transfer
+    is done; arrays are kept alive. The outcome is in progress() and result().
 
-    Closing cancels it if it still runs, and waits for its end. EngineError ETIMEDOUT where its device stands still: the
-    transfer, and its memory, goes when the device goes on.
+    Closing cancels a running transfer and waits for its end. It raises EngineError ETIMEDOUT if the device is stalled:
+    then the transfer and its memory are freed when the device continues.
+
+    Parameters
+    ----------
+    size
+        In bytes; None: up to the end of the source.
+    fastpath, fallback
+        "auto" is what the engine was configured with.
+    sync
+        What a store makes durable before it is done.
+    sparse
+        Holes of the source become holes of the destination if it can have them, otherwise zeros that take memory.
+    share
+        Threads at most; 0: the client's share.
+    client
+        Whose transfer it is: clients share the threads evenly.
+
+    Raises
+    ------
+    EngineError
+        It cannot be queued.
+    TypeError, ValueError
+        The memory cannot be used.
     """
 
     __slots__ = ("_keep", "backing", "memory")
@@ -383,13 +439,13 @@ class Transfer(Handle):
 
     @property
     def event_fd(self) -> int:
-        """A descriptor of the transfer's, readable once it is done; valid until the transfer is closed."""
+        """A descriptor that is readable once the transfer is done; valid until the transfer is closed."""
         fd = ffi.new("int *")
         check(lib.gpufs_transfer_event_fd(self._handle, fd))
         return int(fd[0])
 
     def progress(self) -> TransferProgress:
-        """How far it is."""
+        """The transfer's progress."""
         p = ffi.new("gpufs_transfer_progress *")
         check(lib.gpufs_transfer_progress_get(self._handle, p))
         return TransferProgress(
@@ -402,13 +458,12 @@ class Transfer(Handle):
             prefix=p.prefix,
             fastpath_bytes=p.fastpath_bytes,
             fallback_bytes=p.fallback_bytes,
-            pagecache_bytes=p.pagecache_bytes,
             hole_bytes=p.hole_bytes,
             refusals=tuple(refusal_names(p.refusals)),
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done, up to ``timeout`` seconds (None: for ever); whether it is. Raises nothing of its."""
+        """Waits until it is done, up to ``timeout`` seconds (None: without limit). Returns whether it is done."""
         done = ffi.new("int32_t *")
         left = seconds("timeout", timeout)
         deadline = time.monotonic() + left
@@ -419,11 +474,11 @@ class Transfer(Handle):
                 return bool(done[0])
 
     def result(self) -> None:
-        """Raises the transfer's own failure, if it failed. EngineError EINPROGRESS while it runs."""
+        """Raises the failure of the transfer, if it failed. EngineError EINPROGRESS while it runs."""
         check(lib.gpufs_transfer_result(self._handle))
 
     def failure(self) -> EngineError | None:
-        """What result() would raise."""
+        """The failure that result() would raise."""
         try:
             self.result()
         except EngineError as error:
@@ -431,13 +486,13 @@ class Transfer(Handle):
         return None
 
     def cancel(self) -> None:
-        """Asks it to stop at its next piece; never blocks."""
+        """Stops it at its next chunk; never blocks."""
         check(lib.gpufs_transfer_cancel(self._handle))
 
     def finish(self) -> int:
-        """Waits until it is done and returns the bytes moved. TransferError when it failed, also after progress.
+        """Waits until it is done and returns the bytes moved. Raises TransferError if it failed, also after progress.
 
-        An exception that arrives while it waits (KeyboardInterrupt) cancels it, and is raised once it has ended.
+        An exception that arrives during the wait (KeyboardInterrupt) cancels the transfer, and is raised once it ended.
         """
         try:
             self.wait()
@@ -448,7 +503,7 @@ class Transfer(Handle):
         return self.outcome()
 
     def outcome(self) -> int:
-        """The bytes moved by a transfer that is done. TransferError when it failed, EngineError EINPROGRESS before."""
+        """The bytes moved by a finished transfer. TransferError if it failed, EngineError EINPROGRESS while it runs."""
         failure = self.failure()
         if failure is None:
             return self.progress().prefix
@@ -460,10 +515,10 @@ class Transfer(Handle):
 
 
 class TransferFuture(EngineFuture):
-    """The outcome of a transfer that runs.
+    """The outcome of a running transfer.
 
-    cancel() asks the transfer to stop; the future is cancelled once the transfer uses the memory no more, or has its
-    result if it came first.
+    cancel() stops the transfer. The future is cancelled once the transfer no longer uses the memory, unless the
+    transfer was done first.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -472,24 +527,24 @@ class TransferFuture(EngineFuture):
         completions.watch(transfer.event_fd, self._done)
 
     def cancel(self) -> bool:
-        """Asks the transfer to stop. False if it is done already."""
+        """Stops the transfer. False if it is done already."""
         if self.done():
             return self.cancelled()
         try:
             self._transfer.cancel()
-        except EngineError:  # closed at this moment, since it is done
+        except EngineError:  # it was done and closed in the meantime
             return self.cancelled()
         return True
 
     def progress(self) -> TransferProgress:
-        """How far the transfer is. EngineError EBADF once it is done."""
+        """The transfer's progress. EngineError EBADF once it is done."""
         return self._transfer.progress()
 
     def _done(self) -> bool:
         try:
             count = self._transfer.outcome()
         except EngineError as error:
-            # EBADF: the engine was closed over it.
+            # EBADF: the engine was closed before the transfer ended.
             if error.errno in (errno.ECANCELED, errno.EBADF):
                 super().cancel()
                 self.set_running_or_notify_cancel()

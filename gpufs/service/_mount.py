@@ -49,8 +49,7 @@ class MountTransfer:
         failure = self._transfer.failure() if now.error else None
         paths = {
             "fastpath": now.fastpath_bytes,
-            "fallback": now.fallback_bytes - now.pagecache_bytes,
-            "page_cache": now.pagecache_bytes,
+            "fallback": now.fallback_bytes,
             "hole": now.hole_bytes,
         }
         return TransferState(

@@ -22,19 +22,11 @@ namespace gpufs::gpu_test {
 
 using testing::kChunk;
 
-class DirectRig : public testing::TransferRig<Buffer> {
+class DirectRig : public testing::TransferRig {
  public:
   DirectRig(std::shared_ptr<Driver> driver, const std::shared_ptr<DirectPath>& direct, std::size_t index)
       : TransferRig(std::move(driver), direct, small_options(), "/var/tmp", index), path(direct) {
-    buffer = must(Buffer::create(device));
-  }
-  void fill_buffer(const std::vector<std::byte>& contents) {
-    EXPECT_EQ(must(buffer->write(0, contents)), contents.size());
-  }
-  std::vector<std::byte> buffer_contents() {
-    std::vector<std::byte> data(buffer->size());
-    EXPECT_EQ(must(buffer->read(0, data)), data.size());
-    return data;
+    make_buffer();
   }
   // The vendor's view of the file, for calls without a transfer around them.
   DirectFile& direct_file() { return *must(file->direct_file(*path)); }

@@ -117,15 +117,6 @@ TYPED_TEST(VendorFiles, NoCallIsLargerThanTheKernelsLimit) {
   EXPECT_EQ(this->calls()[0].bytes, 0x7ffff000U);
 }
 
-TYPED_TEST(VendorFiles, AFileLivesLongerThanItsPath) {
-  START_OR_SKIP(pattern(4096, 5));
-  const DeviceAddress address = this->memory(4096);
-  std::shared_ptr<DirectPath> path = this->open_path(true);
-  const std::unique_ptr<DirectFile> file = must(path->attach(*this->rig_->file));
-  path.reset();
-  EXPECT_EQ(file->load(address, 4096, 0).bytes, 4096U);
-}
-
 TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   constexpr std::uint64_t kBytes = 8 * 4096;
   START_OR_SKIP(pattern(kBytes, 6));
@@ -181,6 +172,19 @@ TYPED_TEST(VendorFiles, AFileThatBecomesShorterEndsThere) {
   EXPECT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.prefix, data.size());
   EXPECT_EQ(rig.buffer_contents(), data);
+}
+
+TYPED_TEST(VendorFiles, HolesOfTheBufferGoByFallback) {
+  START_OR_SKIP(std::vector<std::byte>(1));
+  DirectRig& rig = *this->rig_;
+  auto data = pattern(3 * kGranule, 14);
+  rig.fill_buffer(data);
+  ASSERT_OK(rig.buffer->punch(kGranule, kGranule));
+  std::fill_n(data.begin() + kGranule, kGranule, std::byte{0});
+  const TransferProgress done = rig.finish(rig.store());
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_GT(done.path_bytes[0], 0U);
+  EXPECT_TRUE(rig.file_contents() == data);
 }
 
 // ---- when it fails in the middle ----
@@ -245,21 +249,6 @@ TYPED_TEST(VendorFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
     this->plan(0, 0);
     EXPECT_EQ(rig.finish_in_order(wanted).status.error(), EIO);
   }
-}
-
-TYPED_TEST(VendorFiles, WhereItAloneIsAllowedNoThreadGoesAnotherWay) {
-  START_OR_SKIP(pattern(4 * kMiB, 11));
-  DirectRig& rig = *this->rig_;
-  TransferRequest wanted = rig.load();
-  wanted.fastpath = FastpathMode::kRequire;
-  for (int round = 0; round < 20; ++round) {
-    this->plan_good(1);
-    this->plan(ENODEV, 0);
-    const TransferProgress done = rig.finish(wanted);
-    EXPECT_EQ(done.status.error(), EOPNOTSUPP);
-    EXPECT_EQ(done.path_bytes[1], 0U);
-  }
-  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::started), 0U);
 }
 
 // ---- what it is not for ----

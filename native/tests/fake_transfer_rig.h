@@ -1,112 +1,45 @@
-// Transfers over a fake device, a fake buffer and a direct path whose failures a test plans; a door at which reads and
-// writes wait. Owned by the tests that make them. Doors are for any thread, the rest is for the test's own.
+// Transfers over the host's memory, which the CPU addresses or not, and a door at which reads and writes wait.
 #pragma once
 
-#include <unistd.h>
-
-#include <atomic>
-#include <cerrno>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <set>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bytes.h"
+#include "faulty_driver.h"
 #include "io/direct_path.h"
-#include "io_fakes.h"
 #include "transfer_rig.h"
 
 namespace gpufs::testing {
 
+using gpu_test::kGranule;
 using gpu_test::kMiB;
 
 inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed = 1) { return pattern_bytes(bytes, seed); }
 
-// It reads and writes the file itself.
-class PlannedDirectPath final : public DirectPath {
+// What exists before a rig, and is checked after it.
+class RigPlan {
  public:
-  std::atomic<int> fail_at{0};  // the n-th call fails with `error` after half of its bytes
-  std::atomic<int> error{ENODEV};
-  std::atomic<bool> refuse_file{false};
-  std::atomic<int> calls{0};
-
-  [[nodiscard]] const char* name() const override { return "planned"; }
-  [[nodiscard]] RefusalMask refusals() const override { return 0; }
-  Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
-    if (refuse_file) return Status(EIO, "this file is not accepted", 5030);
-    return std::unique_ptr<DirectFile>(std::make_unique<File>(*this, file));
-  }
-
- private:
-  class File final : public DirectFile {
-   public:
-    File(PlannedDirectPath& path, BackingFile& file) : path_(path), file_(file) {}
-    Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t offset) override {
-      return move(bytes, [&](std::uint64_t count) {
-        return ::pread(file_.buffered_fd(), reinterpret_cast<void*>(destination), count, static_cast<off_t>(offset));
-      });
-    }
-    Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t offset) override {
-      return move(bytes, [&](std::uint64_t count) {
-        return ::pwrite(file_.buffered_fd(), reinterpret_cast<const void*>(source), count, static_cast<off_t>(offset));
-      });
-    }
-
-   private:
-    template <typename Call>
-    Moved move(std::uint64_t bytes, Call call) {
-      const bool failing = ++path_.calls == path_.fail_at;
-      Moved moved;
-      const ssize_t count = call(failing ? bytes / 2 : bytes);
-      moved.bytes = count < 0 ? 0 : static_cast<std::uint64_t>(count);
-      if (failing) moved.status = Status(path_.error, "planned", 999);
-      return moved;
-    }
-    PlannedDirectPath& path_;
-    BackingFile& file_;
-  };
-};
-
-// What is there before anything else of a rig, and looks back when all of that is gone.
-class FakeParts {
- public:
-  FakeParts() = default;
-  ~FakeParts() {
-    EXPECT_EQ(plan->pinned, 0);
-    EXPECT_EQ(plan->events, 0);
-    EXPECT_EQ(plan->streams, 0);
-    EXPECT_EQ(names_in("/proc/self/fd"), before_);
-  }
-  FakeParts(const FakeParts&) = delete;
-  FakeParts& operator=(const FakeParts&) = delete;
-
-  const std::shared_ptr<FakePlan> plan = std::make_shared<FakePlan>();
-  const std::shared_ptr<PlannedDirectPath> direct = std::make_shared<PlannedDirectPath>();
+  ~RigPlan() { EXPECT_EQ(names_in("/proc/self/fd"), before_); }
+  const std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();
 
  private:
   const std::set<std::string> before_ = names_in("/proc/self/fd");
 };
 
-// The memory of the device can be addressed by the CPU, as on the host driver (pieces are moved straight), or not, as
-// on a GPU (they go through slots).
-class FakeRig : public FakeParts, public TransferRig<FakeBuffer> {
+// cpu_addressable: as on the host driver, where chunks are moved without a bounce buffer. Otherwise as on a GPU.
+class FakeRig : public RigPlan, public TransferRig {
  public:
   explicit FakeRig(bool cpu_addressable, const IoOptions& options = small_options(), const char* directory = "/tmp")
-      : TransferRig(driver(cpu_addressable), direct, options, directory) {}
-  ~FakeRig() {
-    engine->shutdown();
-    if (buffer) {
-      EXPECT_EQ(buffer->pins, 0);
-    }
+      : TransferRig(make_driver(cpu_addressable), make_direct_path("host"), options, directory) {
+    make_buffer();
   }
-  FakeRig(const FakeRig&) = delete;
-  FakeRig& operator=(const FakeRig&) = delete;
 
   static IoOptions without_fastpath() {
     IoOptions options = small_options();
@@ -114,30 +47,27 @@ class FakeRig : public FakeParts, public TransferRig<FakeBuffer> {
     return options;
   }
 
-  void make_buffer(std::uint64_t capacity) { buffer = std::make_shared<FakeBuffer>(device, capacity); }
   // The two ends of a transfer in this direction, with the data at the one that is read.
   void make_ends(Direction direction, const std::vector<std::byte>& data, bool may_hang = false) {
-    make_buffer(2 * data.size());
     if (direction == Direction::kLoad) {
       make_file(data, may_hang);
     } else {
-      buffer->fill(data);
+      fill_buffer(data);
       open_file(may_hang);
     }
   }
-  // Whether the buffer begins with these bytes, but for what is before `from`.
-  [[nodiscard]] bool buffer_has(const std::vector<std::byte>& data, std::size_t from = 0) const {
-    return same_bytes(std::span(buffer->contents() + from, data.size() - from), std::span(data).subspan(from));
+  [[nodiscard]] std::vector<std::byte> destination(Direction direction) const {
+    return direction == Direction::kLoad ? buffer_contents() : file_contents();
   }
 
  private:
-  std::shared_ptr<Driver> driver(bool cpu_addressable) {
+  std::shared_ptr<Driver> make_driver(bool cpu_addressable) {
     plan->cpu_addressable = cpu_addressable;
-    return std::make_shared<FakeDriver>(plan);
+    return make_faulty_driver(plan, 256 * kMiB);
   }
 };
 
-// Tests that hold whichever way the pieces go.
+// Tests of both ways of fallback: straight between file and memory, or through bounce buffers.
 class EitherWay : public ::testing::TestWithParam<bool> {
  public:
   static std::string name(const ::testing::TestParamInfo<bool>& param) { return param.param ? "Straight" : "Bounced"; }

@@ -49,6 +49,7 @@ struct FaultPlan {
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
+  std::atomic<bool> lags{false};     // an event is reported done at its second query at the earliest
   std::uint64_t span = 0;            // release_span() widens to multiples of this
   std::function<void()> on_release;  // called before memory is given back
   std::atomic<int> memories{0};
@@ -108,14 +109,19 @@ class FaultyEvent : public Event {
   Result<bool> query() override {
     Status status = plan_->query.next("query");
     if (!status.ok()) return status;
+    if (plan_->lags && !queried_.exchange(true)) return false;
     return inner_->query();
   }
   Status synchronize() override { return inner_->synchronize(); }
-  [[nodiscard]] Event& inner() { return *inner_; }
+  [[nodiscard]] Event& inner() {
+    queried_ = false;
+    return *inner_;
+  }
 
  private:
   std::unique_ptr<Event> inner_;
   std::shared_ptr<FaultPlan> plan_;
+  std::atomic<bool> queried_{false};  // since it was recorded
 };
 
 class FaultyStream : public Stream {

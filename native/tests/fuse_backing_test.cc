@@ -10,7 +10,7 @@
 #include "drivers/host/host_driver.h"
 #include "fuse_fakes.h"
 #include "io/direct_path.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "temporary_file.h"
 
 namespace gpufs::fuse {

@@ -2,11 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include "base/cpus.h"
 #include "fuse/device_transport.h"
 #include "fuse/long_operation.h"
 #include "fuse/notifier.h"
 #include "fuse_fakes.h"
-#include "io/worker_pool.h"
 #include "no_more_threads.h"
 
 namespace gpufs::fuse {

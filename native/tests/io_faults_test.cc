@@ -1,30 +1,27 @@
-// Whatever goes wrong in a transfer, on every driver and in both directions: the right errno, the right count, memory
-// and file as far as the count says and no further, nothing left open, and the next transfer as if nothing had been.
-#include <fcntl.h>
+// Every fault of a transfer, in both directions, on the host's memory and on a GPU's: the right errno and count, memory
+// and file changed exactly as far as the count says, nothing left open, and the next transfer works.
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
-#include <cstring>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "bytes.h"
 #include "cuda_test_support.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
 #include "drivers/cuda/cuda_api.h"
 #include "faulty_driver.h"
-#include "hip_test_support.h"
-#include "io/transfer.h"
-#include "io_fakes.h"
-#include "temporary_file.h"
+#include "io/direct_path.h"
+#include "io/transfer_engine.h"
 #include "transfer_rig.h"
 
 namespace gpufs {
@@ -37,21 +34,18 @@ using gpu_test::pattern;
 using testing::FaultPlan;
 using testing::kChunk;
 using testing::names_in;
-using testing::PlannedFileOps;
+using testing::TransferRig;
 
 constexpr std::uint64_t kTotal = 5 * kMiB + 4321;
-constexpr std::uint64_t kBad = 5 * kChunk + 1000;  // where a file's failure lies
-constexpr std::uint64_t kShort = kMiB + 17;        // where a file ends that is cut off
+constexpr std::uint64_t kBad = 5 * kChunk + 1000;  // the file fails from here on
+constexpr std::uint64_t kShort = kMiB + 17;        // the size of a source that is truncated
 constexpr int kAlways = 1 << 20;
 
-// kHostSlots: memory of the host that passes for a GPU's, through slots and streams.
-enum class Library { kHost, kHostSlots, kFakeCuda, kFakeHip };
+// kHostSlots: memory of the host that is treated like a GPU's, with bounce buffers and streams.
+enum class Library { kHost, kHostSlots, kFakeCuda };
 enum class Fault {
   kShortCounts,
   kFileFails,
-  kFileIsGone,
-  kFileIsStale,
-  kOverQuota,
   kFullDisk,
   kNoRoomAhead,
   kSyncFails,
@@ -65,13 +59,12 @@ enum class Fault {
   kCopyIsRefused,
   kWaitFails,
   kDeviceIsFull,
-  kContextIsLost,
 };
-constexpr std::array<const char*, 4> kLibraryNames = {"Host", "HostSlots", "FakeCuda", "FakeHip"};
-constexpr std::array<const char*, 19> kFaultNames = {
-    "ShortCounts", "FileFails",     "FileIsGone",     "FileIsStale",   "OverQuota",       "FullDisk",    "NoRoomAhead",
-    "SyncFails",   "SourceIsCut",   "FastpathIsGone", "FastpathFails", "NothingIsPinned", "OneIsPinned", "NoEvent",
-    "NoStream",    "CopyIsRefused", "WaitFails",      "DeviceIsFull",  "ContextIsLost",
+constexpr std::array<const char*, 3> kLibraryNames = {"Host", "HostSlots", "FakeCuda"};
+constexpr std::array<const char*, 15> kFaultNames = {
+    "ShortCounts", "FileFails",      "FullDisk",      "NoRoomAhead",     "SyncFails",
+    "SourceIsCut", "FastpathIsGone", "FastpathFails", "NothingIsPinned", "OneIsPinned",
+    "NoEvent",     "NoStream",       "CopyIsRefused", "WaitFails",       "DeviceIsFull",
 };
 
 struct Case {
@@ -80,13 +73,10 @@ struct Case {
   Fault fault;
 };
 
-bool of_gpu(Library library) { return library == Library::kFakeCuda || library == Library::kFakeHip; }
-
-// Which faults there are of a driver and a direction.
+// Whether a driver and a direction can have the fault.
 bool exists(const Case& tested) {
   const bool load = tested.direction == Direction::kLoad;
   switch (tested.fault) {
-    case Fault::kOverQuota:
     case Fault::kFullDisk:
     case Fault::kNoRoomAhead:
     case Fault::kSyncFails:
@@ -103,8 +93,7 @@ bool exists(const Case& tested) {
     case Fault::kCopyIsRefused:
       return tested.library != Library::kHost;
     case Fault::kWaitFails:
-    case Fault::kContextIsLost:
-      return of_gpu(tested.library);
+      return tested.library == Library::kFakeCuda;
     default:
       return true;
   }
@@ -112,7 +101,7 @@ bool exists(const Case& tested) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const Library library : {Library::kHost, Library::kHostSlots, Library::kFakeCuda, Library::kFakeHip}) {
+  for (const Library library : {Library::kHost, Library::kHostSlots, Library::kFakeCuda}) {
     for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
       for (std::size_t fault = 0; fault < kFaultNames.size(); ++fault) {
         const Case tested{library, direction, static_cast<Fault>(fault)};
@@ -129,7 +118,7 @@ std::string name_of(const ::testing::TestParamInfo<Case>& tested) {
          kFaultNames.at(static_cast<std::size_t>(tested.param.fault));
 }
 
-// How it must end: with this errno and device code, after so many bytes.
+// How the transfer must end: with this errno and device code, after so many bytes.
 struct Outcome {
   int error = 0;
   std::uint64_t least = kTotal;
@@ -141,89 +130,61 @@ class IoFaults : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     descriptors_ = names_in("/proc/self/fd");
-    std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
-    threads_ = names_in("/proc/self/task").size();
-    pinned_ = pinned();
-    fd_ = testing::temporary_file("/var/tmp");
-    ASSERT_TRUE(fd_.valid());
+    const Fault fault = GetParam().fault;
+    const bool fastpath = fault == Fault::kFastpathIsGone || fault == Fault::kFastpathFails;
+    IoOptions options = TransferRig::small_options();
+    options.fastpath = fastpath ? FastpathMode::kAuto : FastpathMode::kOff;
+    options.direct = fault == Fault::kNoRoomAhead ? Switch::kAuto : Switch::kOff;
+    rig_ = std::make_unique<TransferRig>(open_driver(fault == Fault::kDeviceIsFull ? 4 * kMiB : 64 * kMiB),
+                                         make_direct_path(fastpath ? "host" : "none"), options, "/var/tmp");
+    rig_->make_buffer();
+    restore_source();
+    rig_->open_file();
   }
-
   void TearDown() override {
-    if (engine_) {
-      engine_->shutdown();
-      EXPECT_EQ(engine_->active(), 0U);
-      EXPECT_EQ(engine_->bounce_pool()->statistics().pinned_bytes, 0U);
+    rig_.reset();
+    if (of_cuda()) {
+      EXPECT_EQ(cuda_test::fake().reset(&cuda_), 0) << "something was left open";
     }
-    engine_.reset();
-    file_.reset();
-    buffer_.reset();
-    for (const std::shared_ptr<DeviceContext>& device : devices_) {
-      EXPECT_EQ(device->events().idle(), device->events().existing());
-      EXPECT_EQ(device->streams().idle(), device->streams().existing());
-      EXPECT_EQ(device->held_bytes(), 0U);
-      if (!lost_device_ || device != devices_[0]) {
-        EXPECT_EQ(must(device->device().memory()).free_bytes, must(device->device().memory()).total_bytes);
-      }
-    }
-    devices_.clear();
-    driver_.reset();
-    // What a lost context had pinned cannot be given back; those pages stay mapped.
-    const int kept = lost_device_ ? pinned() - pinned_ : 0;
-    if (GetParam().library == Library::kFakeCuda) {
-      EXPECT_EQ(cuda_test::fake().reset(&cuda_), kept) << "something was left open";
-    } else if (GetParam().library == Library::kFakeHip) {
-      EXPECT_EQ(hip_test::fake().reset(&hip_), kept) << "something was left open";
-    }
-    fd_.reset();
     EXPECT_EQ(names_in("/proc/self/fd"), descriptors_);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (names_in("/proc/self/task").size() > threads_ && std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // joined threads are listed for a moment
-    }
-    EXPECT_LE(names_in("/proc/self/task").size(), threads_);
   }
 
-  static int pinned() {
-    if (GetParam().library == Library::kFakeCuda) return cuda_test::fake_state().pinned;
-    return GetParam().library == Library::kFakeHip ? hip_test::fake_state().pinned : 0;
-  }
   static bool load() { return GetParam().direction == Direction::kLoad; }
+  static bool of_cuda() { return GetParam().library == Library::kFakeCuda; }
 
-  void open_driver(const DriverOptions& options) {
-    switch (GetParam().library) {
-      case Library::kFakeCuda:
-        cuda_test::fake().reset(&cuda_);
-        driver_ = must(open_cuda_driver_from(GPUFS_FAKE_CUDA, options));
-        break;
-      case Library::kFakeHip:
-        hip_test::fake().reset(&hip_);
-        driver_ = must(open_hip_driver_from({GPUFS_FAKE_HIP}, options));
-        break;
-      default:
-        plan_->cpu_addressable = GetParam().library == Library::kHost;
-        driver_ = testing::make_faulty_driver(plan_, options.memory_bytes, 2);
+  std::shared_ptr<Driver> open_driver(std::uint64_t memory_bytes) {
+    if (of_cuda()) {
+      cuda_test::fake().reset(&cuda_);
+      DriverOptions options;
+      options.memory_bytes = memory_bytes;
+      return must(open_cuda_driver_from(GPUFS_FAKE_CUDA, options));
     }
-    for (std::size_t index = 0; index < 2; ++index) devices_.push_back(must(DeviceContext::create(driver_, index)));
+    plan_->cpu_addressable = GetParam().library == Library::kHost;
+    return testing::make_faulty_driver(plan_, memory_bytes);
   }
 
-  // The n-th call of the driver's from now fails, and all after it (times: so many).
-  void fail(const char* cuda, const char* hip, testing::Fault FaultPlan::*host, int n, int code, int times = kAlways) {
-    if (GetParam().library == Library::kFakeCuda) {
+  // All of the source, and nothing at the destination.
+  void restore_source() {
+    if (load()) {
+      ASSERT_EQ(::pwrite(rig_->fd(), data_.data(), data_.size(), 0), static_cast<ssize_t>(kTotal));
+      rig_->make_buffer();
+    } else {
+      rig_->fill_buffer(data_);
+      ASSERT_EQ(::ftruncate(rig_->fd(), 0), 0);
+    }
+  }
+
+  // The n-th call from now fails, and so do the next ones (times: so many).
+  void fail(const char* cuda, testing::Fault FaultPlan::*host, int n, int code, int times = kAlways) {
+    if (of_cuda()) {
       cuda_test::fake().fail(cuda, n, code, times);
-    } else if (GetParam().library == Library::kFakeHip) {
-      hip_test::fake().fail(hip, n, code, times);
     } else {
       (*plan_.*host).at(n, times, code == api::kOutOfMemory ? ENOMEM : EIO);
     }
   }
-  void fail_copies(int n, int code, int times) {
-    const bool in = load();
-    fail(in ? "cuMemcpyHtoDAsync_v2" : "cuMemcpyDtoHAsync_v2", in ? "hipMemcpyHtoDAsync" : "hipMemcpyDtoHAsync",
-         &FaultPlan::stream_copy, n, code, times);
-  }
-  int code_of(int code) const { return of_gpu(GetParam().library) ? code : 700; }  // a FaultPlan's is always this
+  static int code_of(int code) { return of_cuda() ? code : 700; }  // that of a FaultPlan
 
-  // The file answers `error` from `offset` on.
+  // The file fails with `error` from `offset` on; only_fd: through that descriptor alone.
   void end_file_at(std::uint64_t offset, int error, int only_fd = -1) {
     const auto ends = [=](int fd, std::size_t bytes, std::uint64_t at, ssize_t* result, const auto& move) {
       if ((only_fd >= 0 && fd != only_fd) || at + bytes <= offset) return false;
@@ -235,17 +196,17 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       }
       return true;
     };
-    operations_.on_read = [=](int fd, void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
+    rig_->operations.on_read = [=](int fd, void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
       return ends(fd, bytes, at, result,
                   [&](std::uint64_t count) { return ::pread(fd, memory, count, static_cast<off_t>(at)); });
     };
-    operations_.on_write = [=](int fd, const void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
+    rig_->operations.on_write = [=](int fd, const void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
       return ends(fd, bytes, at, result,
                   [&](std::uint64_t count) { return ::pwrite(fd, memory, count, static_cast<off_t>(at)); });
     };
   }
 
-  void give_short_counts() {
+  void return_short_counts() {
     const auto shorten = [this](std::size_t* bytes, ssize_t* result) {
       if (calls_++ % 3 == 0) {
         errno = EINTR;
@@ -255,222 +216,138 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       *bytes = std::min<std::size_t>(*bytes, 50000);
       return false;
     };
-    operations_.on_read = [=](int fd, void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
+    rig_->operations.on_read = [=](int fd, void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
       if (!shorten(&bytes, result)) *result = ::pread(fd, memory, bytes, static_cast<off_t>(at));
       return true;
     };
-    operations_.on_write = [=](int fd, const void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
+    rig_->operations.on_write = [=](int fd, const void* memory, std::size_t bytes, std::uint64_t at, ssize_t* result) {
       if (!shorten(&bytes, result)) *result = ::pwrite(fd, memory, bytes, static_cast<off_t>(at));
       return true;
     };
   }
 
-  // Before the first byte is moved. A buffer's memory is taken away while others use it: by a thread of its own.
+  // Before the first byte is moved. A thread of its own truncates a buffer, since that waits for the buffer's users.
   void cut_source() {
-    operations_.on_read = [this](int, void*, std::size_t, std::uint64_t, ssize_t*) {
-      std::call_once(once_, [this] { EXPECT_EQ(::ftruncate(fd_.get(), kShort), 0); });
+    rig_->operations.on_read = [this](int, void*, std::size_t, std::uint64_t, ssize_t*) {
+      std::call_once(once_, [this] { EXPECT_EQ(::ftruncate(rig_->fd(), kShort), 0); });
       return false;
     };
-    operations_.on_write = [this](int, const void*, std::size_t, std::uint64_t, ssize_t*) {
-      std::call_once(once_, [this] { cutter_ = std::thread([this] { EXPECT_OK(buffer_->resize(kShort)); }); });
+    rig_->operations.on_write = [this](int, const void*, std::size_t, std::uint64_t, ssize_t*) {
+      std::call_once(once_, [this] { cutter_ = std::thread([this] { EXPECT_OK(rig_->buffer->resize(kShort)); }); });
       return false;
     };
   }
 
-  // What goes wrong, and how that must end.
+  // Plans the fault. Returns how the transfer must end.
   Outcome plan() {
     switch (GetParam().fault) {
       case Fault::kShortCounts:
-        give_short_counts();
+        return_short_counts();
         return {};
       case Fault::kFileFails:
         end_file_at(kBad, EIO);
         return {EIO, kBad, kBad};
-      case Fault::kFileIsGone:
-        end_file_at(kBad, ENODEV);
-        return {ENODEV, kBad, kBad};
-      case Fault::kFileIsStale:
-        end_file_at(kBad, ESTALE);
-        return {ESTALE, kBad, kBad};
-      case Fault::kOverQuota:
-        end_file_at(kBad, EDQUOT);
-        return {EDQUOT, kBad, kBad};
       case Fault::kFullDisk:
         end_file_at(kBad, ENOSPC);
         return {ENOSPC, kBad, kBad};
       case Fault::kNoRoomAhead:
-        operations_.on_allocate = [this](int, std::uint64_t, std::uint64_t) {
-          EXPECT_EQ(::ftruncate(fd_.get(), kShort), 0);  // as much as there was room for
+        rig_->operations.on_allocate = [this](int, std::uint64_t, std::uint64_t) {
+          EXPECT_EQ(::ftruncate(rig_->fd(), kShort), 0);  // as much as there was space for
           errno = ENOSPC;
           return -1;
         };
         return {ENOSPC, 0, 0};
       case Fault::kSyncFails:
-        operations_.on_sync = [](bool) {
+        rig_->operations.on_sync = [](bool) {
           errno = EIO;
           return -1;
         };
         return {EIO, kTotal, kTotal};
       case Fault::kSourceIsCut:
         cut_source();
-        // What others have pinned is stored as it was.
+        // What is pinned is stored as it was.
         return load() ? Outcome{0, kShort, kShort} : Outcome{0, 0, kTotal};
       case Fault::kFastpathIsGone:
-        end_file_at(kBad, ENODEV, file_->direct_fd());
+        end_file_at(kBad, ENODEV, rig_->file->direct_fd());
         return {};
       case Fault::kFastpathFails:
-        end_file_at(kBad, EIO, file_->direct_fd());
+        end_file_at(kBad, EIO, rig_->file->direct_fd());
         return {EIO, 5 * kChunk, 5 * kChunk};
       case Fault::kNothingIsPinned:
-        fail("cuMemHostRegister_v2", "hipHostRegister", &FaultPlan::pin, 1, api::kOutOfMemory);
+        fail("cuMemHostRegister_v2", &FaultPlan::pin, 1, api::kOutOfMemory);
         return {ENOMEM, 0, 0, code_of(api::kOutOfMemory)};
       case Fault::kOneIsPinned:
-        fail("cuMemHostRegister_v2", "hipHostRegister", &FaultPlan::pin, 2, api::kOutOfMemory);
+        fail("cuMemHostRegister_v2", &FaultPlan::pin, 2, api::kOutOfMemory);
         return {};
       case Fault::kNoEvent:
-        fail("cuEventCreate", "hipEventCreateWithFlags", &FaultPlan::create_event, 1, api::kOutOfMemory);
+        fail("cuEventCreate", &FaultPlan::create_event, 1, api::kOutOfMemory);
         return {ENOMEM, 0, 0, code_of(api::kOutOfMemory)};
       case Fault::kNoStream:
-        fail("cuStreamCreate", "hipStreamCreateWithFlags", &FaultPlan::create_stream, 1, api::kOutOfMemory);
+        fail("cuStreamCreate", &FaultPlan::create_stream, 1, api::kOutOfMemory);
         return {ENOMEM, 0, 0, code_of(api::kOutOfMemory)};
       case Fault::kCopyIsRefused:
-        fail_copies(4, api::kInvalidValue, 1);
+        fail(load() ? "cuMemcpyHtoDAsync_v2" : "cuMemcpyDtoHAsync_v2", &FaultPlan::stream_copy, 4, api::kInvalidValue,
+             1);
         return {EIO, 3 * kChunk, 3 * kChunk, code_of(api::kInvalidValue)};
       case Fault::kWaitFails:
         for (const char* symbol : {"cuEventQuery", "cuEventSynchronize"}) {
-          if (GetParam().library == Library::kFakeCuda) cuda_test::fake().fail(symbol, 1, api::kInvalidHandle, 1);
-        }
-        for (const char* symbol : {"hipEventQuery", "hipEventSynchronize"}) {
-          if (GetParam().library == Library::kFakeHip) hip_test::fake().fail(symbol, 1, api::kInvalidHandle, 1);
+          cuda_test::fake().fail(symbol, 1, api::kInvalidHandle, 1);
         }
         return {EIO, 0, 0, api::kInvalidHandle};
       case Fault::kDeviceIsFull:
         return {ENOSPC, 0, kTotal - 1, -1};
-      case Fault::kContextIsLost:
-        lost_ = true;
-        fail_copies(4, api::kIllegalAddress, 1);
-        return {EIO, 0, 3 * kChunk, api::kIllegalAddress};
     }
     return {};
   }
 
-  void set_up_transfer() {
-    IoOptions options;
-    options.chunk_bytes = kChunk;
-    options.workers = 3;
-    options.slots = 2;
-    const bool fastpath = GetParam().fault == Fault::kFastpathIsGone || GetParam().fault == Fault::kFastpathFails;
-    options.fastpath = fastpath ? FastpathMode::kAuto : FastpathMode::kOff;
-    options.direct = GetParam().fault == Fault::kNoRoomAhead ? Switch::kAuto : Switch::kOff;
-    DriverOptions device;
-    device.devices = 2;
-    device.memory_bytes = GetParam().fault == Fault::kDeviceIsFull ? 4 * kMiB : 64 * kMiB;
-    open_driver(device);
-    engine_ = must(TransferEngine::create(options, devices_, make_direct_path(fastpath ? "host" : "none")));
-    buffer_ = must(Buffer::create(devices_[0]));
-    data_ = pattern(kTotal, 11);
-    if (load()) {
-      ASSERT_EQ(::pwrite(fd_.get(), data_.data(), data_.size(), 0), static_cast<ssize_t>(kTotal));
-    } else {
-      ASSERT_EQ(must(buffer_->write(0, data_)), kTotal);
-    }
-    file_ = must(BackingFile::open(fd_.get(), operations_));
-  }
-
-  TransferProgress move(const std::shared_ptr<Buffer>& buffer) {
-    TransferRequest wanted;
-    wanted.direction = GetParam().direction;
-    wanted.file = file_;
-    wanted.target = Target::of_buffer(buffer);
-    wanted.share = 1;  // copies are counted
-    if (GetParam().fault == Fault::kSyncFails) wanted.sync = SyncMode::kFull;
-    const std::shared_ptr<Transfer> transfer = must(engine_->start(wanted));
-    transfer->wait();
-    return transfer->progress();
-  }
-
-  void expect_content(std::uint64_t count) {
-    if (load()) {
-      EXPECT_EQ(buffer_->size(), count);
-      if (lost_) return;
-      std::vector<std::byte> found(count);
-      EXPECT_EQ(must(buffer_->read(0, found)), count);
-      EXPECT_TRUE(testing::same_bytes(found, std::span(data_).first(count)));
-      // What was moved beyond a failure does not come back with a larger size.
-      EXPECT_OK(buffer_->resize(kTotal));
-      found.assign(kTotal, std::byte{0xee});
-      EXPECT_EQ(must(buffer_->read(0, found)), kTotal);
-      EXPECT_TRUE(testing::all_zero(std::span(found).subspan(count)));
-      return;
-    }
-    struct stat status = {};
-    EXPECT_EQ(::fstat(fd_.get(), &status), 0);
-    EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), count);
-    std::vector<std::byte> found(count);
-    EXPECT_EQ(::pread(fd_.get(), found.data(), count, 0), static_cast<ssize_t>(count));
-    EXPECT_TRUE(testing::same_bytes(found, std::span(data_).first(count)));
-  }
-
-  // All of it, and nothing at the destination.
-  void restore_source() {
-    if (load()) {
-      ASSERT_EQ(::pwrite(fd_.get(), data_.data(), data_.size(), 0), static_cast<ssize_t>(kTotal));
-    } else {
-      ASSERT_EQ(must(buffer_->write(0, data_)), kTotal);
-      ASSERT_EQ(::ftruncate(fd_.get(), 0), 0);
-    }
-  }
-
   void forget_faults() {
-    operations_.on_read = nullptr;
-    operations_.on_write = nullptr;
-    operations_.on_allocate = nullptr;
-    operations_.on_sync = nullptr;
+    rig_->operations.on_read = nullptr;
+    rig_->operations.on_write = nullptr;
+    rig_->operations.on_allocate = nullptr;
+    rig_->operations.on_sync = nullptr;
     for (testing::Fault FaultPlan::*fault :
          {&FaultPlan::pin, &FaultPlan::create_event, &FaultPlan::create_stream, &FaultPlan::stream_copy}) {
       (*plan_.*fault).clear();
     }
-    const int none = api::kSuccess;
+    if (!of_cuda()) return;
     for (const char* symbol :
          {"cuMemHostRegister_v2", "cuEventCreate", "cuStreamCreate", "cuEventQuery", "cuEventSynchronize"}) {
-      if (GetParam().library == Library::kFakeCuda) cuda_test::fake().fail(symbol, 1, none, 0);
-    }
-    for (const char* symbol : {"hipHostRegister", "hipEventCreateWithFlags", "hipStreamCreateWithFlags",
-                               "hipEventQuery", "hipEventSynchronize"}) {
-      if (GetParam().library == Library::kFakeHip) hip_test::fake().fail(symbol, 1, none, 0);
+      cuda_test::fake().fail(symbol, 1, api::kSuccess, 0);
     }
   }
 
-  FakeGpuSetup cuda_{.devices = 2};
-  FakeGpuSetup hip_{.devices = 2};
-  std::shared_ptr<FaultPlan> plan_ = std::make_shared<FaultPlan>();
-  PlannedFileOps operations_;
-  std::shared_ptr<Driver> driver_;
-  std::vector<std::shared_ptr<DeviceContext>> devices_;
-  std::shared_ptr<TransferEngine> engine_;
-  std::shared_ptr<Buffer> buffer_;
-  std::shared_ptr<BackingFile> file_;
-  std::vector<std::byte> data_;
+  TransferProgress move() {
+    TransferRequest wanted = rig_->request(GetParam().direction);
+    if (GetParam().fault == Fault::kSyncFails) wanted.sync = SyncMode::kFull;
+    return rig_->finish_in_order(wanted);  // copies are counted
+  }
+
+  void expect_content(std::uint64_t count) {
+    const std::span<const std::byte> expected = std::span(data_).first(count);
+    EXPECT_TRUE(testing::same_bytes(load() ? rig_->buffer_contents() : rig_->file_contents(), expected));
+    if (!load()) return;
+    // What was moved beyond a failure does not come back with a larger size.
+    EXPECT_OK(rig_->buffer->resize(kTotal));
+    EXPECT_TRUE(testing::all_zero(std::span<const std::byte>(rig_->buffer_contents()).subspan(count)));
+  }
+
+  FakeGpuSetup cuda_{};
+  const std::shared_ptr<FaultPlan> plan_ = std::make_shared<FaultPlan>();
+  const std::vector<std::byte> data_ = pattern(kTotal, 11);
+  std::unique_ptr<TransferRig> rig_;
   std::atomic<int> calls_{0};
   std::once_flag once_;
   std::thread cutter_;
-  bool lost_ = false;         // the device that is used
-  bool lost_device_ = false;  // the first
-  UniqueFd fd_;
 
  private:
   std::set<std::string> descriptors_;
-  std::size_t threads_ = 0;
-  int pinned_ = 0;
 };
 
 INSTANTIATE_TEST_SUITE_P(, IoFaults, ::testing::ValuesIn(cases()), name_of);
 
 TEST_P(IoFaults, EndRightAndLeaveNothing) {
-  set_up_transfer();
-  if (HasFatalFailure()) return;
   const Outcome outcome = plan();
-  const TransferProgress done = move(buffer_);
+  const TransferProgress done = move();
   if (cutter_.joinable()) cutter_.join();
   EXPECT_EQ(done.state, TransferState::kDone);
   EXPECT_EQ(done.status.error(), outcome.error) << done.status.message();
@@ -486,16 +363,8 @@ TEST_P(IoFaults, EndRightAndLeaveNothing) {
   expect_content(done.prefix);
 
   forget_faults();
-  if (lost_) {
-    EXPECT_EQ(move(buffer_).status.error(), EIO);
-    buffer_ = must(Buffer::create(devices_[1]));
-    lost_ = false;  // of this one all is expected
-    lost_device_ = true;
-  } else if (load()) {
-    buffer_ = must(Buffer::create(devices_[0]));
-  }
   restore_source();
-  const TransferProgress again = move(buffer_);
+  const TransferProgress again = move();
   if (GetParam().fault == Fault::kDeviceIsFull) {
     EXPECT_EQ(again.status.error(), ENOSPC);
     return;

@@ -15,7 +15,7 @@
 
 #include "buffer_fixture.h"
 #include "io/direct_path.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "io_fakes.h"
 
 namespace gpufs::testing {
@@ -141,31 +141,6 @@ TEST_F(LoadMemoryTest, WhatWasAllocatedBeforeStays) {
   EXPECT_EQ(done.prefix, 60 * kMiB);
   EXPECT_EQ(buffer->size(), 60 * kMiB);
   EXPECT_EQ(buffer->bytes_held(), 80 * kMiB);
-}
-
-TEST_F(LoadMemoryTest, WhatOthersAllocateMeanwhileStays) {
-  begin(512 * kMiB);
-  std::atomic<bool> allocated{false};
-  operations.on_read = [&](int, void*, std::size_t, std::uint64_t offset, ssize_t* result) {
-    if (offset < 20 * kMiB) return false;
-    while (!allocated) std::this_thread::yield();
-    errno = EIO;
-    *result = -1;
-    return true;
-  };
-  const TransferProgress done = load([&](Transfer&) {
-    while (buffer->bytes_held() < 64 * kMiB) std::this_thread::yield();  // the first step is there
-    EXPECT_TRUE(buffer->allocate(40 * kMiB, 10 * kMiB, true).ok());
-    allocated = true;
-  });
-  operations.on_read = nullptr;
-  EXPECT_EQ(done.status.error(), EIO);
-  EXPECT_EQ(done.prefix, 20 * kMiB);
-  EXPECT_EQ(buffer->bytes_held(), 30 * kMiB);
-  const auto filler = make();
-  ASSERT_TRUE(filler->allocate(0, 512 * kMiB - used(), true).ok());
-  write(*buffer, 40 * kMiB, pattern(10 * kMiB, 1));
-  EXPECT_EQ(buffer->write(50 * kMiB, pattern(1, 1)).error(), ENOSPC);
 }
 
 TEST_F(LoadMemoryTest, AFullDeviceGetsAllThatFits) {

@@ -1,4 +1,4 @@
-// The pools under the transfers: bounce slots and worker threads.
+// What transfers share: pinned bounce buffers and threads.
 
 #include <gtest/gtest.h>
 
@@ -6,146 +6,122 @@
 #include <cerrno>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <thread>
+#include <vector>
 
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
-#include "io/backing_file.h"
+#include "faulty_driver.h"
+#include "gpu_test_support.h"
 #include "io/bounce_pool.h"
-#include "io/worker_pool.h"
-#include "io_fakes.h"
+#include "io/transfer_threads.h"
 
 namespace gpufs {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::FakeDriver;
-using testing::FakePlan;
 
-constexpr std::size_t kSlot = 1 << 16;
+constexpr std::size_t kBytes = 1 << 16;
 
-struct PoolRig {
-  explicit PoolRig(std::uint64_t slots) : plan(std::make_shared<FakePlan>()) {
-    Result<std::shared_ptr<DeviceContext>> made = DeviceContext::create(std::make_shared<FakeDriver>(plan), 0);
-    device = made.take();
-    pool = BouncePool::create(kSlot, slots * kSlot);
+class BouncePoolTest : public ::testing::Test {
+ protected:
+  void make_pool(std::uint64_t buffers) {
+    plan->cpu_addressable = false;
+    device = gpu_test::must(DeviceContext::create(testing::make_faulty_driver(plan, 64 * gpu_test::kMiB), 0));
+    pool = BouncePool::create(kBytes, buffers * kBytes);
   }
-  std::shared_ptr<FakePlan> plan;
+  Result<BounceBuffer> acquire() { return pool->acquire(device, never); }
+  void await_waits(std::uint64_t count) {
+    while (pool->statistics().waits < count) std::this_thread::yield();
+  }
+
+  const std::shared_ptr<testing::FaultPlan> plan = std::make_shared<testing::FaultPlan>();
   std::shared_ptr<DeviceContext> device;
   std::shared_ptr<BouncePool> pool;
+  const std::atomic<bool> never{false};
 };
 
-TEST(BouncePool, PinsLazilyOnceAndWithinItsCap) {
-  PoolRig rig(2);
-  EXPECT_EQ(rig.plan->pins, 0);
+TEST_F(BouncePoolTest, PinsOnDemandAndUpToItsCapacity) {
+  make_pool(3);
   {
-    Result<BounceLease> first = rig.pool->acquire(rig.device, milliseconds(0));
-    ASSERT_TRUE(first.ok());
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(first.value().data()) % 4096, 0U);
-    EXPECT_EQ(first.value().bytes(), kSlot);
-    EXPECT_EQ(rig.plan->pins, 1);
-    EXPECT_EQ(rig.pool->statistics().used_bytes, kSlot);
-    Result<BounceLease> second = rig.pool->acquire(rig.device, milliseconds(0));
-    ASSERT_TRUE(second.ok());
-    EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(10)).error(), ETIMEDOUT);
-    EXPECT_FALSE(rig.pool->try_acquire(rig.device, 0).valid());
+    const BounceBuffer first = acquire().take();
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(first->data) % 4096, 0U);
+    EXPECT_EQ(first->bytes, kBytes);
+    EXPECT_EQ(plan->pin.calls(), 1);
+    EXPECT_EQ(pool->statistics().used_bytes, kBytes);
+    EXPECT_EQ(pool->try_acquire(device, 2), nullptr) << "it leaves the reserve";
+    const BounceBuffer second = pool->try_acquire(device, 1);
+    EXPECT_NE(second, nullptr);
+    const BounceBuffer third = acquire().take();
+    EXPECT_EQ(pool->try_acquire(device, 0), nullptr);
   }
-  for (int round = 0; round < 10; ++round) EXPECT_TRUE(rig.pool->acquire(rig.device, milliseconds(0)).ok());
-  EXPECT_EQ(rig.plan->pins, 2);
-  EXPECT_EQ(rig.pool->statistics().pinned_bytes, 2 * kSlot);
-  EXPECT_EQ(rig.pool->statistics().used_bytes, 0U);
-  EXPECT_EQ(rig.pool->statistics().waits, 1U);
-  rig.pool->close();
-  EXPECT_EQ(rig.plan->pinned, 0);
+  for (int round = 0; round < 10; ++round) EXPECT_TRUE(acquire().ok());
+  EXPECT_EQ(plan->pin.calls(), 3);
+  EXPECT_EQ(pool->statistics().pinned_bytes, 3 * kBytes);
+  EXPECT_EQ(pool->statistics().used_bytes, 0U);
+  EXPECT_EQ(pool->statistics().waits, 0U);
+  pool->close();
+  EXPECT_EQ(plan->unpin.calls(), 3);
 }
 
-TEST(BouncePool, ExtraSlotsLeaveTheReserve) {
-  PoolRig rig(3);
-  BounceLease first = rig.pool->acquire(rig.device, milliseconds(0)).take();
-  EXPECT_FALSE(rig.pool->try_acquire(rig.device, 2).valid());
-  EXPECT_TRUE(rig.pool->try_acquire(rig.device, 1).valid());
-}
-
-TEST(BouncePool, ServesInTheOrderOfArrival) {
-  PoolRig rig(1);
-  BounceLease held = rig.pool->acquire(rig.device, milliseconds(0)).take();
+TEST_F(BouncePoolTest, ServesInTheOrderOfArrival) {
+  make_pool(1);
+  BounceBuffer held = acquire().take();
   std::mutex mutex;
   std::vector<int> order;
   std::vector<std::thread> threads;
   for (int number = 0; number < 4; ++number) {
     threads.emplace_back([&, number] {
-      Result<BounceLease> mine = rig.pool->acquire(rig.device, milliseconds(60000));
-      ASSERT_TRUE(mine.ok());
+      const BounceBuffer mine = acquire().take();
       const std::lock_guard lock(mutex);
       order.push_back(number);
     });
-    while (rig.pool->statistics().waits < static_cast<std::uint64_t>(number) + 1) std::this_thread::yield();
+    await_waits(static_cast<std::uint64_t>(number) + 1);
   }
   held.reset();
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
 }
 
-TEST(BouncePool, WaitingCanBeCancelledAndEndsWithThePool) {
-  PoolRig rig(1);
-  BounceLease held = rig.pool->acquire(rig.device, milliseconds(0)).take();
+TEST_F(BouncePoolTest, WaitingEndsWithACancellationOrThePool) {
+  make_pool(1);
+  BounceBuffer held = acquire().take();
   std::atomic<bool> cancelled{false};
   std::thread canceller([&] {
-    while (rig.pool->statistics().waits < 1) std::this_thread::yield();
+    await_waits(1);
     cancelled = true;
   });
-  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(60000), &cancelled).error(), ECANCELED);
+  EXPECT_EQ(pool->acquire(device, cancelled).error(), ECANCELED);
   canceller.join();
   std::thread closer([&] {
-    while (rig.pool->statistics().waits < 2) std::this_thread::yield();
-    rig.pool->close();
+    await_waits(2);
+    pool->close();
   });
-  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(60000)).error(), ESHUTDOWN);
+  EXPECT_EQ(acquire().error(), ESHUTDOWN);
   closer.join();
   held.reset();
-  EXPECT_EQ(rig.plan->pinned, 0);
-  EXPECT_EQ(rig.pool->acquire(rig.device, milliseconds(0)).error(), ESHUTDOWN);
+  EXPECT_EQ(plan->unpin.calls(), 1);
 }
 
-TEST(BouncePool, WhenNoMoreCanBePinnedTheExistingOnesServe) {
-  PoolRig rig(4);
-  rig.plan->pins_possible = 1;
-  BounceLease held = rig.pool->acquire(rig.device, milliseconds(0)).take();
+TEST_F(BouncePoolTest, IfNoMoreCanBePinnedTheExistingOnesServe) {
+  make_pool(4);
+  plan->pin.at(2, 1000, ENOMEM);
+  BounceBuffer held = acquire().take();
   std::thread giver([&] {
-    while (rig.pool->statistics().waits < 1) std::this_thread::yield();
+    await_waits(1);
     held.reset();
   });
-  EXPECT_TRUE(rig.pool->acquire(rig.device, milliseconds(60000)).ok());
+  EXPECT_TRUE(acquire().ok());
   giver.join();
-  EXPECT_EQ(rig.pool->statistics().pinned_bytes, kSlot);
-  EXPECT_GE(rig.pool->statistics().pin_failures, 1U);
+  EXPECT_EQ(pool->statistics().pinned_bytes, kBytes);
+  EXPECT_GE(pool->statistics().pin_failures, 1U);
 }
 
-TEST(BouncePool, ManyThreads) {
-  PoolRig rig(3);
-  std::vector<std::thread> threads;
-  std::atomic<int> inside{0};
-  for (int number = 0; number < 8; ++number) {
-    threads.emplace_back([&] {
-      for (int round = 0; round < 200; ++round) {
-        Result<BounceLease> mine = rig.pool->acquire(rig.device, milliseconds(60000));
-        ASSERT_TRUE(mine.ok());
-        EXPECT_LE(++inside, 3);
-        mine.value().data()[0] = std::byte{1};
-        BounceLease more = rig.pool->try_acquire(rig.device, 1);
-        --inside;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(rig.pool->statistics().used_bytes, 0U);
-}
+// ---- threads ----
 
-// ---- workers ----
-
-class CountedWork final : public Work {
+// Steps of a millisecond, of which up to four threads do one at a time.
+class SteppedWork final : public TransferWork {
  public:
-  CountedWork(std::uint64_t client, int pieces) : left(pieces), client_(client) {}
+  SteppedWork(std::uint64_t client, int steps) : left(steps), client_(client) {}
   [[nodiscard]] std::uint64_t client() const override { return client_; }
   [[nodiscard]] std::uint64_t group() const override { return kNeverStalls; }
   [[nodiscard]] int wanted() const override { return left > 0 ? 4 : 0; }
@@ -168,21 +144,21 @@ class CountedWork final : public Work {
   std::atomic<int> inside_{0};
 };
 
-TEST(WorkerPool, ClientsShareTheThreads) {
-  const std::shared_ptr<WorkerPool> pool = WorkerPool::create(-1, 2, 1);
-  const auto first = std::make_shared<CountedWork>(1, 300);
-  const auto second = std::make_shared<CountedWork>(2, 100);
-  ASSERT_TRUE(pool->submit(first).ok());
-  ASSERT_TRUE(pool->submit(second).ok());
+TEST(TransferThreads, ClientsShareThem) {
+  const std::shared_ptr<TransferThreads> threads = TransferThreads::create(-1, 2, 1);
+  const auto first = std::make_shared<SteppedWork>(1, 300);
+  const auto second = std::make_shared<SteppedWork>(2, 100);
+  ASSERT_TRUE(threads->submit(first).ok());
+  ASSERT_TRUE(threads->submit(second).ok());
   while (first->left > 0 || second->left > 0) std::this_thread::sleep_for(milliseconds(1));
   EXPECT_LE(first->most, 2);
   EXPECT_LE(second->most, 2);
-  EXPECT_EQ(pool->shutdown(milliseconds(60000), milliseconds(50)), 0);
-  EXPECT_EQ(pool->submit(first).error(), ESHUTDOWN);
+  EXPECT_EQ(threads->shutdown(milliseconds(60000), milliseconds(50)), 0);
+  EXPECT_EQ(threads->submit(first).error(), ESHUTDOWN);
 }
 
-// Serves until it is let go.
-class HeldWork final : public Work {
+// Serves until it is released.
+class HeldWork final : public TransferWork {
  public:
   explicit HeldWork(std::uint64_t client) : client_(client) {}
   [[nodiscard]] std::uint64_t client() const override { return client_; }
@@ -190,44 +166,38 @@ class HeldWork final : public Work {
   [[nodiscard]] int wanted() const override { return over ? 0 : 1; }
   void serve(Turn&) override {
     inside = true;
-    while (!let_go) std::this_thread::sleep_for(milliseconds(1));
+    while (!released) std::this_thread::sleep_for(milliseconds(1));
     over = true;
   }
   std::atomic<bool> inside{false};
-  std::atomic<bool> let_go{false};
+  std::atomic<bool> released{false};
   std::atomic<bool> over{false};
 
  private:
   const std::uint64_t client_;
 };
 
-TEST(WorkerPool, AThreadThatIsBeingWokenIsTakenForOneWorkAlone) {
+TEST(TransferThreads, AThreadThatWakesUpCountsForOneWorkOnly) {
   for (int round = 0; round < 30; ++round) {
-    const std::shared_ptr<WorkerPool> pool = WorkerPool::create(-1, 2, 1);
+    const std::shared_ptr<TransferThreads> threads = TransferThreads::create(-1, 2, 1);
     const auto before = std::make_shared<HeldWork>(1);
-    before->let_go = true;
-    ASSERT_TRUE(pool->submit(before).ok());
+    before->released = true;
+    ASSERT_TRUE(threads->submit(before).ok());
     while (before.use_count() > 1) std::this_thread::sleep_for(milliseconds(1));
     // Its thread sleeps by now, or is about to. The second work comes before it is awake.
     const auto first = std::make_shared<HeldWork>(1);
     const auto second = std::make_shared<HeldWork>(2);
-    ASSERT_TRUE(pool->submit(first).ok());
-    ASSERT_TRUE(pool->submit(second).ok());
+    ASSERT_TRUE(threads->submit(first).ok());
+    ASSERT_TRUE(threads->submit(second).ok());
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!(first->inside && second->inside) && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(milliseconds(1));
     }
     const bool both = first->inside && second->inside;
-    first->let_go = second->let_go = true;
-    EXPECT_EQ(pool->shutdown(milliseconds(60000), milliseconds(50)), 0);
+    first->released = second->released = true;
+    EXPECT_EQ(threads->shutdown(milliseconds(60000), milliseconds(50)), 0);
     ASSERT_TRUE(both) << "one waits for the other's end, in round " << round;
   }
-}
-
-TEST(WorkerPool, CountsTheProcessorsOfANode) {
-  EXPECT_GE(usable_cpus(-1), 1);
-  EXPECT_GE(usable_cpus(0), 1);
-  EXPECT_EQ(usable_cpus(100000), usable_cpus(-1));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What opening a backing file finds out, and what it refuses.
+// What opening a backing file finds out, and which files it refuses.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,6 @@
 
 #include "io/backing_file.h"
 #include "io/file_moves.h"
-#include "io/mount_table.h"
 #include "io_fakes.h"
 #include "temporary_file.h"
 
@@ -26,43 +25,6 @@ class TemporaryFile {
  private:
   const UniqueFd fd_;
 };
-
-TEST(MountTable, ParsesLinesWithAnyNumberOfOptionalFields) {
-  const std::vector<MountEntry> entries = parse_mount_table(
-      "36 35 98:0 /mnt1 /mnt/a\\040b rw,noatime shared:1 master:2 - ext4 /dev/root rw,data=journal\n"
-      "nonsense\n"
-      "37 35 0:45 / /mnt/g rw - fuse.gpufs gpufs rw,user_id=0\n"
-      "38 35 8:1 / / rw - xfs /dev/sda1 rw");
-  ASSERT_EQ(entries.size(), 3U);
-  EXPECT_EQ(entries[0].id, 36U);
-  EXPECT_EQ(entries[0].major, 98U);
-  EXPECT_EQ(entries[0].root, "/mnt1");
-  EXPECT_EQ(entries[0].path, "/mnt/a b");
-  EXPECT_EQ(entries[0].type, "ext4");
-  EXPECT_EQ(option_value(entries[0].super_options, "data"), "journal");
-  EXPECT_EQ(entries[1].type, "fuse.gpufs");
-  EXPECT_EQ(entries[1].minor, 45U);
-  EXPECT_EQ(entries[2].super_options, "rw");
-  EXPECT_EQ(option_value(entries[2].super_options, "data"), "");
-}
-
-TEST(MountTable, WritesNamesAsTheyAre) {
-  const std::vector<MountEntry> entries =
-      parse_mount_table("1 2 0:3 /a\\134040 /t\\011n\\012b\\134\\040\xff\\9\\04 rw - fuse.gpufs gpufs rw\n");
-  ASSERT_EQ(entries.size(), 1U);
-  EXPECT_EQ(entries[0].root, "/a\\040");
-  EXPECT_EQ(entries[0].path, "/t\tn\nb\\ \xff\\9\\04");
-}
-
-TEST(MountTable, KnowsTheMountOfADescriptor) {
-  const TemporaryFile file;
-  Result<std::uint64_t> id = mount_id_of(file.fd());
-  ASSERT_TRUE(id.ok());
-  Result<std::vector<MountEntry>> mounts = read_mount_table();
-  ASSERT_TRUE(mounts.ok());
-  EXPECT_TRUE(std::any_of(mounts.value().begin(), mounts.value().end(),
-                          [&](const MountEntry& mount) { return mount.id == id.value(); }));
-}
 
 TEST(FileSystems, OnlyOrderedExt4AndXfsTakeTheFastpath) {
   const auto refusals = [](const char* type, const char* options, bool block = false) {
@@ -197,50 +159,6 @@ TEST(FileOps, TellsWhatIsCached) {
   ASSERT_EQ(::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
   ASSERT_EQ(FileOps::system().cached_bytes(file.fd(), 0, data.size(), &cached), 0);
   EXPECT_LT(cached, data.size());
-}
-
-TEST(FileMoves, ResumesAndContinues) {
-  const TemporaryFile file;
-  testing::PlannedFileOps operations;
-  int calls = 0;
-  operations.on_read = [&](int fd, void* memory, std::size_t bytes, std::uint64_t offset, ssize_t* result) {
-    ++calls;
-    if (calls % 2 == 1) {
-      errno = EINTR;
-      *result = -1;
-    } else {
-      *result = ::pread(fd, memory, std::min<std::size_t>(bytes, 1000), static_cast<off_t>(offset));
-    }
-    return true;
-  };
-  std::vector<std::byte> data(10000, std::byte{3});
-  ASSERT_EQ(::pwrite(file.fd(), data.data(), data.size(), 0), static_cast<ssize_t>(data.size()));
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.fd(), operations);
-  ASSERT_TRUE(backing.ok());
-  std::vector<std::byte> read(20000);
-  const Moved moved = read_buffered(*backing.value(), read.data(), read.size(), 0);
-  EXPECT_TRUE(moved.status.ok());
-  EXPECT_EQ(moved.bytes, data.size());
-  read.resize(data.size());
-  EXPECT_EQ(read, data);
-}
-
-TEST(FileMoves, RequestsBeyondTheKernelsLimitAreSplit) {
-  const UniqueFd anonymous(::memfd_create("gpufs-io-test", MFD_CLOEXEC));
-  testing::PlannedFileOps operations;
-  std::vector<std::size_t> asked;
-  operations.on_read = [&](int, void*, std::size_t bytes, std::uint64_t, ssize_t* result) {
-    asked.push_back(bytes);
-    *result = static_cast<ssize_t>(bytes);
-    return true;
-  };
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get(), operations);
-  ASSERT_TRUE(backing.ok());
-  const std::uint64_t bytes = std::uint64_t{5} << 30;
-  std::byte unused;
-  EXPECT_EQ(read_buffered(*backing.value(), &unused, bytes, 0).bytes, bytes);
-  ASSERT_EQ(asked.size(), 3U);
-  EXPECT_EQ(asked[0], 0x7ffff000U);
 }
 
 TEST(FileMoves, WriteWithoutProgressIsAnError) {

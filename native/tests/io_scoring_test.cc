@@ -22,13 +22,6 @@ struct Scored {
 
 bool has(RefusalMask mask, Refusal reason) { return (mask & mask_of(reason)) != 0; }
 
-TEST(Scoring, AlignedRequestScoresHundred) {
-  const Scored aligned(4096, kMiB);
-  EXPECT_EQ(score_fastpath(aligned.request).points, 100);
-  EXPECT_EQ(score_fallback(aligned.request).points, 0);
-  EXPECT_EQ(choose(aligned.request).path, Path::kFastpath);
-}
-
 TEST(Scoring, EachReasonHasItsBit) {
   struct Case {
     Refusal reason;
@@ -48,9 +41,8 @@ TEST(Scoring, EachReasonHasItsBit) {
   for (const Case& one : cases) {
     Scored scored(0, kMiB);
     one.change(scored);
-    const Score score = score_fastpath(scored.request);
-    EXPECT_LT(score.points, 0);
-    EXPECT_EQ(score.refusals, mask_of(one.reason)) << describe_refusals(score.refusals);
+    const RefusalMask refusals = fastpath_refusals(scored.request);
+    EXPECT_EQ(refusals, mask_of(one.reason)) << describe_refusals(refusals);
   }
 }
 
@@ -58,9 +50,9 @@ TEST(Scoring, TheOperatorMayOverruleARefusalOfTheFile) {
   Scored scored(0, kMiB);
   scored.file.fastpath_refusals = mask_of(Refusal::kFileSystem);
   scored.request.waived = mask_of(Refusal::kFileSystem);
-  EXPECT_EQ(score_fastpath(scored.request).points, 100);
+  EXPECT_EQ(fastpath_refusals(scored.request), 0U);
   scored.file.fastpath_refusals |= mask_of(Refusal::kNoDirectDescriptor);
-  EXPECT_EQ(score_fastpath(scored.request).refusals, mask_of(Refusal::kNoDirectDescriptor));
+  EXPECT_EQ(fastpath_refusals(scored.request), mask_of(Refusal::kNoDirectDescriptor));
   EXPECT_TRUE(FileSystems({"nfs4", "lustre"}).allow("lustre"));
   EXPECT_FALSE(FileSystems({"nfs4"}).allow("nfs"));
   EXPECT_TRUE(FileSystems({"any"}).allow("zfs"));

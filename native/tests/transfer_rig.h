@@ -1,5 +1,5 @@
-// What tests of transfers stand on: a device, a transfer engine over it, a buffer, and a real file whose system calls a
-// test can plan. Owned by the test that makes it, and checks at its end that nothing is left over. The test's thread.
+// What a test of transfers needs: a device, a transfer engine, a buffer, and a real file whose system calls a test can
+// plan. Its destructor checks that nothing is left over.
 #pragma once
 
 #include <dirent.h>
@@ -20,15 +20,16 @@
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
 #include "gpu_test_support.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "io_fakes.h"
+#include "memory/buffer.h"
 #include "temporary_file.h"
 
 namespace gpufs::testing {
 
 constexpr std::uint64_t kChunk = std::uint64_t{1} << 18;
 
-// The names in a directory; of /proc/self/fd and /proc/self/task: what this process has open, and its threads.
+// The names in a directory: of /proc/self/fd the open descriptors, of /proc/self/task the threads.
 inline std::set<std::string> names_in(const char* path) {
   std::set<std::string> names;
   DIR* const directory = ::opendir(path);
@@ -37,7 +38,6 @@ inline std::set<std::string> names_in(const char* path) {
   return names;
 }
 
-template <typename BufferType>
 class TransferRig {
  public:
   static IoOptions small_options() {
@@ -70,7 +70,7 @@ class TransferRig {
   TransferRig(const TransferRig&) = delete;
   TransferRig& operator=(const TransferRig&) = delete;
 
-  // The file, opened for transfers; may_hang as one on a network would be.
+  // Opens the file for transfers; may_hang: as if it were on a network.
   void open_file(bool may_hang = false) {
     file = gpu_test::must(BackingFile::open(fd_.get(), operations));
     if (!may_hang) return;
@@ -94,6 +94,16 @@ class TransferRig {
     wanted.target = Target::of_buffer(buffer);
     return wanted;
   }
+  void make_buffer() { buffer = gpu_test::must(Buffer::create(device)); }
+  void fill_buffer(const std::vector<std::byte>& contents) {
+    EXPECT_EQ(gpu_test::must(buffer->write(0, contents)), contents.size());
+  }
+  [[nodiscard]] std::vector<std::byte> buffer_contents() const {
+    std::vector<std::byte> data(buffer->size());
+    EXPECT_EQ(gpu_test::must(buffer->read(0, data)), data.size());
+    return data;
+  }
+
   TransferProgress finish(const TransferRequest& wanted) {
     Result<std::shared_ptr<Transfer>> started = engine->start(wanted);
     EXPECT_TRUE(started.ok()) << started.status().message();
@@ -101,7 +111,7 @@ class TransferRig {
     started.value()->wait();
     return started.value()->progress();
   }
-  // One thread serves it: its pieces come in order.
+  // One thread serves it, so its chunks come in order.
   TransferProgress finish_in_order(TransferRequest wanted) {
     wanted.share = 1;
     return finish(wanted);
@@ -134,7 +144,7 @@ class TransferRig {
   std::shared_ptr<DeviceContext> device;
   std::shared_ptr<TransferEngine> engine;
   std::shared_ptr<BackingFile> file;
-  std::shared_ptr<BufferType> buffer;
+  std::shared_ptr<Buffer> buffer;
 
  private:
   UniqueFd fd_;

@@ -14,7 +14,7 @@
 #include "device/event_pool.h"
 #include "device/stream_pool.h"
 #include "gpufs.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs {
@@ -47,7 +47,7 @@ Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, con
       if (slabs.ok()) {
         device.value()->set_slabs(slabs.take());
       } else {
-        log_info("small files get memory of their own: ", slabs.status().message());
+        log_info("small files do not share slabs: ", slabs.status().message());
       }
     }
     engine->devices_.push_back(device.take());
@@ -62,36 +62,29 @@ Result<std::shared_ptr<DeviceContext>> Engine::device(std::int32_t index) const 
   return devices_[static_cast<std::size_t>(index)];
 }
 
-Result<std::shared_ptr<TransferEngine>> Engine::transfers(
-    const std::function<Result<std::shared_ptr<TransferEngine>>(const Engine&)>& make) {
-  const std::lock_guard making(transfers_mutex_);
+// Returns *place, which make(*this) fills at the first call; `making` is held in the meantime.
+template <typename T>
+Result<std::shared_ptr<T>> Engine::once(std::mutex& making, std::shared_ptr<T>& place, const Maker<T>& make) {
+  const std::lock_guard alone(making);
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-    if (transfers_) return transfers_;
+    if (place) return place;
   }
-  Result<std::shared_ptr<TransferEngine>> made = make(*this);
+  Result<std::shared_ptr<T>> made = make(*this);
   if (!made.ok()) return made;
   const std::lock_guard lock(mutex_);
   if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-  transfers_ = made.value();
+  place = made.value();
   return made;
 }
 
-Result<std::shared_ptr<AsyncEngine>> Engine::operations(
-    const std::function<Result<std::shared_ptr<AsyncEngine>>(const Engine&)>& make) {
-  const std::lock_guard making(operations_mutex_);
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-    if (operations_) return operations_;
-  }
-  Result<std::shared_ptr<AsyncEngine>> made = make(*this);
-  if (!made.ok()) return made;
-  const std::lock_guard lock(mutex_);
-  if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-  operations_ = made.value();
-  return made;
+Result<std::shared_ptr<TransferEngine>> Engine::transfers(const Maker<TransferEngine>& make) {
+  return once(transfers_mutex_, transfers_, make);
+}
+
+Result<std::shared_ptr<AsyncEngine>> Engine::operations(const Maker<AsyncEngine>& make) {
+  return once(operations_mutex_, operations_, make);
 }
 
 void Engine::publish_gauges() {
@@ -197,7 +190,7 @@ Result<HipMemory> hip_memory_from(std::int32_t value) {
   }
 }
 
-// The text as far as it fits, always terminated.
+// Copies the text as far as it fits, always terminated.
 template <std::size_t N>
 void fill(char (&field)[N], const std::string& text) {
   const std::size_t length = std::min(text.size(), N - 1);
@@ -246,7 +239,7 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
     if (!taken.ok()) return taken.status();
     Status closed = taken.value()->close();
     HandleTable::instance().close_owned(engine);
-    // After the mounts, whose requests' memory is locked, too.
+    // After the mounts, whose request memory is locked too.
     taken.value()->host_locks()->close();
     return closed;
   });
@@ -272,7 +265,7 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
     found.publish_gauges();
     const std::string_view bytes = found.counters().bytes();
     *needed = bytes.size();
-    if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more room");
+    if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more space");
     std::memcpy(data, bytes.data(), bytes.size());
     return {};
   });
@@ -322,7 +315,7 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
       return {};
     }
     memory->held_bytes = context.value()->held_bytes();
-    // A device that is out of service cannot say more, and its health is what the caller wants to see.
+    // A device that is out of service answers no more, and the caller wants to see its health.
     memory->total_bytes = context.value()->info().total_bytes;
     return health.ok() ? now.status() : Status();
   });

@@ -18,13 +18,13 @@
 #include "io/backing_file.h"
 #include "io/direct_path.h"
 #include "io/refusal.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 #include "observe/trace.h"
 
 namespace gpufs {
 namespace {
 
-// The engine's transfers, made with these options if they are not there yet; *made says whether.
+// The engine's TransferEngine, created with these options if there is none yet. *made: whether it was created.
 Result<std::shared_ptr<TransferEngine>> transfers_with(Engine& engine, const IoOptions& options, bool* made) {
   *made = false;
   Result<std::shared_ptr<TransferEngine>> transfers =
@@ -35,7 +35,7 @@ Result<std::shared_ptr<TransferEngine>> transfers_with(Engine& engine, const IoO
         return created;
       });
   if (*made) {
-    // Before the mounts go: a copy that one of them waits for must not hold that up.
+    // Before the mounts are closed, so that none of them waits for a copy.
     engine.at_close([weak = std::weak_ptr<TransferEngine>(transfers.value())] {
       if (const std::shared_ptr<TransferEngine> alive = weak.lock()) alive->shutdown();
     });
@@ -70,7 +70,7 @@ Result<Switch> three_way(std::int32_t value, const char* name) {
   }
 }
 
-// "nfs4,lustre" as words.
+// Splits "nfs4,lustre".
 FileSystems file_systems_from(const char* text) {
   std::vector<std::string> types;
   std::istringstream words(text == nullptr ? "" : text);
@@ -91,9 +91,6 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   Result<Switch> fallback = three_way(given.fallback, "fallback");
   if (!fallback.ok()) return fallback.status();
   options.fallback = fallback.value() != Switch::kOff;
-  Result<Switch> pagecache = three_way(given.pagecache, "pagecache");
-  if (!pagecache.ok()) return pagecache.status();
-  options.pagecache = pagecache.value();
   Result<Switch> direct = three_way(given.direct, "direct");
   if (!direct.ok()) return direct.status();
   options.direct = direct.value();
@@ -112,7 +109,6 @@ void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
   to.prefix = from.prefix;
   to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
   to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
-  to.pagecache_bytes = from.pagecache_bytes;
   to.hole_bytes = from.hole_bytes;
   to.refusals = from.refusals;
 }
@@ -120,7 +116,7 @@ void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
 Status copy_text(const std::string& from, char* text, std::uint64_t capacity, std::uint64_t* needed) {
   const std::uint64_t size = from.size() + 1;
   if (needed != nullptr) *needed = size;
-  if (text == nullptr || capacity < size) return Status(ERANGE, "the text needs more room");
+  if (text == nullptr || capacity < size) return Status(ERANGE, "the text needs more space");
   std::memcpy(text, from.c_str(), size);
   return {};
 }
@@ -156,7 +152,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
   if (given.direction != GPUFS_LOAD && given.direction != GPUFS_STORE) return Status(EINVAL, "unknown direction");
   request.direction = given.direction == GPUFS_LOAD ? Direction::kLoad : Direction::kStore;
   if (given.sync < GPUFS_SYNC_NONE || given.sync > GPUFS_SYNC_FULL) return Status(EINVAL, "unknown kind of sync");
-  // There is nothing to make durable on a device.
+  // A device has nothing to make durable.
   request.sync = request.direction == Direction::kStore ? static_cast<SyncMode>(given.sync) : SyncMode::kNone;
   request.sparse = given.sparse != 0;
   if (given.fastpath != GPUFS_AUTO) {
@@ -303,7 +299,7 @@ gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int3
     if (timeout_ms < 0) {
       found.wait();
     } else {
-      // A wait that overflowed the clock would end at once.
+      // A longer wait would overflow the clock and end at once.
       constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
       ended = found.wait(std::chrono::milliseconds(std::min(timeout_ms, kLongest)));
     }

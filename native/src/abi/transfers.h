@@ -7,7 +7,7 @@
 
 #include "abi/engine.h"
 #include "gpufs.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 
 namespace gpufs {
 

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <utility>
 
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 
 namespace gpufs {
 

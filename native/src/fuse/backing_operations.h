@@ -19,7 +19,7 @@
 #include "fuse/long_operation.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 
 namespace gpufs::fuse {
 

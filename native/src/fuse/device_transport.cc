@@ -16,9 +16,9 @@
 #include <string>
 #include <utility>
 
+#include "base/cpus.h"
 #include "base/log.h"
 #include "base/thread.h"
-#include "io/worker_pool.h"
 
 namespace gpufs::fuse {
 

@@ -16,7 +16,6 @@
 
 #include "base/log.h"
 #include "base/math.h"
-#include "base/reserve.h"
 #include "base/thread.h"
 #include "fuse/protocol.h"
 #include "fuse/relay_socket.h"
@@ -37,26 +36,6 @@ constexpr std::chrono::milliseconds kMemoryPause{5};
 // Between an INTERRUPT and the answer EINTR. Few programs expect EINTR of calls such as mkdir(2), and many get signals
 // that do not end them: so it is given only where the control plane waits for something.
 constexpr std::chrono::seconds kInterruptGrace{2};
-
-// Requests after which the control plane has more to keep than before. Others go on while it lacks memory: it lives of
-// its reserve then, and what is removed gives memory back.
-bool keeps_memory(std::uint32_t opcode) {
-  switch (opcode) {
-    case FUSE_MKNOD:
-    case FUSE_MKDIR:
-    case FUSE_SYMLINK:
-    case FUSE_LINK:
-    case FUSE_RENAME:
-    case FUSE_RENAME2:
-    case FUSE_CREATE:
-    case FUSE_TMPFILE:
-    case FUSE_OPEN:
-    case FUSE_OPENDIR:
-      return true;
-    default:
-      return false;
-  }
-}
 
 void set_timer(int timer, std::chrono::nanoseconds delay) {
   const auto seconds = std::chrono::floor<std::chrono::seconds>(delay);
@@ -183,11 +162,6 @@ void Relay::forward(Request& request, Responder responder) {
   const std::span<std::byte> message = clip(request);
   if (message.size() > message_limit_) {
     responder.error(EMSGSIZE);
-    return;
-  }
-  if (keeps_memory(request.header.opcode) && Reserve::instance().low()) {
-    statistics_.relay_lacking.add();
-    responder.error(ENOMEM);
     return;
   }
   // What the control plane keeps for a file would stay for ever if this did not arrive.
@@ -398,10 +372,6 @@ void Relay::die() {
 void Relay::write_statistics(JsonWriter& json) const {
   json.boolean("alive", alive());
   json.number("payload_limit", payload_limit_);
-  const Reserve& reserve = Reserve::instance();
-  json.number("reserve_bytes", reserve.bytes());
-  json.number("reserve_taken", reserve.taken());
-  json.number("reserve_uses", reserve.uses());
   {
     const std::lock_guard lock(pending_mutex_);
     json.number("pending", pending_.size());

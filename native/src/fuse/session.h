@@ -28,7 +28,7 @@
 #include "fuse/relay.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
-#include "io/transfer.h"
+#include "io/transfer_engine.h"
 
 namespace gpufs::fuse {
 

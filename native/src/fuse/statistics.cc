@@ -105,7 +105,6 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   json.number("bad_replies", statistics.relay_bad_replies.get());
   json.number("clipped", statistics.relay_clipped.get());
   json.number("refused", statistics.relay_refused.get());
-  json.number("lacking_memory", statistics.relay_lacking.get());
   json.close();
 
   json.open("notifications");

@@ -74,7 +74,6 @@ struct Statistics {
   Counter relay_bad_replies;    // wrong length or unknown request
   Counter relay_clipped;        // requests shortened to what the relay can carry
   Counter relay_refused;        // requests answered since the control plane is gone
-  Counter relay_lacking;        // requests answered since the control plane lives of its reserve of memory
 
   Counter notifications;
   Counter notification_errors;  // without ENOENT, which says that the kernel had nothing cached

@@ -12,11 +12,12 @@
 #include <array>
 #include <bit>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
 #include <string_view>
 #include <utility>
-#include <vector>
-
-#include "io/mount_table.h"
 
 namespace gpufs {
 namespace {
@@ -24,9 +25,9 @@ namespace {
 constexpr std::string_view kOwnType = "fuse.gpufs";
 constexpr std::uint32_t kPage = 4096;
 
-// The page cache is all there is of these files.
+// These files exist in the page cache alone.
 constexpr std::array<std::string_view, 4> kInMemory = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"};
-// On disks of this machine. Whatever is not among these may stop answering.
+// On local disks. A file system that is not listed may stop responding.
 constexpr std::array<std::string_view, 18> kLocal = {"ext2",  "ext3",     "ext4", "xfs",     "btrfs",   "zfs",
                                                      "f2fs",  "bcachefs", "vfat", "exfat",   "ntfs3",   "jfs",
                                                      "erofs", "squashfs", "udf",  "iso9660", "overlay", "nilfs2"};
@@ -38,17 +39,17 @@ bool contains(const std::array<std::string_view, N>& names, std::string_view nam
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// Whether opening a file once more asks nothing but its mode and owner. Elsewhere it may give more than the descriptor
-// does: /proc/PID/mem is bound to a program when it is opened, so that opening it again after that process has become
-// a set-id program would hand out that program's memory.
+// Whether opening a file again checks its mode and owner alone. Elsewhere it may grant more than the descriptor does:
+// /proc/PID/mem is bound to a program when it is opened, so opening it again after that process has become a set-id
+// program would expose that program's memory.
 bool may_open_again(const BackingFacts& facts) {
   const std::string& type = facts.file_system;
   return facts.block_device || contains(kInMemory, type) || contains(kLocal, type) || contains(kRemote, type) ||
          type == "fuse" || type.starts_with("fuse.");
 }
 
-// Opens the file behind `fd` again, with a description of its own. Not the caller's flags: a client could change those
-// of a shared description under a transfer. O_NONBLOCK: a file lease must not hold us up.
+// Opens the file behind `fd` again, with a description of its own: a client could change the flags of a shared one
+// during a transfer. O_NONBLOCK: a file lease must not block us.
 UniqueFd open_again(int fd, int flags, int more) {
   const int kept = flags & (O_ACCMODE | O_SYNC | O_DSYNC);
   const std::string path = "/proc/self/fd/" + std::to_string(fd);
@@ -57,58 +58,81 @@ UniqueFd open_again(int fd, int flags, int more) {
   return opened;
 }
 
-const MountEntry* find_mount(const std::vector<MountEntry>& mounts, const struct statx& status) {
-  for (const MountEntry& mount : mounts) {
-    if ((status.stx_mask & STATX_MNT_ID) != 0 && mount.id == status.stx_mnt_id) return &mount;
+struct Mount {
+  std::string type;     // "ext4"; "" if the mount is not visible to this process
+  std::string options;  // of the file system: "rw,data=journal"
+};
+
+// Looks the file's mount up in /proc/self/mountinfo, where a line is
+// "36 35 98:0 /root /mount/point rw,noatime shared:1 master:2 - ext4 /dev/sda rw,data=ordered".
+Result<Mount> find_mount(const struct statx& status) {
+  std::ifstream table("/proc/self/mountinfo");
+  if (!table) return Status::from_errno(errno, "/proc/self/mountinfo");
+  std::string found;
+  for (std::string line; std::getline(table, line);) {
+    std::uint64_t id = 0;
+    unsigned major = 0;
+    unsigned minor = 0;
+    if (std::sscanf(line.c_str(), "%" SCNu64 " %*u %u:%u", &id, &major, &minor) != 3) continue;
+    if (id == status.stx_mnt_id) {
+      found = line;
+      break;
+    }
+    // Mounted in another namespace, or moved: the device number is the same everywhere.
+    if (found.empty() && major == status.stx_dev_major && minor == status.stx_dev_minor) found = line;
   }
-  // Mounted in another namespace, or moved: the device number is the same everywhere.
-  for (const MountEntry& mount : mounts) {
-    if (mount.major == status.stx_dev_major && mount.minor == status.stx_dev_minor) return &mount;
+  Mount mount;
+  // The number of fields before the dash varies. Blanks in paths are written as \040.
+  const std::size_t dash = found.find(" - ");
+  if (dash != std::string::npos) {
+    std::string source;
+    std::istringstream(found.substr(dash + 3)) >> mount.type >> source >> mount.options;
   }
-  return nullptr;
+  return mount;
+}
+
+// The value of "name=value" in a comma separated list; empty if it is not there.
+std::string option_value(const std::string& options, const std::string& name) {
+  std::istringstream list(options);
+  for (std::string option; std::getline(list, option, ',');) {
+    if (option.starts_with(name + "=")) return option.substr(name.size() + 1);
+  }
+  return {};
 }
 
 struct Looked {
   int flags = 0;
   struct statx status = {};
-  MountEntry mount;  // of no type where it is not visible here
+  Mount mount;
 };
 
 bool same_file(const struct statx& one, const struct statx& other) {
-  return ((one.stx_mask & other.stx_mask) & STATX_MNT_ID) != 0 && one.stx_mnt_id == other.stx_mnt_id &&
-         one.stx_dev_major == other.stx_dev_major && one.stx_dev_minor == other.stx_dev_minor &&
-         one.stx_ino == other.stx_ino;
+  return one.stx_mnt_id == other.stx_mnt_id && one.stx_dev_major == other.stx_dev_major &&
+         one.stx_dev_minor == other.stx_dev_minor && one.stx_ino == other.stx_ino;
 }
 
-// What a descriptor is, without asking its file system; the refusals that need no more than that.
-// before: what one of the same file was found to be. The kernel writes the table of mounts anew for each reader.
+// What a descriptor refers to, without a request to its file system. before: the result for another descriptor of the
+// same file, so that the table of mounts is read once.
 Result<Looked> look_at(int fd, const Looked* before = nullptr) {
   Looked looked;
   looked.flags = ::fcntl(fd, F_GETFL);
   if (looked.flags < 0) return Status::from_errno(errno, "the backing file's descriptor");
-  if ((looked.flags & O_PATH) != 0) return Status(EBADF, "a descriptor opened with O_PATH gives no access to the file");
+  if ((looked.flags & O_PATH) != 0) return Status(EBADF, "a descriptor opened with O_PATH cannot be read or written");
   if ((looked.flags & O_ACCMODE) == O_ACCMODE) {
     return Status(EBADF, "the descriptor is open for neither reading nor writing");
   }
-  // Without synchronising, so that a file of our own mount answers from the kernel's memory.
+  // Without synchronising, so that the kernel answers for a file of our own mount.
   if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID | STATX_DIOALIGN,
               &looked.status) != 0) {
-    return Status::from_errno(errno, "looking at the backing file");
-  }
-  if ((looked.status.stx_mask & STATX_MNT_ID) == 0) {
-    Result<std::uint64_t> id = mount_id_of(fd);
-    if (id.ok()) {
-      looked.status.stx_mnt_id = id.value();
-      looked.status.stx_mask |= STATX_MNT_ID;
-    }
+    return Status::from_errno(errno, "the backing file's attributes");
   }
   if (before != nullptr && same_file(looked.status, before->status)) {
     looked.mount = before->mount;
     return looked;
   }
-  Result<std::vector<MountEntry>> mounts = read_mount_table();
-  if (!mounts.ok()) return mounts.status();
-  if (const MountEntry* const mount = find_mount(mounts.value(), looked.status)) looked.mount = *mount;
+  Result<Mount> mount = find_mount(looked.status);
+  if (!mount.ok()) return mount.status();
+  looked.mount = mount.take();
   if (looked.mount.type == kOwnType) {
     return Status(EDEADLK, "the backing file is on a mount of gpufs: a transfer would wait for itself");
   }
@@ -125,18 +149,18 @@ void judge_file_system(const std::string& type, const std::string& super_options
   facts.file_system = type;
   facts.always_hot = contains(kInMemory, type);
   facts.may_hang = !facts.always_hot && !contains(kLocal, type);
-  if (facts.block_device) return;  // whatever file system its node lies on
+  if (facts.block_device) return;  // the file system of its node does not matter
   if (type == "xfs") return;
   if (type != "ext4") {
     facts.fastpath_refusals |= mask_of(Refusal::kFileSystem);
     return;
   }
-  const std::string_view journal = option_value(super_options, "data");  // not shown where it is the default, ordered
+  const std::string journal = option_value(super_options, "data");  // not listed if it is the default, ordered
   if (!journal.empty() && journal != "ordered") facts.fastpath_refusals |= mask_of(Refusal::kMountOptions);
 }
 
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
-  // Once on the caller's descriptor, since closing a duplicate is already a request to a mount of our own; and on the
+  // First the caller's descriptor, since even closing a duplicate sends a request to a mount of our own. Then the
   // duplicate, which no other thread of the process can close or replace.
   Result<Looked> seen = look_at(fd);
   if (!seen.ok()) return seen.status();
@@ -158,9 +182,9 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   facts.writable = access != O_RDONLY;
   facts.append = (flags & O_APPEND) != 0;
   facts.device = ::makedev(status.stx_dev_major, status.stx_dev_minor);
-  judge_file_system(seen.value().mount.type, seen.value().mount.super_options, facts);
+  judge_file_system(seen.value().mount.type, seen.value().mount.options, facts);
   if (facts.block_device) {
-    // The node's file system tells nothing about the device.
+    // The node's file system says nothing about the device.
     facts.always_hot = false;
     facts.may_hang = false;
   }

@@ -6,21 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 
-#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 
 namespace gpufs {
-
-struct BounceLease::Slot {
-  std::byte* memory = nullptr;
-  std::size_t mapped_bytes = 0;
-  void* mapping = nullptr;
-  int node = -1;
-  bool pinned = false;
-  std::shared_ptr<DeviceContext> device;  // that pinned it
-};
 
 namespace {
 
@@ -28,7 +19,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr int kPreferredPolicy = 1;  // MPOL_PREFERRED
 constexpr unsigned long kNodeBits = 1024;
 
-// A wish: memory on another node works too.
+// Memory on another node works too, so failures are ignored.
 void prefer_node(void* memory, std::size_t bytes, int node) {
   if (node < 0 || static_cast<unsigned long>(node) >= kNodeBits) return;
   constexpr std::size_t kWordBits = sizeof(unsigned long) * 8;
@@ -40,186 +31,158 @@ void prefer_node(void* memory, std::size_t bytes, int node) {
 
 }  // namespace
 
-std::byte* BounceLease::data() const { return slot_->memory; }
-std::size_t BounceLease::bytes() const { return pool_->slot_bytes(); }
+void ReturnToPool::operator()(BounceMemory* memory) const { pool->give_back(memory); }
 
-void BounceLease::reset() {
-  if (slot_ != nullptr) pool_->give_back(std::exchange(slot_, nullptr));
-  pool_.reset();
-}
-
-std::shared_ptr<BouncePool> BouncePool::create(std::size_t slot_bytes, std::uint64_t capacity_bytes) {
-  const auto capacity = static_cast<std::size_t>(std::max<std::uint64_t>(capacity_bytes / slot_bytes, 1));
-  return std::shared_ptr<BouncePool>(new BouncePool(slot_bytes, capacity));
+std::shared_ptr<BouncePool> BouncePool::create(std::size_t buffer_bytes, std::uint64_t capacity_bytes) {
+  const auto capacity = static_cast<std::size_t>(std::max<std::uint64_t>(capacity_bytes / buffer_bytes, 1));
+  return std::shared_ptr<BouncePool>(new BouncePool(buffer_bytes, capacity));
 }
 
 BouncePool::~BouncePool() { close(); }
 
-Result<BouncePool::Slot*> BouncePool::make_slot(const std::shared_ptr<DeviceContext>& device) const {
-  auto slot = std::make_unique<Slot>();
-  // Aligned to huge pages where it fills one: fewer pages to pin.
-  const std::size_t align = slot_bytes_ >= kHugePage ? kHugePage : 0;
-  slot->mapped_bytes = slot_bytes_ + align;
-  slot->mapping = ::mmap(nullptr, slot->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (slot->mapping == MAP_FAILED) return Status::from_errno(errno, "memory for a bounce slot");
-  (void)::madvise(slot->mapping, slot->mapped_bytes, MADV_DONTDUMP);  // users' data
-  auto start = reinterpret_cast<std::uintptr_t>(slot->mapping);
+Result<BounceMemory*> BouncePool::pin(const std::shared_ptr<DeviceContext>& device) const {
+  auto memory = std::make_unique<BounceMemory>();
+  // Aligned to huge pages if it fills one: fewer pages to pin.
+  const std::size_t align = buffer_bytes_ >= kHugePage ? kHugePage : 0;
+  memory->bytes = buffer_bytes_;
+  memory->mapped_bytes = buffer_bytes_ + align;
+  memory->mapping = ::mmap(nullptr, memory->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory->mapping == MAP_FAILED) return Status::from_errno(errno, "memory for a bounce buffer");
+  (void)::madvise(memory->mapping, memory->mapped_bytes, MADV_DONTDUMP);  // users' data
+  auto start = reinterpret_cast<std::uintptr_t>(memory->mapping);
   if (align != 0) start = round_up(start, align);
-  slot->memory = reinterpret_cast<std::byte*>(start);
-  slot->node = device->info().numa_node;
-  prefer_node(slot->memory, slot_bytes_, slot->node);
-  if (align != 0) (void)::madvise(slot->memory, slot_bytes_, MADV_HUGEPAGE);
-  // Nothing copies asynchronously from memory where the CPU itself reaches the device's.
+  memory->data = reinterpret_cast<std::byte*>(start);
+  memory->node = device->info().numa_node;
+  prefer_node(memory->data, buffer_bytes_, memory->node);
+  if (align != 0) (void)::madvise(memory->data, buffer_bytes_, MADV_HUGEPAGE);
+  // Where the CPU addresses the device's memory nothing copies asynchronously.
   if (!device->info().cpu_addressable) {
-    const Status pinned = device->device().pin(slot->memory, slot_bytes_);
+    const Status pinned = device->device().pin(memory->data, buffer_bytes_);
     if (!pinned.ok()) {
-      ::munmap(slot->mapping, slot->mapped_bytes);
-      return pinned.with_context("pinning a bounce slot");
+      ::munmap(memory->mapping, memory->mapped_bytes);
+      return pinned.with_context("pinning a bounce buffer");
     }
-    slot->pinned = true;
+    memory->pinned = true;
   }
-  slot->device = device;
-  return slot.release();
+  memory->device = device;
+  return memory.release();
 }
 
-void BouncePool::destroy_slot(Slot* raw) const {
-  const std::unique_ptr<Slot> slot(raw);
-  if (slot->pinned) {
-    // To unpin waits for streams that stand, and those perhaps for whoever closes this.
-    if (slot->device->holds_up()) return;
-    const Status unpinned = slot->device->device().unpin(slot->memory);
+void BouncePool::unpin(BounceMemory* raw) {
+  const std::unique_ptr<BounceMemory> memory(raw);
+  if (memory->pinned) {
+    // Unpinning waits for blocked streams, and those may wait for the caller of close().
+    if (memory->device->holds_up()) return;
+    const Status unpinned = memory->device->device().unpin(memory->data);
     if (!unpinned.ok()) {
-      // The driver may still use these pages: better never to give them to somebody else.
-      log_warning("a bounce slot could not be unpinned and is left as it is: ", unpinned.message());
+      // The driver may still use these pages, so they must stay mapped.
+      log_warning("a bounce buffer could not be unpinned and stays allocated: ", unpinned.message());
       return;
     }
   }
-  ::munmap(slot->mapping, slot->mapped_bytes);
+  ::munmap(memory->mapping, memory->mapped_bytes);
 }
 
-BouncePool::Slot* BouncePool::take_idle_locked(int node) {
-  if (idle_.empty()) return nullptr;
-  auto chosen = std::find_if(idle_.begin(), idle_.end(), [&](const Slot* slot) { return slot->node == node; });
-  if (chosen == idle_.end()) {
-    if (existing_ < capacity_) return nullptr;  // make one on the right node
-    chosen = idle_.begin();
+// An idle buffer, or a new one if there may be more; null if there is neither. Releases the lock while it pins.
+Result<BounceMemory*> BouncePool::take_locked(std::unique_lock<std::mutex>& lock,
+                                              const std::shared_ptr<DeviceContext>& device) {
+  const int node = device->info().numa_node;
+  auto chosen =
+      std::find_if(idle_.begin(), idle_.end(), [&](const BounceMemory* memory) { return memory->node == node; });
+  // A buffer on the right node is better than an idle one on another.
+  if (chosen == idle_.end() && existing_ >= capacity_) chosen = idle_.begin();
+  if (chosen != idle_.end()) {
+    BounceMemory* const memory = *chosen;
+    idle_.erase(chosen);
+    return memory;
   }
-  Slot* const slot = *chosen;
-  idle_.erase(chosen);
-  return slot;
-}
-
-Result<BounceLease> BouncePool::acquire(const std::shared_ptr<DeviceContext>& device,
-                                        std::chrono::milliseconds patience, const std::atomic<bool>* cancelled) {
-  using Clock = std::chrono::steady_clock;
-  constexpr std::chrono::milliseconds kLook{20};  // how soon a cancellation is seen
-  const Clock::time_point end = Clock::now() + patience;
-  const auto wanted = [&] { return cancelled == nullptr || !cancelled->load(std::memory_order_relaxed); };
-  std::unique_lock lock(mutex_);
-  if (closed_) return Status(ESHUTDOWN, "the bounce pool is closed");
-  if (waiters_.empty()) {
-    if (Slot* const slot = take_idle_locked(device->info().numa_node)) return BounceLease(shared_from_this(), slot);
-    if (existing_ < capacity_) {
-      ++existing_;
-      lock.unlock();
-      Result<Slot*> made = caught([&] { return make_slot(device); });
-      if (made.ok()) return BounceLease(shared_from_this(), made.value());
-      lock.lock();
-      --existing_;
-      ++pin_failures_;
-      if (existing_ == 0) {
-        // Others may have queued for the slot that did not come to be, and nothing would ever wake them.
-        for (Waiter* const waiter : waiters_) waiter->changed.notify_one();
-        return made.status();
-      }
-      if (Slot* const slot = idle_.empty() || !waiters_.empty() ? nullptr : idle_.back()) {
-        idle_.pop_back();
-        return BounceLease(shared_from_this(), slot);
-      }
-    }
-  }
-  ++waits_;
-  Waiter self;
-  const auto place = waiters_.insert(waiters_.end(), &self);
-  Status outcome;
-  while (self.slot == nullptr) {
-    if (closed_) {
-      outcome = Status(ESHUTDOWN, "the bounce pool is closed");
-      break;
-    }
-    if (!wanted()) {
-      outcome = Status(ECANCELED, "cancelled while waiting for a bounce slot");
-      break;
-    }
-    if (existing_ == 0) {
-      outcome = Status(ENOMEM, "no bounce slot could be pinned");
-      break;
-    }
-    if (Clock::now() >= end) {
-      outcome = Status(ETIMEDOUT, "all bounce slots are in use");
-      break;
-    }
-    self.changed.wait_until(lock, std::min(end, Clock::now() + kLook));
-  }
-  if (self.slot != nullptr) return BounceLease(shared_from_this(), self.slot);
-  waiters_.erase(place);
-  return outcome;
-}
-
-BounceLease BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
-  std::unique_lock lock(mutex_);
-  if (closed_ || !waiters_.empty() || idle_.size() + (capacity_ - existing_) <= reserve) return {};
-  if (Slot* const slot = take_idle_locked(device->info().numa_node)) return {shared_from_this(), slot};
-  if (existing_ >= capacity_) return {};
+  if (existing_ >= capacity_) return nullptr;
   ++existing_;
   lock.unlock();
-  Result<Slot*> made = caught([&] { return make_slot(device); });
-  if (made.ok()) return {shared_from_this(), made.value()};
+  Result<BounceMemory*> pinned = pin(device);
   lock.lock();
-  --existing_;
-  ++pin_failures_;
-  for (Waiter* const waiter : waiters_) waiter->changed.notify_one();
-  return {};
+  if (!pinned.ok()) {
+    --existing_;
+    ++pin_failures_;
+    changed_.notify_all();
+  }
+  return pinned;
 }
 
-void BouncePool::give_back(Slot* slot) {
+Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& device,
+                                         const std::atomic<bool>& cancelled) {
+  constexpr std::chrono::milliseconds kPoll{20};  // how soon a cancellation is seen
+  std::unique_lock lock(mutex_);
+  const std::uint64_t number = ++last_number_;
+  bool waited = false;
+  Status failure;  // of pinning
+  for (;;) {
+    if (closed_) return Status(ESHUTDOWN, "the bounce pool is closed");
+    if (cancelled) return Status(ECANCELED, "cancelled while waiting for a bounce buffer");
+    if (waiting_.empty() || number < *waiting_.begin()) {
+      BounceMemory* memory = nullptr;
+      if (failure.ok()) {
+        Result<BounceMemory*> taken = take_locked(lock, device);
+        if (taken.ok()) memory = taken.value();
+        failure = taken.status();
+      } else if (!idle_.empty()) {
+        memory = idle_.back();
+        idle_.pop_back();
+      }
+      if (memory != nullptr) {
+        changed_.notify_all();  // there may be one for the next caller too
+        return BounceBuffer(memory, ReturnToPool{shared_from_this()});
+      }
+      if (existing_ == 0) return failure.ok() ? Status(ENOMEM, "no bounce buffer could be pinned") : failure;
+      if (!failure.ok() && !idle_.empty()) continue;
+    }
+    if (!std::exchange(waited, true)) ++waits_;
+    waiting_.insert(number);
+    changed_.wait_for(lock, kPoll);
+    waiting_.erase(number);
+  }
+}
+
+BounceBuffer BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
+  std::unique_lock lock(mutex_);
+  if (closed_ || !waiting_.empty() || idle_.size() + (capacity_ - existing_) <= reserve) return {};
+  const Result<BounceMemory*> taken = take_locked(lock, device);
+  if (!taken.ok() || taken.value() == nullptr) return {};
+  return {taken.value(), ReturnToPool{shared_from_this()}};
+}
+
+void BouncePool::give_back(BounceMemory* memory) {
   {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
-      if (waiters_.empty()) {
-        idle_.push_back(slot);
-      } else {
-        Waiter* const next = waiters_.front();
-        waiters_.pop_front();
-        next->slot = slot;
-        next->changed.notify_one();
-      }
+      idle_.push_back(memory);
+      changed_.notify_all();
       return;
     }
     --existing_;
   }
-  destroy_slot(slot);
+  unpin(memory);
 }
 
 void BouncePool::close() {
-  std::vector<Slot*> doomed;
+  std::vector<BounceMemory*> freed;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    doomed.swap(idle_);
-    existing_ -= doomed.size();
-    for (Waiter* const waiter : waiters_) waiter->changed.notify_one();
+    freed.swap(idle_);
+    existing_ -= freed.size();
+    changed_.notify_all();
   }
-  for (Slot* const slot : doomed) destroy_slot(slot);
+  for (BounceMemory* const memory : freed) unpin(memory);
 }
 
 BouncePool::Statistics BouncePool::statistics() const {
   const std::lock_guard lock(mutex_);
   Statistics statistics;
-  statistics.slot_bytes = slot_bytes_;
-  statistics.capacity_bytes = capacity_ * slot_bytes_;
-  statistics.pinned_bytes = existing_ * slot_bytes_;
-  statistics.used_bytes = (existing_ - idle_.size()) * slot_bytes_;
+  statistics.slot_bytes = buffer_bytes_;
+  statistics.capacity_bytes = capacity_ * buffer_bytes_;
+  statistics.pinned_bytes = existing_ * buffer_bytes_;
+  statistics.used_bytes = (existing_ - idle_.size()) * buffer_bytes_;
   statistics.waits = waits_;
   statistics.pin_failures = pin_failures_;
   return statistics;

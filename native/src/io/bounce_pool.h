@@ -1,17 +1,14 @@
-// Pinned host memory through which bytes pass between files and device memory, in slots of one size.
-// One pool an engine, shared by the mount and all transfers; slots in use keep it alive.
-// Any thread may call any function.
+// Pinned host memory through which bytes pass between files and device memory, in buffers of one size.
+// One pool for each engine, shared by all transfers. Thread-safe; buffers in use keep it alive.
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <mutex>
-#include <utility>
+#include <set>
 #include <vector>
 
 #include "base/status.h"
@@ -21,58 +18,41 @@ namespace gpufs {
 
 class BouncePool;
 
-// The use of one slot, given back when this goes: nobody may still copy from or to it then.
-class BounceLease {
- public:
-  BounceLease() = default;
-  BounceLease(BounceLease&& other) noexcept
-      : pool_(std::move(other.pool_)), slot_(std::exchange(other.slot_, nullptr)) {}
-  BounceLease& operator=(BounceLease&& other) noexcept {
-    if (this != &other) {
-      reset();
-      pool_ = std::move(other.pool_);
-      slot_ = std::exchange(other.slot_, nullptr);
-    }
-    return *this;
-  }
-  ~BounceLease() { reset(); }
-  BounceLease(const BounceLease&) = delete;
-  BounceLease& operator=(const BounceLease&) = delete;
-
-  [[nodiscard]] bool valid() const { return slot_ != nullptr; }
-  [[nodiscard]] std::byte* data() const;  // page aligned
-  [[nodiscard]] std::size_t bytes() const;
-  void reset();
-
- private:
-  friend class BouncePool;
-  struct Slot;
-  BounceLease(std::shared_ptr<BouncePool> pool, Slot* slot) : pool_(std::move(pool)), slot_(slot) {}
-
-  std::shared_ptr<BouncePool> pool_;
-  Slot* slot_ = nullptr;  // pool_'s
+struct BounceMemory {
+  std::byte* data = nullptr;  // page aligned
+  std::size_t bytes = 0;
+  void* mapping = nullptr;
+  std::size_t mapped_bytes = 0;
+  int node = -1;
+  bool pinned = false;
+  std::shared_ptr<DeviceContext> device;  // the one that pinned it
 };
+struct ReturnToPool {
+  std::shared_ptr<BouncePool> pool;
+  void operator()(BounceMemory* memory) const;
+};
+// A pinned buffer, returned to its pool when it is destroyed: no copy from or to it may be under way then.
+using BounceBuffer = std::unique_ptr<BounceMemory, ReturnToPool>;
 
 class BouncePool : public std::enable_shared_from_this<BouncePool> {
  public:
-  // capacity_bytes: a hard cap on what is pinned, at least one slot.
-  static std::shared_ptr<BouncePool> create(std::size_t slot_bytes, std::uint64_t capacity_bytes);
+  // capacity_bytes: a hard limit on what is pinned, at least one buffer.
+  static std::shared_ptr<BouncePool> create(std::size_t buffer_bytes, std::uint64_t capacity_bytes);
   ~BouncePool();
   BouncePool(const BouncePool&) = delete;
   BouncePool& operator=(const BouncePool&) = delete;
 
-  // A slot for copies of this device, on its NUMA node where there is one. Slots are pinned when they are needed for
-  // the first time and then kept. When all are in use callers are served in the order in which they came.
-  // ETIMEDOUT after `patience`; ECANCELED soon after *cancelled (may be null) became true; ENOMEM (or what pinning
-  // gave) when nothing could be pinned and there is no slot to wait for; ESHUTDOWN after close().
-  Result<BounceLease> acquire(const std::shared_ptr<DeviceContext>& device, std::chrono::milliseconds patience,
-                              const std::atomic<bool>* cancelled = nullptr);
+  // A buffer for copies of this device, on its NUMA node if possible. Buffers are pinned when they are needed for the
+  // first time and then kept. If all are in use, callers are served in the order in which they came.
+  // ECANCELED soon after `cancelled` became true; ESHUTDOWN after close(); the error of pinning if that failed and
+  // there is no buffer to wait for.
+  Result<BounceBuffer> acquire(const std::shared_ptr<DeviceContext>& device, const std::atomic<bool>& cancelled);
 
-  // One more slot for somebody who has one: only if `reserve` others would still be there for those who have none.
-  BounceLease try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve);
+  // One more buffer for a caller that has one, or null: only if more than `reserve` others remain for callers without.
+  // Does not wait.
+  BounceBuffer try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve);
 
-  // Ends the pool: waiting callers get ESHUTDOWN, idle slots are unpinned and freed now and those in use when they
-  // come back.
+  // Ends the pool: waiting callers get ESHUTDOWN. Idle buffers are freed now, those in use when they are returned.
   void close();
 
   struct Statistics {
@@ -80,38 +60,32 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
     std::uint64_t capacity_bytes = 0;
     std::uint64_t pinned_bytes = 0;
     std::uint64_t used_bytes = 0;
-    std::uint64_t waits = 0;  // acquisitions that had to wait
+    std::uint64_t waits = 0;  // calls of acquire() that had to wait
     std::uint64_t pin_failures = 0;
   };
   [[nodiscard]] Statistics statistics() const;
-  [[nodiscard]] std::size_t slot_bytes() const { return slot_bytes_; }
-  [[nodiscard]] std::size_t capacity() const { return capacity_; }  // in slots
+  [[nodiscard]] std::size_t capacity() const { return capacity_; }  // in buffers
 
  private:
-  friend class BounceLease;
-  using Slot = BounceLease::Slot;
-  struct Waiter {
-    std::condition_variable changed;
-    Slot* slot = nullptr;  // handed over by give_back()
-  };
+  friend struct ReturnToPool;
 
-  BouncePool(std::size_t slot_bytes, std::size_t capacity) : slot_bytes_(slot_bytes), capacity_(capacity) {
-    idle_.reserve(capacity);  // what comes back must find its place
-  }
+  BouncePool(std::size_t buffer_bytes, std::size_t capacity) : buffer_bytes_(buffer_bytes), capacity_(capacity) {}
 
-  Result<Slot*> make_slot(const std::shared_ptr<DeviceContext>& device) const;
-  void destroy_slot(Slot* slot) const;
-  Slot* take_idle_locked(int node);
-  void give_back(Slot* slot);
+  Result<BounceMemory*> pin(const std::shared_ptr<DeviceContext>& device) const;
+  static void unpin(BounceMemory* memory);
+  Result<BounceMemory*> take_locked(std::unique_lock<std::mutex>& lock, const std::shared_ptr<DeviceContext>& device);
+  void give_back(BounceMemory* memory);
 
-  const std::size_t slot_bytes_;
+  const std::size_t buffer_bytes_;
   const std::size_t capacity_;
 
   // Guards all below; innermost: nothing is pinned, unpinned or mapped under it.
   mutable std::mutex mutex_;
-  std::vector<Slot*> idle_;
-  std::size_t existing_ = 0;  // idle, in use, or being made
-  std::list<Waiter*> waiters_;
+  std::condition_variable changed_;  // a buffer came back, pinning failed, or the end
+  std::vector<BounceMemory*> idle_;
+  std::size_t existing_ = 0;         // idle, in use, or being pinned
+  std::set<std::uint64_t> waiting_;  // numbers of waiting calls: the smallest is served next
+  std::uint64_t last_number_ = 0;
   bool closed_ = false;
   std::uint64_t waits_ = 0;
   std::uint64_t pin_failures_ = 0;

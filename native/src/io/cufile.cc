@@ -19,14 +19,14 @@ namespace gpufs {
 namespace {
 
 constexpr int kDescriptorType = 1;
-// cuFile's own failures start here. It says of none of them whether the file or its setup is at fault, and the fallback
-// reports what is wrong with a file by errno: so all of them mean "not by this path".
+// cuFile's own errors start here. They do not tell a bad file from a bad setup, and the fallback reports what is wrong
+// with a file by errno: so all of them mean "not by this path".
 constexpr int kFirstLibraryError = 5000;
 constexpr const char* kLibrary = "libcufile.so.0";
 constexpr const char* kModuleVersion = "/proc/driver/nvidia-fs/version";
 constexpr const char* kModuleDevice = "/dev/nvidia-fs0";
 constexpr unsigned kLocalStorage = kCufileNvme | kCufileNvmeFabrics | kCufileScsi;
-// The file systems that the library has a bit for, and what the kernel calls them.
+// The library's bits for file systems, by the kernel's names of them.
 constexpr std::array<std::pair<std::string_view, unsigned>, 7> kFileSystemBits = {{{"lustre", 1U << 0},
                                                                                    {"wekafs", 1U << 1},
                                                                                    {"nfs", 1U << 2},
@@ -34,7 +34,7 @@ constexpr std::array<std::pair<std::string_view, unsigned>, 7> kFileSystemBits =
                                                                                    {"gpfs", 1U << 3},
                                                                                    {"beegfs", 1U << 9},
                                                                                    {"scatefs", 1U << 12}}};
-// The kernel moves no more than this by one call.
+// The most that the kernel moves by one call.
 constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 
 struct CufileCalls {
@@ -62,7 +62,7 @@ class CufileFile final : public DirectFile {
   CufileFile(const CufileFile&) = delete;
   CufileFile& operator=(const CufileFile&) = delete;
 
-  // Offsets in memory are for memory that was registered with the library; ours is named by its address alone.
+  // Offsets in memory apply to memory that was registered with the library; ours is not.
   Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
     return move(bytes, "cuFileRead", [&](std::uint64_t done, std::uint64_t part) {
       return calls_.read(handle_, reinterpret_cast<void*>(destination + done), part,
@@ -97,22 +97,22 @@ class CufileFile final : public DirectFile {
       }
       const auto done = static_cast<std::uint64_t>(count);
       if (done > part) {
-        moved.status = Status(EREMOTEIO, std::string(what) + " says that it moved more than was asked for");
+        moved.status = Status(EREMOTEIO, std::string(what) + " reported more bytes than were requested");
         return moved;
       }
       moved.bytes += done;
-      // The end of the file, or nothing that could be continued from here.
+      // The end of the file, or an offset at which nothing can be continued.
       if (done < part && (done == 0 || done % unit_ != 0)) return moved;
     }
     return moved;
   }
 
-  const CufileCalls calls_;  // its own copy: a file may outlive the path
+  const CufileCalls calls_;  // a copy, since a file may outlive the path
   void* const handle_;
   const std::uint64_t unit_;
 };
 
-// Where the kernel has the block device that a file lies on, or is; empty if it does not say.
+// The path in sysfs of the block device that a file is on, or is; empty if it has none.
 std::string place_of(int fd) {
   struct stat status = {};
   if (::fstat(fd, &status) != 0) return {};
@@ -151,7 +151,8 @@ class CufilePath final : public DirectPath {
  private:
   const CufileCalls calls_;
   const RefusalMask refusals_;
-  const unsigned storage_;  // what files must lie on; 0: the library refuses by itself what it would copy
+  const unsigned
+      storage_;  // kinds of storage that files must be on; 0: any, since the library does not copy through the host
 };
 
 std::shared_ptr<DirectPath> refusing(Refusal reason) {
@@ -198,7 +199,7 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
     return refusing(Refusal::kNoVendorCall);
   }
   const CufileError opened = calls.driver_open();
-  // A program that uses cuFile itself has opened it for all of the process.
+  // A program that uses cuFile itself has opened it for the whole process.
   if (opened.library != 0 && opened.library != kCufileAlreadyOpen) {
     log_info("cuFile is not used: cuFileDriverOpen failed with ", opened.library);
     return refusing(Refusal::kNoGpuDirect);

@@ -1,7 +1,5 @@
-// NVIDIA's cuFile as a direct path: taken only where GPUDirect Storage is really active, since cuFile's own way through
-// the host is far slower than our fallback.
-// The path belongs to the TransferEngine. The library, once opened, stays loaded: it has threads of its own.
-// Any thread may call any function.
+// NVIDIA's cuFile as a direct path. It is used only if GPUDirect Storage is really active, since cuFile's own way
+// through the host is far slower than our fallback. Thread-safe. The library stays loaded: it has threads of its own.
 #pragma once
 
 #include <sys/types.h>
@@ -16,7 +14,7 @@
 
 namespace gpufs {
 
-// What cufile.h of the vendor declares, as far as it is used here.
+// The part of the vendor's cufile.h that is used here.
 struct CufileError {
   int library;  // 0: success; 5000 and more otherwise
   int driver;   // the CUDA driver's code when the failure is its
@@ -53,19 +51,19 @@ inline constexpr unsigned kCufileNvmeFabrics = 1U << 5;
 inline constexpr unsigned kCufileScsi = 1U << 6;
 inline constexpr unsigned kCufileMayCopyThroughHost = 1U << 1;
 
-// Looks for the kernel module first and opens the library only if it is there. Always a path; one that refuses
-// everything, with the reason, where it cannot work. Where the library may copy through the host on its own, the path
-// takes files on such storage alone as the kernel module serves. file_systems: those it may use beside local storage.
+// Opens the library if the kernel module is loaded. Always returns a path: one that refuses everything, with the
+// reason, if it cannot work. If the library may copy through the host, the path takes only files on storage that the
+// kernel module serves. file_systems: those it may use in addition to local storage.
 std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems = {});
 
-// The same with a library of the caller's choice. module_present: what the kernel module shows is there.
+// The same with a library of the caller's choice. module_present: as if the kernel module were loaded or not.
 std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present,
                                                   const FileSystems& file_systems = {});
 
-// The bit of CufileProperties::module.supported that stands for how a block device is attached, by what the kernel says
-// of its place ("../../devices/pci0000:00/.../nvme/nvme0/nvme0n1/nvme0n1p1"); 0: none of them, or it cannot be told.
+// The bit of CufileProperties::module.supported for the way a block device is attached, by its path in sysfs
+// ("../../devices/pci0000:00/.../nvme/nvme0/nvme0n1/nvme0n1p1"); 0: none, or unknown.
 unsigned cufile_storage(const std::string& place);
-// The same of a file system that is not on a block device here, by its type ("nfs4", "lustre").
+// The same for a file system that is not on a local block device, by its type ("nfs4", "lustre").
 unsigned cufile_file_system(std::string_view type);
 
 }  // namespace gpufs

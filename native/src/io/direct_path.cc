@@ -10,7 +10,7 @@
 namespace gpufs {
 namespace {
 
-// Device memory that the CPU addresses: the disk's DMA goes straight there.
+// Device memory that the CPU addresses: the disk writes to it by DMA.
 class HostDirectFile final : public DirectFile {
  public:
   explicit HostDirectFile(BackingFile& file) : file_(file) {}

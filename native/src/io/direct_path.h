@@ -1,10 +1,9 @@
-// The vendor's way of moving bytes between a file and device memory without passing them through the host.
-// A DirectPath belongs to the TransferEngine, a DirectFile to its BackingFile; either may go first.
-// Any thread may call any function; load and store need the device bound on the calling thread.
+// A vendor's way of moving bytes between a file and device memory without passing them through the host.
+// Thread-safe; load() and store() need the device bound on the calling thread. A DirectPath belongs to the
+// TransferEngine, a DirectFile to its BackingFile; either may be destroyed first.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -17,15 +16,15 @@ namespace gpufs {
 
 class BackingFile;
 
-// bytes were moved from the front on, also when the status is a failure. Success with fewer bytes than asked for says
-// only that the call stopped: at the end of the file or before it.
+// The result of moving a range: so many bytes from its front, also after a failure. Success with fewer bytes than
+// wanted says only that the call stopped, at the end of the file or before it.
 struct Moved {
   std::uint64_t bytes = 0;
   Status status;
-  RefusalMask refusals = 0;  // of a failure, where its cause is known
+  RefusalMask refusals = 0;  // the cause of a failure, if known
 };
 
-// Ranges are aligned as the file's facts demand.
+// Ranges are aligned as the file's facts require.
 class DirectFile {
  public:
   virtual ~DirectFile() = default;
@@ -37,16 +36,16 @@ class DirectPath {
  public:
   virtual ~DirectPath() = default;
   [[nodiscard]] virtual const char* name() const = 0;
-  // Why no request of this driver can take it; 0 where it works, as far as is known by now.
+  // Why no request of this driver can use it; 0 if it works, as far as is known.
   [[nodiscard]] virtual RefusalMask refusals() const = 0;
   virtual Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) = 0;
 };
 
-// By the driver's name: host has O_DIRECT, cuda has cuFile, hip has hipAmdFile. Nothing is loaded before this call.
+// By the driver's name: host uses O_DIRECT, cuda cuFile, hip hipAmdFile. Loads the vendor's library.
 // file_systems: IoOptions::file_systems.
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
 
-// The failures after which the rest of a request goes by fallback: the path is not usable after all.
+// Whether the rest of a request goes by fallback after this failure: the path turned out to be unusable.
 bool rerun_on_fallback(int error);
 
 }  // namespace gpufs

@@ -10,13 +10,13 @@
 namespace gpufs {
 namespace {
 
-// The first place from `offset` on where a hole may begin, next to data before it.
+// The first offset from `offset` on at which a hole may begin, with data before it.
 std::uint64_t hole_start(const HoleSearch& search, std::uint64_t unit, std::uint64_t offset) {
   const std::uint64_t start = round_up(search.target_offset + offset, search.granule) - search.target_offset;
   return start + (round_up(search.file_offset + start, unit) - (search.file_offset + start));
 }
 
-// The last place up to `offset` where a hole may end, next to data after it; 0: none.
+// The last offset up to `offset` at which a hole may end, with data after it; 0 if there is none.
 std::uint64_t hole_end(const HoleSearch& search, std::uint64_t unit, std::uint64_t offset) {
   const std::uint64_t end = round_down(search.target_offset + offset, search.granule);
   if (end <= search.target_offset) return 0;

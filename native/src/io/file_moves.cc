@@ -10,11 +10,11 @@
 namespace gpufs {
 namespace {
 
-// The kernel moves no more than this by one call; the rest is ours to ask for.
+// The most that the kernel moves by one call.
 constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
-alignas(4096) std::byte zeros[kZeroBytes];  // never written; all its pages are one page of the kernel's
+alignas(4096) std::byte zeros[kZeroBytes];  // never written, so all its pages are the kernel's zero page
 
 enum class Way { kBuffered, kDirect };
 
@@ -51,7 +51,7 @@ Moved write_range(BackingFile& file, Way way, const std::byte* source, std::uint
   Moved moved = move_all(bytes, align, "writing the file", [&](std::uint64_t done, std::size_t want) {
     return file.operations().write_at(fd, source + done, want, offset + done);
   });
-  // A file system that accepts nothing and gives no reason would keep us here for ever.
+  // A file system that accepts nothing and reports no error would keep us here forever.
   if (moved.status.ok() && moved.bytes < bytes && moved.bytes % align == 0) {
     moved.status = Status(EIO, "writing the file: no progress");
   }
@@ -93,7 +93,7 @@ Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t byte
   if (!moved.status.ok()) return moved;
   const Moved body = write_direct(file, source + body_start, body_end - body_start, offset + body_start);
   moved.bytes += body.bytes;
-  // EINVAL: the file system's alignment is not what it had said.
+  // EINVAL: the file system's alignment is not what it reported.
   if (!body.status.ok() && body.status.error() != EINVAL) {
     moved.status = body.status;
     return moved;

@@ -19,8 +19,7 @@
 namespace gpufs {
 namespace {
 
-constexpr long kCachestatCall =
-    451;  // newer than the headers that this is built with; the number is the same everywhere
+constexpr long kCachestatCall = 451;  // Linux 6.5; the build's headers may be older
 
 // As in linux/mman.h of 6.5 and later.
 struct CachestatRange {
@@ -98,7 +97,7 @@ class SystemFileOps final : public FileOps {
         return 0;
       }
       if (errno == ENOSYS) has_cachestat_.store(false, std::memory_order_relaxed);
-      // EPERM comes from filters of system calls that do not know this one: they say nothing about mincore.
+      // EPERM comes from seccomp filters that do not know this call. They may allow mincore.
       if (errno != ENOSYS && errno != EPERM) return -1;
     }
     return resident_by_mincore(fd, offset, bytes, cached);

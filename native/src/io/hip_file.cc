@@ -16,20 +16,17 @@
 namespace gpufs {
 namespace {
 
-// The kernel moves no more than this by one call, and fails where it is asked for more.
+// The most that the kernel moves by one call; it fails if more is requested.
 constexpr std::uint64_t kKernelLimit = 0x7ffff000;
-constexpr int kLargestErrno = 133;  // EHWPOISON; whatever lies beyond is no errno
+constexpr int kLargestErrno = 133;  // EHWPOISON; larger numbers are not errnos
 
-// What a path shares with its files, which may outlive it.
+// Shared by a path and its files, which may outlive it.
 struct HipFileCalls {
-  std::shared_ptr<const hip::Library> library;  // null: there is none
+  std::shared_ptr<const hip::Library> library;  // null if there is none
   hip::HipFileCall read = nullptr;
   hip::HipFileCall write = nullptr;
   std::atomic<RefusalMask> refusals{0};
 };
-
-// How one call ended, judged by everything that it left behind.
-using Outcome = Moved;
 
 class HipFile final : public DirectFile {
  public:
@@ -54,7 +51,7 @@ class HipFile final : public DirectFile {
     }
     while (moved.bytes < bytes) {
       const std::uint64_t part = std::min(bytes - moved.bytes, round_down(kKernelLimit, unit_));
-      const Outcome outcome = call_once(call, name, address + moved.bytes, part, file_offset + moved.bytes);
+      const Moved outcome = call_once(call, name, address + moved.bytes, part, file_offset + moved.bytes);
       moved.bytes += outcome.bytes;
       const bool interrupted = outcome.status.error() == EINTR;
       if (!outcome.status.ok() && !interrupted) {
@@ -62,14 +59,14 @@ class HipFile final : public DirectFile {
         moved.refusals = outcome.refusals;
         return moved;
       }
-      // Nothing that could be continued from here, or the end of the file.
+      // The end of the file, or an offset at which nothing can be continued.
       if (outcome.bytes % unit_ != 0 || (outcome.bytes == 0 && !interrupted)) return moved;
     }
     return moved;
   }
 
-  Outcome call_once(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
-                    std::uint64_t file_offset) {
+  Moved call_once(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
+                  std::uint64_t file_offset) {
     if (gpu::process_is_ending()) return {0, Status(ECANCELED, "the process is ending")};
     hip::HipFileHandle handle{};
     handle.handle = nullptr;  // all of it, before the smaller member
@@ -81,7 +78,7 @@ class HipFile final : public DirectFile {
     const hip::api::Code result =
         call(handle, reinterpret_cast<void*>(address), bytes, static_cast<std::int64_t>(file_offset), &copied, &status);
     const int error = errno;
-    // The status goes first: the result says of most failures only that they are unknown.
+    // The status is more exact: for most failures the result is just "unknown".
     if (result == hip::api::kSuccess && status == 0 && copied <= bytes) return {copied, {}};
     const auto failed = [&](int code, const std::string& why) {
       return Status(code, std::string(name) + ": " + why, result);
@@ -94,19 +91,20 @@ class HipFile final : public DirectFile {
       return {0, failed(EREMOTEIO, "made no sense (status " + std::to_string(status) + ")")};
     }
     if (status == -EINVAL && copied == 0) {
-      // Virtual memory, for one: the runtime has no handle of the kernel's for what a range shows.
+      // For example virtual memory, for which the runtime has no handle of the kernel's.
       return {0, failed(EOPNOTSUPP, "the kernel's GPU driver refused the memory (Invalid argument)"),
               mask_of(Refusal::kMemoryKind)};
     }
     if (status != 0) return {copied, Status(-status, Status::from_errno(-status, name).message(), result)};
     const std::string text = calls_->library->describe(result);
     if (hip::Library::is_fatal(result)) return {copied, failed(EIO, text)};
-    // The runtime gave up before it asked the kernel: it does not know the memory, say, which the fallback can reach.
+    // The runtime failed before it called the kernel, for example because it does not know the memory. The fallback may
+    // still reach it.
     if (copied == 0) return {0, failed(result == hip::api::kNotSupported ? EOPNOTSUPP : EREMOTEIO, text)};
     return {copied, failed(EIO, text)};
   }
 
-  // For good: later requests need not find out again.
+  // From now on no request tries it.
   void no_kernel_interface() {
     const RefusalMask reason = mask_of(Refusal::kNoKernelSupport);
     if ((calls_->refusals.fetch_or(reason) & reason) == 0) {

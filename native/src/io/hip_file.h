@@ -1,6 +1,5 @@
 // AMD's hipAmdFileRead and hipAmdFileWrite as a direct path: the kernel's GPU driver moves bytes between storage and
-// the device. The path belongs to the TransferEngine, a file of it to its BackingFile; the runtime stays loaded. Any
-// thread may call any function.
+// the device. Thread-safe. The runtime stays loaded.
 #pragma once
 
 #include <memory>
@@ -11,9 +10,9 @@
 
 namespace gpufs {
 
-// Always a path; one that refuses everything, with the reasons, where it cannot work: the runtime does not say its
-// version or has not got both calls, or the kernel's GPU driver cannot be reached. A kernel whose driver has no such
-// interface shows only at the first call: from then on the path refuses, too.
+// Always returns a path: one that refuses everything, with the reasons, if the runtime lacks one of the calls or the
+// kernel's GPU driver cannot be opened. Whether the kernel supports the calls shows only at the first one: if it does
+// not, the path refuses from then on.
 std::shared_ptr<DirectPath> open_hip_file_path();
 
 // The same through the first of these libraries that works. kernel_driver: /dev/kfd can be used.

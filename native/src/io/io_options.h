@@ -1,6 +1,4 @@
-// What the operator can set about transfers; the knob table's defaults are these.
-// A value, fixed when the TransferEngine is made.
-// Any thread may read it.
+// The options of an engine's transfers; the table of knobs has the same defaults.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +15,8 @@ namespace gpufs {
 enum class FastpathMode : int { kAuto, kOff, kRequire };
 enum class Switch : int { kAuto, kOn, kOff };
 
-// Kinds of file systems, as /proc/self/mountinfo names them ("nfs4", "lustre"), which the fastpath is allowed on beside
-// ext4, xfs and block devices. "any" is all of them.
+// The types of file systems, as /proc/self/mountinfo names them ("nfs4", "lustre"), that the fastpath may use in
+// addition to ext4, xfs and block devices. "any" allows all.
 class FileSystems {
  public:
   FileSystems() = default;
@@ -33,26 +31,23 @@ class FileSystems {
 };
 
 struct IoOptions {
-  // One piece of work of a worker, and the size of a pinned slot: a power of two of at least 64 KiB.
+  // What a thread moves at a time, and the size of a pinned slot: a power of two of at least 64 KiB.
   std::size_t chunk_bytes = std::size_t{4} << 20;
-  // Host memory that may be pinned at most, by all transfers and the mount together.
+  // The most host memory that all transfers together may pin.
   std::uint64_t pinned_bytes = std::uint64_t{192} << 20;
-  // Threads that one transfer can have on a NUMA node; 0: by the number of CPUs. Half as many more exist there so that
-  // a client whose files hang does not stop the others.
+  // Threads that one client has at most on a NUMA node; 0: by the number of CPUs. Half as many more exist there, so
+  // that a client whose files hang does not stop the others.
   int workers = 0;
-  int slots = 3;  // of a worker, at most: file and device work on different ones at the same time
+  int slots = 3;  // pinned slots of a thread at most: file and device use different ones at the same time
   FastpathMode fastpath = FastpathMode::kAuto;
   FileSystems file_systems;
   bool fallback = true;
-  // Copying straight from registered pages of the page cache instead of through slots: auto takes it where there is
-  // one CPU only.
-  Switch pagecache = Switch::kAuto;
-  // O_DIRECT on the fallback path: auto decides for each chunk by what is cached; on wherever alignment allows.
+  // O_DIRECT on the fallback path: auto decides for each chunk by what is cached, on uses it wherever alignment allows.
   Switch direct = Switch::kAuto;
-  // Stores to files in memory through their pages, several at a time (see FileOps::write_pages_at): auto where there
-  // are CPUs enough to gain by it, since each byte costs more. Not a knob.
+  // Stores to files in memory through their pages, several at a time (see FileOps::write_pages_at): auto uses it if
+  // there are enough CPUs to gain by it, since each byte costs more. Not a knob.
   Switch write_pages = Switch::kAuto;
-  // How long a cancelled transfer waits for file operations under way before it leaves them behind.
+  // How long a cancelled transfer waits for file operations before it leaves them behind.
   std::chrono::milliseconds cancel_grace{50};
   // How long shutdown() waits for threads that hang in a file operation before it leaves them behind.
   std::chrono::milliseconds shutdown_grace{5000};

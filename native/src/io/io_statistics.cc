@@ -45,7 +45,6 @@ void append_direction(std::string& text, const observe::DeviceCounters& counters
       text += ", ";
       append_numbers(text, {{"buffered_bytes", read(details.buffered_bytes)},
                             {"direct_bytes", read(details.direct_bytes)},
-                            {"pagecache_bytes", read(details.pagecache_bytes)},
                             {"hole_bytes", read(details.hole_bytes)}});
     }
     text += '}';
@@ -64,10 +63,11 @@ void append_direction(std::string& text, const observe::DeviceCounters& counters
 
 }  // namespace
 
-std::string IoStatistics::to_json(const BouncePool::Statistics& pool, std::size_t active) const {
+std::string transfer_statistics_json(const std::vector<observe::DeviceCounters>& devices,
+                                     const BouncePool::Statistics& pool, std::size_t active) {
   std::string text = "{\"active\": " + std::to_string(active) + ", \"devices\": [";
-  for (const observe::DeviceCounters& device : devices_) {
-    if (&device != &devices_.front()) text += ", ";
+  for (const observe::DeviceCounters& device : devices) {
+    if (&device != &devices.front()) text += ", ";
     text += "{\"load\": ";
     append_direction(text, device, Direction::kLoad);
     text += ", \"store\": ";

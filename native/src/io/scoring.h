@@ -1,6 +1,6 @@
-// Choosing the way of a request: each backend scores it or says why it refuses; the highest score takes it.
-// Pure functions on values that were probed before: no system call, no driver call.
-// Any thread may call any function.
+// Which path a request takes: fastpath (the vendor moves the bytes between storage and device) or fallback (through
+// host memory). Fastpath scores highest unless one of its rules refuses the request; each refusal is a bit. Pure
+// functions on values that were probed before: no system calls, no driver calls.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "io/io_options.h"
 #include "io/refusal.h"
+#include "observe/counters.h"
 
 namespace gpufs {
 
@@ -21,8 +22,14 @@ inline constexpr int kPathCount = 2;
 inline constexpr int kDirectionCount = 2;
 const char* path_name(Path path);
 const char* direction_name(Direction direction);
+[[nodiscard]] constexpr observe::Backend backend_of(Path path) {
+  return path == Path::kFastpath ? observe::Backend::kFastpath : observe::Backend::kFallback;
+}
+[[nodiscard]] constexpr observe::Flow flow_of(Direction direction) {
+  return direction == Direction::kLoad ? observe::Flow::kIn : observe::Flow::kOut;
+}
 
-// What scoring looks at. memory_phase: the device address modulo BackingFacts::memory_align.
+// What the rules depend on. memory_phase: the device address modulo BackingFacts::memory_align.
 struct ScoredRequest {
   const BackingFacts* file = nullptr;
   std::uint64_t file_offset = 0;
@@ -34,20 +41,8 @@ struct ScoredRequest {
   bool fallback = true;
 };
 
-struct Score {
-  int points = -1;  // below 0: refused
-  RefusalMask refusals = 0;
-};
-Score score_fastpath(const ScoredRequest& request);  // 100
-Score score_fallback(const ScoredRequest& request);  // 0
-
-struct Choice {
-  bool found = false;
-  Path path = Path::kFallback;
-  RefusalMask fastpath_refusals = 0;
-};
-// The first of the highest scores (a later backend must score strictly more).
-Choice choose(const ScoredRequest& request);
+// Why fastpath does not take the request as it is; 0 if it does.
+RefusalMask fastpath_refusals(const ScoredRequest& request);
 
 // One part of a request, offsets relative to the request's start.
 struct Segment {
@@ -57,9 +52,10 @@ struct Segment {
   bool hole = false;  // nothing to move: by neither path
 };
 using Plan = std::vector<Segment>;  // in order, covering the request
+
 // Cuts an unaligned request into head, body and tail so that the body can take the fastpath. *refusals: why all of it
-// or its edges do not, also on failure. EOPNOTSUPP, with the reasons in the text, when fastpath is required and the
-// body cannot take it, or when nothing may take the request.
+// or its edges do not, also on failure. EOPNOTSUPP, with the reasons in the text, if fastpath is required and the body
+// cannot take it, or if nothing may take the request.
 Result<Plan> plan_request(const ScoredRequest& request, RefusalMask* refusals);
 
 }  // namespace gpufs

@@ -1,6 +1,5 @@
 // The device memory that a transfer reads or writes: a buffer, or a range that the program allocated itself.
-// A value; it keeps what it names alive.
-// Any thread may call any function.
+// A value that keeps the memory alive. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace gpufs {
 
-// Device memory that stays where it is for as long as this lives. Pieces as Buffer::Pinned's.
+// Device memory that keeps its addresses for as long as this lives, in pieces as of Buffer::Pinned.
 struct PinnedRange {
   std::vector<Buffer::Piece> pieces;
   std::unique_ptr<Buffer::Pinned> keep;
@@ -25,7 +24,7 @@ class Target {
  public:
   Target() = default;
   static Target of_buffer(std::shared_ptr<Buffer> buffer);
-  // keep: what must live as long as the memory is used (may be null).
+  // keep: an owner of the memory (may be null).
   static Target of_range(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes,
                          std::shared_ptr<const void> keep);
 
@@ -33,22 +32,22 @@ class Target {
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const { return device_; }
   [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const { return buffer_; }  // null for a range
 
-  // A store's end: the buffer's size now, or the range's.
+  // Where a store ends: the current size of the buffer, or that of the range.
   [[nodiscard]] std::uint64_t size() const { return buffer_ ? buffer_->size() : bytes_; }
-  // A load's end: how far one may write.
+  // How far a load may write.
   [[nodiscard]] std::uint64_t limit() const { return buffer_ ? Buffer::kMaximumBytes : bytes_; }
-  // The address of `offset` modulo `align`, as far as it is known before the memory is pinned.
+  // The address of `offset` modulo `align`, as far as is known before the memory is pinned.
   [[nodiscard]] std::uint64_t phase(std::uint64_t offset, std::uint64_t align) const {
     return (buffer_ ? offset : address_ + offset) % align;
   }
 
-  // Whether the vendor's calls for files are known to reach the memory at `offset`: it is the device's own, and of a
-  // kind that they can use.
+  // Whether the vendor's calls for files can reach the memory at `offset`: it must be the device's own and of a kind
+  // that they support.
   [[nodiscard]] bool reached_by_files(std::uint64_t offset) const;
 
   // Clipped to size().
   [[nodiscard]] Result<PinnedRange> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;
-  // Takes memory where there is none yet, and adds it to `made`, of a buffer.
+  // Allocates memory where a buffer has none, and adds it to `made`.
   [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Buffer::Made* made) const;
 
  private:

@@ -1,6 +1,5 @@
-// Transfers between backing files and device memory: load (file to device) and store (device to file).
-// A TransferEngine belongs to the Engine; a Transfer is shared by its handle and the threads that serve it.
-// Any thread may call any function; those that block say so.
+// A transfer between a backing file and device memory: load (file to device) or store (device to file).
+// Shared by its handles, its engine and the threads that serve it. Thread-safe.
 #pragma once
 
 #include <array>
@@ -9,26 +8,24 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "base/status.h"
+#include "base/unique_fd.h"
 #include "io/backing_file.h"
-#include "io/bounce_pool.h"
-#include "io/cancel_token.h"
-#include "io/direct_path.h"
 #include "io/io_options.h"
-#include "io/io_statistics.h"
+#include "io/plan_cursor.h"
 #include "io/scoring.h"
 #include "io/target.h"
-#include "io/worker_pool.h"
+#include "io/target_memory.h"
+#include "io/transfer_threads.h"
+#include "observe/counters.h"
 
 namespace gpufs {
+
+class TransferEngine;
 
 enum class SyncMode : int { kNone, kData, kFull };  // after a store: nothing, fdatasync, fsync
 
@@ -46,18 +43,18 @@ struct TransferRequest {
   std::uint64_t bytes = kToTheEnd;
 
   SyncMode sync = SyncMode::kNone;
-  // Holes of the source become holes of the destination, where both can have them, instead of zeros that are read and
-  // written. What the destination held there before reads as zeros either way. Not for memory of the program's own.
+  // Holes of the source become holes of the destination if both can have them; otherwise zeros are read and written.
+  // The range reads as zeros either way. Does not apply to memory that the program allocated itself.
   bool sparse = true;
   std::optional<FastpathMode> fastpath;  // instead of the engine's option
   std::optional<bool> fallback;
-  // Whose transfer it is (a user's or process's number): threads are shared evenly between clients, and no client
-  // holds more than its share, even if its files hang.
+  // The user or process that the transfer is for. Clients share the threads evenly, and no client gets more than its
+  // share, even if its files hang.
   std::uint64_t client = 0;
   int share = 0;               // threads at most; 0: the client's share
   std::uint64_t trace_id = 0;  // its number in traces; 0: the next one
-  // Told once how it ended, on whichever thread ends it (never inside start() but for a request of no bytes). It must
-  // not wait. Not called where start() fails.
+  // Called once with the outcome, on the thread that ends the transfer (inside start() only for a request of no
+  // bytes). Must not block. Not called if start() fails.
   std::function<void(const TransferProgress&)> done;
 };
 
@@ -65,104 +62,140 @@ enum class TransferState : int { kQueued, kRunning, kDone };
 
 struct TransferProgress {
   TransferState state = TransferState::kQueued;
-  std::uint64_t total = 0;  // what there is to move, as known so far
+  std::uint64_t total = 0;  // bytes to move, as far as is known
   std::uint64_t moved = 0;  // anywhere in the range
-  // From the start on without a gap; once done, the transfer's count: all that counts after a failure or a
-  // cancellation. A buffer is never left larger than it was or than this reaches.
+  // From the start without a gap; once done, the transfer's count: after a failure or a cancellation only these bytes
+  // count. A buffer never ends up larger than it was or than this reaches.
   std::uint64_t prefix = 0;
   std::array<std::uint64_t, kPathCount> path_bytes{};
-  std::uint64_t pagecache_bytes = 0;  // the part of fallback's that was copied straight from the page cache
-  std::uint64_t hole_bytes = 0;       // moved by no path: holes that stayed holes
-  RefusalMask refusals = 0;           // why fastpath did not take all of it
+  std::uint64_t hole_bytes = 0;  // moved by no path: holes that stayed holes
+  RefusalMask refusals = 0;      // why fastpath did not take all of it
   // Once done: what went wrong, also after progress. ECANCELED if it was cancelled before its end.
   Status status;
-  bool sync_failed = false;  // status is that of the sync that was asked for: nothing is known to be durable
+  bool sync_failed = false;  // status is that of the requested sync: nothing is known to be durable
 };
 
-class Transfer {
+class Transfer final : public TransferWork, public std::enable_shared_from_this<Transfer> {
  public:
-  virtual ~Transfer() = default;
-  [[nodiscard]] virtual TransferProgress progress() const = 0;
-  // Asks it to stop at its next piece; does not block and may be called again. A thread that hangs in a file of a
-  // network or user file system is left behind; nothing of what it still does reaches the device. A write under way
-  // may still reach such a file.
-  virtual void cancel() = 0;
+  Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<TransferThreads> threads, TransferRequest request);
+
+  [[nodiscard]] TransferProgress progress() const;
+  // Stops it at its next chunk. Does not block and may be called again. A thread that hangs in a file of a network or
+  // user file system is left behind: nothing it still does reaches the device, but a write under way may still reach
+  // the file.
+  void cancel();
   // Blocks until it is done, up to `patience`; true if it is.
-  virtual bool wait(std::chrono::milliseconds patience) = 0;
-  virtual void wait() = 0;
-  // cancel(), and waits for the end. ETIMEDOUT: the device stands still; the transfer's memory is in use until it goes
-  // on.
-  virtual Status close() = 0;
-  // An eventfd of the transfer's, readable once it is done; lives as long as the transfer.
-  virtual Result<int> event_fd() = 0;
-};
+  bool wait(std::chrono::milliseconds patience);
+  void wait();
+  // Cancels and waits for the end. ETIMEDOUT if the device is stalled: the transfer uses its memory until the device
+  // continues.
+  Status close();
+  // The transfer's eventfd, readable once it is done; lives as long as the transfer.
+  Result<int> event_fd();
 
-class TransferJob;
+  // ---- for the TransferEngine ----
 
-class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
- public:
-  // devices: those of the engine, by index. EINVAL names the option that is out of range. Starts nothing. When the last
-  // copy of the pointer goes, shutdown() runs on that thread.
-  static Result<std::shared_ptr<TransferEngine>> create(const IoOptions& options,
-                                                        const std::vector<std::shared_ptr<DeviceContext>>& devices,
-                                                        std::shared_ptr<DirectPath> direct_path);
-  ~TransferEngine() = default;
-  TransferEngine(const TransferEngine&) = delete;
-  TransferEngine& operator=(const TransferEngine&) = delete;
+  // Ends a request of no bytes, which no thread serves.
+  void conclude_empty() { conclude(0, Status{}, false); }
+  // Ends a transfer that no thread will serve, without a call of request.done. False if it is over already.
+  bool refuse(const Status& why);
+  [[nodiscard]] bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
+  // Ends a cancelled transfer whose threads have not returned for a while, if their file is one that may be left.
+  // force: now, and whatever the file is. True if the transfer is done.
+  bool abandon(bool force);
 
-  // EINVAL: offsets and sizes that overflow or leave the device memory. EBADF: the file is not open for this direction,
-  // or a destination is open for appending. ESHUTDOWN after shutdown(). All other failures are the transfer's.
-  Result<std::shared_ptr<Transfer>> start(const TransferRequest& request);
+  // ---- TransferWork: for the threads ----
 
-  // Cancels all transfers and ends the threads; those that hang in a file are left behind. Blocks, for a little more
-  // than IoOptions::shutdown_grace at most unless the device itself hangs. May be called twice.
-  void shutdown();
-
-  // What start() refuses of a request.
-  static Status check(const TransferRequest& request);
-
-  [[nodiscard]] const IoOptions& options() const { return options_; }
-  [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }
-  [[nodiscard]] std::string statistics_json() const;
-  [[nodiscard]] std::size_t active() const;
-  // Transfers that shutdown() has given up on while a device or a file may still use their memory: that of the
-  // engine's they keep themselves, that of the program must stay.
-  [[nodiscard]] std::size_t left_in_use() const { return left_in_use_; }
+  [[nodiscard]] std::uint64_t client() const override { return request_.client; }
+  [[nodiscard]] std::uint64_t group() const override;
+  [[nodiscard]] int wanted() const override { return wanted_.load(std::memory_order_relaxed); }
+  void serve(Turn& turn) override;
 
  private:
-  friend class TransferJob;
-  struct Owner;
+  friend class CopyLoop;
+  enum class Phase { kQueued, kPreparing, kRunning, kFinishing, kDone };
 
-  TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
-                 std::shared_ptr<DirectPath> direct_path);
-  std::shared_ptr<WorkerPool> pool_for(int node);
-  void finished(const TransferJob& job);
-  // Sees to a cancelled job later, in case it does not end by itself.
-  void supervise(std::shared_ptr<TransferJob> job, std::chrono::milliseconds delay);
-  void supervisor_main();
+  // Serving, in this order: the first thread prepares, all of them run a CopyLoop, the last one finishes.
+  bool enter();
+  void leave();
 
-  const IoOptions options_;
-  const std::shared_ptr<DirectPath> direct_path_;
-  const std::shared_ptr<BouncePool> bounce_pool_;
-  const IoStatistics statistics_;
-  std::atomic<std::size_t> left_in_use_{0};
+  Result<PlanCursor> prepare();
+  Result<std::uint64_t> total_bytes();
+  Result<Plan> make_plan(std::uint64_t total);
+  Result<Plan> leave_holes_out(std::uint64_t total, const Plan& plan);
+  Status preallocate(std::uint64_t total, const Plan& plan);
 
-  // Guards all below; taken after a CancelToken's lock and before none.
+  // For the CopyLoop: the next chunk, or nothing once there is none or the transfer was cancelled.
+  std::optional<Chunk> next_chunk();
+  // How a chunk ended, see PlanCursor::complete().
+  void complete(const Chunk& chunk, const Status& status);
+  // A path starts on a chunk or on the rest of one, and ends. complete() ends the last one.
+  void start_path(Chunk& chunk) const;
+  void end_path(const Chunk& chunk, bool failed) const;
+  // Fastpath failed on a chunk in a way that sends the rest by fallback, if that is allowed.
+  void give_up_fastpath(const Status& why, RefusalMask causes);
+  [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }
+  void count_moved(Path path, std::uint64_t bytes);
+  void count_skipped(Chunk& chunk, std::uint64_t bytes);
+
+  void finish();
+  Status finish_store(std::uint64_t reached, std::uint64_t touched);
+  Status sync_file();
+  void conclude(std::uint64_t count, const Status& status, bool sync_failed);
+  void update_wanted_locked();
+  void trace_phases(std::uint64_t bytes, int error) const;
+
+  [[nodiscard]] bool load() const { return request_.direction == Direction::kLoad; }
+  [[nodiscard]] BackingFile& file() const { return *request_.file; }
+  [[nodiscard]] const IoOptions& options() const;
+  [[nodiscard]] FastpathMode fastpath_mode() const { return request_.fastpath.value_or(options().fastpath); }
+  [[nodiscard]] bool fallback_allowed() const { return request_.fallback.value_or(options().fallback); }
+
+  const std::shared_ptr<TransferEngine> engine_;
+  const std::shared_ptr<TransferThreads> threads_;
+  TransferRequest request_;  // constant, except that its target moves to memory_
+  const bool of_buffer_;     // the target is a buffer
+  const std::shared_ptr<DeviceContext> device_;
+  const observe::DeviceCounters& counters_;  // the device's
+  const observe::Flow flow_;
+  observe::TransferDetails& details_;
+  const std::uint64_t queued_;  // when
+  const std::uint64_t trace_id_;
+  const std::uint32_t trace_name_;
+  TargetMemory memory_;
+
+  // Set by prepare(), before there is a second thread.
+  DirectFile* direct_file_ = nullptr;
+  std::uint64_t original_file_size_ = 0;
+  std::uint64_t preallocated_end_ = 0;
+  bool by_pages_ = false;  // a store that writes the pages of a file in memory, see write_pages()
+
+  // When prepare() began and ended, for traces; 0: not yet.
+  std::atomic<std::uint64_t> bind_start_{0};
+  std::atomic<std::uint64_t> bind_end_{0};
+
+  std::atomic<bool> cancelled_{false};
+  std::atomic<int> wanted_{1};
+  std::atomic<std::uint64_t> moved_{0};
+  std::array<std::atomic<std::uint64_t>, kPathCount> path_bytes_{};
+  std::atomic<std::uint64_t> hole_bytes_{0};
+
+  // Guards all below. Taken before TargetMemory's lock.
   mutable std::mutex mutex_;
-  std::condition_variable changed_;                   // a job has gone, a cancelled one came, or the end
-  std::map<int, std::shared_ptr<WorkerPool>> pools_;  // by NUMA node
-  std::map<const TransferJob*, std::shared_ptr<TransferJob>> jobs_;
-  std::multimap<std::chrono::steady_clock::time_point, std::shared_ptr<TransferJob>> cancelled_;
-  std::thread supervisor_;
-  bool closed_ = false;
-  bool supervisor_ending_ = false;
+  std::condition_variable done_;  // phase_ is kDone
+  Phase phase_ = Phase::kQueued;
+  PlanCursor cursor_;
+  std::uint64_t total_ = 0;
+  RefusalMask refusals_ = 0;
+  bool fastpath_given_up_ = false;
+  int serving_ = 0;  // threads inside serve()
+  bool syncing_ = false;
+  bool abandoned_ = false;
+  std::chrono::steady_clock::time_point cancel_time_;
+  std::uint64_t count_ = 0;  // the outcome, once done
+  Status status_;
+  bool sync_failed_ = false;
+  UniqueFd event_;
 };
-
-// A whole transfer by other threads while the calling one waits: what answers COPY_FILE_RANGE between a backing file
-// and a buffer. `cancel` (may be null) stops it from any thread. The count from the start of the range: short at the
-// end of the source, and also when an error or a cancellation came after progress (the next call meets it again). A
-// failure only if nothing was moved, or if the sync that was asked for failed; EOPNOTSUPP when no path may take the
-// request.
-Result<std::uint64_t> run_transfer(TransferEngine& engine, const TransferRequest& request, CancelToken* cancel);
 
 }  // namespace gpufs

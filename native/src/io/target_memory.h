@@ -1,0 +1,124 @@
+// The device memory of one transfer while it runs: allocated ahead of a load, pinned in windows that the transfer's
+// threads share, and released at the end.
+// Thread-safe. Owned by its Transfer.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "io/file_holes.h"
+#include "io/scoring.h"
+#include "io/target.h"
+#include "memory/extents.h"
+#include "observe/counters.h"
+
+namespace gpufs {
+
+// Offsets are relative to the request.
+class TargetMemory {
+ public:
+  using Window = std::shared_ptr<const PinnedRange>;
+
+  // smallest_step: allocating less than this ahead of a load is not worth a call.
+  TargetMemory(Target target, std::uint64_t target_offset, Direction direction, std::uint64_t smallest_step)
+      : target_(std::move(target)),
+        of_buffer_(target_.buffer() != nullptr),
+        load_(direction == Direction::kLoad),
+        offset_(target_offset),
+        smallest_step_(smallest_step) {}
+
+  // Every access to the memory happens while a Use exists. It is empty once the transfer was left behind: then nothing
+  // may reach the memory. A thread must not wait for a file that may hang while it has one.
+  class Use {
+   public:
+    Use() = default;
+    Use(Use&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
+    Use& operator=(Use&& other) noexcept {
+      end();
+      memory_ = std::exchange(other.memory_, nullptr);
+      return *this;
+    }
+    ~Use() { end(); }
+    explicit operator bool() const { return memory_ != nullptr; }
+    void end();
+
+   private:
+    friend class TargetMemory;
+    explicit Use(TargetMemory* memory) : memory_(memory) {}
+    TargetMemory* memory_ = nullptr;
+  };
+  [[nodiscard]] Use use();
+
+  // The next five are for a thread with a Use.
+  [[nodiscard]] const Target& target() const { return target_; }
+  // Before the first byte of a load is written. Announces the end of the load, so that its buffer does not move later.
+  void expect(std::uint64_t bytes);
+  // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
+  Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
+  // The memory of one chunk for a call that uses it at once. May wait for other threads' pins.
+  Result<PinnedRange> pin(std::uint64_t offset, std::uint64_t bytes);
+  // A window around these bytes, pinned for many chunks. May wait for other threads' pins, so the caller holds none
+  // itself. window() returns the present one, or null if it does not cover the bytes.
+  Window window(std::uint64_t offset, std::uint64_t bytes);
+  Result<Window> pin_window(std::uint64_t offset, std::uint64_t bytes);
+
+  // How much there is to move. Before the first window.
+  void set_total(std::uint64_t total);
+  // Whether the calling thread should allocate memory ahead of `position`, up to which chunks were handed out. If so it
+  // must call allocate_ahead() next, with no pins.
+  [[nodiscard]] bool start_ahead(std::uint64_t position);
+  void allocate_ahead();
+
+  // Ends a load at `reached`: publishes the size and frees what was allocated beyond. touched: end of the highest
+  // chunk that was handed out. A buffer that was made smaller in the meantime stays so, as if that had come after the
+  // load: what it removed must not come back as zeros.
+  Status finish_load(std::uint64_t reached, std::uint64_t touched);
+
+  // From now on there are no new uses. False, without effect, if the memory is in use and `force` is not set.
+  bool close(bool force);
+  [[nodiscard]] bool in_use() const;
+  // Closes, and drops the memory unless it is in use.
+  void release();
+  // Counts bytes in the statistics of the buffer's file.
+  void note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const;
+
+ private:
+  Status allocate_step(std::unique_lock<std::mutex>& lock, std::uint64_t needed);
+  Status allocate_to(std::unique_lock<std::mutex>& lock, std::uint64_t needed);
+  Status allocate_data(std::uint64_t start, std::uint64_t end);
+  [[nodiscard]] std::uint64_t next_step_locked() const;
+  [[nodiscard]] Window window_locked(std::uint64_t offset, std::uint64_t bytes) const;
+
+  Target target_;  // without memory once released
+  const bool of_buffer_;
+  const bool load_;
+  const std::uint64_t offset_;
+  const std::uint64_t smallest_step_;
+  // Constant once the transfer is prepared.
+  std::uint64_t total_ = 0;
+  std::uint64_t noted_shrinks_ = 0;  // of a load's buffer, before its first byte was written
+  std::vector<HoleRange> holes_;
+
+  // Guards all below. No call of the buffer is made under it.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // allocating_ or pinning_ became false
+  int uses_ = 0;
+  bool closed_ = false;
+  std::uint64_t allocated_end_ = 0;
+  std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for
+  bool allocating_ = false;
+  bool pinning_ = false;
+  Buffer::Made allocated_;                   // belongs to the thread that set allocating_
+  Buffer::Made pinned_;                      // memory that pins added
+  std::weak_ptr<const PinnedRange> window_;  // [window_start_, window_end_), while a thread uses it
+  std::uint64_t window_start_ = 0;
+  std::uint64_t window_end_ = 0;
+};
+
+}  // namespace gpufs

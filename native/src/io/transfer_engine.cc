@@ -1,0 +1,226 @@
+#include "io/transfer_engine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "base/cpus.h"
+#include "base/log.h"
+#include "base/math.h"
+#include "base/thread.h"
+#include "io/io_statistics.h"
+
+namespace gpufs {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kSmallestChunk = std::size_t{64} << 10;
+constexpr std::size_t kLargestChunk = std::size_t{64} << 20;
+constexpr int kMaxThreads = 256;
+constexpr int kMinAutomatic = 4;  // a disk needs several requests at a time, however few CPUs there are
+// Each copies some 6.5 GB/s out of the page cache (an H200's host): 8 do not fill a bus of 55 GB/s, 14 are slower
+// again.
+constexpr int kMaxAutomatic = 12;
+constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+// How often cancelled transfers that have not ended are checked.
+constexpr std::chrono::milliseconds kWatchInterval{20};
+
+Status check_options(const IoOptions& options) {
+  if (!std::has_single_bit(options.chunk_bytes) || options.chunk_bytes < kSmallestChunk ||
+      options.chunk_bytes > kLargestChunk) {
+    return Status(EINVAL, "chunk_bytes must be a power of two from 64 KiB to 64 MiB");
+  }
+  if (options.pinned_bytes < options.chunk_bytes) return Status(EINVAL, "pinned_bytes must hold at least one chunk");
+  if (options.workers < 0 || options.workers > kMaxThreads) return Status(EINVAL, "workers must be from 0 to 256");
+  if (options.slots < 1 || options.slots > 64) return Status(EINVAL, "slots must be from 1 to 64");
+  if (options.fastpath == FastpathMode::kOff && !options.fallback) {
+    return Status(EINVAL, "fastpath and fallback are both off: nothing could be moved");
+  }
+  return {};
+}
+
+}  // namespace
+
+Status TransferEngine::check(const TransferRequest& request) {
+  if (request.file == nullptr || !request.target.valid()) return Status(EINVAL, "a transfer needs a file and memory");
+  const BackingFacts& facts = request.file->facts();
+  const bool load = request.direction == Direction::kLoad;
+  if (load && !facts.readable) return Status(EBADF, "the backing file is not open for reading");
+  if (!load && !facts.writable) return Status(EBADF, "the backing file is not open for writing");
+  if (!load && facts.append) return Status(EBADF, "the backing file is open for appending: its offsets mean nothing");
+  if (request.file_offset > kLargestOffset) return Status(EINVAL, "the file offset is too large");
+  std::uint64_t end = 0;
+  if (request.bytes != kToTheEnd) {
+    if (add_overflows(request.file_offset, request.bytes, &end) || end > kLargestOffset) {
+      return Status(EINVAL, "file offset and size overflow");
+    }
+    if (add_overflows(request.target_offset, request.bytes, &end)) {
+      return Status(EINVAL, "buffer offset and size overflow");
+    }
+  }
+  if (request.target.buffer() == nullptr) {
+    const std::uint64_t limit = request.target.limit();
+    if (request.target_offset > limit || (request.bytes != kToTheEnd && end > limit)) {
+      return Status(EINVAL, "the range leaves the device memory");
+    }
+  } else if (load && request.target_offset > request.target.limit()) {
+    return Status(EFBIG, "the range starts beyond the largest buffer");
+  }
+  return {};
+}
+
+TransferEngine::TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
+                               std::shared_ptr<DirectPath> direct_path)
+    : options_(options),
+      direct_path_(std::move(direct_path)),
+      bounce_pool_(BouncePool::create(options.chunk_bytes, options.pinned_bytes)),
+      counters_(std::move(counters)) {}
+
+Result<std::shared_ptr<TransferEngine>> TransferEngine::create(
+    const IoOptions& options, const std::vector<std::shared_ptr<DeviceContext>>& devices,
+    std::shared_ptr<DirectPath> direct_path) {
+  const Status checked = check_options(options);
+  if (!checked.ok()) return checked;
+  std::vector<observe::DeviceCounters> counters;
+  counters.reserve(devices.size());
+  for (const std::shared_ptr<DeviceContext>& device : devices) counters.push_back(device->counters());
+  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(counters), std::move(direct_path)));
+  // The threads hold the engine themselves. So the pointers that callers hold are counted apart: with the last of them
+  // the threads end, and never on one of their own.
+  TransferEngine* const raw = inner.get();
+  return std::shared_ptr<TransferEngine>(raw, [inner](TransferEngine* engine) { engine->shutdown(); });
+}
+
+std::shared_ptr<TransferThreads> TransferEngine::threads_for(int node) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<TransferThreads>& threads = threads_[node];
+  if (threads == nullptr) {
+    int share = options_.workers > 0 ? options_.workers : std::clamp(usable_cpus(node), kMinAutomatic, kMaxAutomatic);
+    // Each thread must find a slot, also those of other clients while one client's threads hang with theirs.
+    const auto slots = static_cast<int>(std::min(bounce_pool_->capacity(), std::size_t{2} * kMaxThreads));
+    share = std::min(share, std::max(slots * 2 / 3, 1));
+    const int spare = std::min((share + 1) / 2, std::max(slots - share, 1));
+    threads = TransferThreads::create(node, share, spare);
+  }
+  return threads;
+}
+
+Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& request) {
+  const Status checked = check(request);
+  if (!checked.ok()) return checked;
+  const std::shared_ptr<TransferThreads> threads = threads_for(request.target.device()->info().numa_node);
+  auto transfer = std::make_shared<Transfer>(shared_from_this(), threads, request);
+  if (request.bytes == 0 && request.sync == SyncMode::kNone) {
+    transfer->conclude_empty();
+    return transfer;
+  }
+  bool closed = false;
+  {
+    const std::lock_guard lock(mutex_);
+    closed = closed_;
+    if (!closed) transfers_.emplace(transfer.get(), transfer);
+  }
+  const Status submitted = closed ? Status(ESHUTDOWN, "the engine is being closed") : threads->submit(transfer);
+  // A shutdown() at the same time may have ended it already, as it ends any other.
+  if (!submitted.ok() && transfer->refuse(submitted)) return submitted;
+  return transfer;
+}
+
+void TransferEngine::finished(const Transfer& transfer) {
+  std::shared_ptr<Transfer> last;  // destroyed without the lock
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = transfers_.find(&transfer);
+    if (found == transfers_.end()) return;
+    last = std::move(found->second);
+    transfers_.erase(found);
+  }
+  changed_.notify_all();
+}
+
+void TransferEngine::watch_cancelled() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;  // shutdown() looks after all of them
+    if (!watch_.joinable()) {
+      Result<std::thread> started = start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
+      if (!started.ok()) {
+        log_warning("no thread to end cancelled transfers that hang: ", started.status().message());
+        return;
+      }
+      watch_ = started.take();
+    }
+  }
+  changed_.notify_all();
+}
+
+void TransferEngine::watch_main() {
+  std::unique_lock lock(mutex_);
+  while (!watch_ending_) {
+    std::vector<std::shared_ptr<Transfer>> cancelled;
+    for (const auto& [key, transfer] : transfers_) {
+      if (transfer->cancelled()) cancelled.push_back(transfer);
+    }
+    if (cancelled.empty()) {
+      changed_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    for (const std::shared_ptr<Transfer>& transfer : cancelled) (void)transfer->abandon(/*force=*/false);
+    cancelled.clear();
+    lock.lock();
+    if (!watch_ending_) changed_.wait_for(lock, kWatchInterval);
+  }
+}
+
+void TransferEngine::shutdown() {
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  std::vector<std::shared_ptr<TransferThreads>> pools;
+  std::thread watch;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    watch_ending_ = true;
+    watch.swap(watch_);
+    for (const auto& [key, transfer] : transfers_) transfers.push_back(transfer);
+    for (const auto& [node, threads] : threads_) pools.push_back(threads);
+  }
+  changed_.notify_all();
+  if (watch.joinable()) watch.join();
+  for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->cancel();
+  const Clock::time_point end = Clock::now() + options_.shutdown_grace;
+  for (bool last = false; !last;) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kWatchInterval, [&] { return transfers_.empty(); });
+      if (transfers_.empty()) break;
+    }
+    last = Clock::now() >= end;
+    for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/last);
+  }
+  transfers.clear();
+  const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
+  for (const std::shared_ptr<TransferThreads>& threads : pools) {
+    const int hung =
+        threads->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest), options_.cancel_grace);
+    if (hung > 0) log_warning(hung, " threads hang in files and are left behind");
+  }
+  bounce_pool_->close();
+}
+
+std::size_t TransferEngine::active() const {
+  const std::lock_guard lock(mutex_);
+  return transfers_.size();
+}
+
+std::string TransferEngine::statistics_json() const {
+  return transfer_statistics_json(counters_, bounce_pool_->statistics(), active());
+}
+
+}  // namespace gpufs

@@ -1,0 +1,85 @@
+// Starts transfers, ends those that were cancelled and hang, and owns their threads and pinned memory.
+// One for each Engine. Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/status.h"
+#include "device/device_context.h"
+#include "io/bounce_pool.h"
+#include "io/direct_path.h"
+#include "io/io_options.h"
+#include "io/transfer.h"
+#include "io/transfer_threads.h"
+#include "observe/counters.h"
+
+namespace gpufs {
+
+class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
+ public:
+  // devices: those of the engine, by index. EINVAL names the option that is out of range. Starts no thread. When the
+  // last copy of the pointer is destroyed, shutdown() runs on that thread.
+  static Result<std::shared_ptr<TransferEngine>> create(const IoOptions& options,
+                                                        const std::vector<std::shared_ptr<DeviceContext>>& devices,
+                                                        std::shared_ptr<DirectPath> direct_path);
+  TransferEngine(const TransferEngine&) = delete;
+  TransferEngine& operator=(const TransferEngine&) = delete;
+
+  // EINVAL: offsets and sizes that overflow or leave the device memory. EBADF: the file is not open for this direction,
+  // or a destination is open for appending. ESHUTDOWN after shutdown(). All other failures are the transfer's.
+  Result<std::shared_ptr<Transfer>> start(const TransferRequest& request);
+
+  // Cancels all transfers and ends the threads; those that hang in a file are left behind. Blocks for little more than
+  // IoOptions::shutdown_grace, unless the device itself hangs. May be called twice.
+  void shutdown();
+
+  // The errors of start() that depend on the request alone.
+  static Status check(const TransferRequest& request);
+
+  [[nodiscard]] const IoOptions& options() const { return options_; }
+  [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }
+  [[nodiscard]] DirectPath& direct_path() const { return *direct_path_; }
+  [[nodiscard]] std::string statistics_json() const;
+  [[nodiscard]] std::size_t active() const;
+  // Transfers that shutdown() gave up on while a device or a file may still use their memory. They keep the engine's
+  // memory alive themselves; the program must keep its own.
+  [[nodiscard]] std::size_t left_in_use() const { return left_in_use_; }
+
+  // ---- for Transfer ----
+
+  void finished(const Transfer& transfer);
+  // Looks after cancelled transfers until they end.
+  void watch_cancelled();
+  void count_left_in_use() { ++left_in_use_; }
+
+ private:
+  TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
+                 std::shared_ptr<DirectPath> direct_path);
+  std::shared_ptr<TransferThreads> threads_for(int node);
+  void watch_main();
+
+  const IoOptions options_;
+  const std::shared_ptr<DirectPath> direct_path_;
+  const std::shared_ptr<BouncePool> bounce_pool_;
+  const std::vector<observe::DeviceCounters> counters_;
+  std::atomic<std::size_t> left_in_use_{0};
+
+  // Guards all below; no other lock is taken under it.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;                          // a transfer ended or was cancelled, or the engine ends
+  std::map<int, std::shared_ptr<TransferThreads>> threads_;  // by NUMA node
+  std::map<const Transfer*, std::shared_ptr<Transfer>> transfers_;
+  std::thread watch_;  // started for the first cancelled transfer
+  bool closed_ = false;
+  bool watch_ending_ = false;
+};
+
+}  // namespace gpufs
