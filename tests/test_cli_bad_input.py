@@ -41,7 +41,7 @@ def test_wrong_command_lines(arguments: list[str], words: str) -> None:
         ("--devices", "0x2", "a whole number from 0 to 64"),
         ("--driver", "vulkan", "one of auto, cuda, hip, host"),
         ("--log-level", "chatty", "one of debug, info"),
-        ("--transport", "pigeon", "one of auto"),
+        ("--driver", "pigeon", "one of auto"),
         ("--mount-timeout", "0", "a time such as"),
     ],
 )

@@ -60,7 +60,6 @@ def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], st
         "mountpoint": mountpoint,
         "source": "gpufs",
         "config": {"driver": "host", "devices": 1, "memory": 64 << 20},
-        "foreground": False,
     }
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(patch=patch), mountpoint, str(answers_end)],
@@ -87,11 +86,11 @@ STEPS = {
     "io": "engine.io_configure = fail",
     "relay": "engine.relay_pair = crash",
     "mount": "mounting.mount = fail",
-    "mountinfo": "mounting._listed = lambda: iter(())",
+    "mountinfo": "mounting.listed = lambda: iter(())",
     "mountinfo that cannot be read": (
         "old = mounting.mount\n"
         "def mount(*arguments, **named):\n"
-        "    mounting._listed = fail\n"
+        "    mounting.listed = fail\n"
         "    return old(*arguments, **named)\n"
         "mounting.mount = mount"
     ),

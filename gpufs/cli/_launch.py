@@ -10,40 +10,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 from gpufs import mounting
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._python import python_module
+from gpufs.daemon.startup import MountRequest
 
 DAEMON = tuple(python_module("gpufs.daemon"))
 _GRACE = 3.0  # seconds between asking a process to end and ending it
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the process is told, as JSON on its standard input."""
-
-    mountpoint: str
-    source: str  # what mount(8) and df(1) show as the device
-    config: dict[str, Any]  # a value for each knob
-    foreground: bool = False
-    flags: tuple[str, ...] = ()  # names of mounting.FLAGS
-
-    def encode(self) -> bytes:
-        """The JSON object."""
-        fields = {
-            "mountpoint": self.mountpoint,
-            "source": self.source,
-            "config": self.config,
-            "foreground": self.foreground,
-            "flags": self.flags,
-        }
-        return json.dumps(fields).encode()
-
-
-def run_in_foreground(request: Request) -> NoReturn:
+def run_in_foreground(request: MountRequest) -> NoReturn:
     """Becomes the process that serves the mount."""
     with tempfile.TemporaryFile() as file:  # as standard input; unlike a pipe it takes any length
         file.write(request.encode())
@@ -53,7 +31,7 @@ def run_in_foreground(request: Request) -> NoReturn:
     os.execv(DAEMON[0], [*DAEMON, request.mountpoint])
 
 
-def launch(request: Request, timeout: float) -> dict[str, Any]:
+def launch(request: MountRequest, timeout: float) -> dict[str, Any]:
     """Starts the process in a session of its own and returns its answer once the mount answers.
 
     Failure when it says that it cannot, ends, or does not answer within ``timeout`` seconds; then, and when we are

@@ -12,9 +12,10 @@ from gpufs import config
 from gpufs.cli import _mountpoint, _mounts
 from gpufs.cli._errors import Failure, complain, failed
 from gpufs.cli._knobs import knob_options, settings
-from gpufs.cli._launch import Request, launch, run_in_foreground
+from gpufs.cli._launch import launch, run_in_foreground
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import origin, parse
+from gpufs.daemon.startup import MountRequest
 
 FUSE_DEVICE = "/dev/fuse"
 
@@ -57,16 +58,15 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tupl
     _check_fuse(allow_other=chosen["allow_other"])
     if chosen["driver"] == "host":
         config.host_memory(chosen["memory"], chosen["devices"])
-    foreground = bool(chosen["foreground"])
-    request = Request(mountpoint, source, dict(chosen.values), foreground, flags)
-    if foreground:
+    request = MountRequest(mountpoint, source, dict(chosen.values), flags)
+    if request.foreground:
         _become(request)
     answer = launch(request, chosen["mount_timeout"])
     for note in answer.get("notes", ()):
         complain(note)
 
 
-def _become(request: Request) -> NoReturn:
+def _become(request: MountRequest) -> NoReturn:
     sys.stdout.flush()
     run_in_foreground(request)
 
