@@ -98,30 +98,6 @@ def _same_namespace(pid: str) -> bool:
         return True
 
 
-def other_places(device: str) -> list[str]:
-    """Where else a mount is, by its device number: bound to other paths, or copied into other mount namespaces.
-
-    Paths for our own namespace, "PATH in the mount namespace of NAME (PID)" for one process of each other one, as far
-    as we may look.
-    """
-    found = []
-    seen = set()
-    for pid in ["self", *filter(str.isdigit, os.listdir("/proc"))]:
-        try:
-            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
-            if namespace in seen:
-                continue
-            paths = [entry.mountpoint for entry in mounting.mounts(pid) if entry.device == device]
-            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
-                name = file.read().strip()
-        except OSError:
-            continue
-        seen.add(namespace)
-        where = "" if pid == "self" else f" in the mount namespace of {name} ({pid})"
-        found += [path + where for path in paths]
-    return found
-
-
 def users(mountpoint: str, most: int = 5) -> list[str]:
     """What keeps a mount busy, as far as we may look: mounts below it, and other processes, as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"

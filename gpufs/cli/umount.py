@@ -65,8 +65,6 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     _mounts.ask([functools.partial(_forget_counters, entry)], timeout)
     if left:
         text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
-        if places := _mounts.other_places(entry.device):
-            text += f", for the mount is also at {', '.join(places)}"
         raise Failure(text if force else f"{text} (--force ends it)")
 
 
