@@ -143,7 +143,7 @@ def test_unmounting_what_is_not_ours(tmp_path: Path) -> None:
 def test_a_directory_of_a_mount(shared_mount: GpufsMount) -> None:
     for command, path in (("status", shared_mount.device), ("umount", shared_mount.path / ".gpufs"), ("stats", "gpu1")):
         inside = shared_mount.path / path
-        assert fails(1, command, inside) == f"{inside}: lies in the mount at {shared_mount.path}: name that"
+        assert f"the mount at {shared_mount.path}:" in fails(1, command, inside)
 
 
 def test_no_traceback_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
