@@ -1,4 +1,4 @@
-"""gpufs mount and umount: processes that come up, that do not, and that are gone."""
+"""gpufs mount and umount: daemons that start, fail to start, hang or have died."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_mount_and_umount(mountpoint: Path) -> None:
 
 
 def test_strange_names(tmp_path: Path) -> None:
-    """Blanks, newlines, backslashes, which mountinfo escapes; returns and bytes that are no text, which it does not."""
+    """Blanks, newlines and backslashes, which mountinfo escapes; carriage returns and invalid UTF-8, which it leaves."""
     path = os.fsencode(tmp_path) + b"/a b\tc\\134\n#\r\v\f\x1c\xc2\x85\xe2\x80\xa8\xff"
     os.mkdir(path)
     try:

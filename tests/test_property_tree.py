@@ -58,7 +58,7 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def failing_with(code: int) -> Iterator[None]:
-    """What the model does inside must fail with the errno that the call failed with: with none if that is 0."""
+    """The model must fail inside with this errno, or not at all if it is 0."""
     expected = 0
     try:
         yield
