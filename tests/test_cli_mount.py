@@ -38,7 +38,7 @@ def test_mount_and_umount(mountpoint: Path) -> None:
 
 
 def test_strange_names(tmp_path: Path) -> None:
-    """Blanks, newlines and backslashes, which mountinfo escapes; carriage returns and invalid UTF-8, which it leaves."""
+    """Blanks, newlines and backslashes, which mountinfo escapes; carriage returns and invalid UTF-8, which stay."""
     path = os.fsencode(tmp_path) + b"/a b\tc\\134\n#\r\v\f\x1c\xc2\x85\xe2\x80\xa8\xff"
     os.mkdir(path)
     try:
