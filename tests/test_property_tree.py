@@ -302,7 +302,7 @@ class Tree(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("examples", [150, pytest.param(450, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(450, marks=pytest.mark.slow)])
 def test_names_behave_as_their_model(root: Path, examples: int) -> None:
     Tree.root = root
     run_state_machine_as_test(Tree, settings=settings(max_examples=examples, stateful_step_count=60))
