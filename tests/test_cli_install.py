@@ -1,4 +1,4 @@
-"""scripts/install-helpers: what it installs works, and goes again; completions and manual page are those of --help."""
+"""scripts/install-helpers: what it installs works and can be removed again."""
 
 import os
 import sys

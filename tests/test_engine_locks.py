@@ -1,4 +1,4 @@
-"""Locked host memory from Python: arrays, addresses, policies; and over fake GPUs, whose records say what was done."""
+"""Locked host memory from Python: arrays and policies, and over fake GPUs that record calls."""
 
 from __future__ import annotations
 
