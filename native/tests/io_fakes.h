@@ -225,9 +225,7 @@ class FakeBuffer final : public Buffer {
     }
     return make_pin_locked(offset, bytes);
   }
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override {
-    return pin_for_write(offset, bytes).status();
-  }
+  Status populate(std::uint64_t offset, std::uint64_t bytes) override { return pin_for_write(offset, bytes).status(); }
   void publish(std::uint64_t end) override {
     const std::lock_guard lock(mutex_);
     size_ = std::max(size_, end);

@@ -565,7 +565,8 @@ Result<std::shared_ptr<const PinnedRange>> TransferJob::pin_window(const Chunk& 
   lock.unlock();
   const auto pin = [&]() -> Result<std::shared_ptr<const PinnedRange>> {
     const std::uint64_t offset = request_.target_offset + from;
-    Result<PinnedRange> range = load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
+    Result<PinnedRange> range =
+        load ? target().pin_for_write(offset, to - from) : target().pin_for_read(offset, to - from);
     if (!range.ok()) return range.status();
     return std::shared_ptr<const PinnedRange>(std::make_shared<PinnedRange>(range.take()));
   };
