@@ -1,5 +1,6 @@
 // Arithmetic on sorted lists of extents, in which no two touch.
-// Pure functions.
+// Ownership: none, these are pure functions.
+// Threads: any.
 #pragma once
 
 #include <cstdint>
