@@ -42,7 +42,8 @@ class EngineBuffers : public fuse::BufferSource {
   Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
     if (!known(device)) return unknown(device);
     Result<std::shared_ptr<Buffer>> buffer = Buffer::create(devices_[static_cast<std::size_t>(device)]);
-    if (buffer.ok()) buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
+    if (buffer.ok())
+      buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
     return buffer;
   }
   Result<MemoryInfo> memory(std::int32_t device) override {
