@@ -62,7 +62,7 @@ class BackingTest : public MountTest {
 
   std::uint64_t open_backing(int flags = O_RDWR) {
     const UniqueFd opened = testing::reopen(fd.get(), flags);
-    Result<std::uint64_t> fh = mount->backing_files().open(50, opened.get());
+    Result<std::uint64_t> fh = mount->backing_files().open(opened.get());
     EXPECT_TRUE(fh.ok()) << fh.status().message();
     return fh.ok() ? fh.value() : 0;
   }
@@ -95,7 +95,7 @@ class BackingTest : public MountTest {
 
 TEST_F(BackingTest, ReadsAndWritesReachTheFile) {
   const std::uint64_t fh = open_backing();
-  EXPECT_TRUE(BackingTable::is_backing(fh));
+  EXPECT_TRUE(is_backing(fh));
   const Bytes data = pattern(kMiB, 1);
   EXPECT_EQ(kernel->write(50, fh, 100, data).as<fuse_write_out>().size, data.size());
   EXPECT_EQ(kernel->read(50, fh, 100, kMiB).body, data);
@@ -140,7 +140,7 @@ TEST_F(BackingTest, RefusedCopies) {
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 50, copy_body(memory, reading, 100)).error(), EBADF);
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 50, copy_body(reading, 7, 100)).error(), EXDEV);
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 50, copy_body(7, reading, 100)).error(), EXDEV);
-  const std::uint64_t stale = BackingTable::kHandleBit | 999;
+  const std::uint64_t stale = kBackingHandle | 999;
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 50, copy_body(stale, memory, 100)).error(), EBADF);
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 50, copy_body(reading, memory, 100, ~0ULL >> 1)).error(), EINVAL);
 }

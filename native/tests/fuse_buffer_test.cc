@@ -67,7 +67,7 @@ TEST_F(BufferOperationsTest, MorePiecesThanAReplyMayHave) {
 
 TEST_F(BufferOperationsTest, HandlesAreChecked) {
   add_file(2);
-  const std::uint64_t stale = InodeTable::kHandleBit | 12345;
+  const std::uint64_t stale = kBufferHandle | 12345;
   EXPECT_EQ(kernel->read(2, stale, 0, 100).error(), EBADF);
   EXPECT_EQ(kernel->write(2, stale, 0, pattern(10, 1)).error(), EBADF);
   EXPECT_EQ(lseek(2, stale, SEEK_DATA, 0).error(), EBADF);

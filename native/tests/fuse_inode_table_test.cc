@@ -40,7 +40,7 @@ TEST_F(InodeTableTest, BadArguments) {
   attributes.mtime_ns = 1'000'000'000;
   EXPECT_EQ(table.set(2, GPUFS_SET_MTIME, &attributes).error(), EINVAL);
   EXPECT_EQ(table.open(9, O_RDONLY).error(), ENOENT);
-  EXPECT_EQ(table.release(InodeTable::kHandleBit | 77).error(), EBADF);
+  EXPECT_EQ(table.release(kBufferHandle | 77).error(), EBADF);
   EXPECT_EQ(table.file(1), nullptr);
 }
 

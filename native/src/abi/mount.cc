@@ -257,10 +257,10 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
   });
 }
 
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh) {
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t /*ino*/, int32_t fd, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::uint64_t> opened = found.backing_files().open(ino, fd);
+    Result<std::uint64_t> opened = found.backing_files().open(fd);
     if (opened.ok()) *fh = opened.value();
     return opened.status();
   });
@@ -268,7 +268,7 @@ gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t f
 
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.backing_files().release(fh);
+    if (gpufs::fuse::is_backing(fh)) return found.backing_files().release(fh);
     return found.table().release(fh);
   });
 }
