@@ -22,19 +22,46 @@ struct Symbols {
   const char *stream_create, *stream_synchronize, *event_query;
 };
 
-template <typename Functions>
-constexpr Symbols symbols_of() {
-  using gpu::kSymbol;
-  return {kSymbol<&Functions::device_count>,       kSymbol<&Functions::device_name>,
-          kSymbol<&Functions::device_pci_address>, kSymbol<&Functions::device_total_memory>,
-          kSymbol<&Functions::granularity>,        kSymbol<&Functions::address_reserve>,
-          kSymbol<&Functions::memory_create>,      kSymbol<&Functions::memory_map>,
-          kSymbol<&Functions::memory_unmap>,       kSymbol<&Functions::memory_set_access>,
-          kSymbol<&Functions::memory_export>,      kSymbol<&Functions::copy_to_host>,
-          kSymbol<&Functions::copy_on_device>,     kSymbol<&Functions::fill>,
-          kSymbol<&Functions::host_register>,      kSymbol<&Functions::stream_create>,
-          kSymbol<&Functions::stream_synchronize>, kSymbol<&Functions::event_query>};
-}
+constexpr Symbols kCudaSymbols = {
+    .device_count = "cuDeviceGetCount",
+    .device_name = "cuDeviceGetName",
+    .device_pci_address = "cuDeviceGetPCIBusId",
+    .device_total_memory = "cuDeviceTotalMem_v2",
+    .granularity = "cuMemGetAllocationGranularity",
+    .address_reserve = "cuMemAddressReserve",
+    .memory_create = "cuMemCreate",
+    .memory_map = "cuMemMap",
+    .memory_unmap = "cuMemUnmap",
+    .memory_set_access = "cuMemSetAccess",
+    .memory_export = "cuMemExportToShareableHandle",
+    .copy_to_host = "cuMemcpyDtoHAsync_v2",
+    .copy_on_device = "cuMemcpyDtoDAsync_v2",
+    .fill = "cuMemsetD8Async",
+    .host_register = "cuMemHostRegister_v2",
+    .stream_create = "cuStreamCreate",
+    .stream_synchronize = "cuStreamSynchronize",
+    .event_query = "cuEventQuery",
+};
+constexpr Symbols kHipSymbols = {
+    .device_count = "hipGetDeviceCount",
+    .device_name = "hipDeviceGetName",
+    .device_pci_address = "hipDeviceGetPCIBusId",
+    .device_total_memory = "hipDeviceTotalMem",
+    .granularity = "hipMemGetAllocationGranularity",
+    .address_reserve = "hipMemAddressReserve",
+    .memory_create = "hipMemCreate",
+    .memory_map = "hipMemMap",
+    .memory_unmap = "hipMemUnmap",
+    .memory_set_access = "hipMemSetAccess",
+    .memory_export = "hipMemExportToShareableHandle",
+    .copy_to_host = "hipMemcpyDtoHAsync",
+    .copy_on_device = "hipMemcpyDtoDAsync",
+    .fill = "hipMemsetD8Async",
+    .host_register = "hipHostRegister",
+    .stream_create = "hipStreamCreateWithFlags",
+    .stream_synchronize = "hipStreamSynchronize",
+    .event_query = "hipEventQuery",
+};
 
 struct Vendor {
   const char* name;
@@ -56,7 +83,7 @@ const std::vector<Vendor>& vendors() {
       {"Cuda",
        fake_cuda,
        cuda_test::open_fake,
-       symbols_of<cuda::Functions>(),
+       kCudaSymbols,
        {"cuDeviceGet", "cuDevicePrimaryCtxRetain"},
        "CUDA_ERROR_ILLEGAL_ADDRESS",
        "unknown CUDA error",
@@ -65,7 +92,7 @@ const std::vector<Vendor>& vendors() {
       {"Hip",
        fake_hip,
        hip_test::open_fake,
-       symbols_of<hip::Functions>(),
+       kHipSymbols,
        {},
        "hipErrorIllegalAddress",
        "hipErrorUnknown",

@@ -181,10 +181,10 @@ class FakeDriver final : public Driver {
  public:
   explicit FakeDriver(const std::shared_ptr<FakePlan>& plan) { devices_.push_back(std::make_unique<FakeDevice>(plan)); }
   [[nodiscard]] const char* name() const override { return "host"; }
-  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
 
  private:
-  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<std::shared_ptr<Device>> devices_;
 };
 
 // Memory that is there from the beginning, with holes where nothing was pinned for writing; what it does with its size

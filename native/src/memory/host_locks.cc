@@ -133,7 +133,7 @@ std::shared_ptr<HostLocks::Entry> HostLocks::settled_locked(const Range& range, 
 Device& HostLocks::choose_device() const {
   // One device's pinning serves all of its driver; it only has to be one that works, and that copies by itself.
   const auto& devices = driver_->devices();
-  const auto good = std::find_if(devices.begin(), devices.end(), [](const std::unique_ptr<Device>& device) {
+  const auto good = std::find_if(devices.begin(), devices.end(), [](const std::shared_ptr<Device>& device) {
     return !device->info().cpu_addressable && device->health().ok();
   });
   return good == devices.end() ? *devices.front() : **good;

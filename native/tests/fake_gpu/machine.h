@@ -30,6 +30,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -149,7 +150,16 @@ struct StreamObject {
 namespace fake_gpu {
 
 namespace api = gpufs::gpu::api;
-using gpufs::gpu::as;
+
+// One of the vendor's objects or addresses as another type with the same bits: a number, or a pointer.
+template <typename To, typename From>
+To as(From from) {
+  if constexpr (std::is_pointer_v<To> == std::is_pointer_v<From>) {
+    return static_cast<To>(from);
+  } else {
+    return reinterpret_cast<To>(from);
+  }
+}
 
 using Address = std::uint64_t;
 using Handle = std::uint64_t;  // of physical memory
@@ -494,13 +504,6 @@ class Machine {
     if (bytes <= kInline) come_behind_standing(handle);
     return copy(handle, {destination}, pointer(destination), source, bytes, source,
                 bytes > kInline ? to_device : nullptr);
-  }
-  // Of rows without gaps between them.
-  api::Code copy_rows_in(Address destination, const void* source, std::size_t width, std::size_t rows,
-                         api::Stream handle) {
-    if (rows < 2) come_behind_standing(handle);
-    return copy(handle, {destination}, pointer(destination), source, width * rows, source,
-                rows >= 2 ? to_device : nullptr);
   }
   api::Code copy_out(void* destination, Address source, std::size_t bytes, api::Stream handle) {
     return copy(handle, {source}, destination, pointer(source), bytes, destination, to_host);
