@@ -136,6 +136,7 @@ DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device* device, std
     : driver_(std::move(driver)),
       device_(device),
       copy_chunk_bytes_(copy_chunk_bytes),
+      pinned_(*device),
       worker_(std::make_shared<Worker>()) {
   worker_->driver = driver_;
   worker_->device = device;
@@ -202,12 +203,7 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
   streams.reset = [on_worker](Stream& stream) {
     return on_worker([&stream](Device&) { return stream.synchronize(); });
   };
-  streams.destroy = [on_worker, standing = context->standing_](std::vector<std::unique_ptr<Stream>> doomed) {
-    // What stands may wait for whoever destroys these.
-    if (*standing > 0) {
-      for (std::unique_ptr<Stream>& stream : doomed) (void)stream.release();
-      return;
-    }
+  streams.destroy = [on_worker](std::vector<std::unique_ptr<Stream>> doomed) {
     (void)on_worker([&doomed](Device&) {
       doomed.clear();
       return Status();
@@ -244,48 +240,6 @@ void DeviceContext::shutdown() {
   } else {
     worker_->thread.join();
   }
-}
-
-Status DeviceContext::prepare_to_stand() {
-  if (!info().streams_share_queues) return {};
-  // One each for the threads of the transfers, those included that stand in for threads which hang.
-  constexpr std::size_t kStreams = 16;
-  constexpr std::size_t kEvents = 64;
-  Status status = run([](Device& target) { return target.prepare_to_stand(kStreams); });
-  if (status.ok()) status = streams_->make(kStreams);
-  if (status.ok()) status = events_->make(kEvents);
-  return status;
-}
-
-void DeviceContext::streams_stand(int change) {
-  if (!info().streams_share_queues) return;
-  standing_->fetch_add(change);
-  device_->streams_stand(change);
-}
-
-std::chrono::milliseconds DeviceContext::awaited() const {
-  const DeviceWaits* const waits = device_->waits();
-  return waits == nullptr ? std::chrono::milliseconds{} : waits->longest();
-}
-
-bool DeviceContext::stands_still() const {
-  const DeviceWaits* const waits = device_->waits();
-  return waits != nullptr && waits->longest() >= waits->patience();
-}
-
-std::string DeviceContext::standstill() const {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(awaited());
-  return "gpu " + std::to_string(info().index) + " (" + info().name + ") has done nothing for " +
-         std::to_string(seconds.count()) + " s of what was queued there";
-}
-
-bool DeviceContext::wait_while_it_moves(const std::function<bool(std::chrono::milliseconds)>& done) const {
-  constexpr std::chrono::milliseconds kLook{20};
-  const auto earliest = std::chrono::steady_clock::now() + kNotice;
-  while (!done(kLook)) {
-    if (std::chrono::steady_clock::now() >= earliest && stands_still()) return false;
-  }
-  return true;
 }
 
 void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }

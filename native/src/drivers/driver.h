@@ -15,7 +15,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
-#include "drivers/device_waits.h"
+#include "drivers/blocked_streams.h"
 
 namespace gpufs {
 
@@ -38,8 +38,6 @@ struct DeviceInfo {
   // Calls below that are not for any thread need bind_thread() first. False: every call may come from any thread, and
   // the engine makes it where it stands instead of handing it to the device's worker.
   bool binds_threads = true;
-  // Work on one stream may come behind work on another that stands (Device::streams_stand).
-  bool streams_share_queues = false;
 };
 
 struct MemoryInfo {
@@ -179,16 +177,8 @@ class Device {
   // current on the calling thread. EXDEV: it is another device's. EINVAL: it is none. Any thread.
   virtual Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) = 0;
 
-  // Where streams share queues: from streams_stand(1) to as many streams_stand(-1), streams may stand until work queued
-  // on others, or done by the functions below, is over. That work then goes ways on which nothing stands, but for
-  // copies and zeros of a single byte. prepare_to_stand() makes what that needs, once, with so many streams for the
-  // functions below; without it, or where it failed, the work may wait for those streams. Streams that are made or
-  // destroyed meanwhile, and pinned memory that is given back, wait in any case. Any thread.
-  virtual Status prepare_to_stand(std::size_t /*streams*/) { return {}; }
-  virtual void streams_stand(int /*change*/) {}
-  [[nodiscard]] virtual bool any_stands() { return false; }
-  // Who waits for work of the engine's on the device; null where that is not counted. Any thread.
-  virtual DeviceWaits* waits() { return nullptr; }
+  // The program's streams that wait for the engine. Any thread.
+  [[nodiscard]] BlockedStreams& blocked_streams() { return blocked_streams_; }
 
   // Synchronous copies by the calling thread, which this binds itself: any thread. The thread waits for its own copy
   // only, not for work that others queued.
@@ -218,6 +208,9 @@ class Device {
   virtual Status pin_read_only(const void* /*address*/, std::size_t /*bytes*/) {
     return {EOPNOTSUPP, "this device cannot pin read-only memory"};
   }
+
+ private:
+  BlockedStreams blocked_streams_;
 };
 
 // How the HIP driver takes memory. kPlain: one hipMalloc for a buffer, which hipAmdFile reaches and which grows by a

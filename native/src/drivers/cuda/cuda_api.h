@@ -39,29 +39,7 @@ enum : int {
 
 enum : unsigned {
   kCuHostRegisterReadOnly = 8,
-
-  kCuMemoryTypeHost = 1,
-  kCuMemoryTypeDevice = 2,
 };
-
-// One side of a copy of rows.
-struct CuRows {
-  std::size_t x;  // bytes
-  std::size_t y;
-  unsigned type;
-  const void* host;
-  CuAddress device;
-  void* array;
-  std::size_t pitch;  // from row to row
-};
-
-struct CuCopyOfRows {
-  CuRows source;
-  CuRows destination;
-  std::size_t width;  // bytes
-  std::size_t rows;
-};
-static_assert(sizeof(CuCopyOfRows) == 128);
 
 // X(member, symbol, parameters...): every entry point returns an api::Code. Symbols with a _v2 ending are those whose
 // 64-bit form superseded an older one.
@@ -119,7 +97,6 @@ static_assert(sizeof(CuCopyOfRows) == 128);
 
 // Each for itself; null where the driver has none.
 #define GPUFS_CUDA_OPTIONAL(X)                                                                    \
-  X(copy_rows, "cuMemcpy2DAsync_v2", const CuCopyOfRows*, api::Stream)                               \
   X(launch_host, "cuLaunchHostFunc", api::Stream, void (*)(void*), void*)                            \
   X(stream_wait_value, "cuStreamWaitValue32_v2", api::Stream, CuAddress, std::uint32_t, unsigned)    \
   X(stream_context, "cuStreamGetCtx", api::Stream, CuContext*)                                       \

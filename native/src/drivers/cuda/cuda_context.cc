@@ -67,24 +67,6 @@ Status CudaContext::copy_to_peer(gpu::Context& peer, DeviceAddress destination, 
                                         context_, bytes, gpu::as<api::Stream>(stream));
 }
 
-Status CudaContext::copy_rows_in(DeviceAddress destination, const void* source, std::size_t width, std::size_t rows,
-                                 StreamHandle stream) {
-  if (!library_->has<&Functions::copy_rows>()) return plain_copy_in(destination, source, width * rows, stream);
-  CuCopyOfRows copy{};
-  copy.source = {
-      .x = 0, .y = 0, .type = kCuMemoryTypeHost, .host = source, .device = 0, .array = nullptr, .pitch = width};
-  copy.destination = {.x = 0,
-                      .y = 0,
-                      .type = kCuMemoryTypeDevice,
-                      .host = nullptr,
-                      .device = destination,
-                      .array = nullptr,
-                      .pitch = width};
-  copy.width = width;
-  copy.rows = rows;
-  return call<&Functions::copy_rows>(Purpose::kHost, &copy, gpu::as<api::Stream>(stream));
-}
-
 Status CudaContext::wait_for_value(StreamHandle stream, DeviceAddress cell, std::uint32_t value) {
   if (!library_->has<&Functions::stream_wait_value>()) {
     return lacking("has no streams that wait for a value", gpu::kSymbol<&Functions::stream_wait_value>);

@@ -25,8 +25,6 @@ class CudaContext final : public gpu::VendorContext<Library> {
   void restore(std::uint64_t before) override;
   Status bind_thread() override;
 
-  Status copy_rows_in(DeviceAddress destination, const void* source, std::size_t width, std::size_t rows,
-                      gpu::StreamHandle stream) override;
   Status copy_to_peer(gpu::Context& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
                       gpu::StreamHandle stream) override;
   Status wait_for_value(gpu::StreamHandle stream, DeviceAddress cell, std::uint32_t value) override;

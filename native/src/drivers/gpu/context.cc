@@ -19,7 +19,6 @@ void Context::give_up_pools() {
   spares_.close();
   // Nothing can be done about failures here, and after a fatal one all of these fail.
   const Current current(*this);
-  standing_.give_up();
   for (StreamHandle stream : idle_streams_) destroy_stream(stream);
   idle_streams_.clear();
 }
@@ -120,21 +119,6 @@ void Context::return_stream(StreamHandle stream) {
   idle_streams_.push_back(stream);
 }
 
-Status Context::copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) {
-  return standing_.any() ? standing_.copy_in(destination, source, bytes, stream)
-                         : plain_copy_in(destination, source, bytes, stream);
-}
-
-Status Context::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) {
-  return standing_.any() ? standing_.copy_within(destination, source, bytes, stream)
-                         : plain_copy_within(destination, source, bytes, stream);
-}
-
-Status Context::fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) {
-  return standing_.any() ? standing_.fill_zero(destination, bytes, stream)
-                         : plain_fill_zero(destination, bytes, stream);
-}
-
 Current::Current(Context& context) : context_(context), status_(context.health()) {
   if (!status_.ok()) return;
   Result<bool> changed = context_.make_current(&before_);
@@ -164,7 +148,6 @@ SynchronousWork::~SynchronousWork() {
 
 Status SynchronousWork::finish() {
   finished_ = true;
-  const DeviceWaits::Wait waiting(&context_.waits());
   return context_.synchronize_stream(stream_);
 }
 

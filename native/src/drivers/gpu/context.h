@@ -16,7 +16,6 @@
 #include "base/status.h"
 #include "drivers/driver.h"
 #include "drivers/gpu/spare_memory.h"
-#include "drivers/gpu/standing_streams.h"
 
 namespace gpufs::gpu {
 
@@ -63,14 +62,6 @@ class Context {
   Result<StreamHandle> borrow_stream();
   void return_stream(StreamHandle stream);
 
-  // Work on a stream that must not come behind what stands on others: by the vendor's plain calls where nothing does.
-  // copy_within() has been done by then where something does, and its ranges do not overlap.
-  [[nodiscard]] StandingStreams& standing_streams() { return standing_; }
-  [[nodiscard]] DeviceWaits& waits() { return waits_; }
-  Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream);
-  Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes, StreamHandle stream);
-  Status fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream);
-
   // ---- the vendor's calls ----
 
   // Makes the device current on this thread. True if another one was, which `before` then names for restore().
@@ -94,17 +85,13 @@ class Context {
   virtual Status allocate(std::uint64_t bytes, DeviceAddress* base) = 0;
   virtual void free(DeviceAddress base) = 0;
 
-  virtual Status plain_copy_in(DeviceAddress destination, const void* source, std::size_t bytes,
-                               StreamHandle stream) = 0;
-  // The same for rows without gaps between them, by the call for pictures where the vendor has one.
-  virtual Status copy_rows_in(DeviceAddress destination, const void* source, std::size_t width, std::size_t rows,
-                              StreamHandle stream) = 0;
+  virtual Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) = 0;
   virtual Status copy_out(void* destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) = 0;
-  virtual Status plain_copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes,
-                                   StreamHandle stream) = 0;
+  virtual Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+                             StreamHandle stream) = 0;
   virtual Status copy_to_peer(Context& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
                               StreamHandle stream) = 0;
-  virtual Status plain_fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) = 0;
+  virtual Status fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) = 0;
 
   virtual Status create_stream(StreamHandle* stream) = 0;
   virtual void destroy_stream(StreamHandle stream) = 0;
@@ -166,9 +153,6 @@ class Context {
   std::mutex streams_mutex_;                // guards the two below; a leaf
   std::vector<StreamHandle> idle_streams_;  // with room for all, so that one comes back without memory
   std::size_t streams_ = 0;                 // idle, lent, or being made
-
-  StandingStreams standing_{*this};
-  DeviceWaits waits_;
 };
 
 // Makes the device current on this thread while it lives, and then what was current before. Costs one cheap call where

@@ -42,10 +42,6 @@ bool GpuDevice::holds(DeviceAddress address) {
   return current.status().ok() && context_->holds(address);
 }
 
-Status GpuDevice::prepare_to_stand(std::size_t streams) {
-  return with_device([&] { return context_->standing_streams().prepare(streams); });
-}
-
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
   if (bytes == 0) return health();
   return run([&](StreamHandle stream) { return context_->copy_in(destination, source, bytes, stream); });

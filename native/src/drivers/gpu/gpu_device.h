@@ -29,11 +29,6 @@ class GpuDevice final : public Device {
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
-  Status prepare_to_stand(std::size_t streams) override;
-  void streams_stand(int change) override { context_->standing_streams().change(change); }
-  bool any_stands() override { return context_->standing_streams().stand(); }
-  DeviceWaits* waits() override { return &context_->waits(); }
-
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;

@@ -34,7 +34,6 @@ Result<bool> GpuEvent::query() {
 }
 
 Status GpuEvent::synchronize() {
-  const DeviceWaits::Wait waiting(&context_->waits());
   return with_device(*context_, [&] { return context_->synchronize_event(event_); });
 }
 

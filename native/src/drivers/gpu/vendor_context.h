@@ -92,24 +92,20 @@ class VendorContext : public Context {
   }
   void free(DeviceAddress base) override { library_->template call<&Functions::memory_free>(as<Address>(base)); }
 
-  Status plain_copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) override {
+  Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes, StreamHandle stream) override {
     return call<&Functions::copy_to_device>(Purpose::kHost, as<Address>(destination), source, bytes,
                                             as<api::Stream>(stream));
-  }
-  Status copy_rows_in(DeviceAddress destination, const void* source, std::size_t width, std::size_t rows,
-                      StreamHandle stream) override {
-    return plain_copy_in(destination, source, width * rows, stream);
   }
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes, StreamHandle stream) override {
     return call<&Functions::copy_to_host>(Purpose::kHost, destination, as<Address>(source), bytes,
                                           as<api::Stream>(stream));
   }
-  Status plain_copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+  Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes,
                            StreamHandle stream) override {
     return call<&Functions::copy_on_device>(Purpose::kMemory, as<Address>(destination), as<Address>(source), bytes,
                                             as<api::Stream>(stream));
   }
-  Status plain_fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) override {
+  Status fill_zero(DeviceAddress destination, std::size_t bytes, StreamHandle stream) override {
     return call<&Functions::fill>(Purpose::kMemory, as<Address>(destination), static_cast<unsigned char>(0), bytes,
                                   as<api::Stream>(stream));
   }
@@ -234,7 +230,6 @@ class VendorContext : public Context {
     // Every call makes the device current for itself, which is far cheaper than waking another thread: growing a file
     // by a granule costs 50 us here.
     info_.binds_threads = false;
-    info_.streams_share_queues = true;
     info_.granule = kSmallestGranule;
     return {};
   }
