@@ -16,7 +16,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
-#include "drivers/device_waits.h"
+#include "drivers/blocked_streams.h"
 
 namespace gpufs {
 
@@ -36,8 +36,6 @@ struct DeviceInfo {
   bool reserve_copies = false;
   // The vendor's calls for files (io/direct_path.h) reach the memory of create_memory().
   bool files_reach_memory = true;
-  // Work on one stream may come behind work on another that stands (Device::streams_stand).
-  bool streams_share_queues = false;
 };
 
 struct MemoryInfo {
@@ -178,16 +176,8 @@ class Device {
   // is another device's. EINVAL: it is not a stream.
   virtual Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) = 0;
 
-  // Where streams share queues: from streams_stand(1) to as many streams_stand(-1), streams may stand until work queued
-  // on others, or done by the functions below, is over. That work then goes ways on which nothing stands, but for
-  // copies and zeros of a single byte. prepare_to_stand() makes what that needs, once, with so many streams for the
-  // functions below; without it, or where it failed, the work may wait for those streams. Streams that are made or
-  // destroyed meanwhile, and pinned memory that is given back, wait in any case. Any thread.
-  virtual Status prepare_to_stand(std::size_t /*streams*/) { return {}; }
-  virtual void streams_stand(int /*change*/) {}
-  [[nodiscard]] virtual bool any_stands() { return false; }
-  // Who waits for work of the engine's on the device; null where that is not counted. Any thread.
-  virtual DeviceWaits* waits() { return nullptr; }
+  // The program's streams that wait for the engine.
+  [[nodiscard]] BlockedStreams& blocked_streams() { return blocked_streams_; }
 
   // Synchronous copies. The calling thread waits for its own copy only, not for work that others queued.
   virtual Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
@@ -215,6 +205,9 @@ class Device {
   virtual Status pin_read_only(const void* /*address*/, std::size_t /*bytes*/) {
     return {EOPNOTSUPP, "this device cannot pin read-only memory"};
   }
+
+ private:
+  BlockedStreams blocked_streams_;
 };
 
 // How the HIP driver takes memory. kPlain: one hipMalloc for a buffer, which hipAmdFile reaches and which grows by a

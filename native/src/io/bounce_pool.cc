@@ -85,8 +85,8 @@ Result<BouncePool::Slot*> BouncePool::make_slot(const std::shared_ptr<DeviceCont
 void BouncePool::destroy_slot(Slot* raw) const {
   const std::unique_ptr<Slot> slot(raw);
   if (slot->pinned) {
-    // To unpin waits for streams that stand, and those perhaps for whoever closes this.
-    if (slot->device->holds_up()) return;
+    // Unpinning waits for blocked streams, which may wait for the thread that closes this.
+    if (slot->device->device().blocked_streams().any()) return;
     const Status unpinned = slot->device->device().unpin(slot->memory);
     if (!unpinned.ok()) {
       // The driver may still use these pages: better never to give them to somebody else.

@@ -518,7 +518,6 @@ class Session {
   }
 
   void settle_stream() {
-    const DeviceWaits::Wait waiting(device_->device().waits());
     (void)caught([this] { return stream_->synchronize(); });
   }
 
@@ -526,7 +525,6 @@ class Session {
   // sleeping instead, and the CPU is left to others.
   Status await(Slot& slot) {
     observe::Span span(observe::TraceKind::kDeviceWait, device_->info().index, 0, 0, job_.trace_id());
-    const DeviceWaits::Wait waiting(device_->device().waits());
     const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
     for (; busy > 1; std::this_thread::sleep_for(kEventLook)) {
       const Result<bool> done = slot.event->query();
@@ -667,8 +665,8 @@ class Session {
   bool load_from_pagecache(Slot& slot, const Chunk& chunk) {
     const std::uint64_t bytes = chunk.bytes - chunk.done;
     if (!job_.pagecache() || bytes < kSmallestMapping || !hot(chunk)) return false;
-    // To unregister the pages would wait for streams that stand, of which one may wait for this transfer.
-    if (device_->streams_stand()) return false;
+    // Unregistering the pages waits for blocked streams, and one of them may wait for this transfer.
+    if (device_->device().blocked_streams().any()) return false;
     const std::uint64_t offset = file_offset(chunk);
     const std::uint64_t lead = offset % kPage;
     const auto length = static_cast<std::size_t>(round_up(lead + bytes, kPage));

@@ -90,8 +90,7 @@ class Transfer {
   // Blocks until it is done, up to `patience`; true if it is.
   virtual bool wait(std::chrono::milliseconds patience) = 0;
   virtual void wait() = 0;
-  // cancel(), and waits for the end. ETIMEDOUT: the device stands still; the transfer's memory is in use until it goes
-  // on.
+  // cancel(), and waits for the end. ETIMEDOUT: it has not ended within 10 s; its memory is in use until it does.
   virtual Status close() = 0;
   // An eventfd of the transfer's, readable once it is done; lives as long as the transfer.
   virtual Result<int> event_fd() = 0;

@@ -115,8 +115,8 @@ void TransferJob::wait() {
 
 Status TransferJob::close() {
   cancel();
-  if (device_->wait_while_it_moves([this](std::chrono::milliseconds patience) { return wait(patience); })) return {};
-  return Status(ETIMEDOUT, device_->standstill() + ": the transfer's memory stays in use until it goes on");
+  if (wait(device_->device().blocked_streams().stall_timeout())) return {};
+  return Status(ETIMEDOUT, "a cancelled transfer has not ended in time: its device or its file does not respond, and its memory is in use");
 }
 
 Result<int> TransferJob::event_fd() {
@@ -811,7 +811,10 @@ bool TransferJob::abandon(bool forced) {
     if (!in_use) target = std::exchange(request_.target, Target{});
     count(details_.abandoned);
   }
-  if (in_use) ++engine_->left_in_use_;
+  if (in_use) {
+    ++engine_->left_in_use_;
+    device_->device().blocked_streams().add_lost();
+  }
   log_warning("a cancelled ", direction_name(request_.direction), " was left behind by threads that ",
               in_use ? "still use its memory" : "hang in its file");
   if (request_.direction == Direction::kLoad && target.valid()) {

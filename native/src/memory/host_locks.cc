@@ -69,18 +69,20 @@ std::string remedy() {
   return "; the machine or the process's cgroup has no more memory to lock: lock less, or in smaller parts";
 }
 
-// Drivers unpin once nothing stands any more, and would wait for ever on a device that gets nothing done. closing:
-// streams that were left behind may stand for ever, too.
+// Drivers unpin once no stream is blocked, and would wait for ever on a stalled device. closing: the streams that are
+// still blocked were given up on.
 Status may_unpin(Device& device, bool closing) {
   constexpr std::chrono::milliseconds kLook{2};
   constexpr std::chrono::seconds kAlert{1};
-  const DeviceWaits* const waits = device.waits();
-  if (waits == nullptr) return {};
+  constexpr std::chrono::milliseconds kNotice{200};  // a stream may be about to go on
+  const auto earliest = std::chrono::steady_clock::now() + kNotice;
+  const BlockedStreams& streams = device.blocked_streams();
   for (;; std::this_thread::sleep_for(kLook)) {
-    const std::chrono::milliseconds awaited = waits->longest();
-    if (awaited < kAlert && !(closing && device.any_stands())) return {};
-    if (closing || awaited >= waits->patience()) {
-      return Status(ETIMEDOUT, "streams stand, and nothing can be unlocked before they go on");
+    const std::chrono::milliseconds stalled = streams.stalled_for();
+    if (stalled < kAlert && !(closing && streams.any())) return {};
+    const bool waited = std::chrono::steady_clock::now() >= earliest;
+    if (closing || (waited && stalled >= streams.stall_timeout())) {
+      return Status(ETIMEDOUT, "streams that wait for operations are blocked, and unlocking waits for all streams");
     }
   }
 }

@@ -125,7 +125,6 @@ Status GpuDevice::describe(int index) {
   status = call(functions().device_total_memory, &total, ordinal_);
   if (!status.ok()) return status;
   info_.total_bytes = cap_ != 0 ? std::min<std::uint64_t>(cap_, total) : total;
-  info_.streams_share_queues = true;
   info_.granule = kSmallestGranule;
   return {};
 }
@@ -436,7 +435,6 @@ SynchronousWork::~SynchronousWork() {
 
 Status SynchronousWork::finish() {
   finished_ = true;
-  const DeviceWaits::Wait waiting(device_.waits());
   return device_.call(device_.functions().stream_synchronize, stream_);
 }
 

@@ -35,7 +35,6 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
-  DeviceWaits* waits() override { return &waits_; }
 
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
@@ -151,8 +150,6 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   std::mutex peers_mutex_;  // guards enabled_peers_; a leaf
   std::set<int> enabled_peers_;
-
-  DeviceWaits waits_;
 };
 
 // Makes the device current on this thread while it lives, and restores what was current before. Costs one cheap call if

@@ -32,7 +32,6 @@ Result<bool> GpuEvent::query() {
 }
 
 Status GpuEvent::synchronize() {
-  const DeviceWaits::Wait waiting(device_->waits());
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   return device_->call(device_->functions().event_synchronize, event_);
