@@ -368,8 +368,8 @@ gpufs_status gpufs_transfer_result(gpufs_handle transfer);
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer);
 /* An eventfd of the transfer's, readable once it is done; valid until the transfer is closed. */
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd);
-/* Cancels it if it still runs and waits for its end. ETIMEDOUT: its device stands still; the transfer uses its memory
- * until that goes on, and its handle stays open. */
+/* Cancels it if it still runs and waits for its end. ETIMEDOUT: it has not ended within 10 s; it uses its memory until
+ * it does, and its handle stays open. */
 gpufs_status gpufs_transfer_close(gpufs_handle transfer);
 
 /* ---- operations: reads and writes on streams, and batches of them ---- */
@@ -386,7 +386,7 @@ enum {
 typedef struct {
   uint64_t operations;   /* under way at most; 0: 65536 */
   uint64_t stream_depth; /* outstanding on one stream at most; 0: 256 */
-  int64_t patience_ms;   /* how long a submission waits for a stream that is full; < 0: 10 s, 0: not at all */
+  int64_t patience_ms;   /* how long a submission waits for space on a stream or a device; < 0: 10 s, 0: not at all */
   int32_t stream_waits;  /* streams wait for values where the device can: GPUFS_AUTO or GPUFS_OFF */
 } gpufs_async_options;
 
@@ -420,7 +420,7 @@ gpufs_status gpufs_stream_close(gpufs_handle stream);
  * the device sees it. It must outlive the operations that name it. */
 gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
                                  void** memory, uint64_t* device_address);
-/* Where streams stand the memory is given back when they have gone on. */
+/* The memory is kept for the next block of this size until the engine is closed. */
 gpufs_status gpufs_pinned_close(gpufs_handle pinned);
 
 typedef struct {
@@ -470,9 +470,8 @@ gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_
 gpufs_status gpufs_queue_event_fd(gpufs_handle queue, int* fd);
 /* Asks an operation to stop, 0: all of them. ENOENT: it is over. */
 gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id);
-/* Cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: a device stands still; what
- * is under way uses its memory until that goes on, the queue takes no more, and its handle stays open for collecting.
- */
+/* Cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: some has not ended within
+ * 10 s and uses its memory until it does; the queue takes no more, and its handle stays open for collecting. */
 gpufs_status gpufs_queue_close(gpufs_handle queue);
 
 /* CFFI END */

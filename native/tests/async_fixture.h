@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "async/async_engine.h"
-#include "async/pinned_block.h"
 #include "cuda_test_support.h"
 #include "faulty_driver.h"
 #include "hip_test_support.h"
@@ -44,16 +43,21 @@ inline std::string name_of(const ::testing::TestParamInfo<Kind>& info) {
 // A word that the program's streams wait for.
 class Gate {
  public:
-  explicit Gate(const std::shared_ptr<DeviceContext>& device) : block_(must(PinnedBlock::create(device, 64))) {}
-  void hold(Stream& stream) { EXPECT_OK(stream.wait_for_value(block_->device_address(), ++value_)); }
+  explicit Gate(std::shared_ptr<DeviceContext> device)
+      : device_(std::move(device)), block_(must(device_->pinned().take(sizeof(std::uint32_t)))) {}
+  ~Gate() { device_->pinned().release(block_); }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  void hold(Stream& stream) { EXPECT_OK(stream.wait_for_value(block_.address, ++value_)); }
   void open() {
-    const std::atomic_ref<std::uint32_t> word(*reinterpret_cast<std::uint32_t*>(block_->data()));
+    const std::atomic_ref<std::uint32_t> word(*reinterpret_cast<std::uint32_t*>(block_.data));
     word.store(value_);
     word.notify_all();
   }
 
  private:
-  std::unique_ptr<PinnedBlock> block_;
+  const std::shared_ptr<DeviceContext> device_;
+  const PinnedBlock block_;
   std::uint32_t value_ = 0;
 };
 

@@ -292,35 +292,7 @@ TEST_P(AsyncOperations, MeetFilesAndBuffersAsTheyAreByThen) {
   EXPECT_EQ(contents(*loaded), grown);
 }
 
-TEST_P(AsyncOperations, ManyAreInFlightOnStreamsThatStand) {
-  constexpr std::size_t kStreams = 20;
-  constexpr std::size_t kEach = 100;
-  Rig rig(GetParam());
-  const std::vector<std::byte> bytes = pattern(kEach * 512, 9);
-  rig.fill_file(bytes);
-  Gate gate(rig.device());
-  std::vector<ProgramStream> streams;
-  std::vector<std::shared_ptr<Buffer>> buffers;
-  for (std::size_t number = 0; number < kStreams; ++number) {
-    streams.push_back(rig.program_stream());
-    buffers.push_back(rig.buffer());
-  }
-  for (ProgramStream& own : streams) gate.hold(*own.program);
-  for (std::size_t piece = 0; piece < kEach; ++piece) {
-    for (std::size_t number = 0; number < kStreams; ++number) {
-      CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffers[number], 512, streams[number].stream);
-      entry.request.file_offset.value = entry.request.target_offset.value = piece * 512;
-      ASSERT_OK(rig.submit(std::move(entry)));
-    }
-  }
-  EXPECT_EQ(rig.engine->outstanding(), kStreams * kEach);
-  if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
-  gate.open();
-  for (std::size_t count = 0; count < kStreams * kEach; ++count) ASSERT_OK(rig.next().status);
-  for (const std::shared_ptr<Buffer>& buffer : buffers) EXPECT_EQ(contents(*buffer), bytes);
-}
-
-// More than the device's own queues would take (StreamHolds), the rest held by calls of the host.
+// Some held by waits in the device's queues, the rest by calls of the host.
 TEST_P(AsyncOperations, OfOneStreamAreMoreThanADevicesQueueTakes) {
   constexpr std::size_t kCount = 200;
   Rig rig(GetParam());
@@ -338,7 +310,7 @@ TEST_P(AsyncOperations, OfOneStreamAreMoreThanADevicesQueueTakes) {
     ASSERT_OK(rig.submit(std::move(entry)));
   }
   if (GetParam() == Kind::kCuda) {
-    EXPECT_EQ(cuda_test::fake().calls("cuStreamWaitValue32_v2"), StreamHolds::kWaitsOfStream + 2);  // gate, probe
+    EXPECT_EQ(cuda_test::fake().calls("cuStreamWaitValue32_v2"), OperationStream::kMostWaits + 2);  // gate, probe
   }
   gate.open();
   for (std::size_t piece = 0; piece < kCount; ++piece) {
@@ -376,6 +348,36 @@ TEST_P(AsyncOperations, AreBoundedAndSubmissionNeverWaitsForEver) {
   ASSERT_TRUE(soon([&] { return rig.engine->outstanding() == 0; }));
   ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
   EXPECT_OK(rig.next().status);
+}
+
+TEST_P(AsyncOperations, BlockAtMostFourStreamsOfADevice) {
+  AsyncOptions options;
+  options.patience = 50ms;
+  Rig rig(GetParam(), options);
+  const std::vector<std::byte> bytes = pattern(10'000, 9);
+  rig.fill_file(bytes);
+  Gate gate(rig.device());
+  std::vector<ProgramStream> streams;
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  for (int number = 0; number <= BlockedStreams::kMost; ++number) {
+    streams.push_back(rig.program_stream());
+    buffers.push_back(rig.buffer());
+    gate.hold(*streams.back().program);
+  }
+  const auto submit = [&](int number) {
+    return rig.submit(rig.entry(Direction::kLoad, buffers[number], bytes.size(), streams[number].stream));
+  };
+  for (int number = 0; number < BlockedStreams::kMost; ++number) ASSERT_OK(submit(number));
+  ASSERT_OK(submit(0));
+  const Status refused = submit(BlockedStreams::kMost);
+  EXPECT_EQ(refused.error(), EAGAIN);
+  EXPECT_NE(refused.message().find("4 other streams of the device have outstanding operations"), std::string::npos);
+  EXPECT_EQ(streams.back().stream->outstanding(), 0U);
+  if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
+  gate.open();
+  EXPECT_TRUE(soon([&] { return submit(BlockedStreams::kMost).ok(); }));
+  for (int count = 0; count < BlockedStreams::kMost + 2; ++count) ASSERT_OK(rig.next().status);
+  for (const std::shared_ptr<Buffer>& buffer : buffers) EXPECT_EQ(contents(*buffer), bytes);
 }
 
 TEST_P(AsyncOperations, ThatAreCancelledEndAtOnceOrAtTheirNextPiece) {

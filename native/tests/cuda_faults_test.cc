@@ -1,6 +1,7 @@
-// The CUDA driver's own error paths, beside those that all GPU drivers have (gpu_faults_test.cc).
+// What only the CUDA driver has: the library, the stack of contexts, attributes of devices. gpu_faults_test.cc has the
+// error paths that it shares with HIP.
 #include <cerrno>
-#include <functional>
+#include <string>
 #include <thread>
 
 #include "cuda_test_support.h"
@@ -13,23 +14,17 @@ using namespace gpufs::cuda;
 
 using CudaFaults = FakeCuda;
 
-TEST(CudaLibrary, IsNotThere) {
-  Result<std::unique_ptr<Driver>> driver = open_cuda_driver_from("libcuda-that-nobody-has.so.1", {});
-  ASSERT_FALSE(driver.ok());
-  EXPECT_EQ(driver.error(), ENODEV);
-  EXPECT_NE(driver.status().message().find("cuda is not available: libcuda-that-nobody-has.so.1 was not found"),
-            std::string::npos)
-      << driver.status().message();
+TEST(CudaLibrary, AMissingOrOldOneIsReported) {
+  const std::string nowhere = "libcuda-that-nobody-has.so.1";
+  Status status = open_cuda_driver_from(nowhere, {}).status();
+  EXPECT_EQ(status.error(), ENODEV);
+  EXPECT_TRUE(status.message().starts_with("cuda is not available: " + nowhere + " was not found")) << status.message();
+  status = open_cuda_driver_from(GPUFS_FAKE_CUDA_OLD, {}).status();
+  EXPECT_EQ(status.error(), ENODEV);
+  EXPECT_NE(status.message().find("cuMemHostRegister_v2"), std::string::npos) << status.message();
 }
 
-TEST(CudaLibrary, LacksASymbol) {
-  Result<std::unique_ptr<Driver>> driver = open_cuda_driver_from(GPUFS_FAKE_CUDA_OLD, {});
-  ASSERT_FALSE(driver.ok());
-  EXPECT_EQ(driver.error(), ENODEV);
-  EXPECT_NE(driver.status().message().find("cuMemHostRegister_v2"), std::string::npos) << driver.status().message();
-}
-
-TEST_F(CudaFaults, TheLibraryDoesNotStart) {
+TEST_F(CudaFaults, AFailureToInitialiseIsReported) {
   fake().fail("cuInit", 1, api::kNoDevice, 1);
   Result<std::unique_ptr<Driver>> driver = open_cuda_driver_from(GPUFS_FAKE_CUDA, {});
   ASSERT_FALSE(driver.ok());
@@ -39,7 +34,7 @@ TEST_F(CudaFaults, TheLibraryDoesNotStart) {
             "cuda is not available: cuInit: CUDA_ERROR_NO_DEVICE (100): as the test planned");
 }
 
-TEST_F(CudaFaults, ThreadsKeepTheContextTheyHad) {
+TEST_F(CudaFaults, ThreadsKeepTheirCurrentContext) {
   FakeGpuSetup setup;
   setup.devices = 2;
   open(setup);
@@ -64,7 +59,7 @@ TEST_F(CudaFaults, ThreadsKeepTheContextTheyHad) {
   other.join();
 }
 
-TEST_F(CudaFaults, DevicesWithoutExport) {
+TEST_F(CudaFaults, DevicesThatCannotExportMemoryRefuse) {
   FakeGpuSetup setup;
   setup.export_descriptors = false;
   open(setup);
@@ -72,7 +67,7 @@ TEST_F(CudaFaults, DevicesWithoutExport) {
   EXPECT_EQ(filled.memory->export_memory().error(), EOPNOTSUPP);
 }
 
-TEST_F(CudaFaults, ManagedMemoryIsNotTheDevices) {
+TEST_F(CudaFaults, ManagedMemoryIsNotTheDevicesOwn) {
   FakeGpuSetup setup;
   setup.managed = true;
   open(setup);
@@ -82,7 +77,7 @@ TEST_F(CudaFaults, ManagedMemoryIsNotTheDevices) {
   EXPECT_FALSE(device().holds(range->base()));
 }
 
-TEST_F(CudaFaults, DevicesThatCannotPinReadOnlyMemorySaySo) {
+TEST_F(CudaFaults, DevicesThatCannotPinReadOnlyMemoryRefuse) {
   open();
   std::vector<std::byte> memory(kMiB);
   fake().fail("cuMemHostRegister_v2", 1, api::kNotSupported, 1);

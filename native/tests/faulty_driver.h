@@ -249,16 +249,16 @@ class FaultyDevice : public Device {
 class FaultyDriver : public Driver {
  public:
   FaultyDriver(std::unique_ptr<Driver> inner, std::shared_ptr<FaultPlan> plan) : inner_(std::move(inner)) {
-    for (const std::unique_ptr<Device>& device : inner_->devices()) {
+    for (const std::shared_ptr<Device>& device : inner_->devices()) {
       devices_.push_back(std::make_unique<FaultyDevice>(device.get(), plan));
     }
   }
   [[nodiscard]] const char* name() const override { return "host"; }
-  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
 
  private:
   std::unique_ptr<Driver> inner_;
-  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<std::shared_ptr<Device>> devices_;
 };
 
 inline std::shared_ptr<Driver> make_faulty_driver(std::shared_ptr<FaultPlan> plan, std::uint64_t memory_bytes,

@@ -1,5 +1,5 @@
-// What the driver interface promises, asked of the drivers of GPUs: over the fake libraries with and without virtual
-// memory, and over the real ones where there is a GPU.
+// The promises of the driver interface, tested with the GPUs' drivers: over the fake libraries with and without virtual
+// memory, and over the real ones if there is a GPU.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -15,6 +15,7 @@
 
 #include "bytes.h"
 #include "cuda_test_support.h"
+#include "device/pinned_pool.h"
 #include "hip_test_support.h"
 
 namespace gpufs::gpu_test {
@@ -65,7 +66,7 @@ class GpuContract : public ::testing::TestWithParam<Library> {
   }
   static const char* hip_library() { return GetParam() == Library::kBareHip ? GPUFS_FAKE_HIP_BARE : GPUFS_FAKE_HIP; }
   static const FakeHipControl& hip_control() { return hip_test::control_of(hip_library()); }
-  // Memory taken from a fake device, where physical memory stands for it.
+  // Physical memory in use on a fake device.
   static std::optional<std::uint64_t> bytes_used() {
     if (GetParam() == Library::kFakeCuda) return cuda_test::fake_state().bytes_used;
     if (GetParam() == Library::kFakeHip) return hip_test::fake_state().bytes_used;
@@ -148,7 +149,7 @@ TEST_P(GpuContract, CopiesAndZeroesWithin) {
   EXPECT_EQ(read(range->base() + granule_ - 100, 1)[0], data[granule_ - 100]);
 }
 
-TEST_P(GpuContract, FreshMemoryIsZeroAlsoWhenPopulatedAgain) {
+TEST_P(GpuContract, MemoryIsZeroWheneverItIsPopulated) {
   auto memory = must(device_->create_memory());
   auto range = must(memory->reserve(8 * granule_));
   for (int round = 0; round < 2; ++round) {
@@ -162,7 +163,7 @@ TEST_P(GpuContract, FreshMemoryIsZeroAlsoWhenPopulatedAgain) {
   }
 }
 
-TEST_P(GpuContract, ALargerRangeShowsWhatWasThere) {
+TEST_P(GpuContract, ALargerRangeShowsTheSameMemory) {
   auto memory = must(device_->create_memory());
   auto first = must(memory->reserve(2 * granule_));
   ASSERT_OK(memory->populate(granule_, granule_));
@@ -213,7 +214,7 @@ TEST_P(GpuContract, ReleasingAPartKeepsTheRest) {
   }
 }
 
-TEST_P(GpuContract, WhatIsFixedIsNotMoved) {
+TEST_P(GpuContract, FixedMemoryIsNotMoved) {
   auto memory = must(device_->create_memory());
   auto range = must(memory->reserve(16 * granule_));
   ASSERT_OK(memory->populate(0, 8 * granule_));
@@ -284,7 +285,7 @@ TEST_P(GpuContract, StreamsAndEventsKeepOrder) {
     ASSERT_OK(two->wait(*loaded));
     ASSERT_OK(two->copy_to_host(host + bytes, range->base() + bytes, bytes));
     ASSERT_OK(two->record(*stored));
-    // Any thread may ask and wait, also one that was never bound.
+    // Any thread may query and wait, also one that was never bound.
     std::thread waiter([&] { EXPECT_OK(stored->synchronize()); });
     waiter.join();
     EXPECT_TRUE(must(stored->query()));
@@ -296,156 +297,56 @@ TEST_P(GpuContract, StreamsAndEventsKeepOrder) {
   ::munmap(pinned, 2 * bytes);
 }
 
-// Streams of the program's that wait for a word of pinned memory until open(), or for as long as only a hang takes; and
-// pinned memory for copies.
-class HeldStreams {
- public:
-  HeldStreams(Device& device, std::size_t count, std::size_t bytes) : device_(device), bytes_(bytes + kWord) {
-    memory_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    EXPECT_NE(memory_, MAP_FAILED);
-    EXPECT_OK(device.pin(memory_, bytes_));
-    for (std::size_t number = 0; number < count; ++number) streams.push_back(must(device.create_stream()));
-  }
-  ~HeldStreams() {
-    (void)open();
-    streams.clear();
-    EXPECT_OK(device_.unpin(memory_));
-    ::munmap(memory_, bytes_);
-  }
-  HeldStreams(const HeldStreams&) = delete;
-  HeldStreams& operator=(const HeldStreams&) = delete;
-
-  [[nodiscard]] std::byte* host() const { return static_cast<std::byte*>(memory_); }
-  void hold() {
-    device_.streams_stand(1);
-    const DeviceAddress cell = must(device_.address_of_pinned(memory_)) + bytes_ - kWord;
-    for (const auto& stream : streams) EXPECT_OK(stream->wait_for_value(cell, 1));
-    watch_ = std::thread([this, ended = over_.get_future()] {
-      late_ = ended.wait_for(std::chrono::seconds(20)) == std::future_status::timeout;
-      std::atomic_ref<std::uint32_t>(*reinterpret_cast<std::uint32_t*>(host() + bytes_ - kWord)).store(1);
-    });
-  }
-  // False: they had to be let go, since the test took so long.
-  bool open() {
-    if (!watch_.joinable()) return !late_;
-    over_.set_value();
-    watch_.join();
-    for (const auto& stream : streams) EXPECT_OK(stream->synchronize());
-    device_.streams_stand(-1);
-    return !late_;
-  }
-
-  std::vector<std::unique_ptr<Stream>> streams;
-
- private:
-  static constexpr std::size_t kWord = 64;
-  Device& device_;
-  const std::size_t bytes_;
-  void* memory_ = nullptr;
-  std::promise<void> over_;
-  std::atomic<bool> late_{false};
-  std::thread watch_;
-};
-
-TEST_P(GpuContract, WorkGoesOnBesideStreamsThatStand) {
-  if (!of_cuda()) GTEST_SKIP() << "no way beside them is known for hip";
+// As many streams as may wait for operations, each blocked as OperationStream does it, with a copy of the program's
+// before; they go on at the latest after a time that only a hang exceeds.
+TEST_P(GpuContract, WorkGoesOnBesideBlockedStreams) {
+  if (GetParam() == Library::kBareHip) GTEST_SKIP() << "its streams cannot wait for a value";
+  constexpr std::size_t kBytes = 4 * kMiB;
   auto memory = must(device_->create_memory());
   auto range = must(memory->reserve(64 * kMiB));
   ASSERT_OK(memory->populate(0, 32 * kMiB));
-  const std::size_t bytes = 4 * kMiB;
-  ASSERT_OK(device_->prepare_to_stand(4));
-  HeldStreams held(*device_, 64, 2 * bytes);  // more than there are queues
-  std::byte* const host = held.host();
-  if (!real()) cuda_test::fake().share_queues();
-  held.hold();
-
+  PinnedPool pool(*device_);
+  const PinnedBlock host = must(pool.take(2 * kBytes));
+  const PinnedBlock gate = must(pool.take(8));
+  if (!real() && of_cuda()) cuda_test::fake().share_queues();
   const DeviceAddress base = range->base();
-  for (const std::size_t size :
-       {2UL, 3UL, 7UL, 4095UL, 4096UL, 24576UL, 24577UL, 32767UL, 32768UL, 32769UL, 1048577UL}) {
-    const std::vector<std::byte> data = pattern(size + 2, static_cast<unsigned>(size));
-    std::memcpy(host, data.data(), data.size());
-    EXPECT_OK(device_->copy_in(base, host, size + 2));
-    EXPECT_OK(device_->zero(base + 1, size));
-    EXPECT_OK(device_->copy_in(base + 8 * kMiB, host, size));
-    EXPECT_OK(device_->copy_within(base + 16 * kMiB, base + 8 * kMiB, size));
-    EXPECT_OK(device_->copy_out(host + bytes, base, size + 2));
-    EXPECT_EQ(host[bytes], data[0]);
-    EXPECT_EQ(host[bytes + size + 1], data[size + 1]);
-    EXPECT_TRUE(testing::all_zero({host + bytes + 1, host + bytes + 1 + size})) << size;
-    EXPECT_OK(device_->copy_out(host + bytes, base + 16 * kMiB, size));
-    EXPECT_EQ(std::memcmp(host + bytes, data.data(), size), 0) << size;
+  std::vector<std::unique_ptr<Stream>> blocked;
+  for (int number = 0; number < BlockedStreams::kMost; ++number) {
+    blocked.push_back(must(device_->create_stream()));
+    Stream& stream = *blocked.back();
+    ASSERT_OK(number % 2 == 0 ? stream.copy_to_device(base + 24 * kMiB, host.data, kMiB)
+                              : stream.copy_to_host(host.data + kBytes, base + 24 * kMiB, kMiB));
+    ASSERT_OK(stream.fill_zero(gate.address + 4, 4));
+    ASSERT_OK(stream.wait_for_value(gate.address, 1));
+  }
+  std::promise<void> over;
+  std::atomic<bool> late{false};
+  std::thread watch([&, ended = over.get_future()] {
+    late = ended.wait_for(std::chrono::seconds(20)) == std::future_status::timeout;
+    std::atomic_ref<std::uint32_t>(*reinterpret_cast<std::uint32_t*>(gate.data)).store(1);
+  });
+  for (int round = 0; round < 32; ++round) {
+    const std::size_t size = round % 2 == 0 ? 4096 : kMiB;
+    const std::vector<std::byte> data = pattern(size, static_cast<unsigned>(round));
+    std::memcpy(host.data, data.data(), size);
+    EXPECT_OK(device_->copy_in(base, host.data, size));
+    EXPECT_OK(device_->copy_within(base + 8 * kMiB, base, size));
+    EXPECT_OK(device_->zero(base + 8 * kMiB, 100));
+    EXPECT_OK(device_->copy_out(host.data + kBytes, base + 8 * kMiB, size));
+    EXPECT_TRUE(testing::all_zero({host.data + kBytes, host.data + kBytes + 100}));
+    EXPECT_EQ(std::memcmp(host.data + kBytes + 100, data.data() + 100, size - 100), 0);
+    const std::unique_ptr<Stream> stream = must(device_->create_stream());
+    EXPECT_OK(stream->copy_to_device(base, host.data, size));
+    EXPECT_OK(stream->synchronize());
   }
   EXPECT_OK(memory->populate(32 * kMiB, 4 * kMiB));
-  EXPECT_OK(device_->copy_out(host + bytes, base + 33 * kMiB, kMiB));
-  EXPECT_TRUE(testing::all_zero({host + bytes, host + bytes + kMiB}));
-  EXPECT_TRUE(held.open()) << "some of it came behind what stood";
+  over.set_value();
+  watch.join();
+  EXPECT_FALSE(late) << "some of it came behind the blocked streams";
+  for (const auto& stream : blocked) EXPECT_OK(stream->synchronize());
 }
 
-// The program's own, by more streams than there are queues: each direction has queues of its own. What the engine
-// itself copies to the host, and within the device by way of it, comes behind them.
-TEST_P(GpuContract, CopiesToTheHostBehindStreamsThatStandHoldNoneToTheDeviceUp) {
-  if (GetParam() == Library::kBareHip) GTEST_SKIP() << "its streams cannot wait for a value";
-  if (!of_cuda() && real()) GTEST_SKIP() << "no way beside them is known for hip";
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(64 * kMiB));
-  ASSERT_OK(memory->populate(0, 32 * kMiB));
-  ASSERT_OK(device_->prepare_to_stand(4));
-  HeldStreams held(*device_, 64, 8 * kMiB);
-  std::byte* const host = held.host();
-  if (!real() && of_cuda()) cuda_test::fake().share_queues();
-  held.hold();
-  std::byte* theirs = host + 4 * kMiB;
-  for (const auto& stream : held.streams) {
-    EXPECT_OK(stream->copy_to_host(theirs, range->base() + 16 * kMiB, 64 * 1024));
-    theirs += 64 * 1024;
-  }
-  const std::vector<std::byte> data = pattern(2 * kMiB, 9);
-  std::memcpy(host, data.data(), data.size());
-  for (std::uint64_t at = 0; at < 12 * kMiB; at += 2 * kMiB) {
-    EXPECT_OK(device_->copy_in(range->base() + at, host, data.size()));
-    EXPECT_OK(device_->zero(range->base() + at, 5000));
-  }
-  EXPECT_TRUE(held.open()) << "some of it came behind what stood";
-  for (std::uint64_t at = 0; at < 12 * kMiB; at += 2 * kMiB) {
-    EXPECT_OK(device_->copy_out(host + 2 * kMiB, range->base() + at, data.size()));
-    EXPECT_TRUE(testing::all_zero({host + 2 * kMiB, host + 2 * kMiB + 5000}));
-    EXPECT_EQ(std::memcmp(host + 2 * kMiB + 5000, data.data() + 5000, data.size() - 5000), 0);
-  }
-}
-
-// Where there is one behind a stream that stands in each queue, nobody copies to the device any more until one of those
-// streams goes on. A real device may have other numbers of queues, so there only the end is certain.
-TEST_P(GpuContract, CopiesToTheDeviceBehindStreamsThatStandTakeTheirQueues) {
-  if (GetParam() == Library::kBareHip) GTEST_SKIP() << "its streams cannot wait for a value";
-  constexpr std::size_t kQueues = 8;
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(64 * kMiB));
-  ASSERT_OK(memory->populate(0, 32 * kMiB));
-  ASSERT_OK(device_->prepare_to_stand(4));
-  HeldStreams held(*device_, kQueues, 4 * kMiB);
-  std::byte* const host = held.host();
-  const DeviceAddress base = range->base();
-  held.hold();
-  DeviceAddress theirs = base + 16 * kMiB;
-  for (const auto& stream : held.streams) {
-    EXPECT_OK(stream->copy_to_device(theirs, host, 64 * 1024));
-    theirs += 64 * 1024;
-  }
-  const std::vector<std::byte> data = pattern(kMiB, 9);
-  std::memcpy(host + kMiB, data.data(), data.size());
-  std::future<Status> copy = std::async(std::launch::async, [&] {
-    const Status bound = device_->bind_thread();
-    return bound.ok() ? device_->copy_in(base, host + kMiB, data.size()) : bound;
-  });
-  const std::future_status soon = copy.wait_for(std::chrono::milliseconds(50));
-  EXPECT_TRUE(real() || soon == std::future_status::timeout);
-  EXPECT_OK(device_->copy_out(host + 2 * kMiB, base, data.size()));
-  EXPECT_TRUE(held.open()) << "a copy to the host stood, too";
-  EXPECT_OK(copy.get());
-  EXPECT_TRUE(testing::same_bytes(read(base, data.size()), data));
-}
-
-TEST_P(GpuContract, PinsFileMappingsThatAreReadOnly) {
+TEST_P(GpuContract, PinsReadOnlyFileMappings) {
   std::vector<std::byte> data = pattern(8 * kMiB, 2);
   UniqueFd file(::memfd_create("contents", MFD_CLOEXEC));
   ASSERT_EQ(::write(file.get(), data.data(), data.size()), static_cast<ssize_t>(data.size()));
@@ -488,7 +389,7 @@ TEST_P(GpuContract, ManyThreadsCopyWithoutBinding) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_P(GpuContract, TheCapIsTheLimitAndNotSticky) {
+TEST_P(GpuContract, ReachingTheCapIsNotSticky) {
   driver_.reset();
   DriverOptions options;
   options.memory_bytes = 64 * kMiB;
@@ -517,7 +418,7 @@ TEST_P(GpuContract, TheCapIsTheLimitAndNotSticky) {
   EXPECT_OK(other->populate(0, 32 * kMiB));
 }
 
-TEST_P(GpuContract, MoreThanThereIsIsNoSpace) {
+TEST_P(GpuContract, MoreThanTheDeviceHasIsReportedAsFull) {
   auto memory = must(device_->create_memory());
   const std::uint64_t too_much = must(device_->memory()).total_bytes + 4 * granule_;
   const std::uint64_t before = must(device_->memory()).free_bytes;
@@ -559,7 +460,7 @@ TEST_P(GpuContract, KnowsItsOwnMemory) {
   auto memory = must(device_->create_memory());
   auto range = must(memory->reserve(2 * granule_));
   ASSERT_OK(memory->populate(0, 2 * granule_));
-  // A runtime that does not say what memory is knows of none.
+  // A runtime that cannot describe memory recognises none.
   const bool says = GetParam() != Library::kBareHip;
   EXPECT_EQ(device_->holds(range->base()), says);
   EXPECT_EQ(device_->holds(range->base() + 2 * granule_ - 1), says);
@@ -569,7 +470,7 @@ TEST_P(GpuContract, KnowsItsOwnMemory) {
   EXPECT_FALSE(driver_->devices().at(1)->holds(range->base()));
 }
 
-TEST_P(GpuContract, RangesMayBeGivenBackByAnyThread) {
+TEST_P(GpuContract, AnyThreadMayReleaseARange) {
   for (int round = 0; round < 20; ++round) {
     auto memory = must(device_->create_memory());
     auto first = must(memory->reserve(8 * granule_));

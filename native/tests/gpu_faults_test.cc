@@ -1,5 +1,5 @@
-// What goes wrong with any GPU driver, planned through the fake of its vendor's library: the right errno and text,
-// everything as it was, nothing left open.
+// Failures of a GPU's driver, planned through the fake of its vendor's library: the right errno and text, everything
+// unchanged, nothing left open.
 #include <array>
 #include <cerrno>
 #include <string>
@@ -22,19 +22,46 @@ struct Symbols {
   const char *stream_create, *stream_synchronize, *event_query;
 };
 
-template <typename Functions>
-constexpr Symbols symbols_of() {
-  using gpu::kSymbol;
-  return {kSymbol<&Functions::device_count>,       kSymbol<&Functions::device_name>,
-          kSymbol<&Functions::device_pci_address>, kSymbol<&Functions::device_total_memory>,
-          kSymbol<&Functions::granularity>,        kSymbol<&Functions::address_reserve>,
-          kSymbol<&Functions::memory_create>,      kSymbol<&Functions::memory_map>,
-          kSymbol<&Functions::memory_unmap>,       kSymbol<&Functions::memory_set_access>,
-          kSymbol<&Functions::memory_export>,      kSymbol<&Functions::copy_to_host>,
-          kSymbol<&Functions::copy_on_device>,     kSymbol<&Functions::fill>,
-          kSymbol<&Functions::host_register>,      kSymbol<&Functions::stream_create>,
-          kSymbol<&Functions::stream_synchronize>, kSymbol<&Functions::event_query>};
-}
+constexpr Symbols kCudaSymbols = {
+    .device_count = "cuDeviceGetCount",
+    .device_name = "cuDeviceGetName",
+    .device_pci_address = "cuDeviceGetPCIBusId",
+    .device_total_memory = "cuDeviceTotalMem_v2",
+    .granularity = "cuMemGetAllocationGranularity",
+    .address_reserve = "cuMemAddressReserve",
+    .memory_create = "cuMemCreate",
+    .memory_map = "cuMemMap",
+    .memory_unmap = "cuMemUnmap",
+    .memory_set_access = "cuMemSetAccess",
+    .memory_export = "cuMemExportToShareableHandle",
+    .copy_to_host = "cuMemcpyDtoHAsync_v2",
+    .copy_on_device = "cuMemcpyDtoDAsync_v2",
+    .fill = "cuMemsetD8Async",
+    .host_register = "cuMemHostRegister_v2",
+    .stream_create = "cuStreamCreate",
+    .stream_synchronize = "cuStreamSynchronize",
+    .event_query = "cuEventQuery",
+};
+constexpr Symbols kHipSymbols = {
+    .device_count = "hipGetDeviceCount",
+    .device_name = "hipDeviceGetName",
+    .device_pci_address = "hipDeviceGetPCIBusId",
+    .device_total_memory = "hipDeviceTotalMem",
+    .granularity = "hipMemGetAllocationGranularity",
+    .address_reserve = "hipMemAddressReserve",
+    .memory_create = "hipMemCreate",
+    .memory_map = "hipMemMap",
+    .memory_unmap = "hipMemUnmap",
+    .memory_set_access = "hipMemSetAccess",
+    .memory_export = "hipMemExportToShareableHandle",
+    .copy_to_host = "hipMemcpyDtoHAsync",
+    .copy_on_device = "hipMemcpyDtoDAsync",
+    .fill = "hipMemsetD8Async",
+    .host_register = "hipHostRegister",
+    .stream_create = "hipStreamCreateWithFlags",
+    .stream_synchronize = "hipStreamSynchronize",
+    .event_query = "hipEventQuery",
+};
 
 struct Vendor {
   const char* name;
@@ -56,7 +83,7 @@ const std::vector<Vendor>& vendors() {
       {"Cuda",
        fake_cuda,
        cuda_test::open_fake,
-       symbols_of<cuda::Functions>(),
+       kCudaSymbols,
        {"cuDeviceGet", "cuDevicePrimaryCtxRetain"},
        "CUDA_ERROR_ILLEGAL_ADDRESS",
        "unknown CUDA error",
@@ -65,7 +92,7 @@ const std::vector<Vendor>& vendors() {
       {"Hip",
        fake_hip,
        hip_test::open_fake,
-       symbols_of<hip::Functions>(),
+       kHipSymbols,
        {},
        "hipErrorIllegalAddress",
        "hipErrorUnknown",
@@ -95,7 +122,7 @@ INSTANTIATE_TEST_SUITE_P(All, GpuFaults, ::testing::Range(std::size_t{0}, vendor
 TEST_P(GpuFaults, EveryStepOfOpeningMayFail) {
   setup_.devices = 2;
   fake().reset(&setup_);
-  const int before = fake_state().contexts;  // those of devices that other tests left behind
+  const int before = fake_state().contexts;  // other tests may have left devices open
   std::vector<const char*> steps = vendor().more_steps_of_opening;
   steps.insert(steps.end(), {symbols().device_count, symbols().device_name, symbols().device_pci_address,
                              symbols().device_total_memory, symbols().granularity});
@@ -179,24 +206,15 @@ TEST_P(GpuFaults, ReserveFailsAndTheEarlierRangeStays) {
   EXPECT_OK(filled.memory->populate(8 * kGranule, kGranule));
 }
 
-TEST_P(GpuFaults, NoAddressSpaceIsNoMemory) {
-  FakeGpuSetup setup;
-  setup.address_space_bytes = 64 * kMiB;
-  open(setup);
-  auto memory = must(device().create_memory());
-  EXPECT_EQ(memory->reserve(65 * kMiB).error(), ENOMEM);
-  EXPECT_OK(memory->reserve(64 * kMiB).status());
-}
-
-TEST_P(GpuFaults, WhateverFailsInSplittingThePieceStays) {
+TEST_P(GpuFaults, AFailedSplitLeavesThePieceAsItWas) {
   open();
   struct Plan {
     const char* symbol;
     int n;
     int times = 1;
   };
-  // Two parts stay of the piece: first they are copied to memory that is mapped elsewhere, which is unmapped there, and
-  // then the old mapping and theirs change places.
+  // Two parts of the piece stay: they are copied to memory that is mapped elsewhere and then unmapped there, and then
+  // replace the old mapping.
   for (const auto& [symbol, n, times] :
        {Plan{symbols().address_reserve, 1}, Plan{symbols().memory_create, 1}, Plan{symbols().memory_create, 2},
         Plan{symbols().memory_map, 1}, Plan{symbols().memory_map, 3}, Plan{symbols().memory_map, 3, 3},
@@ -227,7 +245,7 @@ TEST_P(GpuFaults, WhateverFailsInSplittingThePieceStays) {
   }
 }
 
-TEST_P(GpuFaults, WhatCannotBeUnmappedIsUsedAgain) {
+TEST_P(GpuFaults, MemoryThatCannotBeUnmappedIsReused) {
   open();
   Filled filled = fill(8);
   fake().fail(symbols().memory_unmap, 1, api::kInvalidValue, 1);
@@ -239,7 +257,7 @@ TEST_P(GpuFaults, WhatCannotBeUnmappedIsUsedAgain) {
   filled.memory->release(2 * kGranule, 3 * kGranule);
   EXPECT_EQ(fake_state().bytes_used, 0U);
 
-  // Mapped, but nothing can reach it: that is made up for before it is used.
+  // Mapped, but without access: access is given before it is used.
   fake().fail(symbols().memory_set_access, 1, api::kInvalidValue, 1);
   fake().fail(symbols().memory_unmap, 1, api::kInvalidValue, 1);
   EXPECT_EQ(filled.memory->populate(0, 4 * kGranule).error(), EIO);
@@ -249,7 +267,7 @@ TEST_P(GpuFaults, WhatCannotBeUnmappedIsUsedAgain) {
   filled.memory->release(0, 8 * kGranule);
   EXPECT_EQ(fake_state().bytes_used, 0U);
 
-  // A range that goes away tries it twice.
+  // A range that is released tries twice.
   ASSERT_OK(filled.memory->populate(0, 8 * kGranule));
   fake().fail(symbols().memory_unmap, 1, api::kInvalidValue, 1);
   filled.memory.reset();
@@ -281,16 +299,16 @@ TEST_P(GpuFaults, SeveralSpansArePopulatedTogetherOrNotAtAll) {
   expect_content(filled, 3 * kGranule, 5 * kGranule);
 }
 
-TEST_P(GpuFaults, AMappingThatIsLostPutsTheDeviceOutOfService) {
+TEST_P(GpuFaults, ALostMappingPutsTheDeviceOutOfService) {
   open();
   Filled filled = fill(8);
-  fake().fail(symbols().memory_map, 3, api::kInvalidValue, 100);  // two for the copy, and then none any more
+  fake().fail(symbols().memory_map, 3, api::kInvalidValue, 100);  // two for the copy, and then all fail
   filled.memory->release(3 * kGranule, kGranule);
   EXPECT_EQ(device().health().error(), EIO);
   EXPECT_NE(device().health().message().find("a mapping could not be restored"), std::string::npos);
 }
 
-TEST_P(GpuFaults, CopiesReportTheCode) {
+TEST_P(GpuFaults, FailuresReportTheVendorsCode) {
   open();
   Filled filled = fill(2);
   constexpr api::Code kNameless = 900;
@@ -303,6 +321,13 @@ TEST_P(GpuFaults, CopiesReportTheCode) {
             "gpu 0: " + gpu::public_name(symbols().copy_to_host) + ": " + vendor().unknown + " (900)");
   EXPECT_OK(device().health());
   EXPECT_OK(device().copy_out(&byte, filled.range->base(), 1));
+
+  std::vector<std::byte> memory(kMiB);
+  fake().fail(symbols().host_register, 1, api::kOutOfMemory, 1);
+  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), ENOMEM);
+  fake().fail(symbols().host_register, 1, api::kNotSupported, 1);
+  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), EOPNOTSUPP);
+  EXPECT_OK(device().health());
 }
 
 TEST_P(GpuFaults, AFatalFailureStaysWithItsDevice) {
@@ -324,7 +349,7 @@ TEST_P(GpuFaults, AFatalFailureStaysWithItsDevice) {
                                   vendor().illegal_address + " (700): as the test planned");
   const int copies = fake().calls(symbols().copy_to_host);
   EXPECT_EQ(device().copy_out(&byte, filled.range->base(), 1).error(), EIO);
-  EXPECT_EQ(fake().calls(symbols().copy_to_host), copies);  // the device is not asked any more
+  EXPECT_EQ(fake().calls(symbols().copy_to_host), copies);  // the vendor is not called any more
   EXPECT_EQ(filled.memory->populate(4 * kGranule, kGranule).error(), EIO);
   filled.memory->release(0, kGranule);
   EXPECT_EQ(event->query().error(), EIO);
@@ -339,74 +364,47 @@ TEST_P(GpuFaults, AFatalFailureStaysWithItsDevice) {
   EXPECT_OK(device(1).copy_out(&byte, range->base(), 1));
 }
 
-TEST_P(GpuFaults, EveryFatalCodeIsSticky) {
-  for (const api::Code code : vendor().fatal) {
+TEST_P(GpuFaults, FatalCodesAndOnlyTheyPutTheDeviceOutOfService) {
+  std::vector<api::Code> codes = vendor().fatal;
+  codes.insert(codes.end(), vendor().harmless.begin(), vendor().harmless.end());
+  for (std::size_t i = 0; i < codes.size(); ++i) {
     driver_.reset();
     open();
-    fake().fail(symbols().stream_create, 1, code, 1);
-    EXPECT_EQ(device().create_stream().error(), EIO);
-    EXPECT_EQ(device().health().device_code(), code);
-    driver_.reset();
-  }
-  for (const api::Code code : vendor().harmless) {
-    driver_.reset();
-    open();
-    fake().fail(symbols().stream_create, 1, code, 1);
+    fake().fail(symbols().stream_create, 1, codes[i], 1);
     EXPECT_FALSE(device().create_stream().ok());
-    EXPECT_OK(device().health());
+    EXPECT_EQ(device().health().device_code(), i < vendor().fatal.size() ? codes[i] : 0);
   }
-}
-
-TEST_P(GpuFaults, PinningReportsWhatWentWrong) {
-  open();
-  std::vector<std::byte> memory(kMiB);
-  fake().fail(symbols().host_register, 1, api::kOutOfMemory, 1);
-  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), ENOMEM);
-  fake().fail(symbols().host_register, 1, api::kNotSupported, 1);
-  EXPECT_EQ(device().pin(memory.data(), memory.size()).error(), EOPNOTSUPP);
-  EXPECT_OK(device().health());
+  driver_.reset();
 }
 
 TEST_P(GpuFaults, EventsWaitUntilTheWorkIsDone) {
   open();
   Filled filled = fill(1);
-  auto stream = must(device().create_stream());
-  auto event = must(device().create_event());
-  std::vector<std::byte> back(64);
-  fake().hold(true);
-  ASSERT_OK(stream->copy_to_host(back.data(), filled.range->base(), back.size()));
-  ASSERT_OK(stream->record(*event));
-  EXPECT_FALSE(must(event->query()));
-  EXPECT_EQ(back, std::vector<std::byte>(64));  // queued, and not done
-  std::thread waiter([&] { EXPECT_OK(event->synchronize()); });
-  fake().hold(false);
-  waiter.join();
-  EXPECT_TRUE(must(event->query()));
-  EXPECT_TRUE(std::equal(back.begin(), back.end(), filled.data.begin()));
-  fake().fail(symbols().event_query, 1, api::kLaunchFailed, 1);
-  EXPECT_EQ(event->query().error(), EIO);
-  EXPECT_EQ(device().health().device_code(), api::kLaunchFailed);
-}
-
-TEST_P(GpuFaults, AStreamWaitsForAnothersEvent) {
-  open();
-  Filled filled = fill(1);
   auto one = must(device().create_stream());
   auto two = must(device().create_stream());
-  auto event = must(device().create_event());
-  std::vector<std::byte> data = pattern(4096, 5);
+  auto loaded = must(device().create_event());
+  auto stored = must(device().create_event());
+  const std::vector<std::byte> data = pattern(4096, 5);
   std::vector<std::byte> back(data.size());
   fake().hold(true);
   ASSERT_OK(one->copy_to_device(filled.range->base(), data.data(), data.size()));
-  ASSERT_OK(one->record(*event));
-  ASSERT_OK(two->wait(*event));
+  ASSERT_OK(one->record(*loaded));
+  ASSERT_OK(two->wait(*loaded));
   ASSERT_OK(two->copy_to_host(back.data(), filled.range->base(), back.size()));
+  ASSERT_OK(two->record(*stored));
+  EXPECT_FALSE(must(stored->query()));
+  EXPECT_EQ(back, std::vector<std::byte>(data.size()));  // queued, but not done
+  std::thread waiter([&] { EXPECT_OK(stored->synchronize()); });
   fake().hold(false);
-  ASSERT_OK(two->synchronize());
+  waiter.join();
+  EXPECT_TRUE(must(stored->query()));
   EXPECT_EQ(back, data);
+  fake().fail(symbols().event_query, 1, api::kLaunchFailed, 1);
+  EXPECT_EQ(stored->query().error(), EIO);
+  EXPECT_EQ(device().health().device_code(), api::kLaunchFailed);
 }
 
-TEST_P(GpuFaults, PeersWithoutADirectWay) {
+TEST_P(GpuFaults, CopiesToPeersWithoutADirectWayAreRefused) {
   FakeGpuSetup setup;
   setup.devices = 2;
   setup.peers = false;
@@ -415,13 +413,12 @@ TEST_P(GpuFaults, PeersWithoutADirectWay) {
   EXPECT_EQ(device(0).copy_to_peer(device(1), 0, filled.range->base(), 1).error(), EOPNOTSUPP);
 }
 
-TEST_P(GpuFaults, AnExportThatFailsHalfwayClosesWhatItOpened) {
+TEST_P(GpuFaults, AFailedExportClosesItsDescriptorsAndFixesNothing) {
   open();
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
   fake().fail(symbols().memory_export, 2, api::kInvalidValue, 1);
   EXPECT_EQ(filled.memory->export_memory().error(), EIO);
-  // Nothing was exported, so nothing is fixed yet.
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
   EXPECT_EQ(must(filled.memory->export_memory()).size(), 2U);
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
@@ -447,10 +444,10 @@ TEST_P(GpuFaults, HostFunctionsMayNotCallTheDriver) {
   EXPECT_OK(device().health());
   EXPECT_GE(fake().calls("in a host function"), 1);
   driver_.reset();
-  fake().reset(&setup_);  // this one was on purpose
+  fake().reset(&setup_);  // forgets the intended call
 }
 
-TEST_P(GpuFaults, PlainMemoryReportsNoSpace) {
+TEST_P(GpuFaults, PlainMemoryReportsAFullDevice) {
   FakeGpuSetup setup;
   setup.virtual_memory = false;
   setup.memory_bytes = 64 * kMiB;

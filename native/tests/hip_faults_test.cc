@@ -1,4 +1,5 @@
-// The HIP driver's own error paths, beside those that all GPU drivers have (gpu_faults_test.cc).
+// What only the HIP driver has: libraries that lack something, kinds of memory, the current device, error paths.
+// gpu_faults_test.cc has the error paths that it shares with CUDA.
 #include <cerrno>
 #include <functional>
 #include <thread>
@@ -13,38 +14,29 @@ using namespace gpufs::hip;
 
 using HipFaults = FakeHip;
 
-TEST(HipLibrary, IsNotThere) {
-  Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({"libamdhip64.so.99"}, {});
-  ASSERT_FALSE(driver.ok());
-  EXPECT_EQ(driver.error(), ENODEV);
-  EXPECT_EQ(driver.status().message(), "hip is not available: libamdhip64.so.99 was not found");
-  driver = open_hip_driver_from({"libamdhip64.so.99", "libamdhip64.so.98"}, {});
-  EXPECT_EQ(driver.status().message(),
-            "hip is not available: libamdhip64.so.99, libamdhip64.so.98: none of these was found");
-}
-
-TEST(HipLibrary, CannotBeOpened) {
-  // Something is there, but it is no library: that is said, and not that others are missing.
-  Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({"libamdhip64.so.99", "/dev/null"}, {});
-  ASSERT_FALSE(driver.ok());
-  EXPECT_EQ(driver.error(), ENODEV);
-  EXPECT_TRUE(driver.status().message().starts_with("hip is not available: /dev/null: ")) << driver.status().message();
-}
-
-TEST(HipLibrary, LacksASymbol) {
-  Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({GPUFS_FAKE_HIP_OLD}, {});
-  ASSERT_FALSE(driver.ok());
-  EXPECT_EQ(driver.error(), ENODEV);
-  EXPECT_EQ(driver.status().message(),
-            std::string("hip is not available: ") + GPUFS_FAKE_HIP_OLD + " lacks hipHostRegister");
-}
-
-TEST(HipLibrary, ABetterOneIsTakenWhereTheFirstLacksSomething) {
+TEST(HipLibrary, AMissingOrBrokenOneIsReported) {
+  struct Case {
+    std::vector<std::string> candidates;
+    std::string message;
+  };
+  const std::vector<Case> cases = {
+      {{"libamdhip64.so.99"}, "libamdhip64.so.99 was not found"},
+      {{"libamdhip64.so.99", "libamdhip64.so.98"}, "libamdhip64.so.99, libamdhip64.so.98: none of these was found"},
+      // A file that is not a library is reported rather than those that do not exist.
+      {{"libamdhip64.so.99", "/dev/null"}, "/dev/null: "},
+      {{GPUFS_FAKE_HIP_OLD}, GPUFS_FAKE_HIP_OLD " lacks hipHostRegister"},
+  };
+  for (const Case& expected : cases) {
+    const Result<std::unique_ptr<Driver>> driver = open_hip_driver_from(expected.candidates, {});
+    EXPECT_EQ(driver.error(), ENODEV);
+    EXPECT_TRUE(driver.status().message().starts_with("hip is not available: " + expected.message))
+        << driver.status().message();
+  }
   EXPECT_EQ(fake().reset(std::make_unique<FakeGpuSetup>().get()), 0);
   EXPECT_TRUE(open_hip_driver_from({"libamdhip64.so.99", GPUFS_FAKE_HIP_OLD, GPUFS_FAKE_HIP}, {}).ok());
 }
 
-TEST(HipLibrary, WhatMayBeMissingIsDoneWithout) {
+TEST(HipLibrary, OptionalFunctionsMayBeMissing) {
   const FakeHipControl& bare = control_of(GPUFS_FAKE_HIP_BARE);
   FakeGpuSetup setup;
   setup.devices = 2;
@@ -64,7 +56,7 @@ TEST(HipLibrary, WhatMayBeMissingIsDoneWithout) {
   EXPECT_EQ(bare.reset(&setup), 0);
 }
 
-TEST_F(HipFaults, VirtualMemoryOfEarlierVersionsIsAnotherInterface) {
+TEST_F(HipFaults, VirtualMemoryIsNotUsedBeforeRocm6) {
   FakeGpuSetup setup;
   setup.version = 50'700'000;
   EXPECT_TRUE(open(setup).info().reserve_copies);
@@ -75,7 +67,7 @@ TEST_F(HipFaults, VirtualMemoryOfEarlierVersionsIsAnotherInterface) {
   EXPECT_TRUE(must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}))->devices().at(0)->info().reserve_copies);
 }
 
-TEST_F(HipFaults, HowMemoryIsTakenCanBeChosen) {
+TEST_F(HipFaults, TheKindOfMemoryCanBeChosen) {
   DriverOptions options;
   EXPECT_FALSE(open({}, options).info().reserve_copies);  // no kernel driver here that moves files
   EXPECT_FALSE(device().info().files_reach_memory);
@@ -86,7 +78,7 @@ TEST_F(HipFaults, HowMemoryIsTakenCanBeChosen) {
   EXPECT_EQ(fake().calls("hipMemGetAllocationGranularity"), 0);
 }
 
-TEST_F(HipFaults, RangesThatCannotGrowAreFoundAtTheStart) {
+TEST_F(HipFaults, RangesThatCannotGrowAreDetectedWhenTheDriverOpens) {
   FakeGpuSetup setup;
   setup.tail_access = false;
   DriverOptions options;
@@ -101,7 +93,7 @@ TEST_F(HipFaults, RangesThatCannotGrowAreFoundAtTheStart) {
   EXPECT_OK(device().health());
 }
 
-TEST_F(HipFaults, ARangeThatDoesNotGrowLaterNamesTheRemedy) {
+TEST_F(HipFaults, AFailureToGrowLaterNamesTheKnob) {
   open();
   auto memory = must(device().create_memory());
   auto range = must(memory->reserve(2 * kGranule));
@@ -112,8 +104,8 @@ TEST_F(HipFaults, ARangeThatDoesNotGrowLaterNamesTheRemedy) {
   EXPECT_OK(memory->populate(0, kGranule));
 }
 
-TEST_F(HipFaults, TheLibraryDoesNotStart) {
-  std::thread([] {  // a thread that has not made the call yet
+TEST_F(HipFaults, AFailureToInitialiseIsReported) {
+  std::thread([] {  // a thread that has not called hipInit yet
     fake().fail("hipInit", 1, api::kNotInitialized, 1);
     Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({GPUFS_FAKE_HIP}, {});
     ASSERT_FALSE(driver.ok());
@@ -125,8 +117,8 @@ TEST_F(HipFaults, TheLibraryDoesNotStart) {
       .join();
 }
 
-TEST_F(HipFaults, NoDeviceIsSaidAsSuch) {
-  // One version fails in hipInit, another when the devices are counted, a third counts none.
+TEST_F(HipFaults, AMissingDeviceIsReported) {
+  // Some versions fail in hipInit, some when the devices are counted, some count none.
   const auto expect_no_device = [](Result<std::unique_ptr<Driver>> driver) {
     ASSERT_FALSE(driver.ok());
     EXPECT_EQ(driver.error(), ENODEV);
@@ -166,7 +158,7 @@ TEST_F(HipFaults, EachThreadCallsInitOnce) {
   }).join();
 }
 
-TEST_F(HipFaults, ThreadsKeepTheDeviceTheyHad) {
+TEST_F(HipFaults, ThreadsKeepTheirCurrentDevice) {
   FakeGpuSetup setup;
   setup.devices = 2;
   open(setup);
@@ -191,7 +183,7 @@ TEST_F(HipFaults, ThreadsKeepTheDeviceTheyHad) {
   other.join();
 }
 
-TEST_F(HipFaults, WhoseMemoryItIsMustBeSaid) {
+TEST_F(HipFaults, MemoryOfAnUnknownOwnerIsNotTheDevices) {
   open();
   const Filled filled = fill(1);
   const DeviceAddress address = filled.range->base();
@@ -203,13 +195,13 @@ TEST_F(HipFaults, WhoseMemoryItIsMustBeSaid) {
   EXPECT_TRUE(device().holds(address));
 }
 
-TEST_F(HipFaults, MemoryIsPinnedForEveryDevice) {
+TEST_F(HipFaults, MemoryIsPinnedForAllDevicesAndNeverReadOnly) {
   open();
   std::vector<std::byte> memory(kMiB);
   EXPECT_OK(device().pin(memory.data(), memory.size()));
   EXPECT_EQ(fake().last_pin_flags(), 1U);
   EXPECT_OK(device().unpin(memory.data()));
-  // There is no read-only pinning, and the flag that is CUDA's for it means something else.
+  // CUDA's flag for read-only pinning means something else here.
   const int calls = fake().calls("hipHostRegister");
   EXPECT_EQ(device().pin_read_only(memory.data(), memory.size()).error(), EOPNOTSUPP);
   EXPECT_EQ(fake().calls("hipHostRegister"), calls);

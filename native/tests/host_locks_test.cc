@@ -112,11 +112,11 @@ class PinDriver : public Driver {
  public:
   PinDriver() { devices_.push_back(std::make_unique<PinDevice>()); }
   [[nodiscard]] const char* name() const override { return "pins"; }
-  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
   PinDevice& device() { return static_cast<PinDevice&>(*devices_.front()); }
 
  private:
-  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<std::shared_ptr<Device>> devices_;
 };
 
 constexpr std::size_t kPage = 4096;

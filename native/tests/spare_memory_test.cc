@@ -1,4 +1,4 @@
-// Memory that is kept after it was given back: who gets it, when it goes, and that nobody runs out because of it.
+// Cached free memory: who gets it, when it is released, and that no allocation fails because of it.
 #include "drivers/gpu/spare_memory.h"
 
 #include <gtest/gtest.h>
@@ -7,17 +7,14 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <thread>
 #include <vector>
 
 #include "cuda_test_support.h"
-#include "drivers/cuda/cuda_api.h"
 
 namespace gpufs::cuda_test {
 namespace {
@@ -43,7 +40,7 @@ bool eventually(Condition condition) {
 class Released {
  public:
   SpareMemory::Release function() {
-    return [this](std::span<const PhysicalHandle> handles) {
+    return [this](const std::vector<PhysicalHandle>& handles) {
       const std::lock_guard lock(mutex_);
       for (const PhysicalHandle handle : handles) ++counts_[handle];
     };
@@ -77,20 +74,6 @@ TEST(SpareMemory, GivesBackTheLatestOfTheSameSize) {
   EXPECT_EQ(released.counts(), (std::map<PhysicalHandle, int>{{3, 1}}));
 }
 
-TEST(SpareMemory, HoweverManyGoEachIsReleasedOnce) {
-  Released released;
-  SpareMemory spares(released.function());
-  spares.set_patience(hours(1));
-  std::map<PhysicalHandle, int> once;
-  for (PhysicalHandle handle = 1; handle <= 200; ++handle) {
-    ASSERT_TRUE(spares.keep(handle, 100 + handle % 3));
-    once[handle] = 1;
-  }
-  EXPECT_TRUE(spares.drop());
-  EXPECT_EQ(spares.bytes(), 0U);
-  EXPECT_EQ(released.counts(), once);
-}
-
 TEST(SpareMemory, KeepsNothingWithoutPatienceOrOnceClosed) {
   Released released;
   SpareMemory spares(released.function());
@@ -111,15 +94,15 @@ TEST(SpareMemory, EachPieceGoesWhenItsTimeIsOver) {
   spares.set_patience(milliseconds(20));
   for (PhysicalHandle handle = 1; handle <= 3; ++handle) {
     ASSERT_TRUE(spares.keep(handle, 100 * handle));
-    ASSERT_TRUE(eventually([&] { return released.counts().contains(handle); }));  // its thread begins anew each time
+    ASSERT_TRUE(eventually([&] { return released.counts().contains(handle); }));  // its thread starts again each time
   }
   EXPECT_EQ(spares.bytes(), 0U);
 }
 
-TEST(SpareMemory, DropWaitsForWhatIsBeingReleased) {
+TEST(SpareMemory, DropAndMeasuringWaitForAReleaseInProgress) {
   std::atomic<bool> entered{false};
   std::atomic<bool> open{false};
-  SpareMemory spares([&](std::span<const PhysicalHandle>) {
+  SpareMemory spares([&](const std::vector<PhysicalHandle>&) {
     entered = true;
     while (!open) std::this_thread::yield();
   });
@@ -127,16 +110,22 @@ TEST(SpareMemory, DropWaitsForWhatIsBeingReleased) {
   ASSERT_TRUE(spares.keep(1, 100));
   ASSERT_TRUE(eventually([&] { return entered.load(); }));
   EXPECT_EQ(spares.bytes(), 0U);
-  std::atomic<bool> dropped{false};
+  spares.while_settled(milliseconds(1), [&](std::uint64_t) { EXPECT_FALSE(open); });  // not for ever
+  std::atomic<int> done{0};
   std::thread dropper([&] {
     (void)spares.drop();
-    EXPECT_TRUE(open);  // whoever tries again now finds the memory
-    dropped = true;
+    EXPECT_TRUE(open);  // trying again now finds the memory
+    ++done;
+  });
+  std::thread measurer([&] {
+    spares.while_settled(hours(1), [&](std::uint64_t) { EXPECT_TRUE(open); });
+    ++done;
   });
   std::this_thread::sleep_for(milliseconds(20));
-  EXPECT_FALSE(dropped);
+  EXPECT_EQ(done, 0);
   open = true;
   dropper.join();
+  measurer.join();
   EXPECT_FALSE(spares.drop());
 }
 
@@ -146,7 +135,7 @@ TEST(SpareMemory, ManyThreadsLoseNothingAndReleaseNothingTwice) {
   Released released;
   std::atomic<std::uint64_t> next{1};
   std::mutex mutex;
-  std::map<PhysicalHandle, int> held;  // what threads have taken and not given back
+  std::map<PhysicalHandle, int> held;  // what threads have taken and not returned
   {
     SpareMemory spares(released.function());
     spares.set_patience(milliseconds(1));
@@ -178,26 +167,6 @@ TEST(SpareMemory, ManyThreadsLoseNothingAndReleaseNothingTwice) {
   for (const auto& [handle, count] : counts) EXPECT_EQ(count, 1) << handle;
 }
 
-TEST(SpareMemory, IsSettledOnceNothingIsBeingReleased) {
-  std::promise<void> ended;
-  const std::shared_future<void> end = ended.get_future().share();
-  SpareMemory spares([end](std::span<const PhysicalHandle> /*handles*/) { end.wait(); });
-  spares.set_patience(hours(1));
-  ASSERT_TRUE(spares.keep(1, 4096));
-  const std::optional<std::uint64_t> before = spares.settled(SpareMemory::Clock::now());
-  EXPECT_TRUE(before.has_value());
-  std::thread releasing([&] { EXPECT_TRUE(spares.drop()); });
-  EXPECT_TRUE(eventually([&] { return !spares.changes().has_value(); }));
-  EXPECT_EQ(spares.settled(SpareMemory::Clock::now()), std::nullopt);
-  std::optional<std::uint64_t> after;
-  std::thread waiting([&] { after = spares.settled(SpareMemory::Clock::now() + hours(1)); });
-  ended.set_value();
-  waiting.join();
-  releasing.join();
-  ASSERT_TRUE(after.has_value());
-  EXPECT_GT(*after, *before);
-}
-
 class SparePhysicalTest : public FakeCuda {
  protected:
   static constexpr std::uint64_t kPiece = 64 * kMiB;
@@ -221,7 +190,7 @@ class SparePhysicalTest : public FakeCuda {
   static int created() { return fake().calls("cuMemCreate"); }
 };
 
-TEST_F(SparePhysicalTest, WhatWasGivenBackIsTakenAgainAndEmpty) {
+TEST_F(SparePhysicalTest, ReleasedMemoryIsReusedZeroed) {
   start(hours(1));
   Memory first = take(kPiece);
   const std::vector<std::byte> data(kPiece, std::byte{7});
@@ -230,7 +199,7 @@ TEST_F(SparePhysicalTest, WhatWasGivenBackIsTakenAgainAndEmpty) {
   first = {};
   EXPECT_EQ(fake_state().handles, 1);
   EXPECT_EQ(fake_state().mappings, 0);
-  EXPECT_EQ(must(device().memory()).free_bytes, before + kPiece);  // for whoever asks it is free
+  EXPECT_EQ(must(device().memory()).free_bytes, before + kPiece);  // it counts as free
 
   Memory second = take(kPiece);
   EXPECT_EQ(created(), 1);
@@ -242,14 +211,7 @@ TEST_F(SparePhysicalTest, WhatWasGivenBackIsTakenAgainAndEmpty) {
   EXPECT_EQ(created(), 2);
 }
 
-TEST_F(SparePhysicalTest, OtherProgramsGetItBack) {
-  start(milliseconds(30));
-  take(kPiece);
-  EXPECT_TRUE(eventually([] { return fake_state().handles == 0; }));
-  EXPECT_EQ(fake_state().bytes_used, 0U);
-}
-
-TEST_F(SparePhysicalTest, WhatIsFreeDoesNotChangeWhenItGoesBack) {
+TEST_F(SparePhysicalTest, FreeMemoryIsTheSameBeforeAndAfterTheRelease) {
   start(milliseconds(5));
   const std::uint64_t all = must(device().memory()).free_bytes;
   for (int round = 0; round < 20; ++round) {
@@ -258,15 +220,10 @@ TEST_F(SparePhysicalTest, WhatIsFreeDoesNotChangeWhenItGoesBack) {
       ASSERT_EQ(must(device().memory()).free_bytes, all);
     } while (fake_state().handles > 0);
   }
+  EXPECT_EQ(fake_state().bytes_used, 0U);  // other programs have it back
 }
 
-TEST_F(SparePhysicalTest, NotKeptUnlessAskedFor) {
-  start(milliseconds(0));
-  take(kPiece);
-  EXPECT_EQ(fake_state().handles, 0);
-}
-
-TEST_F(SparePhysicalTest, NobodyRunsOutBecauseOfIt) {
+TEST_F(SparePhysicalTest, NoAllocationFailsBecauseOfIt) {
   start(hours(1));
   take(kPiece);
   ASSERT_EQ(fake_state().handles, 1);
@@ -276,7 +233,7 @@ TEST_F(SparePhysicalTest, NobodyRunsOutBecauseOfIt) {
   EXPECT_EQ(fake_state().bytes_used, 2 * kPiece);
 }
 
-TEST_F(SparePhysicalTest, TheCapHoldsForBothTogether) {
+TEST_F(SparePhysicalTest, TheCapHoldsForUsedAndCachedMemoryTogether) {
   start(hours(1), 4 * kPiece);
   take(3 * kPiece);
   ASSERT_EQ(fake_state().bytes_used, 3 * kPiece);
@@ -286,17 +243,19 @@ TEST_F(SparePhysicalTest, TheCapHoldsForBothTogether) {
   EXPECT_EQ(fake_state().bytes_used, 3 * kPiece);
 }
 
-TEST_F(SparePhysicalTest, WhatOthersMayMapIsNotUsedAgain) {
+TEST_F(SparePhysicalTest, MemoryThatMustNotBeReusedIsReleased) {
+  start(milliseconds(0));  // not kept unless asked for
+  take(kPiece);
+  EXPECT_EQ(fake_state().handles, 0);
+  driver_.reset();
+
   start(hours(1));
-  Memory shared = take(kPiece);
+  Memory shared = take(kPiece);  // others may have mapped it
   ASSERT_EQ(must(shared.memory->export_memory()).size(), 1U);
   shared = {};
   EXPECT_EQ(fake_state().handles, 0);
-}
 
-TEST_F(SparePhysicalTest, ADeviceOutOfServiceKeepsNothing) {
-  start(hours(1));
-  Memory taken = take(kPiece);
+  Memory taken = take(kPiece);  // of a device that goes out of service
   fake().fail("cuMemcpyHtoDAsync_v2", 1, kLaunchFailed, 1);
   const std::byte byte{};
   EXPECT_EQ(device().copy_in(taken.range->base(), &byte, 1).error(), EIO);

@@ -16,7 +16,6 @@
 #include "async/async_engine.h"
 #include "async/completion_queue.h"
 #include "async/operation_stream.h"
-#include "async/pinned_block.h"
 #include "gpufs.h"
 
 namespace gpufs {
@@ -75,6 +74,14 @@ struct QueueEntry {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<AsyncEngine> operations;
   std::shared_ptr<CompletionQueue> queue;
+};
+
+// Pinned memory that the program uses until its handle is closed.
+struct PinnedCells {
+  std::shared_ptr<DeviceContext> device;
+  PinnedBlock block;
+
+  ~PinnedCells() { device->pinned().release(block); }
 };
 
 Result<CompletionQueue::Entry> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
@@ -137,7 +144,7 @@ using gpufs::Engine;
 using gpufs::guarded;
 using gpufs::HandleTable;
 using gpufs::OperationStream;
-using gpufs::PinnedBlock;
+using gpufs::PinnedCells;
 using gpufs::QueueEntry;
 using gpufs::Result;
 using gpufs::Status;
@@ -229,24 +236,21 @@ gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t b
     if (pinned == nullptr || memory == nullptr || device_address == nullptr) return gpufs::null_argument();
     Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
-    Result<std::shared_ptr<PinnedBlock>> made = gpufs::take_block(context.value(), static_cast<std::size_t>(bytes));
-    if (!made.ok()) return made.status();
-    const std::shared_ptr<PinnedBlock> block = made.take();
-    Result<gpufs_handle> handle = HandleTable::instance().put<PinnedBlock>(block, engine);
+    Result<gpufs::PinnedBlock> taken = context.value()->pinned().take(static_cast<std::size_t>(bytes));
+    if (!taken.ok()) return taken.status();
+    const gpufs::PinnedBlock block = taken.value();
+    Result<gpufs_handle> handle =
+        HandleTable::instance().put<PinnedCells>(std::make_shared<PinnedCells>(context.take(), block), engine);
     if (!handle.ok()) return handle.status();
     *pinned = handle.value();
-    *memory = block->data();
-    *device_address = block->device_address();
+    *memory = block.data;
+    *device_address = block.address;
     return {};
   });
 }
 
 gpufs_status gpufs_pinned_close(gpufs_handle pinned) {
-  return guarded([&]() -> Status {
-    Result<std::shared_ptr<PinnedBlock>> taken = HandleTable::instance().take<PinnedBlock>(pinned);
-    if (taken.ok()) gpufs::give_back(taken.take());
-    return taken.status();
-  });
+  return guarded([&]() -> Status { return HandleTable::instance().take<PinnedCells>(pinned).status(); });
 }
 
 gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue) {

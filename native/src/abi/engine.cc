@@ -149,12 +149,9 @@ Status Engine::close() {
   const std::size_t left = transfers == nullptr ? 0 : transfers->left_in_use();
   if (let_go == 0 && left == 0) return {};
   std::string text;
-  for (const std::shared_ptr<DeviceContext>& device : devices_) {
-    if (device->awaited() >= DeviceContext::kAlert) text += device->standstill() + "; ";
-  }
   if (let_go > 0) {
-    text += operations->let_go_on() + " did nothing of what " + std::to_string(let_go) +
-            " operations waited for, so their streams went on before they were over; ";
+    text += operations->let_go_on() + " has not finished " + std::to_string(let_go) +
+            " operations in time, so their streams went on before they were over; ";
   }
   if (left > 0) text += "the memory of " + std::to_string(left) + " operations and transfers is still in use; ";
   text.resize(text.size() - 2);

@@ -7,7 +7,6 @@
 #include <limits>
 #include <new>
 #include <string>
-#include <string_view>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -87,13 +86,6 @@ void tell_program(const OperationRequest& request, const Completion& completion)
   }
 }
 
-// What helps against a standstill, where that is known.
-std::string remedy(const DeviceContext& device) {
-  const bool cuda = std::string_view(device.driver().name()) == "cuda";
-  return std::string("queue them once the operation is over") +
-         (cuda ? ", or set CUDA_DEVICE_MAX_COPY_CONNECTIONS=32 before CUDA starts" : "");
-}
-
 }  // namespace
 
 AsyncEngine::AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
@@ -101,8 +93,6 @@ AsyncEngine::AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEn
     : options_(options), transfers_(std::move(transfers)) {
   for (std::shared_ptr<DeviceContext>& device : devices) {
     auto state = std::make_unique<DeviceState>();
-    state->counters = std::make_shared<StreamCounters>(device);
-    state->holds = std::make_shared<StreamHolds>(device);
     state->context = std::move(device);
     devices_.push_back(std::move(state));
   }
@@ -110,12 +100,6 @@ AsyncEngine::AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEn
 
 std::shared_ptr<AsyncEngine> AsyncEngine::create(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
                                                  std::vector<std::shared_ptr<DeviceContext>> devices) {
-  for (const std::shared_ptr<DeviceContext>& device : devices) {
-    // Now, for it waits for streams that stand, and the program may be about to have one stand.
-    const Status prepared = device->prepare_to_stand();
-    if (!prepared.ok())
-      log_warning(name_of(*device) + ": operations on streams may delay each other: " + prepared.message());
-  }
   return std::shared_ptr<AsyncEngine>(new AsyncEngine(options, std::move(transfers), std::move(devices)));
 }
 
@@ -134,16 +118,16 @@ bool AsyncEngine::probe(DeviceState& device) {
   const std::lock_guard lock(device.mutex);
   if (device.probed) return device.waits_for_values;
   device.probed = true;
-  Result<StreamCounter> counter = device.counters->take();
+  Result<PinnedBlock> counter = device.context->pinned().take(sizeof(std::uint32_t));
   Status status = counter.status();
   if (status.ok()) {
     {
       Result<std::unique_ptr<Stream>> stream = device.context->device().create_stream();
       status = stream.status();
       // The value is satisfied already; destroying the stream waits for it.
-      if (status.ok()) status = stream.value()->wait_for_value(counter.value().address, *counter.value().word);
+      if (status.ok()) status = stream.value()->wait_for_value(counter.value().address, 0);
     }
-    device.counters->give_back(counter.value());
+    device.context->pinned().release(counter.value());
   }
   device.waits_for_values = status.ok();
   if (!status.ok()) log_info(name_of(*device.context), ": calls of the host hold streams: ", status.message());
@@ -158,14 +142,15 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
   DeviceState& state = *devices_[device];
   Result<std::unique_ptr<Event>> passed = state.context->device().create_event();
   if (!passed.ok()) return passed.status().with_context("an event for a stream");
-  StreamCounter counter;
+  PinnedBlock counter;
   if (options_.stream_waits != Switch::kOff && probe(state)) {
-    Result<StreamCounter> taken = state.counters->take();
+    // The counter, and a word for fills.
+    Result<PinnedBlock> taken = state.context->pinned().take(2 * sizeof(std::uint32_t));
     // Without one the stream is held by calls of the host.
     if (taken.ok()) counter = taken.value();
   }
   auto added = std::make_shared<OperationStream>(shared_from_this(), state.context, std::move(stream), passed.take(),
-                                                 state.counters, counter, state.holds, promises, origin);
+                                                 counter, promises, origin);
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
@@ -563,7 +548,6 @@ void AsyncEngine::keeper_main() {
     if (!streams_.empty() && Clock::now() >= look) {
       lock.unlock();
       try {
-        watch_devices();
         keep_streams();
       } catch (const std::bad_alloc&) {  // the next time will do
       }
@@ -611,7 +595,7 @@ void AsyncEngine::keep_streams() {
     std::move(first, streams_.end(), std::back_inserter(going));
     streams_.erase(first, streams_.end());
   }
-  std::erase_if(going, [](const std::shared_ptr<OperationStream>& stream) { return stream->can_go(); });
+  std::erase_if(going, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
   if (going.empty()) return;
   const std::lock_guard lock(mutex_);
   std::move(going.begin(), going.end(), std::back_inserter(streams_));
@@ -626,37 +610,8 @@ std::vector<std::shared_ptr<CompletionQueue>> AsyncEngine::queues() {
   return found;
 }
 
-void AsyncEngine::watch_devices() {
-  for (const std::unique_ptr<DeviceState>& state : devices_) {
-    const DeviceContext& device = *state->context;
-    const bool stands = device.streams_stand() && device.stands_still();
-    if (!stands || state->told) {
-      state->told = stands;
-      continue;
-    }
-    state->told = true;
-    std::size_t standing = 0;
-    for (const std::shared_ptr<CompletionQueue>& queue : queues()) {
-      for (const std::shared_ptr<Operation>& operation : queue->under_way()) {
-        const std::lock_guard lock(operation->mutex_);
-        if (operation->device_.get() == &device && operation->phase_ != Operation::Phase::kQueued) ++standing;
-      }
-    }
-    log_warning(device.standstill(), ", and ", standing,
-                " operations stand: copies of the program's own behind streams that wait for an operation are likely to"
-                " keep the device's queues; ",
-                remedy(device));
-  }
-}
-
-bool AsyncEngine::awaited() const {
-  return std::any_of(devices_.begin(), devices_.end(), [](const std::unique_ptr<DeviceState>& state) {
-    return state->context->awaited() > std::chrono::milliseconds{};
-  });
-}
-
 void AsyncEngine::let_go(const std::shared_ptr<Operation>& operation) {
-  if (operation->stream_ == nullptr || operation->device_->awaited() < DeviceContext::kAlert) return;
+  if (operation->stream_ == nullptr) return;
   {
     const std::lock_guard lock(operation->mutex_);
     if (operation->phase_ != Operation::Phase::kRunning || !operation->reached_ || operation->let_go_) return;
@@ -699,8 +654,8 @@ void AsyncEngine::shutdown() {
   cancel_until(Clock::now() + transfers->options().shutdown_grace);
   // What a device does not get done may wait for the streams that wait for it. One that goes on may stand again at
   // once.
-  const Clock::time_point last = Clock::now() + DeviceContext::kAlert + kStreamGrace;
-  while (outstanding_ > 0 && awaited() && Clock::now() < last) {
+  const Clock::time_point last = Clock::now() + 2 * kStreamGrace;
+  while (outstanding_ > 0 && Clock::now() < last) {
     for (const std::shared_ptr<CompletionQueue>& queue : queues) {
       for (const std::shared_ptr<Operation>& operation : queue->under_way()) let_go(operation);
     }
@@ -727,7 +682,7 @@ void AsyncEngine::shutdown() {
   const Clock::time_point enough = Clock::now() + kStreamGrace;
   for (const std::shared_ptr<OperationStream>& stream : streams) stream->close();
   for (;;) {
-    std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->can_go(); });
+    std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
     if (streams.empty() || Clock::now() >= enough) break;
     std::this_thread::sleep_for(kStep);
   }

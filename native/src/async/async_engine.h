@@ -60,6 +60,10 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   void shutdown();
 
   [[nodiscard]] const AsyncOptions& options() const { return options_; }
+  // How long to wait for what was cancelled.
+  [[nodiscard]] std::chrono::milliseconds stall_timeout() const {
+    return devices_.front()->context->device().blocked_streams().stall_timeout();
+  }
   [[nodiscard]] std::size_t outstanding() const { return outstanding_.load(); }
   // Operations whose streams shutdown() had go on before they were over.
   [[nodiscard]] std::size_t let_go() const { return let_go_; }
@@ -78,12 +82,9 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   };
   struct DeviceState {
     std::shared_ptr<DeviceContext> context;
-    std::shared_ptr<StreamCounters> counters;
-    std::shared_ptr<StreamHolds> holds;
     std::mutex mutex;  // guards the two below, also while they are found out
     bool probed = false;
     bool waits_for_values = false;
-    bool told = false;  // of its standstill; the keeper's
   };
 
   AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
@@ -126,11 +127,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   Status start_keeper();
   void keeper_main();
   void keep_streams();
-  // Tells of devices that stand still while they hold streams, once each time.
-  void watch_devices();
   std::vector<std::shared_ptr<CompletionQueue>> queues();
-  // Whether somebody waits for a device.
-  [[nodiscard]] bool awaited() const;
   // Has the stream of an operation that runs go on, if its device does not get it done.
   void let_go(const std::shared_ptr<Operation>& operation);
   void unreserve(std::size_t count) { outstanding_ -= count; }

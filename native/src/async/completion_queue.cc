@@ -152,19 +152,11 @@ Status CompletionQueue::close() {
     closed_ = true;
   }
   (void)cancel(0);
-  constexpr std::chrono::milliseconds kLook{20};
-  const auto earliest = std::chrono::steady_clock::now() + DeviceContext::kNotice;
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLook, [&] { return under_way_.empty(); })) {
-    if (std::chrono::steady_clock::now() < earliest) continue;
-    for (const auto& [id, under_way] : under_way_) {
-      const DeviceContext& device = *under_way.operation->device_;
-      if (!device.stands_still()) continue;
-      return Status(ETIMEDOUT, device.standstill() + ": " + std::to_string(under_way_.size()) +
-                                   " operations use their memory until it goes on");
-    }
-  }
-  return {};
+  if (changed_.wait_for(lock, engine_->stall_timeout(), [&] { return under_way_.empty(); })) return {};
+  return Status(ETIMEDOUT, std::to_string(under_way_.size()) +
+                               " cancelled operations have not ended in time: their device or file does not respond, and"
+                               " their memory is in use");
 }
 
 std::vector<std::shared_ptr<Operation>> CompletionQueue::under_way() const {

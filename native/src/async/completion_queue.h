@@ -45,8 +45,8 @@ class CompletionQueue : public std::enable_shared_from_this<CompletionQueue> {
   // one that runs stops at its next piece. ENOENT: no such operation is under way.
   Status cancel(std::uint64_t id);
 
-  // Cancels all, refuses what comes, and waits until none uses its memory any more. ETIMEDOUT: a device stands still;
-  // what is under way ends when it goes on, and can be collected.
+  // Cancels all, refuses what comes, and waits until none uses its memory any more. ETIMEDOUT: some
+  // have not ended within 10 s; they can be collected once they have.
   Status close();
 
   struct Counts {

@@ -13,22 +13,18 @@ namespace gpufs {
 
 OperationStream::OperationStream(std::shared_ptr<AsyncEngine> engine, std::shared_ptr<DeviceContext> device,
                                  std::unique_ptr<Stream> stream, std::shared_ptr<Event> passed,
-                                 std::shared_ptr<StreamCounters> counters, StreamCounter counter,
-                                 std::shared_ptr<StreamHolds> holds, StreamPromises promises, Origin origin)
+                                 PinnedBlock counter, StreamPromises promises, Origin origin)
     : engine_(std::move(engine)),
       device_(std::move(device)),
       stream_(std::move(stream)),
       passed_(std::move(passed)),
-      counters_(std::move(counters)),
       counter_(counter),
-      holds_(std::move(holds)),
       promises_(promises),
       origin_(origin),
-      last_(counter.word == nullptr ? 0 : std::atomic_ref<std::uint32_t>(*counter.word).load()),
       used_(std::chrono::steady_clock::now()) {}
 
 OperationStream::~OperationStream() {
-  if (counter_.word != nullptr) counters_->give_back(counter_);
+  if (counter_.data != nullptr) device_->pinned().release(counter_);
 }
 
 std::size_t OperationStream::outstanding() const {
@@ -47,35 +43,47 @@ Status OperationStream::call(HostFunction function, void* argument) {
 
 Status OperationStream::synchronize() { return stream_->synchronize(); }
 
-Status OperationStream::room(std::size_t depth, std::chrono::milliseconds patience) {
+Status OperationStream::reserve(std::size_t depth, std::chrono::milliseconds patience) {
+  BlockedStreams& blocked = device_->device().blocked_streams();
+  const auto end = std::chrono::steady_clock::now() + patience;
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, patience, [&] { return closed_ || outstanding_ < depth; })) {
-    return Status(EAGAIN, std::to_string(outstanding_) + " operations are outstanding on the stream, and it stands");
+  if (!changed_.wait_until(lock, end, [&] { return closed_ || outstanding_ < depth; })) {
+    return Status(EAGAIN, std::to_string(outstanding_) + " operations are outstanding on the stream, and it is blocked");
+  }
+  if (outstanding_ == 0) {
+    lock.unlock();
+    if (!blocked.add(end - std::chrono::steady_clock::now())) {
+      return Status(EAGAIN, std::to_string(BlockedStreams::kMost) +
+                                " other streams of the device have outstanding operations, which is as many as may:"
+                                " wait for some of those first");
+    }
+    lock.lock();
+    if (closed_ || outstanding_ > 0) blocked.remove();
   }
   if (closed_) return Status(EBADF, "the stream is closed");
   ++outstanding_;
   return {};
 }
 
+void OperationStream::unreserve() {
+  if (--outstanding_ == 0) device_->device().blocked_streams().remove();
+  changed_.notify_all();
+}
+
 // What a submission has taken of its stream. Goes back unless the stream has got the operation.
 class OperationStream::Submission {
  public:
-  // After room() has counted the operation.
+  // After reserve() has counted the operation.
   Submission(OperationStream& stream, Operation& operation) : stream_(stream), operation_(operation) {}
   ~Submission() {
     if (kept_) return;
-    if (queued_) stream_.holds_->end();
     const std::lock_guard lock(stream_.mutex_);
-    if (operation_.waits_) {
-      --stream_.waits_;
-      stream_.holds_->give_wait_back();
-    }
+    if (operation_.waits_) --stream_.waits_;
     if (queued_) {
       std::erase_if(stream_.queued_, [this](const auto& each) { return each.get() == &operation_; });
       --stream_.calling_;
     }
-    --stream_.outstanding_;
-    stream_.changed_.notify_all();
+    stream_.unreserve();
   }
   Submission(const Submission&) = delete;
   Submission& operator=(const Submission&) = delete;
@@ -92,7 +100,7 @@ class OperationStream::Submission {
 
 Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std::size_t depth,
                                std::chrono::milliseconds patience) {
-  Status status = room(depth, patience);
+  Status status = reserve(depth, patience);
   if (!status.ok()) return status;
   Submission submission(*this, *operation);
   const std::lock_guard submitting(submit_mutex_);
@@ -102,31 +110,23 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     queued_.push_back(operation);
     ++calling_;
     used_ = std::chrono::steady_clock::now();
+    operation->waits_ = counter_.data != nullptr && waits_ < kMostWaits;
+    if (operation->waits_) ++waits_;
   }
-  holds_->begin();
   submission.queued();
-  operation->waits_ = take_wait();
-  status = stream_->call(&OperationStream::reached, operation.get());
+  // A stream whose last work was a copy waits in a queue that other streams copy through. A fill has a queue for
+  // kernels instead, of which the others keep enough.
+  if (operation->waits_) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
+  if (status.ok()) status = stream_->call(&OperationStream::reached, operation.get());
   if (!status.ok()) return status.with_context("an operation on a stream");
   submission.keep();
   ++last_;
   if (operation->waits_) {
     hold(operation);
-  } else if (counter_.word == nullptr) {
+  } else if (counter_.data == nullptr) {
     record();
   }
   return {};
-}
-
-bool OperationStream::take_wait() {
-  if (counter_.word == nullptr || !holds_->take_wait()) return false;
-  const std::lock_guard lock(mutex_);
-  if (waits_ < StreamHolds::kWaitsOfStream) {
-    ++waits_;
-    return true;
-  }
-  holds_->give_wait_back();
-  return false;
 }
 
 void OperationStream::hold(const std::shared_ptr<Operation>& operation) noexcept {
@@ -154,7 +154,7 @@ void OperationStream::record() noexcept {
   try {
     // Where calls of the host hold the stream, one event at a time reports a failure as well as many, which would fill
     // the device's queues.
-    if (counter_.word == nullptr) {
+    if (counter_.data == nullptr) {
       const Result<bool> passed = passed_->query();
       if (passed.ok() && !passed.value()) return;
     }
@@ -201,22 +201,16 @@ void OperationStream::reach(const Operation* operation) noexcept {
 }
 
 void OperationStream::release(const Operation& operation) {
-  // Before the stream goes on: whoever finds that it has may count on it.
-  holds_->end();
   const std::lock_guard lock(mutex_);
-  if (operation.waits_) {
-    --waits_;
-    holds_->give_wait_back();
+  if (operation.waits_) --waits_;
+  device_->device().blocked_streams().note_progress();
+  // Before the stream goes on: what is queued behind may count on it.
+  unreserve();
+  if (counter_.data != nullptr &&
+      static_cast<std::int32_t>(operation.sequence_ - word().load(std::memory_order_relaxed)) > 0) {
+    word().store(operation.sequence_, std::memory_order_release);
+    word().notify_all();
   }
-  if (counter_.word != nullptr) {
-    const std::atomic_ref<std::uint32_t> word(*counter_.word);
-    if (static_cast<std::int32_t>(operation.sequence_ - word.load(std::memory_order_relaxed)) > 0) {
-      word.store(operation.sequence_, std::memory_order_release);
-      word.notify_all();
-    }
-  }
-  --outstanding_;
-  changed_.notify_all();
 }
 
 std::deque<std::shared_ptr<Operation>> OperationStream::queued() const {

@@ -4,12 +4,13 @@
 //
 // An operation is three things on the stream: a call of the host, which binds it and hands it to the engine's threads;
 // a wait until the stream's counter has come to its number, which whoever ends it sees to; and an event, which tells
-// that the device looks at the counter no more. Where the device cannot wait for a value, or has as many waits in its
-// queues as they can take (StreamHolds), the call of the host itself waits instead: then the driver's thread, which
+// that the device looks at the counter no more. Where the device cannot wait for a value, or the stream has as many
+// waits as its queue can take (kMostWaits), the call of the host itself waits instead: then the driver's thread, which
 // streams may share, is kept for as long as the bytes move. They depend on nothing that such a thread does, so streams
 // delay each other but never lock each other up.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -18,8 +19,6 @@
 #include <mutex>
 
 #include "async/operation.h"
-#include "async/stream_counters.h"
-#include "async/stream_holds.h"
 #include "device/device_context.h"
 
 namespace gpufs {
@@ -38,13 +37,15 @@ struct StreamPromises {
 class OperationStream : public std::enable_shared_from_this<OperationStream> {
  public:
   static constexpr std::uint64_t kAlignment = 4096;
+  // Operations that the device itself waits for; further ones are held by calls of the host, which take no space in its
+  // queues. With a call and an event each, an H200 takes 55 of a stream and blocks the thread that queues more.
+  static constexpr std::size_t kMostWaits = 16;
   // The engine's own; the program's; the program's, of which nothing is known but an operation on it.
   enum class Origin { kOwn, kRegistered, kImplied };
 
   OperationStream(std::shared_ptr<AsyncEngine> engine, std::shared_ptr<DeviceContext> device,
                   std::unique_ptr<Stream> stream, std::shared_ptr<Event> passed,
-                  std::shared_ptr<StreamCounters> counters, StreamCounter counter, std::shared_ptr<StreamHolds> holds,
-                  StreamPromises promises, Origin origin);
+                  PinnedBlock counter, StreamPromises promises, Origin origin);
   // Not on a driver's thread. What is queued on a stream of the engine's own is waited for.
   ~OperationStream();
   OperationStream(const OperationStream&) = delete;
@@ -55,7 +56,7 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   [[nodiscard]] const StreamPromises& promises() const { return promises_; }
   [[nodiscard]] std::size_t outstanding() const;
   // Whether the stream waits for the counter; its calls of the host wait otherwise.
-  [[nodiscard]] bool waits_for_values() const { return counter_.word != nullptr; }
+  [[nodiscard]] bool waits_for_values() const { return counter_.data != nullptr; }
 
   // A function of the program's own, with the rules of Stream::call().
   Status call(HostFunction function, void* argument);
@@ -77,9 +78,13 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   void reach(const Operation* operation) noexcept;
   // The operation is over and the stream has come to it: it goes on.
   void release(const Operation& operation);
-  Status room(std::size_t depth, std::chrono::milliseconds patience);
-  // Whether the stream is to wait for the next operation by its counter. submit_mutex_ is held.
-  bool take_wait();
+  // Counts one more operation, and the stream among the device's blocked ones.
+  Status reserve(std::size_t depth, std::chrono::milliseconds patience);
+  // Uncounts one. mutex_ is held.
+  void unreserve();
+  [[nodiscard]] std::atomic_ref<std::uint32_t> word() const {
+    return std::atomic_ref<std::uint32_t>(*reinterpret_cast<std::uint32_t*>(counter_.data));
+  }
   // Has the stream wait for the operation, which is queued; what cannot wait is ended. submit_mutex_ is held.
   void hold(const std::shared_ptr<Operation>& operation) noexcept;
   // Records passed_ behind what is queued. submit_mutex_ is held.
@@ -90,8 +95,6 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   Status failure();
   // Neither the driver nor the device looks at it any more.
   bool idle();
-  // And to destroy it waits for nothing.
-  bool can_go() { return idle() && (origin_ != Origin::kOwn || !holds_->any()); }
   // For this long nothing was submitted.
   [[nodiscard]] bool unused(std::chrono::milliseconds duration) const;
 
@@ -99,9 +102,7 @@ class OperationStream : public std::enable_shared_from_this<OperationStream> {
   const std::shared_ptr<DeviceContext> device_;
   const std::unique_ptr<Stream> stream_;
   const std::shared_ptr<Event> passed_;  // recorded behind the last operation
-  const std::shared_ptr<StreamCounters> counters_;
-  const StreamCounter counter_;
-  const std::shared_ptr<StreamHolds> holds_;
+  const PinnedBlock counter_;  // its first word counts the operations that are over; no memory: calls hold the stream
   const StreamPromises promises_;
   const Origin origin_;
 

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "device/pinned_pool.h"
 #include "device/pool.h"
 #include "drivers/driver.h"
 #include "observe/counters.h"
@@ -42,31 +42,11 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] const Driver& driver() const { return *driver_; }
   [[nodiscard]] const DeviceInfo& info() const { return device_.info(); }
 
-  // For streams that stand until bytes have been moved, where work of others may come behind what stands: makes all
-  // that moving them needs, so that nothing has to be made then. What making it gave.
-  Status prepare_to_stand();
-  // Of those that may stand now: 1, -1. Meanwhile streams_stand() where that matters.
-  void streams_stand(int change);
-  [[nodiscard]] bool streams_stand() const { return standing_.load(std::memory_order_relaxed) > 0; }
-
-  // For how long somebody has waited for a piece of work of the engine's; 0: nobody waits, or it is not counted.
-  [[nodiscard]] std::chrono::milliseconds awaited() const;
-  // So long that it is hardly done while things are as they are.
-  [[nodiscard]] bool stands_still() const;
-  // "gpu 0 (NVIDIA H200) has done nothing for 12 s of what was queued there": for who gives up on it.
-  [[nodiscard]] std::string standstill() const;
-  // Whether giving back what waits for all streams, as pinned memory does, may wait for ever.
-  [[nodiscard]] bool holds_up() const { return streams_stand() || awaited() >= kAlert; }
-  // Calls done(time), which waits so long at most for what it tells, until it is true. False once the device stands
-  // still, but not before kNotice: what was cancelled a moment ago may have set it going.
-  bool wait_while_it_moves(const std::function<bool(std::chrono::milliseconds)>& done) const;
-  static constexpr std::chrono::milliseconds kAlert{1000};
-  static constexpr std::chrono::milliseconds kNotice{200};
-
   [[nodiscard]] DevicePool<Event>& events() { return events_; }
   [[nodiscard]] DevicePool<Stream>& streams() { return streams_; }
+  [[nodiscard]] PinnedPool& pinned() { return pinned_; }
 
-  // Device memory that buffers of this engine hold. Negative changes give back.
+  // Bytes of device memory that buffers of this engine hold.
   void account(std::int64_t bytes) { held_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t held_bytes() const {
     const std::int64_t held = held_bytes_.load(std::memory_order_relaxed);
@@ -103,11 +83,11 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   const std::uint64_t copy_chunk_bytes_;
   DevicePool<Event> events_;
   DevicePool<Stream> streams_;
+  PinnedPool pinned_;
   std::shared_ptr<SlabPool> slabs_;
   std::shared_ptr<HostLocks> host_locks_;
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
-  std::atomic<int> standing_{0};
   std::atomic<std::uint64_t> trim_count_{0};
 
   mutable std::mutex trimmable_mutex_;  // guards trimmable_; a leaf

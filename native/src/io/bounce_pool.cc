@@ -72,7 +72,7 @@ void BouncePool::unpin(BounceMemory* raw) {
   const std::unique_ptr<BounceMemory> memory(raw);
   if (memory->pinned) {
     // Unpinning waits for blocked streams, and those may wait for the caller of close().
-    if (memory->device->holds_up()) return;
+    if (memory->device->device().blocked_streams().any()) return;
     const Status unpinned = memory->device->device().unpin(memory->data);
     if (!unpinned.ok()) {
       // The driver may still use these pages, so they must stay mapped.

@@ -204,11 +204,7 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
     log_info("cuFile is not used: cuFileDriverOpen failed with ", opened.library);
     return refusing(Refusal::kNoGpuDirect);
   }
-  static const Status watching = gpu::watch_process_end();
-  if (!watching.ok()) {
-    log_info("cuFile is not used: ", watching.message());
-    return refusing(Refusal::kNoVendorCall);
-  }
+  gpu::watch_process_end();
   CufileProperties properties = {};
   const CufileError asked = calls.driver_properties(&properties);
   unsigned wanted = kLocalStorage;

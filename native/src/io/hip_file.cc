@@ -97,7 +97,7 @@ class HipFile final : public DirectFile {
     }
     if (status != 0) return {copied, Status(-status, Status::from_errno(-status, name).message(), result)};
     const std::string text = calls_->library->describe(result);
-    if (hip::Library::is_fatal(result)) return {copied, failed(EIO, text)};
+    if (calls_->library->is_fatal(result)) return {copied, failed(EIO, text)};
     // The runtime failed before it called the kernel, for example because it does not know the memory. The fallback may
     // still reach it.
     if (copied == 0) return {0, failed(result == hip::api::kNotSupported ? EOPNOTSUPP : EREMOTEIO, text)};

@@ -87,8 +87,7 @@ class Transfer final : public TransferWork, public std::enable_shared_from_this<
   // Blocks until it is done, up to `patience`; true if it is.
   bool wait(std::chrono::milliseconds patience);
   void wait();
-  // Cancels and waits for the end. ETIMEDOUT if the device is stalled: the transfer uses its memory until the device
-  // continues.
+  // Cancels and waits for the end. ETIMEDOUT if it has not ended within 10 s; its memory is in use until it does.
   Status close();
   // The transfer's eventfd, readable once it is done; lives as long as the transfer.
   Result<int> event_fd();

@@ -66,18 +66,20 @@ std::string remedy() {
   return "; the machine or the process's cgroup has no more memory to lock: lock less, or in smaller parts";
 }
 
-// A driver unpins only when no stream is blocked, and would wait forever on a device that makes no progress. closing:
-// streams that were left behind may stay blocked forever, too.
+// Drivers unpin once no stream is blocked, and would wait for ever on a stalled device. closing: the streams that are
+// still blocked were given up on.
 Status may_unpin(Device& device, bool closing) {
   constexpr std::chrono::milliseconds kLook{2};
   constexpr std::chrono::seconds kAlert{1};
-  const DeviceWaits* const waits = device.waits();
-  if (waits == nullptr) return {};
+  constexpr std::chrono::milliseconds kNotice{200};  // a stream may be about to go on
+  const auto earliest = std::chrono::steady_clock::now() + kNotice;
+  const BlockedStreams& streams = device.blocked_streams();
   for (;; std::this_thread::sleep_for(kLook)) {
-    const std::chrono::milliseconds awaited = waits->longest();
-    if (awaited < kAlert && !(closing && device.any_stands())) return {};
-    if (closing || awaited >= waits->patience()) {
-      return Status(ETIMEDOUT, "streams are blocked, and nothing can be unlocked before they continue");
+    const std::chrono::milliseconds stalled = streams.stalled_for();
+    if (stalled < kAlert && !(closing && streams.any())) return {};
+    const bool waited = std::chrono::steady_clock::now() >= earliest;
+    if (closing || (waited && stalled >= streams.stall_timeout())) {
+      return Status(ETIMEDOUT, "streams that wait for operations are blocked, and unlocking waits for all streams");
     }
   }
 }
@@ -130,7 +132,7 @@ std::shared_ptr<HostLocks::Entry> HostLocks::settled_locked(const Range& range, 
 Device& HostLocks::choose_device() const {
   // Memory that one device pinned is pinned for all of its driver; it must be one that works and copies by itself.
   const auto& devices = driver_->devices();
-  const auto good = std::find_if(devices.begin(), devices.end(), [](const std::unique_ptr<Device>& device) {
+  const auto good = std::find_if(devices.begin(), devices.end(), [](const std::shared_ptr<Device>& device) {
     return !device->info().cpu_addressable && device->health().ok();
   });
   return good == devices.end() ? *devices.front() : **good;

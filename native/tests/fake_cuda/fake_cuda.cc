@@ -113,11 +113,6 @@ const FakeCudaControl* fake_cuda_control() { return &kControl; }
 
 CALL(cuInit, (unsigned /*flags*/), api::kSuccess)
 
-api::Code cuDriverGetVersion(int* version) {
-  *version = 13000;
-  return api::kSuccess;
-}
-
 api::Code cuGetErrorName(api::Code code, const char** name) {
   *name = name_of(code);
   return *name != nullptr ? api::kSuccess : api::kInvalidValue;
@@ -215,10 +210,6 @@ ON_DEVICE(cuMemHostGetDevicePointer_v2, (CuAddress * seen, void* address, unsign
 
 ON_DEVICE(cuMemcpyHtoDAsync_v2, (CuAddress destination, const void* source, std::size_t bytes, api::Stream stream),
           m.copy_in(destination, source, bytes, stream))
-ON_DEVICE(cuMemcpy2DAsync_v2, (const CuCopyOfRows* copy, api::Stream stream),
-          copy->source.pitch == copy->width && copy->destination.pitch == copy->width
-              ? m.copy_rows_in(copy->destination.device, copy->source.host, copy->width, copy->rows, stream)
-              : api::kInvalidValue)
 ON_DEVICE(cuMemcpyDtoHAsync_v2, (void* destination, CuAddress source, std::size_t bytes, api::Stream stream),
           m.copy_out(destination, source, bytes, stream))
 ON_DEVICE(cuMemcpyDtoDAsync_v2, (CuAddress destination, CuAddress source, std::size_t bytes, api::Stream stream),

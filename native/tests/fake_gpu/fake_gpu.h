@@ -51,8 +51,8 @@ struct FakeGpuControl {
   void (*state)(FakeGpuState* state);
   // While held, no stream does any of its work.
   void (*hold)(bool held);
-  // From now on, until reset(), work that has no queue of its own in the hardware waits for all streams that stand, and
-  // so do streams that are made or destroyed and memory that is unpinned: as if every queue had one that stands.
+  // From now on, until reset(), unpinning memory waits for all blocked streams. While six or more are blocked, creating
+  // and destroying streams waits for them as well, and so does all work but large copies.
   void (*share_queues)();
   // The device current on the calling thread, -1 if none.
   int (*current)();

@@ -1,8 +1,9 @@
 // The devices behind a fake library: memory, streams and events over host memory, planned faults, and an account of
 // everything that is open. Streams are really asynchronous: each has a thread that does its work in order. Copies over
 // the bus pass through a few queues for each direction, which all streams of a device share: each is done in the order
-// in which it was queued there, so behind those of a stream that stands others stand. A stray access, or a planned
-// fault of that kind, poisons its device: every later call on it fails.
+// in which it was queued there, so those behind a copy of a blocked stream wait. A stream that waits for a value does
+// so in the queue of its last copy, unless other work came in between. A stray access, or a planned fault of that kind,
+// poisons its device: every later call on it fails.
 // Owned by the library that is built with it, which has one for the process.
 // Any thread: what a vendor's function does, it does with the mutex held (ENTER), but for what waits.
 #pragma once
@@ -30,6 +31,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -135,6 +137,7 @@ struct StreamObject {
   const int device;
   CopyQueue& copies_in;
   CopyQueue& copies_out;
+  CopyQueue* last_queue = nullptr;  // of the work queued last, null where that was not a copy; the machine's mutex guards it
   std::mutex mutex;  // guards all below but the thread
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
@@ -149,7 +152,16 @@ struct StreamObject {
 namespace fake_gpu {
 
 namespace api = gpufs::gpu::api;
-using gpufs::gpu::as;
+
+// One of the vendor's objects or addresses as another type with the same bits: a number, or a pointer.
+template <typename To, typename From>
+To as(From from) {
+  if constexpr (std::is_pointer_v<To> == std::is_pointer_v<From>) {
+    return static_cast<To>(from);
+  } else {
+    return reinterpret_cast<To>(from);
+  }
+}
 
 using Address = std::uint64_t;
 using Handle = std::uint64_t;  // of physical memory
@@ -159,6 +171,7 @@ constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kInline = 24576;  // the largest copy that travels in a queue of the hardware itself
 constexpr int kMaximumDevices = 8;
 constexpr int kMaximumCopyQueues = 32;
+constexpr int kHarmless = 5;  // so many blocked streams leave the hardware a queue for work of others
 
 // How the fakes differ.
 struct Vendor {
@@ -445,6 +458,8 @@ class Machine {
         address = mapping->first + mapping->second.bytes;
       } else if (const auto allocation = around(allocations_, address); allocation != allocations_.end()) {
         address = allocation->first + allocation->second.bytes;
+      } else if (const auto range = around(pinned_, address); range != pinned_.end()) {
+        address = range->first + range->second.bytes;
       } else {
         return false;
       }
@@ -466,7 +481,7 @@ class Machine {
     return api::kSuccess;
   }
   api::Code unpin(std::unique_lock<std::mutex>& lock, void* address) {
-    wait_for_standing(lock);
+    wait_for_blocked(lock, 0);
     return pinned_.erase(number(address)) == 1 ? api::kSuccess : api::kHostMemoryNotRegistered;
   }
   [[nodiscard]] bool is_pinned_at(const void* address) const { return pinned_.contains(number(address)); }
@@ -491,28 +506,22 @@ class Machine {
   }
 
   api::Code copy_in(Address destination, const void* source, std::size_t bytes, api::Stream handle) {
-    if (bytes <= kInline) come_behind_standing(handle);
+    if (bytes <= kInline) come_behind_blocked(handle);
     return copy(handle, {destination}, pointer(destination), source, bytes, source,
                 bytes > kInline ? to_device : nullptr);
-  }
-  // Of rows without gaps between them.
-  api::Code copy_rows_in(Address destination, const void* source, std::size_t width, std::size_t rows,
-                         api::Stream handle) {
-    if (rows < 2) come_behind_standing(handle);
-    return copy(handle, {destination}, pointer(destination), source, width * rows, source,
-                rows >= 2 ? to_device : nullptr);
   }
   api::Code copy_out(void* destination, Address source, std::size_t bytes, api::Stream handle) {
     return copy(handle, {source}, destination, pointer(source), bytes, destination, to_host);
   }
   api::Code copy_within(Address destination, Address source, std::size_t bytes, api::Stream handle) {
-    come_behind_standing(handle);
+    come_behind_blocked(handle);
     return copy(handle, {source, destination}, pointer(destination), pointer(source), bytes, nullptr);
   }
   api::Code fill(Address destination, unsigned char value, std::size_t bytes, api::Stream handle) {
     api::Stream stream = nullptr;
     if (const api::Code code = checked({destination}, bytes, handle, &stream); code != api::kSuccess) return code;
-    come_behind_standing(handle);
+    come_behind_blocked(handle);
+    stream->last_queue = nullptr;
     stream->queue([=] {
       // Memory that nobody looks at need not really be there: whole pages are given back, which makes them zero.
       const bool pages = value == 0 && destination % kPage == 0 && bytes % kPage == 0;
@@ -525,7 +534,7 @@ class Machine {
 
   api::Code create_stream(std::unique_lock<std::mutex>& lock, api::Stream* stream, unsigned flags) {
     if (flags != api::kStreamNonBlocking) return api::kInvalidValue;
-    wait_for_standing(lock);
+    wait_for_blocked(lock, kHarmless);
     *stream = new_stream();
     (*stream)->hold(held_);
     streams_.insert(*stream);
@@ -534,7 +543,7 @@ class Machine {
   // What is queued is done first, with the mutex let go.
   api::Code destroy_stream(std::unique_lock<std::mutex>& lock, api::Stream stream) {
     if (streams_.erase(stream) == 0) return api::kInvalidHandle;
-    wait_for_standing(lock);
+    wait_for_blocked(lock, kHarmless);
     lock.unlock();
     delete stream;
     return api::kSuccess;
@@ -570,11 +579,11 @@ class Machine {
     stream->queue([this, function, argument, device = stream->device] {
       static std::mutex one_at_a_time;
       const std::scoped_lock calling(one_at_a_time);
-      ++standing_;
+      ++blocked_;
       in_host_function = true;
       if (poison(device) == api::kSuccess) function(argument);
       in_host_function = false;
-      --standing_;
+      --blocked_;
     });
     return api::kSuccess;
   }
@@ -584,13 +593,17 @@ class Machine {
     const auto range = around(pinned_, cell);
     if (flags != api::kWaitValueNotLess || range == pinned_.end()) return api::kInvalidValue;
     if (range->first + range->second.bytes < cell + sizeof value) return api::kInvalidValue;
-    stream->queue([this, cell, value, device = stream->device] {
+    api::CopyQueue* const queue = stream->last_queue;
+    const std::uint64_t place = queue == nullptr ? 0 : queue->join();
+    stream->queue([this, cell, value, queue, place, device = stream->device] {
+      if (queue != nullptr) queue->enter(place);
       const std::atomic_ref<std::uint32_t> word(*static_cast<std::uint32_t*>(pointer(cell)));
-      ++standing_;
+      ++blocked_;
       while (poison(device) == api::kSuccess && static_cast<std::int32_t>(word.load() - value) < 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(20));
       }
-      --standing_;
+      --blocked_;
+      if (queue != nullptr) queue->leave();
     });
     return api::kSuccess;
   }
@@ -699,16 +712,16 @@ class Machine {
     return true;
   }
 
-  // With shared queues: what is queued next on the stream comes behind whatever stands by then.
-  void come_behind_standing(api::Stream handle) {
+  // With shared queues: what is queued next on the stream waits while too many streams are blocked.
+  void come_behind_blocked(api::Stream handle) {
     api::Stream stream = shared_queues_ ? stream_at(handle) : nullptr;
     if (stream == nullptr) return;
     stream->queue([this] {
-      while (standing_ > 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+      while (blocked_ > kHarmless) std::this_thread::sleep_for(std::chrono::microseconds(20));
     });
   }
-  void wait_for_standing(std::unique_lock<std::mutex>& lock) {
-    while (shared_queues_ && standing_ > 0) {
+  void wait_for_blocked(std::unique_lock<std::mutex>& lock, int allowed) {
+    while (shared_queues_ && blocked_ > allowed) {
       lock.unlock();
       std::this_thread::sleep_for(std::chrono::microseconds(20));
       lock.lock();
@@ -753,6 +766,7 @@ class Machine {
     api::Code code = checked(addresses, bytes, handle, &stream);
     if (code == api::kSuccess && host != nullptr) code = count_host_copy(host, bytes);
     if (code != api::kSuccess) return code;
+    stream->last_queue = in == nullptr ? nullptr : &in(*stream);
     if (in == nullptr) {
       stream->queue([=] { std::memmove(destination, source, bytes); });
       return code;
@@ -792,7 +806,7 @@ class Machine {
   CopyQueues copies_in_;
   CopyQueues copies_out_;
   std::array<int, kMaximumDevices> next_queue_{};
-  int copy_queues_ = 8;
+  int copy_queues_ = 4;
   std::set<api::Stream> streams_;
   // Default streams are no objects of their own: they are made with the device's first use of one and stay.
   std::array<std::unique_ptr<api::StreamObject>, kMaximumDevices> defaults_;
@@ -801,7 +815,7 @@ class Machine {
   std::map<std::string, int, std::less<>> calls_;
   bool held_ = false;
   bool shared_queues_ = false;
-  std::atomic<int> standing_{0};  // streams that wait for a value or for a call of the host
+  std::atomic<int> blocked_{0};  // streams that wait for a value or for a call of the host
   int leaked_ = 0;                // what was open at the last reset
 };
 

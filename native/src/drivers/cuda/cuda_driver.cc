@@ -1,31 +1,251 @@
 #include "drivers/cuda/cuda_driver.h"
 
 #include <cerrno>
+#include <cstddef>
+#include <cstdint>
 #include <utility>
-#include <vector>
 
-#include "drivers/cuda/cuda_context.h"
-#include "drivers/cuda/cuda_library.h"
+#include "drivers/cuda/cuda_api.h"
 #include "drivers/gpu/gpu_device.h"
+
+namespace gpufs::cuda {
+namespace {
+
+using gpu::Function;
+
+Status unavailable(const std::string& why, int code = 0) { return {ENODEV, "cuda is not available: " + why, code}; }
+
+// libcuda, and the functions that only CUDA has.
+class Library final : public gpu::VendorLibrary {
+ public:
+  // Opens the library and initialises it. ENODEV if there is none, it is too old, or it finds no working device.
+  static Result<std::shared_ptr<const Library>> load(const std::string& path);
+
+  [[nodiscard]] const char* software() const override { return "this NVIDIA driver"; }
+  [[nodiscard]] std::string describe(api::Code code) const override;
+  [[nodiscard]] bool is_fatal(api::Code code) const override;
+
+  Function<CuDevice*, int> device_get;
+  Function<CuContext*, CuDevice> primary_context_retain;
+  Function<CuDevice> primary_context_release;
+  Function<CuContext*> context_get;
+  Function<CuContext> context_set;
+  Function<CuContext> context_push;
+  Function<CuContext*> context_pop;
+  Function<CuContext, unsigned> context_enable_peer;
+  Function<CuAddress, CuContext, CuAddress, CuContext, std::size_t, api::Stream> copy_to_peer;
+  Function<api::Code, const char**> error_name;
+  Function<api::Code, const char**> error_text;
+  // Optional.
+  Function<api::Stream, CuAddress, std::uint32_t, unsigned> stream_wait_value;
+  Function<api::Stream, CuContext*> stream_context;
+};
+
+Result<std::shared_ptr<const Library>> Library::load(const std::string& path) {
+  std::string why;
+  void* const handle = gpu::open_library(path, &why);
+  if (handle == nullptr) return unavailable(path + " was not found (" + why + ")");
+  auto library = std::make_shared<Library>();
+  Library& l = *library;
+  const char* missing = l.resolve(handle, Vendor::kCuda);
+  const auto required = [&](auto& function, const char* symbol) {
+    if (!function.resolve(handle, symbol)) missing = symbol;
+  };
+  required(l.device_get, "cuDeviceGet");
+  required(l.primary_context_retain, "cuDevicePrimaryCtxRetain");
+  required(l.primary_context_release, "cuDevicePrimaryCtxRelease_v2");
+  required(l.context_get, "cuCtxGetCurrent");
+  required(l.context_set, "cuCtxSetCurrent");
+  required(l.context_push, "cuCtxPushCurrent_v2");
+  required(l.context_pop, "cuCtxPopCurrent_v2");
+  required(l.context_enable_peer, "cuCtxEnablePeerAccess");
+  required(l.copy_to_peer, "cuMemcpyPeerAsync");
+  required(l.error_name, "cuGetErrorName");
+  required(l.error_text, "cuGetErrorString");
+  l.stream_wait_value.resolve(handle, "cuStreamWaitValue32_v2");
+  l.stream_context.resolve(handle, "cuStreamGetCtx");
+  if (missing != nullptr) return unavailable(path + " has no " + missing + "; a newer NVIDIA driver is needed");
+
+  const api::Code code = l.functions().init(0);
+  if (code != api::kSuccess) return unavailable("cuInit: " + l.describe(code), code);
+  gpu::watch_process_end();
+  return std::shared_ptr<const Library>(std::move(library));
+}
+
+std::string Library::describe(api::Code code) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (error_name(code, &name) != api::kSuccess || name == nullptr) name = "unknown CUDA error";
+  std::string description = std::string(name) + " (" + std::to_string(code) + ")";
+  if (error_text(code, &text) == api::kSuccess && text != nullptr) description += std::string(": ") + text;
+  return description;
+}
+
+bool Library::is_fatal(api::Code code) const {
+  switch (code) {
+    case api::kEccUncorrectable:
+    case kCuNvlinkUncorrectable:
+    case kCuContained:
+    case api::kIllegalAddress:
+    case api::kLaunchTimeout:
+    case api::kContextIsDestroyed:
+    case api::kAssert:
+    case api::kUnknown:
+      return true;
+    default:
+      return code >= kCuHardwareStackError && code <= api::kLaunchFailed;
+  }
+}
+
+// Keeps the device's primary context, which is the one that the program's CUDA runtime uses.
+class CudaDevice final : public gpu::GpuDevice {
+ public:
+  static Result<std::shared_ptr<GpuDevice>> open(const std::shared_ptr<const Library>& library, int index,
+                                                 const DriverOptions& options) {
+    CuDevice device = 0;
+    const api::Code code = library->device_get(&device, index);
+    if (code != api::kSuccess) {
+      return Status{ENODEV, "gpu " + std::to_string(index) + ": cuDeviceGet: " + library->describe(code), code};
+    }
+    std::shared_ptr<CudaDevice> opened(new CudaDevice(library, device, options));
+    if (Status status = opened->retain(index); !status.ok()) return status;
+    return std::shared_ptr<GpuDevice>(std::move(opened));
+  }
+  ~CudaDevice() override {
+    if (context_ == nullptr) return;
+    close();
+    library_.primary_context_release(ordinal_);
+  }
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  // The thread's stack of contexts remembers what was current.
+  Result<bool> make_current(std::uint64_t* /*before*/) override {
+    CuContext current = nullptr;
+    Status status = call(library_.context_get, &current);
+    if (!status.ok()) return status;
+    if (current == context_) return false;
+    status = call(library_.context_push, context_);
+    if (!status.ok()) return status;
+    return true;
+  }
+  void restore(std::uint64_t /*before*/) override {
+    CuContext popped = nullptr;
+    library_.context_pop(&popped);
+  }
+  Status bind_thread() override {
+    CuContext current = nullptr;
+    Status status = call(library_.context_get, &current);
+    if (!status.ok() || current == context_) return status;
+    return call(library_.context_set, context_);
+  }
+
+  // CUDA names peers by their contexts, HIP by their numbers.
+  Status queue_copy_to_peer(GpuDevice& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+                            api::Stream stream) override {
+    CuContext theirs = static_cast<CudaDevice&>(peer).context_;
+    return call(library_.copy_to_peer, destination, theirs, source, context_, bytes, stream);
+  }
+  Status enable_peer(GpuDevice& peer) override {
+    const api::Code code = library_.context_enable_peer(static_cast<CudaDevice&>(peer).context_, 0);
+    if (code == api::kPeerAccessAlreadyEnabled) return {};
+    return check(library_.context_enable_peer.symbol(), code);
+  }
+
+  Status wait_for_value(api::Stream stream, DeviceAddress cell, std::uint32_t value) override {
+    const auto& wait = library_.stream_wait_value;
+    if (!wait) return lacks("has no streams that wait for a value", wait.symbol());
+    return call(wait, stream, cell, value, api::kWaitValueNotLess);
+  }
+
+  Status check_stream(api::Stream stream, bool certain) override;
+  bool holds(DeviceAddress address) override;
+
+  Status pin_read_only(const void* address, std::size_t bytes) override {
+    if (!read_only_pinning_) return GpuDevice::pin_read_only(address, bytes);
+    const gpu::Current current(*this);
+    if (!current.status().ok()) return current.status();
+    return call(functions().host_register, const_cast<void*>(address), bytes,
+                unsigned{api::kHostRegisterPortable} | kCuHostRegisterReadOnly);
+  }
+
+ private:
+  CudaDevice(const std::shared_ptr<const Library>& library, CuDevice device, const DriverOptions& options)
+      : GpuDevice(library, device, options), library_(*library) {}
+
+  Status retain(int index) {
+    Status status = describe(index);
+    if (!status.ok()) return status;
+    read_only_pinning_ = attribute(kCuAttributeReadOnlyHostRegister);
+    CuContext retained = nullptr;
+    status = call(library_.primary_context_retain, &retained, ordinal_);
+    if (!status.ok()) return status;
+    context_ = retained;
+    return choose_memory(library_.has_virtual_memory() && attribute(kCuAttributeVirtualMemory),
+                         functions().memory_export && attribute(kCuAttributeExportDescriptor),
+                         attribute(kCuAttributeDirectRdmaWithVirtualMemory));
+  }
+
+  const Library& library_;
+  CuContext context_ = nullptr;  // constant once retained
+  bool read_only_pinning_ = false;
+};
+
+Status CudaDevice::check_stream(api::Stream stream, bool certain) {
+  CuContext owner = nullptr;
+  if (reinterpret_cast<std::uintptr_t>(stream) <= api::kLastDefaultStream) {
+    if (certain) return {};
+    // A default stream is that of the current context, so this asks without making the device current.
+    Status status = call(library_.context_get, &owner);
+    if (!status.ok()) return status;
+    if (owner == nullptr) return {EINVAL, "a default stream, and no CUDA device is current: say which device it is"};
+  } else if (library_.stream_context) {
+    const gpu::Current current(*this);
+    if (!current.status().ok()) return current.status();
+    const api::Code code = library_.stream_context(stream, &owner);
+    if (code != api::kSuccess) return {EINVAL, "this is not a CUDA stream: " + library_.describe(code), code};
+  } else if (certain) {
+    return {};
+  } else {
+    return {EINVAL, "this NVIDIA driver does not report the device of a stream: say which device it is"};
+  }
+  return owner == context_ ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+}
+
+// Managed memory may be anywhere, so it is not the device's own.
+bool CudaDevice::holds(DeviceAddress address) {
+  const auto& attribute_of = functions().pointer_attribute;
+  const gpu::Current current(*this);
+  if (!current.status().ok() || !attribute_of) return false;
+  unsigned kind = 0;
+  unsigned managed = 0;  // the driver writes one byte of it
+  int ordinal = -1;
+  return attribute_of(&kind, kCuPointerMemoryType, address) == api::kSuccess && kind == api::kMemoryTypeDevice &&
+         attribute_of(&managed, kCuPointerIsManaged, address) == api::kSuccess && managed == 0 &&
+         attribute_of(&ordinal, kCuPointerDeviceOrdinal, address) == api::kSuccess && ordinal == ordinal_;
+}
+
+}  // namespace
+}  // namespace gpufs::cuda
 
 namespace gpufs {
 
 Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options) {
-  return open_cuda_driver_from(cuda::Library::kSoname, options);
+  return open_cuda_driver_from("libcuda.so.1", options);
 }
 
-Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& library_path, const DriverOptions& options) {
-  Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(library_path);
+Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& path, const DriverOptions& options) {
+  Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const cuda::Library> library = loaded.take();
-
   int found = 0;
-  const gpu::api::Code code = library->call<&cuda::Functions::device_count>(&found);
+  const gpu::api::Code code = library->functions().device_count(&found);
   if (code != gpu::api::kSuccess) {
-    return Status{ENODEV, "cuda is not available: cuDeviceGetCount: " + library->describe(code), code};
+    return cuda::unavailable("cuDeviceGetCount: " + library->describe(code), code);
   }
-  if (found == 0) return Status{ENODEV, "cuda is not available: the driver shows no device"};
-  return gpu::open_devices<cuda::CudaContext>("cuda", library, found, options);
+  if (found == 0) return cuda::unavailable("the driver shows no device");
+  return gpu::open_devices("cuda", found, options,
+                           [&](int index) { return cuda::CudaDevice::open(library, index, options); });
 }
 
 }  // namespace gpufs

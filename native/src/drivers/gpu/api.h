@@ -1,16 +1,13 @@
-// What HIP's runtime has taken over from CUDA's driver interface: result codes, flags and structures, with the same
-// numbers and layout in both. What only one of them has stands in cuda/cuda_api.h and hip/hip_api.h.
-// Owned by nobody (declarations only).
-// Any thread.
+// Result codes, flags and structures that CUDA's driver interface and HIP's runtime share: HIP has taken them over from
+// CUDA with the same numbers and layout. Declared here so that neither the build nor the import needs the vendors'
+// headers. What only one vendor has is in cuda/cuda_api.h and hip/hip_api.h.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 namespace gpufs::gpu::api {
 
-// What every entry point returns.
+// What the functions return.
 using Code = int;
 using Stream = struct StreamObject*;
 using Event = struct EventObject*;
@@ -40,7 +37,7 @@ enum : Code {
   kUnknown = 999,
 };
 
-// Streams up to this number are default streams of what is current: none (0), legacy (1), the thread's own (2).
+// Streams up to this number are default streams of the current device: null (0), legacy (1), per thread (2).
 inline constexpr std::uintptr_t kLastDefaultStream = 2;
 
 enum : int {
@@ -48,8 +45,8 @@ enum : int {
   kLocationDevice = 1,
   kHandleDescriptor = 1,
   kAccessReadWrite = 3,
-  kMemoryTypeDevice = 2,  // HIP: as of ROCm 6; earlier ones number otherwise
-  // Of a pointer, host memory that is pinned included.
+  kMemoryTypeDevice = 2,  // HIP: since ROCm 6; earlier versions have other numbers
+  // Attributes of a pointer, also of one to pinned host memory.
   kPointerRangeStart = 11,
   kPointerRangeBytes = 12,
 };
@@ -67,7 +64,7 @@ struct Location {
   int id;
 };
 
-// HIP: as of ROCm 6; before that the members had another order.
+// HIP: since ROCm 6; the members had another order before.
 struct AllocationProperties {
   int type;
   int handle_types;
@@ -89,21 +86,3 @@ struct Access {
 static_assert(sizeof(Access) == 12);
 
 }  // namespace gpufs::gpu::api
-
-namespace gpufs::gpu {
-
-// The symbol of each member of a vendor's table of functions; the vendor's header gives them.
-template <auto Function>
-inline constexpr const char* kSymbol = nullptr;
-
-// One of the vendor's objects or addresses as another type for the same bits: a number, or a pointer.
-template <typename To, typename From>
-To as(From from) {
-  if constexpr (std::is_pointer_v<To> == std::is_pointer_v<From>) {
-    return static_cast<To>(from);
-  } else {
-    return reinterpret_cast<To>(from);
-  }
-}
-
-}  // namespace gpufs::gpu

@@ -1,142 +1,441 @@
 #include "drivers/gpu/gpu_device.h"
 
+#include <algorithm>
+#include <array>
+#include <cctype>
 #include <cerrno>
+#include <chrono>
+#include <fstream>
+#include <optional>
+#include <typeinfo>
 
+#include "base/log.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {
+namespace {
+
+// Smaller granules would be possible, but buffers want few and large pieces.
+constexpr std::uint64_t kSmallestGranule = std::uint64_t{2} << 20;
+// More than releasing all of a device's memory takes. memory() waits no longer for a release in progress.
+constexpr std::chrono::seconds kReleaseTime{1};
+
+// What the caller of a failed call can act on.
+int errno_of(api::Code code) {
+  switch (code) {
+    case api::kOutOfMemory:
+      return ENOMEM;
+    case api::kHostMemoryAlreadyRegistered:
+      return EEXIST;
+    case api::kHostMemoryNotRegistered:
+      return ENOENT;
+    case api::kNotSupported:
+      return EOPNOTSUPP;
+    default:
+      return EIO;
+  }
+}
+
+// For calls that take device memory: they run out of that, not of host memory.
+Status full_if_out_of_memory(Status status) {
+  if (status.device_code() != api::kOutOfMemory) return status;
+  return {ENOSPC, "No space left on device (" + status.message() + ")", status.device_code()};
+}
+
+// -1: the kernel gives none.
+int numa_node_of(const std::string& pci_address) {
+  std::ifstream file("/sys/bus/pci/devices/" + pci_address + "/numa_node");
+  int node = -1;
+  return file >> node ? node : -1;
+}
+
+class GpuDriver final : public Driver {
+ public:
+  GpuDriver(const char* name, std::vector<std::shared_ptr<Device>> devices)
+      : name_(name), devices_(std::move(devices)) {}
+  [[nodiscard]] const char* name() const override { return name_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
+
+ private:
+  const char* const name_;
+  const std::vector<std::shared_ptr<Device>> devices_;
+};
+
+}  // namespace
+
+// ---- opening ----
+
+Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
+                                             const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open) {
+  if (options.devices < 0) return Status{EINVAL, std::string(driver) + ": the number of devices cannot be negative"};
+  if (options.devices > found) {
+    return Status{ENODEV, std::string(driver) + ": " + std::to_string(options.devices) +
+                              " devices asked for, but there are " + std::to_string(found)};
+  }
+  const int count = options.devices != 0 ? options.devices : found;
+  std::vector<std::shared_ptr<GpuDevice>> devices;
+  for (int index = 0; index < count; ++index) {
+    Result<std::shared_ptr<GpuDevice>> device = open(index);
+    if (!device.ok()) return device.status();
+    devices.push_back(device.take());
+    devices.back()->spares_.set_patience(options.keep_freed);
+  }
+  // Before anything is allocated: peers get access to virtual memory when it is mapped. Where asking fails there is no
+  // direct way, and copy_to_peer() reports it.
+  for (const auto& device : devices) {
+    for (const auto& peer : devices) {
+      if (peer == device) continue;
+      Result<bool> reachable = peer->reaches(*device);
+      if (reachable.ok() && reachable.value()) device->let_in(peer->ordinal_);
+    }
+  }
+  return std::unique_ptr<Driver>(
+      std::make_unique<GpuDriver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end())));
+}
+
+GpuDevice::GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, const DriverOptions& options)
+    : ordinal_(ordinal), library_(std::move(library)), cap_(options.memory_bytes) {}
+
+void GpuDevice::close() {
+  spares_.close();
+  // Nothing can be done about failures here, and after a fatal one all of these fail.
+  const Current current(*this);
+  for (api::Stream stream : idle_streams_) functions().stream_destroy(stream);
+  idle_streams_.clear();
+}
+
+Status GpuDevice::describe(int index) {
+  info_.index = index;
+  std::array<char, 256> text{};
+  Status status = call(functions().device_name, text.data(), int{text.size()}, ordinal_);
+  if (!status.ok()) return status;
+  info_.name = text.data();
+
+  text.fill('\0');
+  status = call(functions().device_pci_address, text.data(), int{text.size()}, ordinal_);
+  if (!status.ok()) return status;
+  info_.pci_address = text.data();
+  // The kernel writes "ffff:a0:00.0".
+  for (char& letter : info_.pci_address) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  info_.numa_node = numa_node_of(info_.pci_address);
+
+  std::size_t total = 0;
+  status = call(functions().device_total_memory, &total, ordinal_);
+  if (!status.ok()) return status;
+  info_.total_bytes = cap_ != 0 ? std::min<std::uint64_t>(cap_, total) : total;
+  info_.granule = kSmallestGranule;
+  return {};
+}
+
+bool GpuDevice::attribute(int which) {
+  int value = 0;
+  return functions().device_attribute(&value, which, ordinal_) == api::kSuccess && value != 0;
+}
+
+Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, bool direct_rdma) {
+  virtual_memory_ = virtual_memory;
+  info_.reserve_copies = !virtual_memory;
+  if (!virtual_memory) return {};
+  exports_descriptors_ = exports_descriptors;
+  allocation_.type = api::kAllocationPinned;
+  allocation_.location = {api::kLocationDevice, ordinal_};
+  if (exports_descriptors) allocation_.handle_types = api::kHandleDescriptor;
+  if (direct_rdma) allocation_.flags.direct_rdma = 1;
+  let_in(ordinal_);
+
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  std::size_t granule = 0;
+  Status status = call(functions().granularity, &granule, &allocation_, api::kGranularityMinimum);
+  if (!status.ok()) return status;
+  info_.granule = std::max<std::uint64_t>(granule, kSmallestGranule);
+  return {};
+}
+
+// ---- failures ----
+
+Status GpuDevice::check(const char* symbol, api::Code code) {
+  if (code == api::kSuccess) return {};
+  Status status{errno_of(code), name() + ": " + public_name(symbol) + ": " + library_->describe(code), code};
+  if (library_->is_fatal(code)) fail(status);
+  return status;
+}
+
+Status GpuDevice::lacks(const std::string& what, const char* symbol) const {
+  return {EOPNOTSUPP, std::string(library_->software()) + " " + what + " (" + symbol + ")"};
+}
+
+void GpuDevice::fail(const Status& reason) {
+  {
+    const std::scoped_lock lock(failure_mutex_);
+    if (!failure_.ok()) return;
+    failure_ = Status{EIO, "out of service since " + reason.message(), reason.device_code()};
+    failed_.store(true, std::memory_order_release);
+  }
+  log_error(name(), " is out of service: ", reason.message());
+}
+
+Status GpuDevice::health() {
+  if (!failed_.load(std::memory_order_acquire)) return {};
+  const std::scoped_lock lock(failure_mutex_);
+  return failure_;
+}
+
+// ---- memory ----
+
+Result<MemoryInfo> GpuDevice::memory() {
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  MemoryInfo info{info_.total_bytes, 0};
+  Status status;
+  spares_.while_settled(kReleaseTime, [&](std::uint64_t cached) {
+    std::size_t free_bytes = 0;
+    std::size_t total = 0;
+    status = call(functions().memory_info, &free_bytes, &total);
+    info.free_bytes = std::min(free_bytes + cached, info.total_bytes);
+  });
+  if (!status.ok()) return status;
+  if (cap_ != 0) {
+    const std::uint64_t taken = taken_.load(std::memory_order_relaxed);
+    info.free_bytes = std::min<std::uint64_t>(info.free_bytes, taken < cap_ ? cap_ - taken : 0);
+  }
+  return info;
+}
 
 Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   if (Status status = health(); !status.ok()) return status;
-  if (!context_->virtual_memory()) return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(context_));
-  return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(context_));
+  auto self = shared_from_this();
+  if (virtual_memory_) return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(std::move(self)));
+  return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
 }
 
-Result<std::unique_ptr<Stream>> GpuDevice::create_stream() { return GpuStream::create(context_); }
+Status GpuDevice::take(std::uint64_t bytes) {
+  std::uint64_t taken = taken_.load(std::memory_order_relaxed);
+  do {
+    if (cap_ != 0 && (taken > cap_ || bytes > cap_ - taken)) {
+      return {ENOSPC, "No space left on device (" + name() + ": " + std::to_string(bytes) +
+                          " more bytes would exceed the cap of " + std::to_string(cap_) + ")"};
+    }
+  } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
+  return {};
+}
 
-Result<std::unique_ptr<Event>> GpuDevice::create_event() { return GpuEvent::create(context_); }
+Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) {
+  if (Status status = take(bytes); !status.ok()) return status;
+  if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) {
+    *handle = *spare;
+    return {};
+  }
+  const auto create = [&] {
+    return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
+  };
+  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) static_cast<void>(spares_.drop());
+  Status status = create();
+  if (status.error() == ENOSPC && spares_.drop()) status = create();
+  if (!status.ok()) give_back(bytes);
+  return status;
+}
+
+void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable) {
+  if (!reusable || !health().ok() || !spares_.keep(handle, bytes)) release({handle});
+  give_back(bytes);
+}
+
+// Also on a device out of service: the vendor releases what it still can.
+void GpuDevice::release(const std::vector<PhysicalHandle>& handles) {
+  const Current current(*this);
+  for (const PhysicalHandle handle : handles) functions().memory_release(handle);
+}
+
+Status GpuDevice::acquire_plain(std::uint64_t bytes, DeviceAddress* base) {
+  if (Status status = take(bytes); !status.ok()) return status;
+  Status status = full_if_out_of_memory(call(functions().memory_allocate, base, bytes));
+  if (!status.ok()) give_back(bytes);
+  return status;
+}
+
+void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
+  const Current current(*this);
+  functions().memory_free(base);
+  give_back(bytes);
+}
+
+Status GpuDevice::map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle) {
+  return full_if_out_of_memory(call(functions().memory_map, address, bytes, 0, handle, 0));
+}
+
+Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
+  Status status =
+      full_if_out_of_memory(call(functions().memory_set_access, address, bytes, access_.data(), access_.size()));
+  if (status.device_code() != api::kInvalidValue) return status;
+  return {status.error(), status.message() + access_remedy_, status.device_code()};
+}
+
+// ---- streams and synchronous copies ----
+
+Result<std::unique_ptr<Stream>> GpuDevice::create_stream() { return GpuStream::create(shared_from_this()); }
+
+Result<std::unique_ptr<Event>> GpuDevice::create_event() { return GpuEvent::create(shared_from_this()); }
 
 Result<std::unique_ptr<Stream>> GpuDevice::adopt_stream(NativeStream native, bool certain) {
-  return GpuStream::adopt(context_, native, certain);
+  return GpuStream::adopt(shared_from_this(), native, certain);
 }
 
+Result<api::Stream> GpuDevice::borrow_stream() {
+  {
+    const std::scoped_lock lock(streams_mutex_);
+    if (!idle_streams_.empty()) {
+      api::Stream stream = idle_streams_.back();
+      idle_streams_.pop_back();
+      return stream;
+    }
+  }
+  api::Stream stream = nullptr;
+  Status status = call(functions().stream_create, &stream, api::kStreamNonBlocking);
+  if (!status.ok()) return status;
+  return stream;
+}
+
+void GpuDevice::return_stream(api::Stream stream) {
+  const std::scoped_lock lock(streams_mutex_);
+  idle_streams_.push_back(stream);
+}
+
+// Queues on a stream of the device's own and waits for it.
 template <typename Queue>
 Status GpuDevice::run(Queue queue) {
-  SynchronousWork work(*context_);
+  SynchronousWork work(*this);
   if (!work.status().ok()) return work.status();
   Status status = queue(work.get());
   return status.ok() ? work.finish() : status;
 }
 
-template <typename Call>
-Status GpuDevice::with_device(Call call) {
-  const Current current(*context_);
-  if (!current.status().ok()) return current.status();
-  return call();
-}
-
-bool GpuDevice::holds(DeviceAddress address) {
-  const Current current(*context_);
-  return current.status().ok() && context_->holds(address);
-}
-
-Status GpuDevice::prepare_to_stand(std::size_t streams) {
-  return with_device([&] { return context_->standing_streams().prepare(streams); });
-}
-
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
   if (bytes == 0) return health();
-  return run([&](StreamHandle stream) { return context_->copy_in(destination, source, bytes, stream); });
+  return run([&](api::Stream stream) { return call(functions().copy_to_device, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::copy_out(void* destination, DeviceAddress source, std::size_t bytes) {
   if (bytes == 0) return health();
-  return run([&](StreamHandle stream) { return context_->copy_out(destination, source, bytes, stream); });
+  return run([&](api::Stream stream) { return call(functions().copy_to_host, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
   if (bytes == 0) return health();
-  return run([&](StreamHandle stream) { return context_->copy_within(destination, source, bytes, stream); });
+  return run([&](api::Stream stream) { return call(functions().copy_on_device, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::zero(DeviceAddress destination, std::size_t bytes) {
   if (bytes == 0) return health();
-  return run([&](StreamHandle stream) { return context_->fill_zero(destination, bytes, stream); });
+  return run([&](api::Stream stream) { return call(functions().fill, destination, 0, bytes, stream); });
+}
+
+// ---- peers ----
+
+Result<bool> GpuDevice::reaches(GpuDevice& peer) {
+  if (!functions().device_can_access_peer) return false;
+  int reachable = 0;
+  Status status = call(functions().device_can_access_peer, &reachable, ordinal_, peer.ordinal_);
+  if (!status.ok()) return status;
+  return reachable != 0;
 }
 
 Status GpuDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
-  auto* other = dynamic_cast<GpuDevice*>(&peer);
-  if (other == nullptr || !context_->same_vendor(*other->context_)) {
-    return {EOPNOTSUPP, "the other device belongs to another driver"};
-  }
-  if (other->context_ == context_) return copy_within(destination, source, bytes);
-  Context& remote = *other->context_;
-  if (Status status = other->health(); !status.ok()) return status;
-  Result<bool> reachable = context_->reaches(remote);
+  if (&peer == this) return copy_within(destination, source, bytes);
+  if (typeid(peer) != typeid(*this)) return {EOPNOTSUPP, "the other device belongs to another driver"};
+  auto& remote = static_cast<GpuDevice&>(peer);
+  if (Status status = remote.health(); !status.ok()) return status;
+  Result<bool> reachable = reaches(remote);
   if (!reachable.ok()) return reachable.status();
-  if (!reachable.value()) {
-    return {EOPNOTSUPP,
-            "gpu " + std::to_string(info().index) + " has no direct way to gpu " + std::to_string(remote.info().index)};
-  }
-  // Virtual memory is opened to peers where it is mapped.
+  if (!reachable.value()) return {EOPNOTSUPP, name() + " has no direct way to " + remote.name()};
+  // Virtual memory gives peers access when it is mapped.
   if (!remote.virtual_memory()) {
-    if (Status status = enable_peer(remote); !status.ok()) return status;
+    const std::scoped_lock lock(peers_mutex_);
+    if (!enabled_peers_.contains(remote.ordinal_)) {
+      const Current current(*this);
+      Status status = current.status().ok() ? enable_peer(remote) : current.status();
+      if (!status.ok()) return status;
+      enabled_peers_.insert(remote.ordinal_);
+    }
   }
   if (bytes == 0) return health();
-  return run([&](StreamHandle stream) { return context_->copy_to_peer(remote, destination, source, bytes, stream); });
+  return run([&](api::Stream stream) { return queue_copy_to_peer(remote, destination, source, bytes, stream); });
 }
 
-Status GpuDevice::enable_peer(Context& peer) {
-  {
-    const std::scoped_lock lock(peers_mutex_);
-    if (enabled_peers_.contains(peer.info().index)) return {};
-  }
-  Status status = with_device([&] { return context_->enable_peer(peer); });
-  if (!status.ok()) return status;
-  const std::scoped_lock lock(peers_mutex_);
-  enabled_peers_.insert(peer.info().index);
-  return {};
-}
+// ---- pinned host memory ----
 
 Status GpuDevice::pin(void* address, std::size_t bytes) {
-  return with_device([&] { return context_->pin(address, bytes); });
-}
-
-Status GpuDevice::pin_read_only(const void* address, std::size_t bytes) {
-  return with_device([&] { return context_->pin_read_only(address, bytes); });
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  return call(functions().host_register, address, bytes, api::kHostRegisterPortable);
 }
 
 Status GpuDevice::unpin(void* address) {
-  return with_device([&] { return context_->unpin(address); });
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  return call(functions().host_unregister, address);
 }
 
 Result<DeviceAddress> GpuDevice::address_of_pinned(void* address) {
-  DeviceAddress seen = 0;
-  Status status = with_device([&] { return context_->address_of_pinned(address, &seen); });
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  // Without the function, host and device share their addresses.
+  if (!functions().host_address) return reinterpret_cast<DeviceAddress>(address);
+  DeviceAddress found = 0;
+  Status status = call(functions().host_address, &found, address, 0);
   if (!status.ok()) return status;
-  return seen;
+  return found;
 }
 
 Result<PinnedHostRange> GpuDevice::pinned_range(const void* address) {
-  const Current current(*context_);
+  const Current current(*this);
   if (!current.status().ok()) return current.status();
-  return context_->pinned_range(address);
+  const auto& attribute_of = functions().pointer_attribute;
+  if (!attribute_of) return lacks("does not report what is pinned", attribute_of.symbol());
+  const auto at = reinterpret_cast<DeviceAddress>(address);
+  PinnedHostRange range;
+  std::size_t bytes = 0;
+  Status status = call(attribute_of, &range.start, api::kPointerRangeStart, at);
+  if (status.ok()) status = call(attribute_of, &bytes, api::kPointerRangeBytes, at);
+  if (!status.ok()) return status;
+  range.end = range.start + bytes;
+  return range;
 }
 
-GpuDriver::GpuDriver(std::string name, std::vector<std::shared_ptr<Context>> contexts) : name_(std::move(name)) {
-  devices_.reserve(contexts.size());
-  for (auto& context : contexts) devices_.push_back(std::make_unique<GpuDevice>(std::move(context)));
+// ---- guards ----
+
+Current::Current(GpuDevice& device) : device_(device), status_(device.health()) {
+  if (!status_.ok()) return;
+  Result<bool> changed = device_.make_current(&before_);
+  status_ = changed.status();
+  changed_ = changed.ok() && changed.value();
 }
 
-Result<int> wanted_devices(const std::string& driver, const DriverOptions& options, int found) {
-  if (options.devices < 0) return Status{EINVAL, driver + ": the number of devices cannot be negative"};
-  if (options.devices > found) {
-    return Status{ENODEV, driver + ": " + std::to_string(options.devices) + " devices asked for, but there are " +
-                              std::to_string(found)};
+Current::~Current() {
+  if (changed_) device_.restore(before_);
+}
+
+SynchronousWork::SynchronousWork(GpuDevice& device) : device_(device), current_(device), status_(current_.status()) {
+  if (!status_.ok()) return;
+  Result<api::Stream> stream = device_.borrow_stream();
+  if (stream.ok()) {
+    stream_ = stream.value();
+  } else {
+    status_ = stream.status();
   }
-  return options.devices != 0 ? options.devices : found;
+}
+
+SynchronousWork::~SynchronousWork() {
+  if (stream_ == nullptr) return;
+  if (!finished_) static_cast<void>(finish());
+  device_.return_stream(stream_);
+}
+
+Status SynchronousWork::finish() {
+  finished_ = true;
+  return device_.call(device_.functions().stream_synchronize, stream_);
 }
 
 }  // namespace gpufs::gpu

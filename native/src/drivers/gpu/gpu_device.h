@@ -1,38 +1,40 @@
-// One GPU behind the driver interface, and the driver that has them.
-// A device is owned by its driver, the driver by the Engine.
-// Any thread may call any function: each makes the device current for itself, and puts back what was current.
+// One GPU behind the driver interface: what CUDA and HIP do alike, over the table of the vendor's functions. The
+// classes in cuda/ and hip/ add the few calls that differ. Ownership: shared by the driver and by the device's memory,
+// streams and events. Thread-safe. Every call makes the device current for itself and restores what was current before
+// (Current).
 #pragma once
 
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "base/status.h"
 #include "drivers/driver.h"
-#include "drivers/gpu/context.h"
+#include "drivers/gpu/api.h"
+#include "drivers/gpu/spare_memory.h"
+#include "drivers/gpu/vendor_library.h"
 
 namespace gpufs::gpu {
 
-class GpuDevice final : public Device {
+class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> {
  public:
-  explicit GpuDevice(std::shared_ptr<Context> context) : context_(std::move(context)) {}
-
-  [[nodiscard]] const DeviceInfo& info() const override { return context_->info(); }
-  Result<MemoryInfo> memory() override { return context_->memory(); }
-  Status bind_thread() override { return context_->bind_thread(); }
-  Status health() override { return context_->health(); }
+  [[nodiscard]] const DeviceInfo& info() const override { return info_; }
+  // Cached free pieces of memory count as free.
+  Result<MemoryInfo> memory() override;
+  Status health() override;
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
-
-  Status prepare_to_stand(std::size_t streams) override;
-  void streams_stand(int change) override { context_->standing_streams().change(change); }
-  bool any_stands() override { return context_->standing_streams().stand(); }
-  DeviceWaits* waits() override { return &context_->waits(); }
 
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
@@ -40,40 +42,156 @@ class GpuDevice final : public Device {
   Status zero(DeviceAddress destination, std::size_t bytes) override;
   Status copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
 
-  bool holds(DeviceAddress address) override;
-
   Status pin(void* address, std::size_t bytes) override;
   Status unpin(void* address) override;
   Result<DeviceAddress> address_of_pinned(void* address) override;
   Result<PinnedHostRange> pinned_range(const void* address) override;
-  Status pin_read_only(const void* address, std::size_t bytes) override;
+
+  // ---- for the device's memory, streams and events, and for Current ----
+
+  [[nodiscard]] const Functions& functions() const { return library_->functions(); }
+  // Calls a function of the vendor's, with the device current. A failure is a Status like "gpu 0: cuMemCreate:
+  // CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"; one after which nothing works puts the device out of service.
+  template <typename... Parameters>
+  Status call(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
+    return check(function.symbol(), function(arguments...));
+  }
+  Status check(const char* symbol, api::Code code);
+  // Puts the device out of service; only the first reason is kept.
+  void fail(const Status& reason);
+  // EOPNOTSUPP: "this NVIDIA driver cannot ... (cuLaunchHostFunc)".
+  [[nodiscard]] Status lacks(const std::string& what, const char* symbol) const;
+
+  // Whether there are address ranges and physical memory; otherwise there are plain allocations only.
+  [[nodiscard]] bool virtual_memory() const { return virtual_memory_; }
+  [[nodiscard]] bool exports_descriptors() const { return exports_descriptors_; }
+  // Whether one call may unmap or open several pieces that were mapped side by side.
+  [[nodiscard]] bool spans_pieces() const { return spans_pieces_; }
+
+  // Memory within the cap: ENOSPC if it or the device is full. The contents are undefined. The device must be current.
+  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle);
+  // reusable: nobody outside can reach the memory, so it may be cached for the next caller.
+  void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable);
+  Status acquire_plain(std::uint64_t bytes, DeviceAddress* base);
+  void return_plain(DeviceAddress base, std::uint64_t bytes);
+
+  Status map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle);
+  // Gives the device and its peers access to mapped addresses.
+  Status allow(DeviceAddress address, std::uint64_t bytes);
+
+  // Streams for synchronous work, each lent to one thread at a time, so that no thread waits for another's copy.
+  Result<api::Stream> borrow_stream();
+  void return_stream(api::Stream stream);
+
+  // ---- what the vendors do differently; the device is current, except where it says otherwise ----
+
+  // Makes the device current on this thread. True if another one was, which `before` then names for restore().
+  virtual Result<bool> make_current(std::uint64_t* before) = 0;
+  virtual void restore(std::uint64_t before) = 0;
+  // Whether a stream of the program's is this device's: EXDEV, EINVAL. The device need not be current.
+  virtual Status check_stream(api::Stream stream, bool certain) = 0;
+  virtual Status wait_for_value(api::Stream stream, DeviceAddress cell, std::uint32_t value) = 0;
+  // peer: a device of the same vendor.
+  virtual Status queue_copy_to_peer(GpuDevice& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+                                    api::Stream stream) = 0;
+  // Lets this device reach plain allocations of the peer.
+  virtual Status enable_peer(GpuDevice& peer) = 0;
+
+ protected:
+  // ordinal: the device's number in the vendor's calls.
+  GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, const DriverOptions& options);
+  // Releases the cached memory and the streams. The vendor's destructor calls it first, while its calls still exist.
+  void close();
+
+  // "gpu 0".
+  [[nodiscard]] std::string name() const { return "gpu " + std::to_string(info_.index); }
+  // Reads what is known of a device before it is current.
+  Status describe(int index);
+  // Whether the device has what the attribute stands for. A driver that does not know the attribute does not have it.
+  bool attribute(int which);
+  // Decides how memory is taken, once the device can be made current.
+  Status choose_memory(bool virtual_memory, bool exports_descriptors, bool direct_rdma);
+
+  const int ordinal_;
+  // Set before the device is shared, and constant then.
+  DeviceInfo info_;
+  bool spans_pieces_ = true;
+  std::string access_remedy_;  // what the message adds when access to mapped memory is refused
 
  private:
-  // Queues with a stream of the context's pool, and waits for it.
+  friend Result<std::unique_ptr<Driver>> open_devices(
+      const char* driver, int found, const DriverOptions& options,
+      const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
+
   template <typename Queue>
   Status run(Queue queue);
-  template <typename Call>
-  Status with_device(Call call);
-  Status enable_peer(Context& peer);
+  Result<bool> reaches(GpuDevice& peer);
+  void let_in(int ordinal) { access_.push_back({{api::kLocationDevice, ordinal}, api::kAccessReadWrite}); }
+  Status take(std::uint64_t bytes);
+  void give_back(std::uint64_t bytes) { taken_.fetch_sub(bytes, std::memory_order_relaxed); }
+  void release(const std::vector<PhysicalHandle>& handles);
 
-  const std::shared_ptr<Context> context_;
+  const std::shared_ptr<const VendorLibrary> library_;
+  const std::uint64_t cap_;  // the most bytes in use, 0 for no cap
+  bool virtual_memory_ = false;
+  bool exports_descriptors_ = false;
+  api::AllocationProperties allocation_{};
+  std::vector<api::Access> access_;  // the devices that may reach this device's memory
+
+  std::atomic<std::uint64_t> taken_{0};
+  SpareMemory spares_{[this](const std::vector<PhysicalHandle>& handles) { release(handles); }};
+
+  std::atomic<bool> failed_{false};
+  std::mutex failure_mutex_;  // guards failure_; a leaf
+  Status failure_;
+
+  std::mutex streams_mutex_;  // guards idle_streams_; a leaf
+  std::vector<api::Stream> idle_streams_;
+
   std::mutex peers_mutex_;  // guards enabled_peers_; a leaf
   std::set<int> enabled_peers_;
 };
 
-// A driver over the contexts of a vendor's devices.
-class GpuDriver final : public Driver {
+// Makes the device current on this thread while it lives, and restores what was current before. Costs one cheap call if
+// the device is current already.
+class Current {
  public:
-  GpuDriver(std::string name, std::vector<std::shared_ptr<Context>> contexts);
-  [[nodiscard]] const char* name() const override { return name_.c_str(); }
-  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+  explicit Current(GpuDevice& device);
+  ~Current();
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  // The device's health, or why it could not be made current.
+  [[nodiscard]] const Status& status() const { return status_; }
 
  private:
-  const std::string name_;
-  std::vector<std::unique_ptr<Device>> devices_;
+  GpuDevice& device_;
+  Status status_;
+  std::uint64_t before_ = 0;
+  bool changed_ = false;
 };
 
-// How many of the devices that a library shows a driver is to use. EINVAL, ENODEV.
-Result<int> wanted_devices(const std::string& driver, const DriverOptions& options, int found);
+// A stream for synchronous work on a thread where the device is current: queue on get(), then finish(), which waits for
+// what was queued. The destructor waits too, for an early return after a failure.
+class SynchronousWork {
+ public:
+  explicit SynchronousWork(GpuDevice& device);
+  ~SynchronousWork();
+  SynchronousWork(const SynchronousWork&) = delete;
+  SynchronousWork& operator=(const SynchronousWork&) = delete;
+  [[nodiscard]] const Status& status() const { return status_; }
+  [[nodiscard]] api::Stream get() const { return stream_; }
+  Status finish();
+
+ private:
+  GpuDevice& device_;
+  Current current_;
+  Status status_;
+  api::Stream stream_ = nullptr;
+  bool finished_ = false;
+};
+
+// The driver of the first of `found` devices, as many as the options want; open() opens one. EINVAL, ENODEV.
+Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
+                                             const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
 
 }  // namespace gpufs::gpu

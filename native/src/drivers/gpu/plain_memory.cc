@@ -6,22 +6,13 @@
 
 namespace gpufs::gpu {
 
-Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<Context> context, std::uint64_t bytes) {
-  if (Status status = context->take(bytes); !status.ok()) return status;
+Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
   DeviceAddress base = 0;
-  Status status = context->allocate(bytes, &base);
-  if (!status.ok()) {
-    context->give_back(bytes);
-    return status;
-  }
-  return std::shared_ptr<PlainRange>(new PlainRange(std::move(context), base, bytes));
+  if (Status status = device->acquire_plain(bytes, &base); !status.ok()) return status;
+  return std::shared_ptr<PlainRange>(new PlainRange(std::move(device), base, bytes));
 }
 
-PlainRange::~PlainRange() {
-  const Current current(*context_);
-  context_->free(base_);
-  context_->give_back(bytes_);
-}
+PlainRange::~PlainRange() { device_->return_plain(base_, bytes_); }
 
 bool PlainMemory::uniform(const MemorySpan& span, bool populated) const {
   const auto [offset, bytes] = span;
@@ -38,16 +29,16 @@ void PlainMemory::mark(const MemorySpan& span, bool live) {
 }
 
 Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) {
-  if (bytes == 0 || bytes > UINT64_MAX - granule_) return Status{EINVAL, "a range of no size, or of too much"};
+  if (bytes == 0 || bytes > UINT64_MAX - granule_) return Status{EINVAL, "a range of size zero, or too large"};
   bytes = (bytes + granule_ - 1) / granule_ * granule_;
   const std::uint64_t granules = bytes / granule_;
   if (live_.size() > granules &&
       std::find(live_.begin() + static_cast<std::ptrdiff_t>(granules), live_.end(), true) != live_.end()) {
     return Status{EINVAL, "the new range is smaller than the memory it has to show"};
   }
-  SynchronousWork work(*context_);
+  SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
-  Result<std::shared_ptr<PlainRange>> allocated = PlainRange::allocate(context_, bytes);
+  Result<std::shared_ptr<PlainRange>> allocated = PlainRange::allocate(device_, bytes);
   if (!allocated.ok()) return allocated.status();
   const std::shared_ptr<PlainRange> range = allocated.take();
   for (std::uint64_t from = 0; from < live_.size();) {
@@ -57,8 +48,8 @@ Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) 
     }
     std::uint64_t to = from;
     while (to < live_.size() && live_[to]) ++to;
-    Status status = context_->copy_within(range->base() + from * granule_, current_->base() + from * granule_,
-                                          (to - from) * granule_, work.get());
+    Status status = device_->call(device_->functions().copy_on_device, range->base() + from * granule_,
+                                  current_->base() + from * granule_, (to - from) * granule_, work.get());
     if (!status.ok()) return status;
     from = to;
   }
@@ -69,11 +60,11 @@ Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes) 
 }
 
 Status PlainMemory::populate(std::span<const MemorySpan> spans) {
-  SynchronousWork work(*context_);
+  SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const MemorySpan& span : spans) {
     if (!uniform(span, false)) return {EINVAL, "not whole granules of the range, none of them populated"};
-    Status status = context_->fill_zero(current_->base() + span.offset, span.bytes, work.get());
+    Status status = device_->call(device_->functions().fill, current_->base() + span.offset, 0, span.bytes, work.get());
     if (!status.ok()) return status;
   }
   if (Status status = work.finish(); !status.ok()) return status;

@@ -1,20 +1,19 @@
 // A buffer's memory on devices without virtual memory management: one allocation, copied into a larger one when a
-// larger range is reserved. Released granules are used again but go back to the device only with the allocation.
-// Owned by the Buffer whose memory it is.
-// One thread at a time, bound or not; the ranges may be given back by any thread at any time.
+// larger range is reserved. Released granules are reused, but return to the device only with the whole allocation.
+// Ownership: the Buffer's. One thread at a time; any thread may release the ranges at any time.
 #pragma once
 
 #include <memory>
 #include <vector>
 
 #include "drivers/driver.h"
-#include "drivers/gpu/context.h"
+#include "drivers/gpu/gpu_device.h"
 
 namespace gpufs::gpu {
 
 class PlainRange final : public AddressRange {
  public:
-  static Result<std::shared_ptr<PlainRange>> allocate(std::shared_ptr<Context> context, std::uint64_t bytes);
+  static Result<std::shared_ptr<PlainRange>> allocate(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
   ~PlainRange() override;
   PlainRange(const PlainRange&) = delete;
   PlainRange& operator=(const PlainRange&) = delete;
@@ -22,17 +21,17 @@ class PlainRange final : public AddressRange {
   [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
 
  private:
-  PlainRange(std::shared_ptr<Context> context, DeviceAddress base, std::uint64_t bytes)
-      : context_(std::move(context)), base_(base), bytes_(bytes) {}
-  const std::shared_ptr<Context> context_;
+  PlainRange(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t bytes)
+      : device_(std::move(device)), base_(base), bytes_(bytes) {}
+  const std::shared_ptr<GpuDevice> device_;
   const DeviceAddress base_;
   const std::uint64_t bytes_;
 };
 
 class PlainMemory final : public DeviceMemory {
  public:
-  explicit PlainMemory(std::shared_ptr<Context> context)
-      : context_(std::move(context)), granule_(context_->info().granule) {}
+  explicit PlainMemory(std::shared_ptr<GpuDevice> device)
+      : device_(std::move(device)), granule_(device_->info().granule) {}
 
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
   using DeviceMemory::populate;
@@ -46,7 +45,7 @@ class PlainMemory final : public DeviceMemory {
   [[nodiscard]] bool uniform(const MemorySpan& span, bool populated) const;
   void mark(const MemorySpan& span, bool live);
 
-  const std::shared_ptr<Context> context_;
+  const std::shared_ptr<GpuDevice> device_;
   const std::uint64_t granule_;
   std::shared_ptr<PlainRange> current_;
   std::vector<bool> live_;  // by granule of the current range

@@ -1,41 +1,26 @@
 #include "drivers/gpu/spare_memory.h"
 
 #include <algorithm>
-#include <array>
-#include <new>
+#include <iterator>
 #include <utility>
 
 #include "base/thread.h"
 
 namespace gpufs::gpu {
-namespace {
-
-// Handles that one call of the vendor's context is set up for.
-constexpr std::size_t kTogether = 64;
-
-}  // namespace
 
 bool SpareMemory::keep(PhysicalHandle handle, std::uint64_t bytes) {
   if (patience_.count() <= 0) return false;
   const std::lock_guard lock(mutex_);
   if (closed_) return false;
-  // Called where nothing may fail: without memory, or a thread that would release it later, it is not kept.
-  try {
-    std::list<Piece> piece{{handle, Clock::now()}};
-    if (!working_) {
-      if (thread_.joinable()) thread_.join();  // it has said that it ends
-      Result<std::thread> started = start_thread("gpufs-spares", [this] { work(); });
-      if (!started.ok()) return false;
-      thread_ = started.take();
-      working_ = true;
-    }
-    std::list<Piece>& same = pieces_[bytes];
-    same.splice(same.end(), piece);
-  } catch (const std::bad_alloc&) {
-    return false;
+  if (!working_) {
+    if (thread_.joinable()) thread_.join();  // it has said that it ends
+    Result<std::thread> started = start_thread("gpufs-spares", [this] { work(); });
+    if (!started.ok()) return false;
+    thread_ = started.take();
+    working_ = true;
   }
+  pieces_[bytes].push_back({handle, Clock::now()});
   bytes_ += bytes;
-  ++changes_;
   return true;
 }
 
@@ -47,16 +32,15 @@ std::optional<PhysicalHandle> SpareMemory::take(std::uint64_t bytes) {
   found->second.pop_back();
   if (found->second.empty()) pieces_.erase(found);
   bytes_ -= bytes;
-  ++changes_;
   changed_.notify_all();
   return handle;
 }
 
 bool SpareMemory::drop() {
   std::unique_lock lock(mutex_);
-  const std::list<Piece> pieces = take_older(Clock::time_point::max());
-  const bool any = !pieces.empty() || releasing_ > 0;
-  if (!pieces.empty()) release(lock, pieces);
+  const std::vector<PhysicalHandle> handles = take_older(Clock::time_point::max());
+  const bool any = !handles.empty() || releasing_ > 0;
+  if (!handles.empty()) release(lock, handles);
   changed_.wait(lock, [this] { return releasing_ == 0; });
   return any;
 }
@@ -76,15 +60,11 @@ std::uint64_t SpareMemory::bytes() const {
   return bytes_;
 }
 
-std::optional<std::uint64_t> SpareMemory::changes() const {
-  const std::lock_guard lock(mutex_);
-  return releasing_ == 0 ? std::optional(changes_) : std::nullopt;
-}
-
-std::optional<std::uint64_t> SpareMemory::settled(Clock::time_point deadline) const {
+void SpareMemory::while_settled(std::chrono::milliseconds patience,
+                                const std::function<void(std::uint64_t bytes)>& look) const {
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_until(lock, deadline, [this] { return releasing_ == 0; })) return std::nullopt;
-  return changes_;
+  changed_.wait_for(lock, patience, [this] { return releasing_ == 0; });
+  look(bytes_);
 }
 
 void SpareMemory::work() {
@@ -100,27 +80,22 @@ void SpareMemory::work() {
   working_ = false;
 }
 
-void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::list<Piece>& pieces) {
+void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& handles) {
   ++releasing_;
   lock.unlock();
-  std::array<PhysicalHandle, kTogether> handles;
-  for (auto piece = pieces.begin(); piece != pieces.end();) {
-    std::size_t count = 0;
-    for (; piece != pieces.end() && count < handles.size(); ++piece) handles[count++] = piece->handle;
-    release_(std::span(handles).first(count));
-  }
+  release_(handles);
   lock.lock();
   --releasing_;
-  ++changes_;
   changed_.notify_all();
 }
 
-std::list<SpareMemory::Piece> SpareMemory::take_older(Clock::time_point before) {
-  std::list<Piece> taken;  // needs no memory, which releasing must not
+std::vector<PhysicalHandle> SpareMemory::take_older(Clock::time_point before) {
+  std::vector<PhysicalHandle> taken;
   for (auto size = pieces_.begin(); size != pieces_.end();) {
-    std::list<Piece>& pieces = size->second;
+    std::deque<Piece>& pieces = size->second;
     while (!pieces.empty() && pieces.front().since <= before) {
-      taken.splice(taken.end(), pieces, pieces.begin());
+      taken.push_back(pieces.front().handle);
+      pieces.pop_front();
       bytes_ -= size->first;
     }
     size = pieces.empty() ? pieces_.erase(size) : std::next(size);

@@ -1,22 +1,22 @@
-// Physical memory that was given back a moment ago, kept for whoever takes as much next.
+// Cached free memory: physical memory that was released a moment ago, kept for the next caller that takes as much.
 //
-// A driver clears what it gets back, by the engines that copies need: 8 GiB over the bus take 157 ms alone, and 198 ms
-// while 16 GiB that were released just before are being cleared (one H200). Whoever replaces a large file by another of
-// its size would pay that each time; pieces that are used again are not cleared by the driver at all.
-// Owned by the device's Context.
-// Any thread. The function that releases is called with no lock held, on a thread of this class or that of the caller.
+// A driver clears the memory that it gets back, with the engines that copies need: copying 8 GiB over the bus takes
+// 157 ms alone, and 198 ms while 16 GiB that were released just before are being cleared (one H200). Replacing a large
+// file by another of its size would cost that each time. The driver does not clear pieces that are reused here.
+// Ownership: the GpuDevice's.
+// Thread-safe. The release function is called without a lock, on a thread of this class or on the caller's.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
-#include <list>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <thread>
+#include <vector>
 
 namespace gpufs::gpu {
 
@@ -25,7 +25,7 @@ using PhysicalHandle = std::uint64_t;
 class SpareMemory {
  public:
   using Clock = std::chrono::steady_clock;
-  using Release = std::function<void(std::span<const PhysicalHandle>)>;
+  using Release = std::function<void(const std::vector<PhysicalHandle>&)>;
 
   explicit SpareMemory(Release release) : release_(std::move(release)) {}
   // Releases everything.
@@ -36,20 +36,18 @@ class SpareMemory {
   // How long pieces are kept, 0 for not at all. Before the first keep().
   void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }
 
-  // Takes a piece over; false, and nothing has happened, where it is not to be kept.
+  // Takes ownership of a piece. False, and the caller still owns it, if it is not to be kept.
   bool keep(PhysicalHandle handle, std::uint64_t bytes);
-  // A piece of exactly so many bytes, which are what somebody left there.
+  // A piece of exactly so many bytes, with the contents that its last user left.
   std::optional<PhysicalHandle> take(std::uint64_t bytes);
-  // Releases all that is kept now. True if there was anything, so that there is more memory than before.
+  // Releases all pieces. True if there were any, so that the driver has more memory than before.
   bool drop();
-  // Releases everything, and keeps nothing from now on.
+  // Releases all pieces, and keeps none from now on.
   void close();
   [[nodiscard]] std::uint64_t bytes() const;
-  // How often anything was kept, taken or released. Without an answer while something is being released, which is
-  // neither kept nor free for others then.
-  [[nodiscard]] std::optional<std::uint64_t> changes() const;
-  // The same once nothing is being released, or without an answer when the time has come.
-  [[nodiscard]] std::optional<std::uint64_t> settled(Clock::time_point deadline) const;
+  // Calls look(bytes) with the cached bytes while no piece comes or goes. Waits until no release is in progress, whose
+  // pieces are neither cached nor free, but not longer than `patience`. look() must not call this object.
+  void while_settled(std::chrono::milliseconds patience, const std::function<void(std::uint64_t bytes)>& look) const;
 
  private:
   struct Piece {
@@ -57,22 +55,22 @@ class SpareMemory {
     Clock::time_point since;
   };
 
+  // The thread that releases pieces when their time is over. It ends when there are none.
   void work();
-  // Takes out what was kept before `before`. Under the lock.
-  std::list<Piece> take_older(Clock::time_point before);
-  // Releases what was taken out, with the lock let go meanwhile.
-  void release(std::unique_lock<std::mutex>& lock, const std::list<Piece>& pieces);
+  // Removes the pieces that were kept until `before`. Under the lock.
+  std::vector<PhysicalHandle> take_older(Clock::time_point before);
+  // Releases handles without the lock, which it takes again.
+  void release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& handles);
   [[nodiscard]] Clock::time_point oldest() const;
 
   const Release release_;
   std::chrono::milliseconds patience_{0};
 
-  mutable std::mutex mutex_;  // guards what follows; a leaf
+  mutable std::mutex mutex_;  // guards the rest; held over one call of the driver's by while_settled()
   mutable std::condition_variable changed_;
-  std::map<std::uint64_t, std::list<Piece>> pieces_;  // by bytes, the oldest first; no empty ones
+  std::map<std::uint64_t, std::deque<Piece>> pieces_;  // by bytes, the oldest first; no empty entries
   std::uint64_t bytes_ = 0;
-  std::uint64_t changes_ = 0;
-  int releasing_ = 0;  // threads that release pieces which they have taken out
+  int releasing_ = 0;  // releases in progress
   bool working_ = false;
   bool closed_ = false;
   std::thread thread_;  // while there are pieces

@@ -1,36 +1,38 @@
 // Streams and events of a GPU.
-// Owned by whoever created them (the device's pools); they keep the device's context alive.
-// Stream: one thread at a time; Event: any thread may query and wait. Neither needs a bound thread.
+// Ownership: the caller's that created them (the device's pools); they keep the device open.
+// Stream: one thread at a time. Event: thread-safe.
 #pragma once
 
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "drivers/driver.h"
-#include "drivers/gpu/context.h"
+#include "drivers/gpu/gpu_device.h"
 
 namespace gpufs::gpu {
 
 class GpuEvent final : public Event {
  public:
-  static Result<std::unique_ptr<Event>> create(std::shared_ptr<Context> context);
+  static Result<std::unique_ptr<Event>> create(std::shared_ptr<GpuDevice> device);
   ~GpuEvent() override;
   GpuEvent(const GpuEvent&) = delete;
   GpuEvent& operator=(const GpuEvent&) = delete;
   Result<bool> query() override;
   Status synchronize() override;
-  [[nodiscard]] EventHandle handle() const { return event_; }
+  [[nodiscard]] api::Event handle() const { return event_; }
 
  private:
-  GpuEvent(std::shared_ptr<Context> context, EventHandle event) : context_(std::move(context)), event_(event) {}
-  const std::shared_ptr<Context> context_;
-  EventHandle event_;  // constant
+  GpuEvent(std::shared_ptr<GpuDevice> device, api::Event event) : device_(std::move(device)), event_(event) {}
+  const std::shared_ptr<GpuDevice> device_;
+  const api::Event event_;
 };
 
 class GpuStream final : public Stream {
  public:
-  static Result<std::unique_ptr<Stream>> create(std::shared_ptr<Context> context);
-  // Another name for a stream of the program's.
-  static Result<std::unique_ptr<Stream>> adopt(std::shared_ptr<Context> context, NativeStream native, bool certain);
+  static Result<std::unique_ptr<Stream>> create(std::shared_ptr<GpuDevice> device);
+  // For a stream of the program's, which the object does not own.
+  static Result<std::unique_ptr<Stream>> adopt(std::shared_ptr<GpuDevice> device, NativeStream native, bool certain);
   ~GpuStream() override;
   GpuStream(const GpuStream&) = delete;
   GpuStream& operator=(const GpuStream&) = delete;
@@ -47,12 +49,15 @@ class GpuStream final : public Stream {
   Status synchronize() override;
 
  private:
-  GpuStream(std::shared_ptr<Context> context, StreamHandle stream, bool owned)
-      : context_(std::move(context)), stream_(stream), owned_(owned) {}
+  GpuStream(std::shared_ptr<GpuDevice> device, api::Stream stream, bool owned)
+      : device_(std::move(device)), stream_(stream), owned_(owned) {}
+  // Calls a function of the vendor's with the device current.
+  template <typename... Parameters>
+  Status queue(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments);
 
-  const std::shared_ptr<Context> context_;
-  StreamHandle stream_;  // constant
-  const bool owned_;     // destroyed with this
+  const std::shared_ptr<GpuDevice> device_;
+  const api::Stream stream_;
+  const bool owned_;
 };
 
 }  // namespace gpufs::gpu

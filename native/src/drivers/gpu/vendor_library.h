@@ -1,71 +1,132 @@
-// What every vendor's library needs that is opened at run time: its symbols and the one way to call them, what its
-// codes mean, a look at the process's end, and where a PCI device is attached.
-// Owned by shared pointers: everything of a driver that could still make a call holds its library.
-// Any thread.
+// A vendor's library, opened at run time: the table of its functions, and what its result codes mean.
+// Ownership: shared by everything that may still call it; the library itself stays loaded until the process ends.
+// Thread-safe.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
-#include <utility>
 
 #include "base/status.h"
+#include "drivers/driver.h"
 #include "drivers/gpu/api.h"
-#include "drivers/gpu/context.h"
 
 namespace gpufs::gpu {
 
-// Opens a library for the rest of the process: threads and exit handlers of its own live in it. Null where it cannot be
-// opened; `why` then says so.
+// Opens a library for the rest of the process, because it may have threads and exit handlers of its own. Null if it
+// cannot be opened; `why` then has the reason.
 void* open_library(const std::string& path, std::string* why);
 
 void* find_symbol(void* library, const char* symbol);
-template <typename Function>
-bool resolve(void* library, const char* symbol, Function& function) {
-  function = reinterpret_cast<Function>(find_symbol(library, symbol));
-  return function != nullptr;
+template <typename Pointer>
+bool resolve(void* library, const char* symbol, Pointer& pointer) {
+  pointer = reinterpret_cast<Pointer>(find_symbol(library, symbol));
+  return pointer != nullptr;
 }
 
-// True once the process runs its exit handlers: a vendor's library takes itself down there, in no order that we know,
-// so it is not called any more. Exit handlers run in the reverse order of their registration: watch_process_end() is
-// called once for each library, when that has registered its own.
+// True once the process runs its exit handlers. The vendor's library shuts down in one of them, in an order that we do
+// not know, so it must not be called any more. Exit handlers run in the reverse order of their registration: call
+// watch_process_end() once the library has registered its own.
 bool process_is_ending();
-Status watch_process_end();
+void watch_process_end();
 
-// The vendor's functions, from Functions, a struct of pointers to them.
-template <typename FunctionTable>
+// A function of the vendor's library. Optional functions convert to false where the library has none.
+template <typename... Parameters>
+class Function {
+ public:
+  explicit operator bool() const { return pointer_ != nullptr; }
+  [[nodiscard]] const char* symbol() const { return symbol_; }
+  // kDeinitialized, without a call, once the process runs its exit handlers.
+  api::Code operator()(Parameters... arguments) const {
+    return process_is_ending() ? api::Code{api::kDeinitialized} : pointer_(arguments...);
+  }
+  bool resolve(void* library, const char* symbol) {
+    symbol_ = symbol;
+    return gpu::resolve(library, symbol, pointer_);
+  }
+
+ private:
+  const char* symbol_ = nullptr;
+  api::Code (*pointer_)(Parameters...) = nullptr;
+};
+
+// The functions that both vendors have in the same form. HIP declares addresses and memory handles as pointers, CUDA as
+// numbers of 64 bits; on 64-bit Linux both are passed alike.
+struct Functions {
+  using Handle = std::uint64_t;      // of physical memory
+  using Flags = unsigned long long;  // NOLINT(google-runtime-int): the interface says so
+
+  Function<unsigned> init;
+  Function<int*> device_count;
+  Function<char*, int, int> device_name;
+  Function<int*, int, int> device_attribute;
+  Function<char*, int, int> device_pci_address;
+  Function<std::size_t*, int> device_total_memory;
+  Function<std::size_t*, std::size_t*> memory_info;
+  Function<DeviceAddress*, std::size_t> memory_allocate;
+  Function<DeviceAddress> memory_free;
+  Function<void*, std::size_t, unsigned> host_register;
+  Function<void*> host_unregister;
+  Function<DeviceAddress, const void*, std::size_t, api::Stream> copy_to_device;
+  Function<void*, DeviceAddress, std::size_t, api::Stream> copy_to_host;
+  Function<DeviceAddress, DeviceAddress, std::size_t, api::Stream> copy_on_device;
+  Function<DeviceAddress, unsigned char, std::size_t, api::Stream> fill;
+  Function<api::Stream*, unsigned> stream_create;
+  Function<api::Stream> stream_destroy;
+  Function<api::Stream> stream_synchronize;
+  Function<api::Stream, api::Event, unsigned> stream_wait_event;
+  Function<api::Event*, unsigned> event_create;
+  Function<api::Event> event_destroy;
+  Function<api::Event, api::Stream> event_record;
+  Function<api::Event> event_query;
+  Function<api::Event> event_synchronize;
+
+  // Virtual memory management. Without it memory is allocated plainly.
+  Function<std::size_t*, const api::AllocationProperties*, unsigned> granularity;
+  Function<DeviceAddress*, std::size_t, std::size_t, DeviceAddress, Flags> address_reserve;
+  Function<DeviceAddress, std::size_t> address_free;
+  Function<Handle*, std::size_t, const api::AllocationProperties*, Flags> memory_create;
+  Function<Handle> memory_release;
+  Function<DeviceAddress, std::size_t, std::size_t, Handle, Flags> memory_map;
+  Function<DeviceAddress, std::size_t> memory_unmap;
+  Function<DeviceAddress, std::size_t, const api::Access*, std::size_t> memory_set_access;
+
+  // Optional, each on its own.
+  Function<int*, int, int> device_can_access_peer;
+  Function<void*, Handle, int, Flags> memory_export;
+  Function<api::Stream, HostFunction, void*> launch_host;
+  Function<api::Stream, int*> stream_capturing;
+  Function<DeviceAddress*, void*, unsigned> host_address;
+  Function<void*, int, DeviceAddress> pointer_attribute;
+};
+
 class VendorLibrary {
  public:
-  using Functions = FunctionTable;
+  virtual ~VendorLibrary() = default;
+  VendorLibrary(const VendorLibrary&) = delete;
+  VendorLibrary& operator=(const VendorLibrary&) = delete;
 
-  // library.call<&Functions::init>(0). Once the process has begun to run its exit handlers nothing is called any more:
-  // the answer is kDeinitialized.
-  template <auto Function, typename... Arguments>
-  api::Code call(Arguments&&... arguments) const {
-    if (process_is_ending()) return api::kDeinitialized;
-    return (functions_.*Function)(std::forward<Arguments>(arguments)...);
-  }
-  // Whether an optional function is there.
-  template <auto Function>
-  [[nodiscard]] bool has() const {
-    return functions_.*Function != nullptr;
-  }
+  [[nodiscard]] const Functions& functions() const { return functions_; }
   [[nodiscard]] bool has_virtual_memory() const { return has_virtual_memory_; }
 
- protected:
-  VendorLibrary() = default;
+  // What messages call the vendor's software: "this NVIDIA driver".
+  [[nodiscard]] virtual const char* software() const = 0;
+  // "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory".
+  [[nodiscard]] virtual std::string describe(api::Code code) const = 0;
+  // Whether nothing works on the device in this process after this code.
+  [[nodiscard]] virtual bool is_fatal(api::Code code) const = 0;
 
-  Functions functions_;
+ protected:
+  enum class Vendor { kCuda, kHip };
+  VendorLibrary() = default;
+  // Fills the table. Returns the symbol of a required function that the library lacks, or null.
+  const char* resolve(void* handle, Vendor vendor);
+
+  Functions functions_;  // constant once the library is loaded, as is the next
   bool has_virtual_memory_ = false;
 };
 
-// The Status of a failed call: the errno says what the caller can do about it.
-Status failure_of(api::Code code, Purpose purpose, const std::string& text);
-
-// A function as the vendor's manuals call it: "cuMemAlloc", of which "cuMemAlloc_v2" is the symbol today.
+// A function as the vendor's manuals call it: "cuMemAlloc", although the symbol is "cuMemAlloc_v2".
 std::string public_name(std::string symbol);
-
-// "FFFF:A0:00.0" as the kernel writes it.
-std::string kernel_pci_address(std::string address);
-// The NUMA node that the kernel gives for a PCI device, -1 where it gives none.
-int numa_node_of(const std::string& pci_address);
 
 }  // namespace gpufs::gpu

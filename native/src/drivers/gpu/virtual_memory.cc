@@ -7,53 +7,46 @@
 #include <string>
 #include <utility>
 
-#include "base/caught.h"
 #include "base/log.h"
 
 namespace gpufs::gpu {
 namespace {
 
-// How often a mapping that was taken away is tried to be put back.
+// How often restoring a mapping is tried.
 constexpr int kRestoreAttempts = 5;
 
 std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { return offset + physical.bytes(); }
 
 }  // namespace
 
-Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<Context> context, std::uint64_t bytes) {
-  // Made first: what the device gives has an owner at once, which needs no memory any more.
-  std::shared_ptr<PhysicalMemory> made(new PhysicalMemory(std::move(context), bytes));
-  if (Status status = made->context_->acquire_physical(bytes, &made->handle_); !status.ok()) return status;
-  made->taken_ = true;
-  return made;
+Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
+  PhysicalHandle handle = 0;
+  if (Status status = device->acquire_physical(bytes, &handle); !status.ok()) return status;
+  return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle));
 }
 
-PhysicalMemory::~PhysicalMemory() {
-  if (taken_) context_->return_physical(handle_, bytes_, !exported_);
-}
+PhysicalMemory::~PhysicalMemory() { device_->return_physical(handle_, bytes_, !exported_); }
 
 Result<UniqueFd> PhysicalMemory::export_descriptor() {
   exported_ = true;
   int fd = -1;
-  Status status = context_->export_physical(handle_, &fd);
+  Status status = device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0);
   if (!status.ok()) return status;
   UniqueFd descriptor(fd);
-  // The driver opens it; whether children inherit it is not its concern.
+  // The driver opens it inheritable.
   if (::fcntl(descriptor.get(), F_SETFD, FD_CLOEXEC) != 0) return Status::from_errno(errno, "fcntl(F_SETFD)");
   return descriptor;
 }
 
-Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<Context> context, std::uint64_t bytes) {
-  std::shared_ptr<MappedRange> made(new MappedRange(std::move(context), bytes));
+Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
   DeviceAddress base = 0;
-  if (Status status = made->context_->reserve_range(bytes, &base); !status.ok()) return status;
-  made->base_ = base;
-  return made;
+  Status status = device->call(device->functions().address_reserve, &base, bytes, 0, 0, 0);
+  if (!status.ok()) return status;
+  return std::shared_ptr<MappedRange>(new MappedRange(std::move(device), base, bytes));
 }
 
 MappedRange::~MappedRange() {
-  if (base_ == 0) return;
-  const Current current(*context_);
+  const Current current(*device_);
   // One call for each contiguous run of pieces, where the vendor allows that.
   for (auto piece = shown_.begin(); piece != shown_.end();) {
     const std::uint64_t start = piece->first;
@@ -61,31 +54,32 @@ MappedRange::~MappedRange() {
     do {
       end = end_of(end, *piece->second);
       ++piece;
-    } while (context_->spans_pieces() && piece != shown_.end() && piece->first == end);
-    if (context_->unmap(base_ + start, end - start).ok()) continue;
-    // Piece by piece, so that one that cannot be unmapped does not keep the others. With a piece still in it the range
-    // cannot be freed: the driver keeps both, and nothing else is lost.
+    } while (device_->spans_pieces() && piece != shown_.end() && piece->first == end);
+    if (unmap(start, end - start).ok()) continue;
+    // Piece by piece, so that one that cannot be unmapped does not keep the others. A range with a piece in it cannot
+    // be freed: the driver keeps both, and nothing else is lost.
     for (auto one = shown_.find(start); one != piece; ++one) {
-      static_cast<void>(context_->unmap(base_ + one->first, one->second->bytes()));
+      static_cast<void>(unmap(one->first, one->second->bytes()));
     }
   }
-  context_->free_range(base_, bytes_);
+  device_->functions().address_free(base_, bytes_);
+}
+
+Status MappedRange::unmap(std::uint64_t offset, std::uint64_t bytes) {
+  return device_->call(device_->functions().memory_unmap, base_ + offset, bytes);
 }
 
 Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical) {
-  // Listed first: what is mapped is always known.
-  const auto [place, fresh] = shown_.emplace(offset, std::move(physical));
-  if (!fresh) return {EEXIST, "the range shows something there already"};
-  const PhysicalMemory& shown = *place->second;
-  Status status = caught([&] { return context_->map(base_ + offset, shown.bytes(), shown.handle()); });
-  if (!status.ok()) shown_.erase(place);
+  if (shown_.contains(offset)) return {EEXIST, "the range shows something there already"};
+  Status status = device_->map(base_ + offset, physical->bytes(), physical->handle());
+  if (status.ok()) shown_.emplace(offset, std::move(physical));
   return status;
 }
 
 Status MappedRange::hide(std::uint64_t offset) {
   const auto piece = shown_.find(offset);
   if (piece == shown_.end()) return {};
-  Status status = caught([&] { return context_->unmap(base_ + offset, piece->second->bytes()); });
+  Status status = unmap(offset, piece->second->bytes());
   if (status.ok()) shown_.erase(piece);
   return status;
 }
@@ -96,17 +90,17 @@ bool MappedRange::shows(std::uint64_t offset, const PhysicalMemory& physical) co
 }
 
 Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
-  if (context_->spans_pieces()) return context_->allow(base_ + offset, bytes);
+  if (device_->spans_pieces()) return device_->allow(base_ + offset, bytes);
   const std::uint64_t end = offset + bytes;
   for (auto piece = shown_.find(offset); piece != shown_.end() && piece->first < end; ++piece) {
-    Status status = context_->allow(base_ + piece->first, piece->second->bytes());
+    Status status = device_->allow(base_ + piece->first, piece->second->bytes());
     if (!status.ok()) return status;
   }
   return {};
 }
 
-VirtualMemory::VirtualMemory(std::shared_ptr<Context> context)
-    : context_(std::move(context)), granule_(context_->info().granule) {}
+VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device)
+    : device_(std::move(device)), granule_(device_->info().granule) {}
 
 bool VirtualMemory::whole_granules(const MemorySpan& span) const {
   return current_ != nullptr && span.bytes != 0 && span.offset % granule_ == 0 && span.bytes % granule_ == 0 &&
@@ -161,7 +155,7 @@ void VirtualMemory::mark(const MemorySpan& span, bool live) {
 }
 
 Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes) {
-  if (bytes == 0 || bytes > UINT64_MAX - granule_) return Status{EINVAL, "a range of no size, or of too much"};
+  if (bytes == 0 || bytes > UINT64_MAX - granule_) return Status{EINVAL, "a range of size zero, or too large"};
   bytes = (bytes + granule_ - 1) / granule_ * granule_;
   if (!pieces_.empty()) {
     const auto last = std::prev(pieces_.end());
@@ -169,9 +163,9 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
       return Status{EINVAL, "the new range is smaller than the memory it has to show"};
     }
   }
-  const Current current(*context_);
+  const Current current(*device_);
   if (!current.status().ok()) return current.status();
-  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(context_, bytes);
+  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, bytes);
   if (!reserved.ok()) return reserved.status();
   const std::shared_ptr<MappedRange> range = reserved.take();
   for (auto piece = pieces_.begin(); piece != pieces_.end();) {
@@ -192,7 +186,7 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
   const std::uint64_t end = offset + bytes;
   for (std::uint64_t at = offset; at < end;) {
     const std::uint64_t part = std::min(kLargestPiece, end - at);
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(context_, part);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part);
     if (!physical.ok()) return physical.status();
     const Piece& piece =
         pieces.emplace(at, Piece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
@@ -210,10 +204,10 @@ void VirtualMemory::take_back(Pieces& fresh) {
 }
 
 Status VirtualMemory::zero(std::span<const MemorySpan> spans) {
-  SynchronousWork work(*context_);
+  SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const MemorySpan& span : spans) {
-    Status status = context_->fill_zero(current_->base() + span.offset, span.bytes, work.get());
+    Status status = device_->call(device_->functions().fill, current_->base() + span.offset, 0, span.bytes, work.get());
     if (!status.ok()) return status;
   }
   return work.finish();
@@ -231,7 +225,7 @@ Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
     if (piece->second.live_granules == 0) {
-      // It may have been kept because it could be mapped, but neither opened nor unmapped.
+      // It may have been kept because it could be mapped, but neither made accessible nor unmapped.
       if (Status status = current_->allow(piece->first, at - piece->first); !status.ok()) return status;
     }
     ++piece;
@@ -244,15 +238,14 @@ Status VirtualMemory::populate(std::span<const MemorySpan> spans) {
     if (!whole_granules(span)) return {EINVAL, "not whole granules of the reserved range"};
     if (populated_within(span) != 0) return {EINVAL, "a part of this memory is populated already"};
   }
-  const Current current(*context_);
+  const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Pieces fresh;
-  Status status = caught([&] {
-    for (const MemorySpan& span : spans) {
-      if (Status backed = back(span, fresh); !backed.ok()) return backed;
-    }
-    return zero(spans);
-  });
+  Status status;
+  for (const MemorySpan& span : spans) {
+    if (status.ok()) status = back(span, fresh);
+  }
+  if (status.ok()) status = zero(spans);
   if (!status.ok()) {
     take_back(fresh);
     return status;
@@ -280,7 +273,7 @@ void VirtualMemory::release(std::span<const MemorySpan> spans) {
   for (const MemorySpan& span : spans) {
     if (whole_granules(span) && populated_within(span) == span.bytes) mark(span, false);
   }
-  const Current current(*context_);
+  const Current current(*device_);
   if (!current.status().ok()) return;
   const auto each_piece = [&](auto work) {
     for (const MemorySpan& span : spans) {
@@ -299,26 +292,27 @@ void VirtualMemory::release(std::span<const MemorySpan> spans) {
   each_piece([this](Pieces::iterator piece) {
     const Piece& one = piece->second;
     if (one.live_granules == 0 || one.live_granules == one.live.size()) return;
-    const Status status = caught([&] { return split(piece); });
-    if (!status.ok()) log_debug("a part of a piece of memory stays taken: ", status.message());
+    if (const Status status = split(piece); !status.ok())
+      log_debug("a part of a piece of memory stays in use: ", status.message());
   });
 }
 
 Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type& piece) {
-  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(context_, piece.second.physical->bytes());
+  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, piece.second.physical->bytes());
   if (!reserved.ok()) return reserved.status();
   const std::shared_ptr<MappedRange> range = reserved.take();
   Pieces fresh;
-  SynchronousWork work(*context_);
+  SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const MemorySpan& run : live_runs(piece)) {
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(context_, run.bytes);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
     Status status = range->show(within, physical.value());
     if (status.ok()) status = range->allow(within, run.bytes);
     if (status.ok()) {
-      status = context_->copy_within(range->base() + within, current_->base() + run.offset, run.bytes, work.get());
+      status = device_->call(device_->functions().copy_on_device, range->base() + within, current_->base() + run.offset,
+                             run.bytes, work.get());
     }
     if (!status.ok()) return status;
     const std::uint64_t granules = run.bytes / granule_;
@@ -356,22 +350,22 @@ Status VirtualMemory::split(Pieces::iterator piece) {
     pieces_.merge(fresh);
     return {};
   }
-  // Both copies hold the same, so either will do. Addresses with nothing behind them will not: the first access would
-  // take the device's context down, and with it all files.
+  // Both copies hold the same, so either will do. But the addresses must be mapped: an access to unmapped memory would
+  // destroy the device's context, and with it all files.
   Status restored;
   for (int attempt = 0; attempt < kRestoreAttempts; ++attempt) {
-    restored = caught([&] { return swap(fresh, old); });
+    restored = swap(fresh, old);
     if (restored.ok()) return failure;
   }
-  context_->fail(restored.with_context("a mapping could not be restored"));
+  device_->fail(restored.with_context("a mapping could not be restored"));
   return failure;
 }
 
 Result<std::vector<ExportedMemory>> VirtualMemory::export_memory() {
-  if (!context_->exports_descriptors()) {
+  if (!device_->exports_descriptors()) {
     return Status{EOPNOTSUPP, "this device cannot export memory as file descriptors"};
   }
-  const Current current(*context_);
+  const Current current(*device_);
   if (!current.status().ok()) return current.status();
   std::vector<ExportedMemory> exported;
   for (const auto& piece : pieces_) {

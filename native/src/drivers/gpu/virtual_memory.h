@@ -1,17 +1,16 @@
 // A buffer's memory by virtual memory management: pieces of physical memory, mapped into reserved ranges of addresses.
 //
-// One call of populate() takes memory in pieces of at most kLargestPiece. A piece costs some 35 us to take and 25 us to
-// give back, almost whatever its size: 16 GiB in pieces of the 2 MiB granule take 280 ms and 200 ms, nearly as long as
-// filling them over the bus, in pieces of 256 MiB 3 ms and 5 ms (one H200). The driver maps and unmaps whole pieces
-// only. So release() pays when a part of a piece goes: what stays is copied to fresh pieces (at some 2 TB/s), which
-// take over the old one's addresses; whole pieces go first, and make room for that.
+// One call of populate() takes memory in pieces of at most kLargestPiece. A piece takes some 35 us to create and 25 us
+// to release, almost independent of its size: 16 GiB take 280 ms and 200 ms in pieces of the 2 MiB granule, nearly as
+// long as filling them over the bus, but 3 ms and 5 ms in pieces of 256 MiB (one H200). The driver maps and unmaps
+// whole pieces only. So releasing a part of a piece costs a copy: the rest is copied to fresh pieces (at some 2 TB/s),
+// which take over the old one's addresses. Whole pieces are released first, which leaves space for that.
 //
-// What always holds, whatever a call of the driver answers: every piece is mapped in the current range, with access
-// where any of its granules is live. Released granules that cannot be freed (fix_in_place(), or anything that fails on
-// the way) stay dead in their piece. They are used again when populated again, and go with the rest of the piece.
+// Invariant, whichever call of the driver fails: every piece is mapped in the current range, with access if any of its
+// granules is live. Released granules that cannot be freed (because of fix_in_place() or a failure) stay dead in their
+// piece. They are reused when populated again, and are released with the rest of the piece.
 //
-// Owned by the Buffer whose memory it is.
-// One thread at a time, bound or not; the ranges may be given back by any thread at any time.
+// Ownership: the Buffer's. One thread at a time; any thread may release the ranges at any time.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +20,15 @@
 #include <vector>
 
 #include "drivers/driver.h"
-#include "drivers/gpu/context.h"
+#include "drivers/gpu/gpu_device.h"
 
 namespace gpufs::gpu {
 
-// Physical memory of a device, with whatever bytes were there; given back when the last piece and the last range that
-// show it are gone.
+// Physical memory of a device, with undefined contents; released when the last piece and the last range that show it
+// are gone.
 class PhysicalMemory {
  public:
-  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<Context> context, std::uint64_t bytes);
+  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
   ~PhysicalMemory();
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
@@ -38,18 +37,18 @@ class PhysicalMemory {
   Result<UniqueFd> export_descriptor();
 
  private:
-  PhysicalMemory(std::shared_ptr<Context> context, std::uint64_t bytes) : context_(std::move(context)), bytes_(bytes) {}
-  const std::shared_ptr<Context> context_;
+  PhysicalMemory(std::shared_ptr<GpuDevice> device, std::uint64_t bytes, PhysicalHandle handle)
+      : device_(std::move(device)), bytes_(bytes), handle_(handle) {}
+  const std::shared_ptr<GpuDevice> device_;
   const std::uint64_t bytes_;
-  PhysicalHandle handle_ = 0;  // set once, by create()
-  bool taken_ = false;         // there is memory to give back
-  bool exported_ = false;      // others may map it for as long as they like
+  const PhysicalHandle handle_;
+  bool exported_ = false;  // other processes may have mapped it
 };
 
 // A reserved range of addresses and what it shows.
 class MappedRange final : public AddressRange {
  public:
-  static Result<std::shared_ptr<MappedRange>> reserve(std::shared_ptr<Context> context, std::uint64_t bytes);
+  static Result<std::shared_ptr<MappedRange>> reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
   ~MappedRange() override;
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
@@ -57,7 +56,7 @@ class MappedRange final : public AddressRange {
   [[nodiscard]] DeviceAddress base() const override { return base_; }
   [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
 
-  // Maps a piece at `offset`; nobody can reach it there before allow().
+  // Maps a piece at `offset`; it is not accessible before allow().
   Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical);
   Status hide(std::uint64_t offset);
   [[nodiscard]] bool shows(std::uint64_t offset, const PhysicalMemory& physical) const;
@@ -65,10 +64,13 @@ class MappedRange final : public AddressRange {
   Status allow(std::uint64_t offset, std::uint64_t bytes);
 
  private:
-  MappedRange(std::shared_ptr<Context> context, std::uint64_t bytes) : context_(std::move(context)), bytes_(bytes) {}
-  const std::shared_ptr<Context> context_;
+  MappedRange(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t bytes)
+      : device_(std::move(device)), base_(base), bytes_(bytes) {}
+  Status unmap(std::uint64_t offset, std::uint64_t bytes);
+
+  const std::shared_ptr<GpuDevice> device_;
+  const DeviceAddress base_;
   const std::uint64_t bytes_;
-  DeviceAddress base_ = 0;  // set once, by reserve(); 0: there is nothing to give back
   std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
 };
 
@@ -76,7 +78,7 @@ class VirtualMemory final : public DeviceMemory {
  public:
   static constexpr std::uint64_t kLargestPiece = std::uint64_t{256} << 20;
 
-  explicit VirtualMemory(std::shared_ptr<Context> context);
+  explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
 
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
   using DeviceMemory::populate;
@@ -101,22 +103,22 @@ class VirtualMemory final : public DeviceMemory {
   [[nodiscard]] std::uint64_t populated_within(const MemorySpan& span);
   // Marks granules of all pieces.
   void mark(const MemorySpan& span, bool live);
-  // Makes the dead granules of [offset, end) accessible, and puts fresh pieces where there are none.
+  // Makes the dead granules of the span accessible, and adds fresh pieces where there are none.
   Status back(const MemorySpan& span, Pieces& fresh);
   // Takes fresh memory for [offset, offset+bytes), maps it into the current range and adds it to `pieces`.
   Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces);
-  // Undoes add_pieces(). What cannot be unmapped is kept, dead.
+  // Undoes add_pieces(). Pieces that cannot be unmapped are kept, dead.
   void take_back(Pieces& fresh);
   Status zero(std::span<const MemorySpan> spans);
-  // Moves the live parts of a piece to fresh pieces at the same addresses, so that the rest is free. Where that fails
-  // the piece stays as it is.
+  // Moves the live parts of a piece to fresh pieces at the same addresses, which frees the rest. After a failure the
+  // piece stays as it is.
   Status split(Pieces::iterator piece);
   Result<Pieces> copy_live(const Pieces::value_type& piece);
   // Shows `to` in the current range instead of `from`, which covers the same granules or more. After a failure any of
-  // them may be shown; calling it again, in either direction, goes on from there.
+  // them may be shown; another call, in either direction, continues from there.
   Status swap(const Pieces& from, const Pieces& to);
 
-  const std::shared_ptr<Context> context_;
+  const std::shared_ptr<GpuDevice> device_;
   const std::uint64_t granule_;
   Pieces pieces_;
   std::shared_ptr<MappedRange> current_;

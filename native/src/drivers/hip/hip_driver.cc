@@ -3,24 +3,204 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
 #include <utility>
 
+#include "base/log.h"
 #include "drivers/gpu/gpu_device.h"
-#include "drivers/hip/hip_context.h"
+#include "drivers/gpu/virtual_memory.h"
 #include "drivers/hip/hip_library.h"
 
-namespace gpufs {
+namespace gpufs::hip {
 namespace {
 
-// What is wrong with the kernel's side, as far as this process can see it.
+constexpr const char* kKernelNodes = "/sys/class/kfd/kfd/topology/nodes";
+// In a node's "capability": the kernel's driver has set up transfers between files and this device.
+constexpr std::uint64_t kMovesFiles = 0x40;
+
+// "0000:c1:00.0" as the kernel's location_id without the function, which partitions of one device count up; -1: none.
+std::int64_t location_of(const std::string& pci_address) {
+  unsigned domain = 0;
+  unsigned bus = 0;
+  unsigned device = 0;
+  if (std::sscanf(pci_address.c_str(), "%x:%x:%x", &domain, &bus, &device) != 3) return -1;
+  return static_cast<std::int64_t>(domain) << 16 | bus << 8 | device << 3;
+}
+
+// Whether the kernel's driver moves files to and from the memory of a device. No: a virtual function, a device whose
+// memory the bus does not show as a whole, or a kernel without the interface.
+bool kernel_moves_files(const std::string& pci_address) {
+  const std::int64_t wanted = location_of(pci_address);
+  for (int node = 0; wanted >= 0; ++node) {
+    std::ifstream properties(std::string(kKernelNodes) + "/" + std::to_string(node) + "/properties");
+    if (!properties) break;
+    std::uint64_t capability = 0;
+    std::uint64_t location = 0;
+    std::uint64_t domain = 0;
+    std::string name;
+    for (std::uint64_t value = 0; properties >> name >> value;) {
+      if (name == "capability") capability = value;
+      if (name == "location_id") location = value;
+      if (name == "domain") domain = value;
+    }
+    if (static_cast<std::int64_t>(domain << 16 | (location & ~std::uint64_t{7})) == wanted) {
+      return (capability & kMovesFiles) != 0;
+    }
+  }
+  return false;
+}
+
+// Whether ranges can grow. Some versions of ROCm refuse access to a range's tail once there are several ranges, which
+// depends on their addresses. So this grows several ranges, as those of files grow.
+bool ranges_grow(const std::shared_ptr<gpu::GpuDevice>& device) {
+  constexpr int kRanges = 3;
+  constexpr std::uint64_t kGranules = 2;
+  const std::uint64_t granule = device->info().granule;
+  std::vector<std::unique_ptr<gpu::VirtualMemory>> memories;
+  Status status;
+  for (int range = 0; range < kRanges && status.ok(); ++range) {
+    memories.push_back(std::make_unique<gpu::VirtualMemory>(device));
+    status = memories.back()->reserve(kGranules * granule).status();
+  }
+  for (std::uint64_t at = 0; at < kGranules && status.ok(); ++at) {
+    for (const auto& memory : memories) {
+      if (status.ok()) status = memory->populate(at * granule, granule);
+    }
+  }
+  // A full device proves nothing.
+  if (status.ok() || status.error() == ENOSPC) return true;
+  log_warning("the runtime's virtual memory cannot grow, so each buffer is one allocation: ", status.message());
+  return false;
+}
+
+class HipDevice final : public gpu::GpuDevice {
+ public:
+  static Result<std::shared_ptr<GpuDevice>> open(const std::shared_ptr<const Library>& library, int index,
+                                                 const DriverOptions& options) {
+    std::shared_ptr<HipDevice> opened(new HipDevice(library, index, options));
+    Status status = opened->describe(index);
+    // The runtime has no name for chips that its tables do not know.
+    if (opened->info_.name.empty()) opened->info_.name = "AMD GPU";
+    if (status.ok()) status = opened->choose_memory(options.hip_memory);
+    if (status.ok() && opened->virtual_memory() && !ranges_grow(opened)) {
+      status = opened->choose_memory(HipMemory::kPlain);
+    }
+    if (!status.ok()) return status;
+    return std::shared_ptr<GpuDevice>(std::move(opened));
+  }
+  ~HipDevice() override { close(); }
+  HipDevice(const HipDevice&) = delete;
+  HipDevice& operator=(const HipDevice&) = delete;
+
+  // HIP has a current device for each thread, but no stack of them as CUDA has of contexts.
+  Result<bool> make_current(std::uint64_t* before) override {
+    int current = 0;
+    Status status = find_current(&current);
+    if (!status.ok()) return status;
+    if (current == ordinal_) return false;
+    status = call(library_.device_set, ordinal_);
+    if (!status.ok()) return status;
+    *before = static_cast<std::uint64_t>(current);
+    return true;
+  }
+  void restore(std::uint64_t before) override { library_.device_set(static_cast<int>(before)); }
+  Status bind_thread() override {
+    std::uint64_t before = 0;
+    return make_current(&before).status();
+  }
+
+  Status queue_copy_to_peer(GpuDevice& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
+                            api::Stream stream) override {
+    return call(library_.copy_to_peer, destination, static_cast<HipDevice&>(peer).ordinal_, source, ordinal_, bytes,
+                stream);
+  }
+  Status enable_peer(GpuDevice& peer) override {
+    const api::Code code = library_.device_enable_peer(static_cast<HipDevice&>(peer).ordinal_, 0);
+    if (code == api::kPeerAccessAlreadyEnabled) return {};
+    return check(library_.device_enable_peer.symbol(), code);
+  }
+
+  // HIP's function has a mask besides, of the bits to compare.
+  Status wait_for_value(api::Stream stream, DeviceAddress cell, std::uint32_t value) override {
+    const auto& wait = library_.stream_wait_value;
+    if (!wait) return lacks("has no streams that wait for a value", wait.symbol());
+    return call(wait, stream, cell, value, api::kWaitValueNotLess, kHipWholeValue);
+  }
+
+  Status check_stream(api::Stream stream, bool certain) override;
+  bool holds(DeviceAddress address) override;
+
+  // pin_read_only() is the base's refusal: the flag that CUDA has for it stands for something else in HIP.
+
+ private:
+  HipDevice(const std::shared_ptr<const Library>& library, int ordinal, const DriverOptions& options)
+      : GpuDevice(library, ordinal, options), library_(*library) {
+    access_remedy_ = "; hip_memory = plain does without the runtime's virtual memory";
+  }
+
+  Status find_current(int* ordinal) {
+    Status status = check(functions().init.symbol(), library_.prepare_thread());
+    return status.ok() ? call(library_.device_current, ordinal) : status;
+  }
+
+  Status choose_memory(HipMemory wish) {
+    bool virtual_memory =
+        wish != HipMemory::kPlain && library_.has_virtual_memory() && attribute(kHipAttributeVirtualMemory);
+    if (virtual_memory && wish == HipMemory::kAuto && library_.moves_files() && kernel_moves_files(info_.pci_address)) {
+      log_info(name(), ": the kernel moves files to and from plain memory, so each buffer is one allocation");
+      virtual_memory = false;
+    }
+    // The runtime maps, unmaps and opens one piece at a time, and its calls for files reach plain memory alone.
+    spans_pieces_ = !virtual_memory;
+    info_.files_reach_memory = !virtual_memory;
+    return GpuDevice::choose_memory(virtual_memory, bool{functions().memory_export}, false);
+  }
+
+  const Library& library_;
+};
+
+Status HipDevice::check_stream(api::Stream stream, bool certain) {
+  int owner = -1;
+  if (reinterpret_cast<std::uintptr_t>(stream) <= api::kLastDefaultStream) {
+    if (certain) return {};
+    // A default stream is that of the current device, so this asks without making the device current.
+    if (Status status = find_current(&owner); !status.ok()) return status;
+  } else if (library_.stream_device) {
+    const gpu::Current current(*this);
+    if (!current.status().ok()) return current.status();
+    const api::Code code = library_.stream_device(stream, &owner);
+    if (code != api::kSuccess) return {EINVAL, "this is not a HIP stream: " + library_.describe(code), code};
+  } else if (certain) {
+    return {};
+  } else {
+    return {EINVAL, "this version of ROCm does not report the device of a stream: say which device it is"};
+  }
+  return owner == ordinal_ ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+}
+
+bool HipDevice::holds(DeviceAddress address) {
+  const gpu::Current current(*this);
+  // Before ROCm 6 the kinds of memory had other numbers.
+  if (!current.status().ok() || !library_.pointer_attributes || library_.version() < kHipVersion6) return false;
+  HipPointerAttributes found{};
+  if (library_.pointer_attributes(&found, address) != api::kSuccess) return false;
+  return found.type == api::kMemoryTypeDevice && found.device == ordinal_;
+}
+
+// What is wrong on the kernel's side, as far as this process can see.
 std::string kernel_side() {
-  if (::access(hip::kKernelDriver, R_OK | W_OK) == 0) return "";
+  if (::access(kKernelDriver, R_OK | W_OK) == 0) return "";
   if (errno == ENOENT)
-    return std::string(" (there is no ") + hip::kKernelDriver + ": the kernel's amdgpu driver is not loaded)";
-  return std::string(" (") + hip::kKernelDriver + " cannot be opened: is this user in the groups render and video?)";
+    return std::string(" (there is no ") + kKernelDriver + ": the kernel's amdgpu driver is not loaded)";
+  return std::string(" (") + kKernelDriver + " cannot be opened: is this user in the groups render and video?)";
 }
 
 }  // namespace
+}  // namespace gpufs::hip
+
+namespace gpufs {
 
 Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options) {
   return open_hip_driver_from(hip::Library::names(), options);
@@ -31,17 +211,18 @@ Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::stri
   Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const hip::Library> library = loaded.take();
-
   int found = 0;
-  const gpu::api::Code code = library->call<&hip::Functions::device_count>(&found);
+  const gpu::api::Code code = library->functions().device_count(&found);
   if (code != gpu::api::kSuccess && code != gpu::api::kNoDevice) {
     return Status{ENODEV,
                   "hip is not available: " + library->name() + ": hipGetDeviceCount: " + library->describe(code), code};
   }
   if (code == gpu::api::kNoDevice || found == 0) {
-    return Status{ENODEV, "hip is not available: no device: " + library->name() + " shows none" + kernel_side(), code};
+    return Status{ENODEV, "hip is not available: no device: " + library->name() + " shows none" + hip::kernel_side(),
+                  code};
   }
-  return gpu::open_devices<hip::HipContext>("hip", library, found, options);
+  return gpu::open_devices("hip", found, options,
+                           [&](int index) { return hip::HipDevice::open(library, index, options); });
 }
 
 }  // namespace gpufs

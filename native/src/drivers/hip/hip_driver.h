@@ -1,6 +1,5 @@
-// Opens the HIP driver: every device that libamdhip64 shows (HIP_VISIBLE_DEVICES is libamdhip64's own affair).
-// Owned by the Engine that opened it.
-// open_hip_driver(): any thread.
+// The HIP driver: every device that libamdhip64 shows (HIP_VISIBLE_DEVICES is libamdhip64's own affair).
+// Thread-safe.
 #pragma once
 
 #include <memory>
@@ -11,9 +10,9 @@
 
 namespace gpufs {
 
-// ENODEV, with a text for users, where there is no runtime, no device, or fewer devices than asked for.
+// ENODEV, with a text for users, if there is no runtime, no device, or fewer devices than asked for.
 Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options);
-// The same through the first of these libraries that works: for tests, which have some of their own.
+// The same with the first of these libraries that works, for tests.
 Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::string>& candidates,
                                                      const DriverOptions& options);
 

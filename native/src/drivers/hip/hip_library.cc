@@ -33,26 +33,24 @@ Result<std::shared_ptr<const Library>> Library::load(const std::vector<std::stri
     std::string why;
     void* const handle = gpu::open_library(name, &why);
     if (handle == nullptr) {
-      // A library that is there and cannot be opened is the news, rather than those that are not there.
+      // A library that exists but cannot be opened is reported rather than those that do not exist.
       if (!why.starts_with(name + ": cannot open shared object file"))
         note(unavailable(std::string(name).append(": ").append(why)));
       continue;
     }
-    // make_shared cannot reach the private constructor.
-    std::shared_ptr<Library> library(new Library);
+    auto library = std::make_shared<Library>();
     library->name_ = name;
     if (Status status = library->resolve(handle); !status.ok()) {
       note(std::move(status));
       continue;
     }
     const api::Code code = library->prepare_thread();
-    // Without a device hipInit fails in one version and not in the other; counting the devices says it clearly.
+    // Without a device hipInit fails in some versions only; counting the devices reports it clearly.
     if (code != api::kSuccess && code != api::kNoDevice && code != api::kInvalidDevice) {
       note(unavailable(name + ": hipInit: " + library->describe(code), code));
       continue;
     }
-    static const Status watching = gpu::watch_process_end();
-    if (!watching.ok()) return watching.with_context("hip");
+    gpu::watch_process_end();
     return std::shared_ptr<const Library>(std::move(library));
   }
   if (!first_failure.ok()) return first_failure;
@@ -60,47 +58,46 @@ Result<std::shared_ptr<const Library>> Library::load(const std::vector<std::stri
 }
 
 Status Library::resolve(void* handle) {
-#define GPUFS_HIP_RESOLVE(member, symbol, ...) \
-  if (!gpu::resolve(handle, symbol, functions_.member)) return unavailable(name_ + " lacks " symbol);
-  GPUFS_HIP_REQUIRED(GPUFS_HIP_RESOLVE)
-  GPUFS_HIP_RESOLVE(error_name, "hipGetErrorName")
-  GPUFS_HIP_RESOLVE(error_text, "hipGetErrorString")
-#undef GPUFS_HIP_RESOLVE
-#define GPUFS_HIP_RESOLVE(member, symbol, ...) gpu::resolve(handle, symbol, functions_.member);
-  GPUFS_HIP_OPTIONAL(GPUFS_HIP_RESOLVE)
-#undef GPUFS_HIP_RESOLVE
-  has_virtual_memory_ = true;
-#define GPUFS_HIP_RESOLVE(member, symbol, ...) \
-  if (!gpu::resolve(handle, symbol, functions_.member)) has_virtual_memory_ = false;
-  GPUFS_HIP_VIRTUAL_MEMORY(GPUFS_HIP_RESOLVE)
-#undef GPUFS_HIP_RESOLVE
-  has_peers_ = true;
-#define GPUFS_HIP_RESOLVE(member, symbol, ...) \
-  if (!gpu::resolve(handle, symbol, functions_.member)) has_peers_ = false;
-  GPUFS_HIP_PEERS(GPUFS_HIP_RESOLVE)
-#undef GPUFS_HIP_RESOLVE
+  handle_ = handle;
+  const char* missing = VendorLibrary::resolve(handle, Vendor::kHip);
+  if (!device_current.resolve(handle, "hipGetDevice")) missing = "hipGetDevice";
+  if (!device_set.resolve(handle, "hipSetDevice")) missing = "hipSetDevice";
+  if (!gpu::resolve(handle, "hipGetErrorName", error_name_)) missing = "hipGetErrorName";
+  if (!gpu::resolve(handle, "hipGetErrorString", error_text_)) missing = "hipGetErrorString";
+  if (missing != nullptr) return unavailable(name_ + " lacks " + missing);
 
-  if (functions_.runtime_version == nullptr || call<&Functions::runtime_version>(&version_) != api::kSuccess) {
+  // Copies between devices need all three functions. Without them such copies go through the host.
+  const bool enables_peers = device_enable_peer.resolve(handle, "hipDeviceEnablePeerAccess");
+  const bool copies_to_peers = copy_to_peer.resolve(handle, "hipMemcpyPeerAsync");
+  if (!enables_peers || !copies_to_peers) functions_.device_can_access_peer = {};
+  pointer_attributes.resolve(handle, "hipPointerGetAttributes");
+  stream_wait_value.resolve(handle, "hipStreamWaitValue32");
+  stream_device.resolve(handle, "hipStreamGetDevice");
+  symbol_address_.resolve(handle, "hipGetProcAddress");
+
+  Function<int*> runtime_version;
+  if (!runtime_version.resolve(handle, "hipRuntimeGetVersion") || runtime_version(&version_) != api::kSuccess) {
     version_ = 0;
   }
-  // The interface was there before, in another form.
+  // Earlier versions have virtual memory management in another form.
   if (version_ < kHipVersion6) has_virtual_memory_ = false;
   return {};
 }
 
 api::Code Library::prepare_thread() const {
-  thread_local api::Code (*prepared)(unsigned) = nullptr;
-  if (prepared == functions_.init) return api::kSuccess;
-  const api::Code code = call<&Functions::init>(0U);
-  if (code == api::kSuccess) prepared = functions_.init;
+  // By library, since a process may have opened two.
+  thread_local const void* prepared = nullptr;
+  if (prepared == handle_) return api::kSuccess;
+  const api::Code code = functions_.init(0);
+  if (code == api::kSuccess) prepared = handle_;
   return code;
 }
 
 void* Library::find_hidden(const char* symbol) const {
-  if (functions_.symbol_address == nullptr || version_ == 0) return nullptr;
+  if (!symbol_address_ || version_ == 0) return nullptr;
   void* address = nullptr;
   int found = kHipSymbolFound;
-  if (call<&Functions::symbol_address>(symbol, &address, version_, 0ULL, &found) != api::kSuccess) return nullptr;
+  if (symbol_address_(symbol, &address, version_, 0, &found) != api::kSuccess) return nullptr;
   return found == kHipSymbolFound ? address : nullptr;
 }
 
@@ -111,16 +108,16 @@ bool Library::moves_files() const {
 
 std::string Library::describe(api::Code code) const {
   if (gpu::process_is_ending()) return "code " + std::to_string(code);
-  const char* const name = functions_.error_name(code);
-  const char* const text = functions_.error_text(code);
+  const char* const name = error_name_(code);
+  const char* const text = error_text_(code);
   std::string description =
       std::string(name != nullptr ? name : "unknown HIP error") + " (" + std::to_string(code) + ")";
-  // Some versions have no words but the name.
+  // Some versions have no text other than the name.
   if (text != nullptr && (name == nullptr || std::string_view(text) != name)) description += std::string(": ") + text;
   return description;
 }
 
-bool Library::is_fatal(api::Code code) {
+bool Library::is_fatal(api::Code code) const {
   switch (code) {
     case kHipPriorLaunchFailure:
     case api::kEccUncorrectable:

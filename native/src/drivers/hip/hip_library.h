@@ -1,9 +1,10 @@
-// libamdhip64, opened at run time, and the one way to call it.
-// Owned by shared pointers: everything of the driver that could still make a call holds one. The library itself stays
-// loaded until the process ends.
-// Any thread.
+// libamdhip64, opened at run time: the functions that only HIP has, and what its versions lack.
+// Ownership: shared by everything that may still call it; the library itself stays loaded until the process ends.
+// Thread-safe.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,46 +15,52 @@
 
 namespace gpufs::hip {
 
-class Library : public gpu::VendorLibrary<Functions> {
+class Library final : public gpu::VendorLibrary {
  public:
-  using Address = void*;
-  using Memory = HipMemoryHandle;
-  using Granularity = int;
-  static constexpr const char* kSoftware = "this version of ROCm";
+  template <typename... Parameters>
+  using Function = gpu::Function<Parameters...>;
 
-  // The names under which ROCm's versions install it, the newest first, and where it lies when the loader does not
-  // know.
+  // The names under which ROCm's versions install it, the newest first, and its path for a loader that does not know
+  // it.
   static const std::vector<std::string>& names();
 
-  // Opens the first of these libraries that can be used, resolves its symbols and initialises it. ENODEV, with a text
-  // for users, when there is none, it lacks something, or it does not start.
+  // Opens the first of these libraries that can be used, and initialises it. ENODEV, with a text for users, if there is
+  // none, it lacks something, or it does not start.
   static Result<std::shared_ptr<const Library>> load(const std::vector<std::string>& candidates);
 
-  // hipInit(0), once on each thread: some of the runtime's calls fail on a thread that has not made it.
-  api::Code prepare_thread() const;
+  // hipInit(0), once on each thread: some of the runtime's functions fail on a thread that has not called it.
+  [[nodiscard]] api::Code prepare_thread() const;
 
   [[nodiscard]] const std::string& name() const { return name_; }  // "libamdhip64.so.6"
-  [[nodiscard]] int version() const { return version_; }           // 0: it does not say
-  [[nodiscard]] bool has_peers() const { return has_peers_; }
-  // A function that the runtime gives out only on demand; null where it has none, or cannot say.
+  [[nodiscard]] int version() const { return version_; }           // 0: unknown
+  // A function that the runtime gives out only on demand; null if it has none.
   [[nodiscard]] void* find_hidden(const char* symbol) const;
   // Whether it has the calls for files, and this process may use the kernel's driver.
   [[nodiscard]] bool moves_files() const;
 
-  // True for codes after which nothing works on that device in this process. Not kUnknown, which the runtime gives for
-  // many a harmless failure.
-  static bool is_fatal(api::Code code);
+  [[nodiscard]] const char* software() const override { return "this version of ROCm"; }
+  [[nodiscard]] std::string describe(api::Code code) const override;
+  // Not kUnknown, which the runtime returns for many harmless failures.
+  [[nodiscard]] bool is_fatal(api::Code code) const override;
 
-  // "hipErrorOutOfMemory (2): out of memory".
-  [[nodiscard]] std::string describe(api::Code code) const;
+  Function<int*> device_current;
+  Function<int> device_set;
+  // Optional.
+  Function<int, unsigned> device_enable_peer;
+  Function<DeviceAddress, int, DeviceAddress, int, std::size_t, api::Stream> copy_to_peer;
+  Function<HipPointerAttributes*, DeviceAddress> pointer_attributes;
+  Function<api::Stream, DeviceAddress, std::uint32_t, unsigned, std::uint32_t> stream_wait_value;
+  Function<api::Stream, int*> stream_device;
 
  private:
-  Library() = default;
   Status resolve(void* handle);
 
   std::string name_;
+  const void* handle_ = nullptr;
   int version_ = 0;
-  bool has_peers_ = false;
+  const char* (*error_name_)(api::Code) = nullptr;
+  const char* (*error_text_)(api::Code) = nullptr;
+  Function<const char*, void**, int, std::uint64_t, int*> symbol_address_;
 };
 
 }  // namespace gpufs::hip

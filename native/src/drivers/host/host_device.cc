@@ -95,7 +95,7 @@ Status HostDevice::zero(DeviceAddress destination, std::size_t bytes) {
 }
 
 Status HostDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
-  // All devices here are one memory; the peer is checked for what a mistake would cost on a GPU.
+  // All devices share one memory. The check finds mistakes that would fail on a GPU.
   if (!peer.info().cpu_addressable) return Status(EOPNOTSUPP, "the peer's memory cannot be addressed from here");
   return copy_within(destination, source, bytes);
 }

@@ -1,6 +1,6 @@
-// One simulated device of the host driver, and what its memory is accounted against.
-// Owned by the driver; the limit is shared with the memory that is charged to it.
-// Any thread may call any function.
+// One simulated device of the host driver, its limit of memory, and the pinned ranges.
+// Ownership: the driver's; the memory charged to the limit shares it.
+// Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -14,14 +14,14 @@
 
 namespace gpufs {
 
-// Memory is taken in the size that the GPUs have, so that what works here works there.
+// The granule of GPUs, so that code behaves the same on both.
 inline constexpr std::uint64_t kHostGranule = std::uint64_t{2} << 20;
 
-// How much of a device's memory is in use. Any thread.
+// How much of a device's memory is in use.
 class HostLimit {
  public:
   explicit HostLimit(std::uint64_t total) : total_(total) {}
-  // False, and nothing taken, when that much is not free.
+  // False, and nothing is taken, if that much is not free.
   [[nodiscard]] bool take(std::uint64_t bytes);
   void give(std::uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t total() const { return total_; }
@@ -32,9 +32,9 @@ class HostLimit {
   std::atomic<std::uint64_t> used_{0};
 };
 
-// The host ranges that are pinned, for all devices of a driver. Copies here are memcpy, which gains nothing from locked
-// pages, and locking would fail for plain users (RLIMIT_MEMLOCK): so pinning is bookkeeping alone, with the rules and
-// the errors that a GPU's driver has.
+// The pinned host ranges, for all devices of a driver. Copies here are memcpy, which gains nothing from locked pages,
+// and locking would fail for ordinary users (RLIMIT_MEMLOCK). So pinning is bookkeeping only, with the rules and errors
+// of a GPU's driver.
 class HostPins {
  public:
   Status pin(void* address, std::size_t bytes);

@@ -14,12 +14,12 @@ constexpr int kMaximumDevices = 64;
 
 class HostDriver : public Driver {
  public:
-  explicit HostDriver(std::vector<std::unique_ptr<Device>> devices) : devices_(std::move(devices)) {}
+  explicit HostDriver(std::vector<std::shared_ptr<Device>> devices) : devices_(std::move(devices)) {}
   [[nodiscard]] const char* name() const override { return "host"; }
-  [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const override { return devices_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
 
  private:
-  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<std::shared_ptr<Device>> devices_;
 };
 
 }  // namespace
@@ -36,11 +36,11 @@ Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
                               " bytes a device, not " + std::to_string(options.memory_bytes));
   }
   const auto pins = std::make_shared<HostPins>();
-  std::vector<std::unique_ptr<Device>> devices;
+  std::vector<std::shared_ptr<Device>> devices;
   devices.reserve(static_cast<std::size_t>(count));
   for (int index = 0; index < count; ++index) {
     devices.push_back(std::make_unique<HostDevice>(index, memory, pins));
-    // Finds out now, not at the first write, whether memory can be had in this way at all.
+    // Reports now, not at the first write, if memfds do not work here.
     Result<std::unique_ptr<DeviceMemory>> probe = devices.back()->create_memory();
     if (!probe.ok()) {
       return Status(ENODEV, "host is not available: " + probe.status().message(), probe.status().device_code());

@@ -1,6 +1,5 @@
-// The host driver: simulated devices whose memory is the machine's own, in memfds, with a limit each.
-// Owned by whoever opened it, like every Driver.
-// Any thread may call any function of its devices: nothing is bound to a thread.
+// The host driver: simulated devices whose memory is the machine's own, in memfds, with a limit for each.
+// Thread-safe.
 #pragma once
 
 #include <memory>
@@ -10,7 +9,7 @@
 namespace gpufs {
 
 // options.devices: 0 means one; options.memory_bytes: required, the limit of each device. EINVAL for bad options,
-// ENODEV where the kernel gives no memfd.
+// ENODEV: the kernel provides no memfd.
 Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options);
 
 }  // namespace gpufs

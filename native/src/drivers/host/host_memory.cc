@@ -12,14 +12,13 @@
 #include <string>
 #include <utility>
 
-#include "base/caught.h"
 #include "base/log.h"
 #include "base/math.h"
 
 namespace gpufs {
 namespace {
 
-// fallocate(2) of a memfd undoes all its work when a signal interrupts it: in steps, a signal costs one step only.
+// A signal makes fallocate(2) of a memfd undo all its work. In steps, a signal costs one step only.
 constexpr std::uint64_t kAllocateStep = std::uint64_t{256} << 20;
 
 int retrying_fallocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) {
@@ -48,16 +47,16 @@ struct HostMemory::File {
 
   UniqueFd fd;
   std::shared_ptr<HostLimit> limit;
-  std::atomic<std::uint64_t> charged{0};  // of the limit, given back with the last range
+  std::atomic<std::uint64_t> charged{0};  // to the limit, until the last range is gone
 };
 
-// The whole range maps the memfd from the start, without any access; what is populated is opened by mprotect. So a
-// stray access to a hole faults instead of allocating memory silently, and neighbours stay one mapping to the kernel,
-// however many granules they are (vm.max_map_count).
+// The whole range maps the memfd from the start, without any access; mprotect opens what is populated. So a stray
+// access to a hole faults instead of allocating memory silently, and adjacent granules are one mapping to the kernel
+// (vm.max_map_count).
 class HostMemory::Range : public AddressRange {
  public:
   static Result<std::shared_ptr<Range>> map(std::shared_ptr<File> file, std::uint64_t bytes) {
-    // One granule more, to align: huge pages need it, and what runs on a GPU may rely on it.
+    // One granule more, for alignment: huge pages need it, and code that also runs on a GPU may rely on it.
     std::uint64_t mapped_bytes = 0;
     if (bytes == 0 || add_overflows(bytes, kHostGranule, &mapped_bytes)) {
       return Status(ENOMEM, "reserving " + std::to_string(bytes) + " bytes of addresses");
@@ -78,9 +77,9 @@ class HostMemory::Range : public AddressRange {
       ::munmap(reinterpret_cast<void*>(base), bytes);
       return Status::from_errno(error, "mapping " + std::to_string(bytes) + " bytes of a memfd");
     }
-    // A forked child must not keep a buffer's memory; huge pages are taken where the kernel's settings allow them.
+    // A forked child must not keep a buffer's memory. Huge pages are used if the kernel's settings allow them.
     ::madvise(address, bytes, MADV_DONTFORK);
-    ::madvise(address, bytes, MADV_DONTDUMP);  // a core file is no place for gigabytes of users' data
+    ::madvise(address, bytes, MADV_DONTDUMP);  // core files must not contain users' data
     ::madvise(address, bytes, MADV_HUGEPAGE);
     return std::make_shared<Range>(std::move(file), base, bytes);
   }
@@ -107,17 +106,13 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<HostLim
   return std::unique_ptr<DeviceMemory>(new HostMemory(std::move(file)));
 }
 
-bool HostMemory::all_populated(std::uint64_t offset, std::uint64_t bytes) const {
-  auto next = populated_.upper_bound(offset);
-  if (next == populated_.begin()) return false;
-  const auto& [start, length] = *std::prev(next);
-  return offset + bytes <= start + length;
-}
-
-bool HostMemory::none_populated(std::uint64_t offset, std::uint64_t bytes) const {
-  auto next = populated_.upper_bound(offset);
-  if (next != populated_.end() && next->first < offset + bytes) return false;
-  return next == populated_.begin() || std::prev(next)->first + std::prev(next)->second <= offset;
+bool HostMemory::uniform(const MemorySpan& span, bool populated) const {
+  const auto [offset, bytes] = span;
+  std::uint64_t end = 0;
+  if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end)) return false;
+  if (range_ == nullptr || end > range_->bytes()) return false;
+  const auto count = std::distance(populated_.lower_bound(offset), populated_.lower_bound(end));
+  return static_cast<std::uint64_t>(count) == (populated ? bytes / kHostGranule : 0);
 }
 
 Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
@@ -125,9 +120,15 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
   Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
   if (!made.ok()) return made.status();
   std::shared_ptr<Range> range = made.take();
-  for (const auto& [offset, length] : populated_) {
-    if (offset + length > range->bytes()) return Status(EINVAL, "the new range would not show all of the memory");
-    const int error = protect(range->base() + offset, length, PROT_READ | PROT_WRITE);
+  if (!populated_.empty() && *populated_.rbegin() >= range->bytes()) {
+    return Status(EINVAL, "the new range would not show all of the memory");
+  }
+  // One call for each run of granules.
+  for (auto granule = populated_.begin(); granule != populated_.end();) {
+    const std::uint64_t start = *granule;
+    std::uint64_t end = start;
+    for (; granule != populated_.end() && *granule == end; ++granule) end += kHostGranule;
+    const int error = protect(range->base() + start, end - start, PROT_READ | PROT_WRITE);
     if (error != 0) return Status::from_errno(error, "mapping a buffer's memory at its new addresses");
   }
   range_ = range;
@@ -136,7 +137,7 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
 
 Status HostMemory::populate(std::span<const MemorySpan> spans) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
-    Status status = caught([&] { return populate_one(spans[i].offset, spans[i].bytes); });
+    Status status = populate_one(spans[i]);
     if (status.ok()) continue;
     release(spans.first(i));
     return status;
@@ -144,17 +145,13 @@ Status HostMemory::populate(std::span<const MemorySpan> spans) {
   return {};
 }
 
-Status HostMemory::populate_one(std::uint64_t offset, std::uint64_t bytes) {
-  std::uint64_t end = 0;
-  if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end) || range_ == nullptr ||
-      end > range_->bytes() || !none_populated(offset, bytes)) {
+Status HostMemory::populate_one(const MemorySpan& span) {
+  const auto [offset, bytes] = span;
+  if (!uniform(span, false)) {
     return Status(EINVAL, "populate: not whole granules of the range that have no memory yet");
   }
-  // The map's entry first: it is the only step that could throw while there is something to be undone.
-  const auto entry = populated_.emplace(offset, bytes).first;
   if (!file_->limit->take(bytes)) {
-    populated_.erase(entry);
-    return Status(ENOSPC, "the device has no room for " + std::to_string(bytes) + " bytes more");
+    return Status(ENOSPC, "No space left on device for " + std::to_string(bytes) + " bytes more");
   }
   int error = 0;
   for (std::uint64_t done = 0; done < bytes && error == 0; done += kAllocateStep) {
@@ -162,78 +159,47 @@ Status HostMemory::populate_one(std::uint64_t offset, std::uint64_t bytes) {
   }
   if (error == 0) error = protect(range_->base() + offset, bytes, PROT_READ | PROT_WRITE);
   if (error != 0) {
-    populated_.erase(entry);
     file_->limit->give(bytes);
     const int undone = free_file_memory(file_->fd.get(), offset, bytes);
-    if (undone != 0) log_error("giving back memory after a failure: errno ", undone);
+    if (undone != 0) log_error("releasing memory after a failure: errno ", undone);
     // The machine has less than the limit promised, or a limit of the process (RLIMIT_FSIZE) is lower: to a file's
     // user both are a full device.
     if (error == ENOMEM || error == EFBIG) error = ENOSPC;
     return Status::from_errno(error, "taking " + std::to_string(bytes) + " bytes of memory");
   }
   file_->charged.fetch_add(bytes, std::memory_order_relaxed);
-  // Touched at once, in one call: page by page, while the first copy runs, costs more. Only speed depends on it.
+  // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
   ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
-
-  const auto next = std::next(entry);
-  if (next != populated_.end() && next->first == end) {
-    entry->second += next->second;
-    populated_.erase(next);
-  }
-  if (entry != populated_.begin()) {
-    const auto previous = std::prev(entry);
-    if (previous->first + previous->second == offset) {
-      previous->second += entry->second;
-      populated_.erase(entry);
-    }
-  }
+  for (std::uint64_t at = offset; at < offset + bytes; at += kHostGranule) populated_.insert(populated_.end(), at);
   return {};
 }
 
 void HostMemory::release(std::span<const MemorySpan> spans) {
-  for (const MemorySpan& span : spans) release_one(span.offset, span.bytes);
+  for (const MemorySpan& span : spans) {
+    if (uniform(span, true)) release_one(span);
+  }
 }
 
-void HostMemory::release_one(std::uint64_t offset, std::uint64_t bytes) {
-  std::uint64_t end = 0;
-  if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end) ||
-      !all_populated(offset, bytes)) {
-    return;
-  }
-  const auto holder = std::prev(populated_.upper_bound(offset));
-  const std::uint64_t holder_end = holder->first + holder->second;
-  if (holder->first < offset && end < holder_end) populated_.emplace(end, holder_end - end);
+void HostMemory::release_one(const MemorySpan& span) {
+  const auto [offset, bytes] = span;
   const int error = free_file_memory(file_->fd.get(), offset, bytes);
   if (error != 0) {
-    // The file keeps it until the end, and whoever populates it again finds zeros.
-    log_warning("giving back ", bytes, " bytes of memory: errno ", error);
+    // The file keeps it until it is closed, and populating it again must find zeros.
+    log_warning("releasing ", bytes, " bytes of memory: errno ", error);
     std::memset(reinterpret_cast<void*>(range_->base() + offset), 0, bytes);
   }
-  // This may fail where the process has too many mappings; the memory is given back all the same, and only the guard
-  // against stray accesses is missing.
+  // This may fail if the process has too many mappings. The memory is released all the same; only the guard against
+  // stray accesses is missing.
   if (protect(range_->base() + offset, bytes, PROT_NONE) != 0) log_debug("a hole of a buffer stays accessible");
   file_->charged.fetch_sub(bytes, std::memory_order_relaxed);
   file_->limit->give(bytes);
-
-  if (holder->first < offset) {
-    holder->second = offset - holder->first;
-  } else {
-    if (end < holder_end) {
-      // The front goes: a new key for the rest, without a new node, so that nothing can throw here.
-      auto node = populated_.extract(holder);
-      node.key() = end;
-      node.mapped() = holder_end - end;
-      populated_.insert(std::move(node));
-    } else {
-      populated_.erase(holder);
-    }
-  }
+  populated_.erase(populated_.lower_bound(offset), populated_.lower_bound(offset + bytes));
 }
 
 Result<std::vector<ExportedMemory>> HostMemory::export_memory() {
   UniqueFd copy(::fcntl(file_->fd.get(), F_DUPFD_CLOEXEC, 3));
   if (!copy.valid()) return Status::from_errno(errno, "duplicating a buffer's memfd");
-  const std::uint64_t end = populated_.empty() ? 0 : populated_.rbegin()->first + populated_.rbegin()->second;
+  const std::uint64_t end = populated_.empty() ? 0 : *populated_.rbegin() + kHostGranule;
   std::vector<ExportedMemory> exported;
   exported.push_back(ExportedMemory{0, end, std::move(copy)});
   return exported;

@@ -1,11 +1,12 @@
 // A buffer's memory on the host driver: one memfd, whose offsets are the buffer's, shown in ranges of addresses.
-// Owned by the buffer; the memfd and its charge live until the last range that shows them has gone.
-// One caller at a time for HostMemory, as the interface says; ranges may be destroyed on any thread.
+// Ownership: the buffer's; the memfd and its charge live until the last range that shows them is gone.
+// One thread at a time; any thread may destroy the ranges.
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <set>
+#include <span>
 #include <vector>
 
 #include "drivers/driver.h"
@@ -30,14 +31,14 @@ class HostMemory : public DeviceMemory {
 
   explicit HostMemory(std::shared_ptr<File> file) : file_(std::move(file)) {}
 
-  Status populate_one(std::uint64_t offset, std::uint64_t bytes);
-  void release_one(std::uint64_t offset, std::uint64_t bytes);
-  [[nodiscard]] bool all_populated(std::uint64_t offset, std::uint64_t bytes) const;
-  [[nodiscard]] bool none_populated(std::uint64_t offset, std::uint64_t bytes) const;
+  Status populate_one(const MemorySpan& span);
+  void release_one(const MemorySpan& span);
+  // Whether the span is whole granules of the current range, all of them populated, or none.
+  [[nodiscard]] bool uniform(const MemorySpan& span, bool populated) const;
 
   std::shared_ptr<File> file_;
-  std::shared_ptr<Range> range_;                      // the current one; null before the first reserve()
-  std::map<std::uint64_t, std::uint64_t> populated_;  // offset -> bytes; neighbours are joined
+  std::shared_ptr<Range> range_;       // the current one; null before the first reserve()
+  std::set<std::uint64_t> populated_;  // offsets of granules
 };
 
 }  // namespace gpufs

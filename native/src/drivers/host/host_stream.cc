@@ -1,5 +1,6 @@
 #include "drivers/host/host_stream.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -12,47 +13,32 @@
 
 namespace gpufs {
 
-void HostRecording::finish(Status outcome) {
+std::uint64_t HostEvent::Recordings::count() {
+  const std::lock_guard lock(mutex);
+  return made;
+}
+
+void HostEvent::Recordings::reach(std::uint64_t number) {
   {
-    const std::lock_guard lock(mutex_);
-    done_ = true;
-    outcome_ = std::move(outcome);
+    const std::lock_guard lock(mutex);
+    reached = std::max(reached, number);
   }
-  done_changed_.notify_all();
+  changed.notify_all();
 }
 
-Status HostRecording::wait() {
-  std::unique_lock lock(mutex_);
-  done_changed_.wait(lock, [this] { return done_; });
-  return outcome_;
-}
-
-Result<bool> HostRecording::query() {
-  const std::lock_guard lock(mutex_);
-  if (done_ && !outcome_.ok()) return outcome_;
-  return done_;
+void HostEvent::Recordings::wait(std::uint64_t number) {
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [&] { return reached >= number; });
 }
 
 Result<bool> HostEvent::query() {
-  const std::shared_ptr<HostRecording> recording = this->recording();
-  if (recording == nullptr) return true;
-  return recording->query();
+  const std::lock_guard lock(recordings_->mutex);
+  return recordings_->reached == recordings_->made;
 }
 
 Status HostEvent::synchronize() {
-  const std::shared_ptr<HostRecording> recording = this->recording();
-  if (recording == nullptr) return {};
-  return recording->wait();
-}
-
-std::shared_ptr<HostRecording> HostEvent::recording() const {
-  const std::lock_guard lock(mutex_);
-  return recording_;
-}
-
-void HostEvent::set_recording(std::shared_ptr<HostRecording> recording) {
-  const std::lock_guard lock(mutex_);
-  recording_.swap(recording);
+  recordings_->wait(recordings_->count());
+  return {};
 }
 
 struct HostStream::Streams {
@@ -115,7 +101,7 @@ void HostStream::Queue::run() {
     work.pop_front();
     lock.unlock();
     next();
-    next = nullptr;  // what it holds goes before the lock is taken
+    next = nullptr;  // destroys what it holds without the lock
     lock.lock();
     ++done;
     ended.notify_all();
@@ -152,15 +138,19 @@ Status HostStream::fill_zero(DeviceAddress destination, std::size_t bytes) {
 }
 
 Status HostStream::record(Event& event) {
-  auto recording = std::make_shared<HostRecording>();
-  static_cast<HostEvent&>(event).set_recording(recording);
-  queue([recording] { recording->finish(Status()); });
+  const auto recordings = static_cast<HostEvent&>(event).recordings_;
+  std::uint64_t number = 0;
+  {
+    const std::lock_guard lock(recordings->mutex);
+    number = ++recordings->made;
+  }
+  queue([=] { recordings->reach(number); });
   return {};
 }
 
 Status HostStream::wait(Event& event) {
-  std::shared_ptr<HostRecording> recording = static_cast<HostEvent&>(event).recording();
-  if (recording != nullptr) queue([recording] { (void)recording->wait(); });
+  const auto recordings = static_cast<HostEvent&>(event).recordings_;
+  queue([recordings, number = recordings->count()] { recordings->wait(number); });
   return {};
 }
 
@@ -182,7 +172,6 @@ Status HostStream::wait_for_value(DeviceAddress cell, std::uint32_t value) {
 }
 
 Status HostStream::synchronize() {
-  // Without memory: this is how those end who have none left for their work.
   std::unique_lock lock(queue_->mutex);
   const std::uint64_t last = queue_->queued;
   queue_->ended.wait(lock, [&] { return queue_->done >= last; });

@@ -1,10 +1,11 @@
-// Streams and events of the host driver: really asynchronous, so that a missing wait shows here as on a GPU.
-// A stream owns its thread, which ends with it, and those adopted from it are other names of its queue; a recording is
-// shared by its event and by the streams that wait for it.
-// Any thread may call any function.
+// Streams and events of the host driver. They are really asynchronous, so that tests without a GPU find a missing wait.
+// Ownership: a stream owns its thread; adopted streams share its queue. An event and its streams share
+// the count of its recordings.
+// Thread-safe.
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -16,38 +17,31 @@
 
 namespace gpufs {
 
-// One record() of an event: done once the stream that it was recorded in has come to it.
-class HostRecording {
- public:
-  void finish(Status outcome);
-  Status wait();
-  Result<bool> query();
-
- private:
-  std::mutex mutex_;  // guards all below; innermost
-  std::condition_variable done_changed_;
-  bool done_ = false;
-  Status outcome_;
-};
-
 class HostEvent : public Event {
  public:
   Result<bool> query() override;
   Status synchronize() override;
 
-  // Null: never recorded.
-  [[nodiscard]] std::shared_ptr<HostRecording> recording() const;
-  void set_recording(std::shared_ptr<HostRecording> recording);
-
  private:
-  mutable std::mutex mutex_;  // guards recording_; innermost
-  std::shared_ptr<HostRecording> recording_;
+  friend class HostStream;
+  // Recordings are counted; the streams that made them, and those that wait for one, may outlive the event.
+  struct Recordings {
+    std::mutex mutex;  // guards all below; innermost
+    std::condition_variable changed;
+    std::uint64_t made = 0;
+    std::uint64_t reached = 0;  // the latest that a stream has reached
+
+    std::uint64_t count();
+    void reach(std::uint64_t number);
+    void wait(std::uint64_t number);
+  };
+  const std::shared_ptr<Recordings> recordings_ = std::make_shared<Recordings>();
 };
 
 class HostStream : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(int device);
-  // By native() of one that lives.
+  // By native() of a stream that exists.
   static Result<std::unique_ptr<Stream>> adopt(NativeStream native, int device);
   ~HostStream() override;
   HostStream(const HostStream&) = delete;
@@ -69,22 +63,22 @@ class HostStream : public Stream {
     const int device;
     std::mutex mutex;  // guards all below; nothing queued runs under it
     std::condition_variable changed;
-    std::condition_variable ended;  // a piece of work has
+    std::condition_variable ended;  // some work is done
     std::deque<std::function<void()>> work;
-    std::uint64_t queued = 0;  // ever
-    std::uint64_t done = 0;    // of these
+    std::uint64_t queued = 0;  // in total
+    std::uint64_t done = 0;    // of them
     bool ending = false;
 
     explicit Queue(int on) : device(on) {}
     void run();
   };
-  struct Streams;  // those that live, by their native names
+  struct Streams;  // all that exist, by their native handles
 
   explicit HostStream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
   void queue(std::function<void()> work);
 
   const std::shared_ptr<Queue> queue_;
-  std::thread thread_;  // not in one that was adopted
+  std::thread thread_;  // none in an adopted stream
 };
 
 }  // namespace gpufs

@@ -13,7 +13,7 @@ namespace gpufs {
 
 namespace {
 
-constexpr std::size_t kLeast = std::size_t{256} << 10;  // what is smaller may stay in a core's own cache
+constexpr std::size_t kLeast = std::size_t{256} << 10;  // smaller blocks may stay in a core's own cache
 constexpr std::size_t kLine = 64;
 
 }  // namespace
@@ -25,7 +25,7 @@ void copy_to_memory(void* destination, const void* source, std::size_t bytes) {
   }
   auto* to = static_cast<std::byte*>(destination);
   const auto* from = static_cast<const std::byte*>(source);
-  // Whole lines only: a part of one would be read after all.
+  // Whole lines only: the CPU would read a line that is written in part.
   const std::size_t head = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
   std::memcpy(to, from, head);
   to += head;
@@ -43,7 +43,7 @@ void copy_to_memory(void* destination, const void* source, std::size_t bytes) {
     _mm_stream_si128(line + 2, third);
     _mm_stream_si128(line + 3, fourth);
   }
-  _mm_sfence();  // such stores are ordered by nothing else
+  _mm_sfence();  // nothing else orders such stores
   std::memcpy(to, from, bytes);
 }
 
