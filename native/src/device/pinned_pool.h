@@ -39,7 +39,7 @@ class PinnedPool {
   Device& device_;
   std::mutex mutex_;  // guards all below
   std::vector<PinnedBlock> chunks_;
-  PinnedBlock rest_;  // of the last chunk
+  PinnedBlock rest_;                                      // of the last chunk
   std::map<std::size_t, std::vector<PinnedBlock>> free_;  // by size
 };
 

@@ -116,7 +116,9 @@ void TransferJob::wait() {
 Status TransferJob::close() {
   cancel();
   if (wait(device_->device().blocked_streams().stall_timeout())) return {};
-  return Status(ETIMEDOUT, "a cancelled transfer has not ended in time: its device or its file does not respond, and its memory is in use");
+  return Status(
+      ETIMEDOUT,
+      "a cancelled transfer has not ended in time: its device or its file does not respond, and its memory is in use");
 }
 
 Result<int> TransferJob::event_fd() {
