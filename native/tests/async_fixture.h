@@ -104,7 +104,7 @@ class Rig {
     io.chunk_bytes = std::size_t{256} << 10;
     io.pinned_bytes = 4 * kMiB;
     transfers = must(TransferEngine::create(io, contexts, make_direct_path("none")));
-    engine = AsyncEngine::create(options, transfers, contexts);
+    engine = std::make_shared<AsyncEngine>(options, transfers, contexts);
     queue = engine->open_queue(0);
     EXPECT_TRUE(fd_.valid());
     file = must(BackingFile::open(fd_.get(), operations));
@@ -135,9 +135,9 @@ class Rig {
     made.stream = must(engine->register_stream(made.program->native(), static_cast<int>(index), promises));
     return made;
   }
-  CompletionQueue::Entry entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
-                               std::shared_ptr<OperationStream> stream = nullptr) {
-    CompletionQueue::Entry made;
+  AsyncEngine::Entry entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
+                           std::shared_ptr<OperationStream> stream = nullptr) {
+    AsyncEngine::Entry made;
     made.request.transfer.direction = direction;
     made.request.transfer.file = file;
     made.request.transfer.target = Target::of_buffer(memory);
@@ -145,12 +145,12 @@ class Rig {
     made.stream = std::move(stream);
     return made;
   }
-  Status submit(CompletionQueue::Entry given, std::uint64_t* id = nullptr) {
-    std::vector<CompletionQueue::Entry> entries;
+  Status submit(AsyncEngine::Entry given, std::uint64_t* id = nullptr) {
+    std::vector<AsyncEngine::Entry> entries;
     entries.push_back(std::move(given));
     std::vector<std::uint64_t> ids;
     std::size_t bad = 0;
-    Status status = queue->submit(std::move(entries), &ids, &bad);
+    Status status = engine->submit(queue, std::move(entries), &ids, &bad);
     if (status.ok() && id != nullptr) *id = ids.at(0);
     return status;
   }

@@ -8,7 +8,6 @@
 #include <random>
 
 #include "async_fixture.h"
-#include "no_more_threads.h"
 
 namespace gpufs::async_test {
 namespace {
@@ -19,7 +18,7 @@ INSTANTIATE_TEST_SUITE_P(Drivers, AsyncOperations,
                                            Kind::kHipCalls),
                          name_of);
 
-TEST_P(AsyncOperations, StandBetweenWhatTheProgramQueuesBeforeAndAfter) {
+TEST_P(AsyncOperations, RunBetweenWorkQueuedBeforeAndAfter) {
   Rig rig(GetParam());
   const std::vector<std::byte> bytes = pattern(100'000, 1);
   rig.fill_file(bytes);
@@ -36,7 +35,7 @@ TEST_P(AsyncOperations, StandBetweenWhatTheProgramQueuesBeforeAndAfter) {
   gate.hold(*own.program);
   ASSERT_OK(own.program->call(
       [](void* argument) { static_cast<Seen*>(argument)->count_before = static_cast<Seen*>(argument)->count; }, &seen));
-  CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream);
+  AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream);
   entry.request.count = &seen.count;
   entry.request.codes = seen.codes.data();
   entry.request.cookie = 42;
@@ -65,7 +64,7 @@ TEST_P(AsyncOperations, StandBetweenWhatTheProgramQueuesBeforeAndAfter) {
   EXPECT_EQ(contents(*buffer), bytes);
 }
 
-TEST_P(AsyncOperations, BindWhatIsLateWhenTheStreamComesToThem) {
+TEST_P(AsyncOperations, ReadLateNumbersWhenTheStreamReachesThem) {
   const std::vector<std::byte> bytes = pattern(64 << 10, 2);
   Rig rig(GetParam());
   rig.fill_file(bytes);
@@ -77,7 +76,7 @@ TEST_P(AsyncOperations, BindWhatIsLateWhenTheStreamComesToThem) {
       const std::shared_ptr<Buffer> buffer = rig.buffer();
       std::array<std::uint64_t, 3> cells{100, 200, 3000};  // buffer offset, file offset, size
       gate.hold(*own.program);
-      CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, cells[2], own.stream);
+      AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, cells[2], own.stream);
       std::array<Parameter*, 3> numbers{&entry.request.target_offset, &entry.request.file_offset, &entry.request.bytes};
       for (std::size_t number = 0; number < 3; ++number) {
         *numbers[number] = (late >> number & 1) != 0 ? Parameter{0, &cells[number]} : Parameter{cells[number], nullptr};
@@ -103,25 +102,7 @@ TEST_P(AsyncOperations, BindWhatIsLateWhenTheStreamComesToThem) {
   }
 }
 
-TEST_P(AsyncOperations, OfOneStreamKeepTheirOrder) {
-  Rig rig(GetParam());
-  const std::shared_ptr<OperationStream> stream = must(rig.engine->create_stream(0, {}));
-  // Each store is seen by the load behind it, though the stores are slow.
-  rig.operations.on_write = [](int, const void*, std::size_t, std::uint64_t, ssize_t*) {
-    std::this_thread::sleep_for(1ms);
-    return false;
-  };
-  std::vector<std::shared_ptr<Buffer>> loaded;
-  for (unsigned round = 0; round < 20; ++round) {
-    ASSERT_OK(rig.submit(rig.entry(Direction::kStore, rig.buffer(pattern(10'000, round)), 10'000, stream)));
-    loaded.push_back(rig.buffer());
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded.back(), 10'000, stream)));
-  }
-  for (int count = 0; count < 40; ++count) EXPECT_OK(rig.next().status);
-  for (unsigned round = 0; round < 20; ++round) EXPECT_EQ(contents(*loaded[round]), pattern(10'000, round));
-}
-
-TEST_P(AsyncOperations, OfTwoThreadsOnOneStreamKeepTheOrderOfEach) {
+TEST_P(AsyncOperations, OnOneStreamKeepTheOrderOfEachThread) {
   constexpr std::uint64_t kCount = 60;  // of each thread
   constexpr std::size_t kBlock = 4'096;
   Rig rig(GetParam());
@@ -131,7 +112,7 @@ TEST_P(AsyncOperations, OfTwoThreadsOnOneStreamKeepTheOrderOfEach) {
   const std::shared_ptr<Buffer> buffer = rig.buffer();
   const auto submit_all = [&](std::uint64_t first) {
     for (std::uint64_t number = first; number < first + kCount; ++number) {
-      CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, kBlock, stream);
+      AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, kBlock, stream);
       entry.request.file_offset.value = number * kBlock;
       entry.request.cookie = number;
       EXPECT_OK(rig.submit(std::move(entry)));
@@ -153,7 +134,7 @@ TEST_P(AsyncOperations, OfTwoThreadsOnOneStreamKeepTheOrderOfEach) {
   EXPECT_TRUE(testing::same_bytes(contents(*buffer), std::span(bytes).subspan(last * kBlock, kBlock)));
 }
 
-TEST_P(AsyncOperations, OfSeveralStreamsDoNotWaitForEachOther) {
+TEST_P(AsyncOperations, OnSeveralStreamsDoNotWaitForEachOther) {
   Rig rig(GetParam());
   rig.fill_file(pattern(20'000, 3));
   std::atomic<bool> release{false};
@@ -166,11 +147,11 @@ TEST_P(AsyncOperations, OfSeveralStreamsDoNotWaitForEachOther) {
   };
   ProgramStream slow = rig.program_stream();
   ProgramStream quick = rig.program_stream();
-  CompletionQueue::Entry first = rig.entry(Direction::kLoad, rig.buffer(), 5'000, slow.stream);
+  AsyncEngine::Entry first = rig.entry(Direction::kLoad, rig.buffer(), 5'000, slow.stream);
   first.request.cookie = 1;
   ASSERT_OK(rig.submit(std::move(first)));
   ASSERT_TRUE(soon([&] { return waiting > 0; }));
-  CompletionQueue::Entry second = rig.entry(Direction::kLoad, rig.buffer(), 5'000, quick.stream);
+  AsyncEngine::Entry second = rig.entry(Direction::kLoad, rig.buffer(), 5'000, quick.stream);
   second.request.file_offset.value = 10'000;
   second.request.cookie = 2;
   ASSERT_OK(rig.submit(std::move(second)));
@@ -185,7 +166,7 @@ TEST_P(AsyncOperations, OfSeveralStreamsDoNotWaitForEachOther) {
   }
 }
 
-TEST_P(AsyncOperations, EndWithWhatIsWrongAndTheStreamGoesOn) {
+TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
   Rig rig(GetParam());
   rig.fill_file(pattern(20'000, 4));
   ProgramStream own = rig.program_stream();
@@ -199,7 +180,7 @@ TEST_P(AsyncOperations, EndWithWhatIsWrongAndTheStreamGoesOn) {
     size = 4096;
     offset = 0;
     gate.hold(*stream.program);
-    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, 0, stream.stream);
+    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, 0, stream.stream);
     entry.request.bytes.cell = &size;
     entry.request.file_offset.cell = &offset;
     entry.request.count = &count;
@@ -223,13 +204,13 @@ TEST_P(AsyncOperations, EndWithWhatIsWrongAndTheStreamGoesOn) {
   EXPECT_EQ(end_with(aligned, 4096, 4096), 0);
 
   // What is known is refused when it is submitted.
-  CompletionQueue::Entry unaligned = rig.entry(Direction::kLoad, buffer, 100, aligned.stream);
+  AsyncEngine::Entry unaligned = rig.entry(Direction::kLoad, buffer, 100, aligned.stream);
   EXPECT_EQ(rig.submit(std::move(unaligned)).error(), EINVAL);
-  CompletionQueue::Entry negative = rig.entry(Direction::kLoad, buffer, 100, own.stream);
+  AsyncEngine::Entry negative = rig.entry(Direction::kLoad, buffer, 100, own.stream);
   negative.request.file_offset.value = static_cast<std::uint64_t>(-5);
   EXPECT_EQ(rig.submit(std::move(negative)).error(), EINVAL);
   const UniqueFd reading(::open(("/proc/self/fd/" + std::to_string(rig.fd())).c_str(), O_RDONLY | O_CLOEXEC));
-  CompletionQueue::Entry unwritable = rig.entry(Direction::kStore, buffer, 100, own.stream);
+  AsyncEngine::Entry unwritable = rig.entry(Direction::kStore, buffer, 100, own.stream);
   unwritable.request.transfer.file = must(BackingFile::open(reading.get()));
   EXPECT_EQ(rig.submit(std::move(unwritable)).error(), EBADF);
   EXPECT_TRUE(soon([&] { return own.stream->outstanding() == 0; }));
@@ -241,7 +222,7 @@ TEST_P(AsyncOperations, EndWithWhatIsWrongAndTheStreamGoesOn) {
     *result = -1;
     return true;
   };
-  CompletionQueue::Entry failing = rig.entry(Direction::kLoad, buffer, 4096, own.stream);
+  AsyncEngine::Entry failing = rig.entry(Direction::kLoad, buffer, 4096, own.stream);
   failing.request.file_offset.value = 8192;
   failing.request.count = &count;
   ASSERT_OK(rig.submit(std::move(failing)));
@@ -249,7 +230,7 @@ TEST_P(AsyncOperations, EndWithWhatIsWrongAndTheStreamGoesOn) {
   EXPECT_EQ(count, -EIO);
 }
 
-TEST_P(AsyncOperations, OnAnotherDeviceThanTheirMemoryAreRefusedByName) {
+TEST_P(AsyncOperations, WithMemoryOnAnotherDeviceAreRefused) {
   Rig rig(GetParam(), {}, 2);
   ProgramStream own = rig.program_stream({}, 1);
   const Status status = rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream));
@@ -262,7 +243,7 @@ TEST_P(AsyncOperations, OnAnotherDeviceThanTheirMemoryAreRefusedByName) {
   EXPECT_EQ(rig.engine->register_stream(own.program->native(), 2, {}).error(), EINVAL);
 }
 
-TEST_P(AsyncOperations, MeetFilesAndBuffersAsTheyAreByThen) {
+TEST_P(AsyncOperations, UseFilesAndBuffersAsTheyAreWhenReached) {
   Rig rig(GetParam());
   rig.fill_file(pattern(1'000, 5));
   ProgramStream own = rig.program_stream();
@@ -271,7 +252,7 @@ TEST_P(AsyncOperations, MeetFilesAndBuffersAsTheyAreByThen) {
   const std::shared_ptr<Buffer> stored = rig.buffer(pattern(100, 6));
   gate.hold(*own.program);
   ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 4'000'000, own.stream)));
-  CompletionQueue::Entry store = rig.entry(Direction::kStore, stored, 3'000, own.stream);
+  AsyncEngine::Entry store = rig.entry(Direction::kStore, stored, 3'000, own.stream);
   store.request.file_offset.value = 5'000'000;
   ASSERT_OK(rig.submit(std::move(store)));
   ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 0, own.stream)));
@@ -293,7 +274,7 @@ TEST_P(AsyncOperations, MeetFilesAndBuffersAsTheyAreByThen) {
 }
 
 // Some held by waits in the device's queues, the rest by calls of the host.
-TEST_P(AsyncOperations, OfOneStreamAreMoreThanADevicesQueueTakes) {
+TEST_P(AsyncOperations, OnOneStreamMayExceedTheHardwareQueue) {
   constexpr std::size_t kCount = 200;
   Rig rig(GetParam());
   const std::vector<std::byte> bytes = pattern(kCount * 333, 12);
@@ -304,7 +285,7 @@ TEST_P(AsyncOperations, OfOneStreamAreMoreThanADevicesQueueTakes) {
   gate.hold(*own.program);
   if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
   for (std::size_t piece = 0; piece < kCount; ++piece) {
-    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, 333, own.stream);
+    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, 333, own.stream);
     entry.request.file_offset.value = entry.request.target_offset.value = piece * 333;
     entry.request.cookie = piece;
     ASSERT_OK(rig.submit(std::move(entry)));
@@ -321,7 +302,7 @@ TEST_P(AsyncOperations, OfOneStreamAreMoreThanADevicesQueueTakes) {
   EXPECT_EQ(contents(*buffer), bytes);
 }
 
-TEST_P(AsyncOperations, AreBoundedAndSubmissionNeverWaitsForEver) {
+TEST_P(AsyncOperations, AreBoundedAndSubmissionEndsWithEAGAIN) {
   AsyncOptions options;
   options.operations = 6;
   options.stream_depth = 4;
@@ -380,7 +361,7 @@ TEST_P(AsyncOperations, BlockAtMostFourStreamsOfADevice) {
   for (const std::shared_ptr<Buffer>& buffer : buffers) EXPECT_EQ(contents(*buffer), bytes);
 }
 
-TEST_P(AsyncOperations, ThatAreCancelledEndAtOnceOrAtTheirNextPiece) {
+TEST_P(AsyncOperations, EndSoonWhenCancelled) {
   Rig rig(GetParam());
   rig.fill_file(pattern(2 * kMiB, 11));
   const std::shared_ptr<Buffer> buffer = rig.buffer();
@@ -389,7 +370,7 @@ TEST_P(AsyncOperations, ThatAreCancelledEndAtOnceOrAtTheirNextPiece) {
   std::uint64_t cell = 100;
   std::int64_t count = 0;
   gate.hold(*own.program);
-  CompletionQueue::Entry entry = rig.entry(Direction::kLoad, buffer, 100, own.stream);
+  AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, 100, own.stream);
   entry.request.file_offset.cell = &cell;
   entry.request.count = &count;
   std::uint64_t id = 0;
@@ -420,7 +401,7 @@ TEST_P(AsyncOperations, ThatAreCancelledEndAtOnceOrAtTheirNextPiece) {
   EXPECT_OK(own.program->synchronize());
 }
 
-TEST_P(AsyncOperations, KeepWhatTheyNeedWhenItsHandlesGo) {
+TEST_P(AsyncOperations, KeepTheirFileMemoryAndStreamAlive) {
   Rig rig(GetParam());
   const std::vector<std::byte> bytes = pattern(30'000, 12);
   rig.fill_file(bytes);
@@ -443,7 +424,7 @@ TEST_P(AsyncOperations, KeepWhatTheyNeedWhenItsHandlesGo) {
   EXPECT_TRUE(soon([&] { return watched.expired(); }));
 }
 
-TEST_P(AsyncOperations, OnStreamsThatNobodyRegistered) {
+TEST_P(AsyncOperations, RunOnStreamsThatWereNotRegistered) {
   Rig rig(GetParam());
   const std::vector<std::byte> bytes = pattern(5'000, 13);
   rig.fill_file(bytes);
@@ -461,7 +442,7 @@ TEST_P(AsyncOperations, OnStreamsThatNobodyRegistered) {
   EXPECT_EQ(rig.engine->imply_stream(0x5'5550'0000, -1).error(), EINVAL);
 }
 
-TEST_P(AsyncOperations, AreCancelledWhenTheEngineEnds) {
+TEST_P(AsyncOperations, AreCancelledWhenTheEngineCloses) {
   std::unique_ptr<Stream> program;
   std::int64_t count = 0;
   {
@@ -470,7 +451,7 @@ TEST_P(AsyncOperations, AreCancelledWhenTheEngineEnds) {
     ProgramStream own = rig.program_stream();
     Gate gate(rig.device());
     gate.hold(*own.program);
-    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 5'000, own.stream);
+    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 5'000, own.stream);
     entry.request.count = &count;
     ASSERT_OK(rig.submit(std::move(entry)));
     ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000)));
@@ -490,7 +471,7 @@ TEST_P(AsyncOperations, AreCancelledWhenTheEngineEnds) {
 
 // ---- batches ----
 
-TEST_P(AsyncOperations, InNoOrderRunSideBySide) {
+TEST_P(AsyncOperations, WithoutAStreamRunInParallel) {
   Rig rig(GetParam());
   const std::vector<std::byte> bytes = pattern(40'000, 15);
   rig.fill_file(bytes);
@@ -503,16 +484,17 @@ TEST_P(AsyncOperations, InNoOrderRunSideBySide) {
   };
   const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(4);
   std::vector<std::shared_ptr<Buffer>> buffers;
-  std::vector<CompletionQueue::Entry> entries;
+  std::vector<AsyncEngine::Entry> entries;
   for (std::uint64_t number = 0; number < 4; ++number) {
     buffers.push_back(rig.buffer());
     entries.push_back(rig.entry(Direction::kLoad, buffers.back(), 10'000));
     entries.back().request.file_offset.value = number * 10'000;
     entries.back().request.cookie = number;
   }
+  std::vector<std::uint64_t> ids;
   std::size_t bad = 99;
-  ASSERT_OK(batch->submit(entries, nullptr, &bad));
-  EXPECT_EQ(batch->submit({entries[0]}, nullptr, &bad).error(), EAGAIN);
+  ASSERT_OK(rig.engine->submit(batch, entries, &ids, &bad));
+  EXPECT_EQ(rig.engine->submit(batch, {entries[0]}, &ids, &bad).error(), EAGAIN);
   std::vector<Completion> over;
   while (over.size() < 4) {
     std::vector<Completion> some = batch->collect(1, 2, kPatience);
@@ -535,35 +517,36 @@ TEST_P(AsyncOperations, InNoOrderRunSideBySide) {
   EXPECT_TRUE(batch->collect(1, 1, kPatience).empty());
 }
 
-TEST_P(AsyncOperations, OfABatchAreSubmittedAllOrNone) {
+TEST_P(AsyncOperations, InABatchAreSubmittedAllOrNone) {
   Rig rig(GetParam());
   rig.fill_file(pattern(1'000, 16));
   const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(8);
-  std::vector<CompletionQueue::Entry> entries;  // in no order: each has memory of its own
+  std::vector<AsyncEngine::Entry> entries;  // in no order: each has memory of its own
   for (int number = 0; number < 5; ++number) entries.push_back(rig.entry(Direction::kLoad, rig.buffer(), 1'000));
   entries[3].request.file_offset.value = static_cast<std::uint64_t>(-1);
+  std::vector<std::uint64_t> ids;
   std::size_t bad = 0;
-  EXPECT_EQ(batch->submit(entries, nullptr, &bad).error(), EINVAL);
+  EXPECT_EQ(rig.engine->submit(batch, entries, &ids, &bad).error(), EINVAL);
   EXPECT_EQ(bad, 3U);
   EXPECT_EQ(batch->counts().under_way, 0U);
   EXPECT_EQ(rig.engine->outstanding(), 0U);
   entries[3].request.file_offset.value = 0;
-  ASSERT_OK(batch->submit(entries, nullptr, &bad));
+  ASSERT_OK(rig.engine->submit(batch, entries, &ids, &bad));
   EXPECT_EQ(batch->collect(5, 8, kPatience).size(), 5U);
   // Closing waits for what runs, and tells nobody.
   rig.operations.on_read = [](int, void*, std::size_t, std::uint64_t, ssize_t*) {
     std::this_thread::sleep_for(20ms);
     return false;
   };
-  ASSERT_OK(batch->submit(entries, nullptr, &bad));
-  EXPECT_OK(batch->close());
+  ASSERT_OK(rig.engine->submit(batch, entries, &ids, &bad));
+  EXPECT_OK(batch->close(kPatience));
   EXPECT_EQ(batch->counts().under_way, 0U);
-  EXPECT_EQ(batch->submit(entries, nullptr, &bad).error(), ESHUTDOWN);
+  EXPECT_EQ(rig.engine->submit(batch, entries, &ids, &bad).error(), ESHUTDOWN);
 }
 
 // ---- many threads ----
 
-TEST_P(AsyncOperations, StandUpToThreadsThatSubmitCancelAndCollect) {
+TEST_P(AsyncOperations, SurviveConcurrentSubmitCancelAndCollect) {
   AsyncOptions options;
   options.stream_depth = 16;
   Rig rig(GetParam(), options);
@@ -581,7 +564,7 @@ TEST_P(AsyncOperations, StandUpToThreadsThatSubmitCancelAndCollect) {
       const std::shared_ptr<Buffer> buffer = rig.buffer();
       for (int count = 0; count < kEach; ++count) {
         const std::size_t which = random() % 5;
-        CompletionQueue::Entry entry =
+        AsyncEngine::Entry entry =
             rig.entry(Direction::kLoad, buffer, random() % 4096, which < 4 ? streams[which].stream : nullptr);
         entry.request.file_offset.value = random() % 60'000;
         entry.request.target_offset.value = static_cast<std::uint64_t>(count) * 4096;  // nothing orders the streams
@@ -609,7 +592,7 @@ TEST_P(AsyncOperations, StandUpToThreadsThatSubmitCancelAndCollect) {
 
 // ---- what fails ----
 
-TEST(AsyncFaults, AStreamThatRefusesAnOperationHasNotGotIt) {
+TEST(AsyncFaults, AnOperationThatItsStreamRefusesIsNotQueued) {
   Rig rig(Kind::kHost);
   rig.fill_file(pattern(1'000, 18));
   ProgramStream own = rig.program_stream();
@@ -625,31 +608,18 @@ TEST(AsyncFaults, AStreamThatRefusesAnOperationHasNotGotIt) {
 
   // In a batch the others are queued: this one ends with the failure.
   rig.plan->call.at(2);
-  std::vector<CompletionQueue::Entry> entries(3, rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
+  std::vector<AsyncEngine::Entry> entries(3, rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
   for (std::uint64_t number = 0; number < 3; ++number) entries[number].request.cookie = number;
+  std::vector<std::uint64_t> ids;
   std::size_t bad = 0;
-  ASSERT_OK(rig.queue->submit(entries, nullptr, &bad));
+  ASSERT_OK(rig.engine->submit(rig.queue, entries, &ids, &bad));
   for (int count = 0; count < 3; ++count) {
     const Completion over = rig.next();
     EXPECT_EQ(over.status.error(), over.cookie == 1 ? EIO : 0);
   }
 }
 
-TEST(AsyncFaults, ASubmissionThatFindsNoMemoryLeavesNothing) {
-  Rig rig(Kind::kHost);
-  rig.fill_file(pattern(1'000, 18));
-  ProgramStream own = rig.program_stream();
-  const std::shared_ptr<Buffer> buffer = rig.buffer();
-  rig.plan->call.at(1, 1, ENOMEM);  // by an exception
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)).error(), ENOMEM);
-  EXPECT_EQ(own.stream->outstanding(), 0U);
-  EXPECT_EQ(rig.engine->outstanding(), 0U);
-  EXPECT_EQ(rig.queue->counts().under_way, 0U);
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
-  EXPECT_OK(rig.next().status);
-}
-
-TEST(AsyncFaults, AnOperationThatIsRefusedAndCancelledAtOnceIsCountedOnce) {
+TEST(AsyncFaults, ARefusedAndCancelledOperationIsCountedOnce) {
   Rig rig(Kind::kHost);
   rig.fill_file(pattern(1'000, 18));
   ProgramStream own = rig.program_stream();
@@ -670,7 +640,7 @@ TEST(AsyncFaults, AnOperationThatIsRefusedAndCancelledAtOnceIsCountedOnce) {
   EXPECT_EQ(own.stream->outstanding(), 0U);
 }
 
-TEST(AsyncFaults, AnOperationThatCannotHoldItsStreamIsStopped) {
+TEST(AsyncFaults, AnOperationThatCannotBlockItsStreamIsCancelled) {
   Rig rig(Kind::kHost);
   rig.fill_file(pattern(1'000, 19));
   ProgramStream own = rig.program_stream();
@@ -693,24 +663,7 @@ TEST(AsyncFaults, AnOperationThatCannotHoldItsStreamIsStopped) {
   EXPECT_OK(rig.next().status);
 }
 
-TEST(AsyncFaults, AnOperationThatFindsNoThreadHoldsUpNoLaterOne) {
-  Rig rig(Kind::kHost);
-  const std::vector<std::byte> bytes = pattern(10'000, 1);
-  rig.fill_file(bytes);
-  const std::shared_ptr<Buffer> buffer = rig.buffer();
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 0)));  // with which the engine's own thread starts
-  EXPECT_OK(rig.next().status);
-  {
-    const testing::NoMoreThreads none;
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size())));
-    EXPECT_EQ(rig.next().status.error(), EAGAIN);
-  }
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size())));
-  EXPECT_OK(rig.next().status);
-  EXPECT_EQ(contents(*buffer), bytes);
-}
-
-TEST(AsyncFaults, AStreamThatCannotBeMadeIsReported) {
+TEST(AsyncFaults, FailureToCreateAStreamIsReported) {
   Rig rig(Kind::kHost);
   rig.plan->create_stream.at(1);
   EXPECT_EQ(rig.engine->create_stream(0, {}).error(), EIO);
@@ -722,7 +675,7 @@ TEST(AsyncFaults, AStreamThatCannotBeMadeIsReported) {
   EXPECT_EQ(rig.engine->create_stream(1, {}).error(), EINVAL);
 }
 
-TEST(AsyncFaults, CallsHoldStreamsWhereNothingCanBePinned) {
+TEST(AsyncFaults, HostCallsBlockStreamsIfNothingCanBePinned) {
   Rig rig(Kind::kHost);
   const std::vector<std::byte> bytes = pattern(1'000, 20);
   rig.fill_file(bytes);
@@ -736,7 +689,7 @@ TEST(AsyncFaults, CallsHoldStreamsWhereNothingCanBePinned) {
   EXPECT_EQ(contents(*buffer), bytes);
 }
 
-TEST(AsyncFaults, DevicesThatDoNotWaitForValuesAreFoundOut) {
+TEST(AsyncFaults, HostCallsBlockStreamsOfDevicesThatCannotWait) {
   for (const Kind kind : {Kind::kHost, Kind::kCuda, Kind::kHip}) {
     Rig rig(kind);
     rig.plan->waits_for_values = false;
@@ -760,7 +713,7 @@ TEST(AsyncFaults, DevicesThatDoNotWaitForValuesAreFoundOut) {
   }
 }
 
-TEST(AsyncFaults, StreamsThatAreCapturedIntoAGraphAreRefused) {
+TEST(AsyncFaults, StreamsBeingCapturedIntoAGraphAreRefused) {
   {
     Rig rig(Kind::kCuda);
     const FakeGpuSetup setup{.capturing = true};
@@ -775,7 +728,7 @@ TEST(AsyncFaults, StreamsThatAreCapturedIntoAGraphAreRefused) {
   EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);
 }
 
-TEST(AsyncFaults, TheDefaultStreamIsThatOfTheCurrentDevice) {
+TEST(AsyncFaults, TheDefaultStreamBelongsToTheCurrentDevice) {
   Rig rig(Kind::kCuda, {}, 2);
   const std::vector<std::byte> bytes = pattern(3'000, 22);
   rig.fill_file(bytes);
@@ -789,14 +742,14 @@ TEST(AsyncFaults, TheDefaultStreamIsThatOfTheCurrentDevice) {
   EXPECT_EQ(must(rig.engine->imply_stream(0, 0))->device(), rig.device(0));
 }
 
-TEST(AsyncFaults, OperationsOfADeviceThatFailsEnd) {
+TEST(AsyncFaults, OperationsEndWhenTheirDeviceFails) {
   Rig rig(Kind::kCuda);
   rig.fill_file(pattern(1'000, 23));
   ProgramStream own = rig.program_stream();
   Gate gate(rig.device());
   gate.hold(*own.program);
   std::int64_t count = 0;
-  CompletionQueue::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
+  AsyncEngine::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
   entry.request.count = &count;
   ASSERT_OK(rig.submit(std::move(entry)));
   cuda_test::fake().fail("cuEventQuery", 1, 719, 1);  // a kernel of the program's has crashed
@@ -807,7 +760,7 @@ TEST(AsyncFaults, OperationsOfADeviceThatFailsEnd) {
   EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000)).error(), EIO);
 }
 
-TEST(AsyncFaults, AStreamThatNeverComesToItsOperationsIsLeftBehind) {
+TEST(AsyncFaults, AStreamThatNeverReachesItsOperationsIsAbandoned) {
   // Both outlive the engine, as the program's do.
   std::unique_ptr<Gate> gate;
   std::unique_ptr<Stream> program;
@@ -818,7 +771,7 @@ TEST(AsyncFaults, AStreamThatNeverComesToItsOperationsIsLeftBehind) {
     gate = std::make_unique<Gate>(rig.device());
     ProgramStream own = rig.program_stream();
     gate->hold(*own.program);
-    CompletionQueue::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
+    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
     entry.request.count = &count;
     ASSERT_OK(rig.submit(std::move(entry)));
     program = std::move(own.program);

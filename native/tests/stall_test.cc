@@ -63,7 +63,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
         programs[number]->copy_to_device(range->base() + number * kTheirs, host.data + number * kTheirs, kTheirs));
   }
   // Copies behind streams that the program itself holds, until gate is opened; and an operation on one more stream.
-  void block_behind_the_program(CompletionQueue& queue) {
+  void block_behind_the_program(const std::shared_ptr<CompletionQueue>& queue) {
     for (std::size_t number = 0; number < kQueues; ++number) {
       gate->hold(*programs[number]);
       queue_copy(number);
@@ -71,7 +71,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
     submit(queue, streams[kQueues]);
   }
   // Copies behind operations that these hold up.
-  void block_behind_operations(CompletionQueue& queue) {
+  void block_behind_operations(const std::shared_ptr<CompletionQueue>& queue) {
     counts.resize(kQueues, 7);
     for (std::size_t number = 0; number < kQueues; ++number) {
       gate->hold(*programs[number]);
@@ -82,13 +82,15 @@ class Stall : public ::testing::TestWithParam<Kind> {
   }
   // All that is under way waits for the device by then.
   static void wait_for_stall() { std::this_thread::sleep_for(700ms); }
-  void submit(CompletionQueue& queue, std::shared_ptr<OperationStream> stream, std::int64_t* count = nullptr) {
+  void submit(const std::shared_ptr<CompletionQueue>& queue, std::shared_ptr<OperationStream> stream,
+              std::int64_t* count = nullptr) {
     buffers.push_back(rig->buffer());
-    std::vector<CompletionQueue::Entry> entries;
+    std::vector<AsyncEngine::Entry> entries;
     entries.push_back(rig->entry(Direction::kLoad, buffers.back(), kBytes, std::move(stream)));
     entries.back().request.count = count;
     std::size_t bad = 0;
-    ASSERT_OK(queue.submit(std::move(entries), nullptr, &bad));
+    std::vector<std::uint64_t> ids;
+    ASSERT_OK(rig->engine->submit(queue, std::move(entries), &ids, &bad));
   }
 
   std::unique_ptr<Rig> rig;
@@ -103,23 +105,22 @@ class Stall : public ::testing::TestWithParam<Kind> {
 };
 INSTANTIATE_TEST_SUITE_P(Drivers, Stall, ::testing::Values(Kind::kCuda, Kind::kCudaCalls, Kind::kHip), name_of);
 
-TEST_P(Stall, ABatchThatIsClosedIsLeftUntilTheDeviceGoesOn) {
+TEST_P(Stall, ClosingABatchTimesOut) {
   auto batch = rig->engine->open_queue(0);
-  block_behind_the_program(*batch);
+  block_behind_the_program(batch);
   wait_for_stall();
-  const Status closed = batch->close();
+  const Status closed = batch->close(rig->engine->stall_timeout());
   EXPECT_EQ(closed.error(), ETIMEDOUT);
-  EXPECT_NE(closed.message().find("1 cancelled operations have not ended"), std::string::npos)
-      << closed.message();
+  EXPECT_NE(closed.message().find("1 cancelled operations have not ended"), std::string::npos) << closed.message();
   EXPECT_EQ(batch->counts().under_way, 1U);
   EXPECT_EQ(must(buffers.back()->read(0, {})), 0U);
   gate->open();
   EXPECT_EQ(batch->collect(1, 1, kPatience).size(), 1U);
-  EXPECT_OK(batch->close());
+  EXPECT_OK(batch->close(rig->engine->stall_timeout()));
 }
 
-TEST_P(Stall, ATransferThatIsClosedIsLeftUntilTheDeviceGoesOn) {
-  block_behind_the_program(*rig->queue);
+TEST_P(Stall, ClosingATransferTimesOut) {
+  block_behind_the_program(rig->queue);
   TransferRequest request;
   request.file = rig->file;
   request.target = Target::of_buffer(rig->buffer());
@@ -130,11 +131,11 @@ TEST_P(Stall, ATransferThatIsClosedIsLeftUntilTheDeviceGoesOn) {
   EXPECT_OK(transfer->close());
 }
 
-TEST_P(Stall, MemoryIsNotUnlocked) {
+TEST_P(Stall, UnlockingMemoryTimesOut) {
   HostLocks locks(rig->driver, LockPolicy::kOff);
   std::vector<std::byte> theirs(1 << 16);
   ASSERT_OK(locks.lock(theirs.data(), theirs.size(), HostLocks::Access::kBoth));
-  block_behind_the_program(*rig->queue);
+  block_behind_the_program(rig->queue);
   ASSERT_TRUE(soon([&] { return rig->device()->device().blocked_streams().stalled_for() > 1s; }));
   EXPECT_EQ(locks.unlock(theirs.data(), theirs.size()).error(), ETIMEDOUT);
   gate->open();
@@ -142,26 +143,26 @@ TEST_P(Stall, MemoryIsNotUnlocked) {
   EXPECT_OK(locks.unlock(theirs.data(), theirs.size()));
 }
 
-TEST_P(Stall, StreamsGoOnWhenTheEngineEnds) {
-  block_behind_operations(*rig->queue);
+TEST_P(Stall, StreamsGoOnWhenTheEngineCloses) {
+  block_behind_operations(rig->queue);
   wait_for_stall();
   rig->engine->shutdown();
   // Those that no thread had come to ended when they were cancelled.
-  EXPECT_GE(rig->engine->let_go(), 1U);
+  EXPECT_EQ(rig->engine->released_early().error(), ETIMEDOUT);
   EXPECT_EQ(rig->transfers->left_in_use(), 0U);
   EXPECT_EQ(rig->engine->outstanding(), 0U);
   std::size_t told = 0;
   for (const std::int64_t count : counts) told += count == -ETIMEDOUT ? 1 : 0;
-  EXPECT_EQ(told, rig->engine->let_go());
+  EXPECT_GE(told, 1U);
   for (const auto& program : programs) EXPECT_OK(program->synchronize());
   EXPECT_EQ(rig->queue->collect(kQueues, kQueues, 0ms).size(), kQueues);
 }
 
-TEST_P(Stall, WhatADeviceMayStillUseIsKeptWhenTheEngineEnds) {
+TEST_P(Stall, MemoryInUseIsKeptWhenTheEngineCloses) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "a detached thread's end and the reuse of its stack, in the C library, look like a race";
 #endif
-  block_behind_the_program(*rig->queue);
+  block_behind_the_program(rig->queue);
   wait_for_stall();
   const FakeGpuState before = state_of(fake());
   rig->engine->shutdown();

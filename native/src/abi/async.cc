@@ -40,7 +40,7 @@ Result<std::shared_ptr<AsyncEngine>> operations_with(Engine& engine, const Async
   Result<std::shared_ptr<AsyncEngine>> operations =
       engine.operations([&](const Engine& self) -> Result<std::shared_ptr<AsyncEngine>> {
         *made = true;
-        return AsyncEngine::create(options, transfers.take(), self.devices());
+        return std::make_shared<AsyncEngine>(options, transfers.take(), self.devices());
       });
   // Before the transfers end, whose own work for the close was there first.
   if (*made && operations.ok()) engine.at_close([kept = operations.value()] { kept->shutdown(); });
@@ -74,6 +74,8 @@ struct QueueEntry {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<AsyncEngine> operations;
   std::shared_ptr<CompletionQueue> queue;
+
+  [[nodiscard]] Status close() const { return queue->close(operations->stall_timeout()); }
 };
 
 // Pinned memory that the program uses until its handle is closed.
@@ -84,8 +86,8 @@ struct PinnedCells {
   ~PinnedCells() { device->pinned().release(block); }
 };
 
-Result<CompletionQueue::Entry> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
-  CompletionQueue::Entry entry;
+Result<AsyncEngine::Entry> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
+  AsyncEngine::Entry entry;
   Result<TransferRequest> transfer = transfer_request_from(*owner.engine, given.transfer);
   if (!transfer.ok()) return transfer.status();
   entry.request.transfer = transfer.take();
@@ -266,7 +268,7 @@ gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_hand
     entry->operations = operations.take();
     entry->queue = entry->operations->open_queue(static_cast<std::size_t>(capacity));
     Result<gpufs_handle> handle = HandleTable::instance().put<QueueEntry>(
-        std::move(entry), engine, [](QueueEntry& closing) { (void)closing.queue->close(); });
+        std::move(entry), engine, [](QueueEntry& closing) { (void)closing.close(); });
     if (handle.ok()) *queue = handle.value();
     return handle.status();
   });
@@ -276,10 +278,10 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
                                 uint64_t* bad) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (operations == nullptr) return gpufs::null_argument();
-    std::vector<gpufs::CompletionQueue::Entry> entries;
+    std::vector<AsyncEngine::Entry> entries;
     entries.reserve(static_cast<std::size_t>(std::min(count, gpufs::kMostOperations)));
     for (std::uint64_t number = 0; number < count; ++number) {
-      Result<gpufs::CompletionQueue::Entry> entry = gpufs::entry_from(found, operations[number]);
+      Result<AsyncEngine::Entry> entry = gpufs::entry_from(found, operations[number]);
       if (!entry.ok()) {
         if (bad != nullptr) *bad = number;
         return entry.status();
@@ -289,7 +291,7 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
     std::vector<std::uint64_t> given;
     given.reserve(entries.size());
     std::size_t first_bad = 0;
-    Status status = found.queue->submit(std::move(entries), &given, &first_bad);
+    Status status = found.operations->submit(found.queue, std::move(entries), &given, &first_bad);
     if (bad != nullptr) *bad = first_bad;
     if (status.ok() && ids != nullptr) std::copy(given.begin(), given.end(), ids);
     return status;
@@ -336,7 +338,7 @@ gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id) {
 
 gpufs_status gpufs_queue_close(gpufs_handle queue) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
-    Status closed = found.queue->close();
+    Status closed = found.close();
     return closed.ok() ? HandleTable::instance().take<QueueEntry>(queue).status() : closed;
   });
 }

@@ -145,17 +145,11 @@ Status Engine::close() {
     operations.swap(operations_);
   }
   for (auto item = work.rbegin(); item != work.rend(); ++item) (*item)();
-  const std::size_t let_go = operations == nullptr ? 0 : operations->let_go();
+  Status status = operations == nullptr ? Status{} : operations->released_early();
   const std::size_t left = transfers == nullptr ? 0 : transfers->left_in_use();
-  if (let_go == 0 && left == 0) return {};
-  std::string text;
-  if (let_go > 0) {
-    text += operations->let_go_on() + " has not finished " + std::to_string(let_go) +
-            " operations in time, so their streams went on before they were over; ";
-  }
-  if (left > 0) text += "the memory of " + std::to_string(left) + " operations and transfers is still in use; ";
-  text.resize(text.size() - 2);
-  return Status(ETIMEDOUT, text);
+  if (left == 0) return status;
+  const std::string text = "the memory of " + std::to_string(left) + " operations and transfers is still in use";
+  return Status(ETIMEDOUT, status.ok() ? text : status.message() + "; " + text);
 }
 
 namespace {

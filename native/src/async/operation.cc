@@ -1,13 +1,280 @@
 #include "async/operation.h"
 
 #include <atomic>
+#include <cerrno>
+#include <limits>
+#include <string>
+
+#include "async/async_engine.h"
+#include "async/completion_queue.h"
+#include "async/operation_stream.h"
+#include "observe/trace.h"
 
 namespace gpufs {
+namespace {
+
+constexpr auto kLargestNumber = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+
+Status check_number(std::uint64_t value, const char* what, bool aligned) {
+  if (value > kLargestNumber) return Status(EINVAL, std::string("the ") + what + " is negative or too large");
+  if (aligned && value % OperationStream::kAlignment != 0) {
+    return Status(EINVAL, std::string("the ") + what + " is not a multiple of 4096, as was promised for the stream");
+  }
+  return {};
+}
+
+// Writes the numbers into the request of the transfer. late: those too that are bound when the stream reaches the
+// operation; until then they are 0.
+Status apply_numbers(OperationRequest& request, const OperationStream* stream, bool late) {
+  const bool aligned = stream != nullptr && stream->promises().aligned;
+  struct Number {
+    const Parameter& from;
+    std::uint64_t& to;
+    const char* what;
+  };
+  TransferRequest& transfer = request.transfer;
+  for (const Number& number : {Number{request.file_offset, transfer.file_offset, "file offset"},
+                               Number{request.target_offset, transfer.target_offset, "buffer offset"}}) {
+    number.to = number.from.late() && !late ? 0 : number.from.read();
+    Status status = check_number(number.to, number.what, aligned);
+    if (!status.ok()) return status;
+  }
+  transfer.bytes = request.bytes.late() && !late ? request.bytes.value : request.bytes.read();
+  if (!request.bytes.late() && transfer.bytes == kToTheEnd) return {};
+  if (request.bytes.late() && transfer.bytes > request.bytes.value) {
+    return Status(EINVAL, "the size has grown from " + std::to_string(request.bytes.value) + " to " +
+                              std::to_string(transfer.bytes) + " since the operation was submitted");
+  }
+  return check_number(transfer.bytes, "size", aligned);
+}
+
+// Writes the outcome to where the program wants it.
+void publish(const OperationRequest& request, const Completion& completion) {
+  const int error = completion.status.error();
+  if (request.codes != nullptr) {
+    request.codes[0] = error;
+    request.codes[1] = completion.status.device_code();
+  }
+  if (request.count != nullptr) {
+    const bool nothing = error != 0 && completion.bytes == 0;
+    std::atomic_ref<std::int64_t>(*request.count)
+        .store(nothing ? -error : static_cast<std::int64_t>(completion.bytes), std::memory_order_release);
+  }
+}
+
+}  // namespace
 
 std::uint64_t Parameter::read() const {
   if (cell == nullptr) return value;
-  // Whoever writes it does so before the stream comes to the operation; the kernel or thread is none that we know.
+  // The kernel or thread that writes it does so before the stream reaches the operation.
   return std::atomic_ref<std::uint64_t>(*const_cast<std::uint64_t*>(cell)).load(std::memory_order_acquire);
+}
+
+Operation::Operation(std::uint64_t id, OperationRequest request, std::shared_ptr<AsyncEngine> engine,
+                     std::shared_ptr<OperationStream> stream, std::shared_ptr<CompletionQueue> queue)
+    : id_(id),
+      engine_(std::move(engine)),
+      stream_(std::move(stream)),
+      queue_(std::move(queue)),
+      device_(request.transfer.target.device()),
+      may_hang_(request.transfer.file->facts().may_hang),
+      request_(std::move(request)) {
+  if (!observe::trace::on()) return;
+  trace_name_ = observe::trace::name_of_file(request_.transfer.file->buffered_fd());
+  submitted_at_ = observe::now_ns();
+}
+
+Status Operation::check(OperationRequest& request, const OperationStream* stream) {
+  TransferRequest& transfer = request.transfer;
+  if (!transfer.target.valid()) return Status(EINVAL, "an operation needs a file and memory");
+  const DeviceContext& device = *transfer.target.device();
+  if (stream != nullptr) {
+    if (stream->device().get() != &device) {
+      return Status(EINVAL, "the memory is on " + name_of(device) + ", the stream on " + name_of(*stream->device()));
+    }
+    const auto fix = [](Parameter& number) { number = Parameter{number.read(), nullptr}; };
+    if (stream->promises().fixed_target_offset) fix(request.target_offset);
+    if (stream->promises().fixed_file_offset) fix(request.file_offset);
+    if (stream->promises().fixed_bytes) fix(request.bytes);
+  }
+  if (request.bytes.late()) request.bytes.value = request.bytes.read();
+  Status status = apply_numbers(request, stream, /*late=*/false);
+  if (status.ok()) status = TransferEngine::check(transfer);
+  return status.ok() ? device.device().health() : status;
+}
+
+bool Operation::reach() {
+  const std::lock_guard lock(mutex_);
+  reached_ = true;
+  if (submitted_at_ != 0) reached_at_ = observe::now_ns();
+  return phase_ != Phase::kDone;
+}
+
+Result<Operation::Bound> Operation::bind() {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kQueued) return Bound::kOver;
+  phase_ = Phase::kReady;
+  Status status = apply_numbers(request_, stream_.get(), /*late=*/true);
+  const TransferRequest& transfer = request_.transfer;
+  if (status.ok()) status = TransferEngine::check(transfer);
+  if (!status.ok()) return status;
+  return transfer.bytes == 0 && transfer.sync == SyncMode::kNone ? Bound::kNothingToMove : Bound::kReady;
+}
+
+Result<bool> Operation::start(TransferEngine& transfers, std::function<void(const TransferProgress&)> moved,
+                              std::shared_ptr<void>* leftover) {
+  // What the transfer needs, held by this thread as well while it is started.
+  struct Held {
+    TransferRequest request;
+    std::shared_ptr<Transfer> transfer;
+  };
+  const auto held = std::make_shared<Held>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ != Phase::kReady) return false;
+    phase_ = Phase::kRunning;
+    held->request = request_.transfer;
+    if (submitted_at_ != 0) {
+      started_at_ = observe::now_ns();
+      transfer_id_ = held->request.trace_id = observe::trace::next_id();
+    }
+  }
+  held->request.done = std::move(moved);
+  Result<std::shared_ptr<Transfer>> started = transfers.start(held->request);
+  held->request.done = nullptr;
+  if (!started.ok()) return started.status();
+  held->transfer = started.take();
+  bool cancelled = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!over()) {
+      transfer_ = held->transfer;
+      // The operation has references of its own, which nobody drops while this lock is held.
+      held->request = TransferRequest{};
+      cancelled = cancelled_;
+      if (!cancelled) {
+        held->transfer.reset();
+        return true;
+      }
+    }
+  }
+  if (cancelled) held->transfer->cancel();
+  *leftover = held;
+  return true;
+}
+
+void Operation::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return phase_ == Phase::kDone || released_early_; });
+}
+
+bool Operation::end(Completion completion) { return end(std::move(completion), /*unless_running=*/false); }
+
+bool Operation::end(Completion completion, bool unless_running) {
+  OperationRequest request;
+  std::shared_ptr<Transfer> transfer;
+  {
+    const std::lock_guard lock(mutex_);
+    if (over() || (unless_running && phase_ == Phase::kRunning)) return false;
+    phase_ = Phase::kEnding;
+    request = std::exchange(request_, OperationRequest{});
+    transfer = std::move(transfer_);
+    if (completion.status.error() == ECANCELED && !cancel_reason_.ok()) completion.status = cancel_reason_;
+  }
+  completion.cookie = request.cookie;
+  completion.id = id_;
+  if (submitted_at_ != 0) trace_phases(request, completion);
+  publish(request, completion);
+  // Before the stream goes on, so that the operations of a stream are collected in its order.
+  queue_->deliver(std::move(completion));
+  bool holds_stream = false;
+  {
+    const std::lock_guard lock(mutex_);
+    phase_ = Phase::kDone;
+    holds_stream = reached_ && !released_early_;
+  }
+  changed_.notify_all();
+  if (holds_stream) stream_->release(*this);
+  // Only now: freeing memory may wait for all work of the device, and so for this stream.
+  request = OperationRequest{};
+  transfer.reset();
+  engine_->unreserve(1);
+  return true;
+}
+
+bool Operation::cancel(const Status& why) {
+  for (;;) {
+    std::shared_ptr<Transfer> transfer;
+    bool running = false;
+    {
+      const std::lock_guard lock(mutex_);
+      if (over()) return false;
+      if (!cancelled_) cancel_reason_ = why;
+      cancelled_ = true;
+      running = phase_ == Phase::kRunning;
+      transfer = transfer_;
+    }
+    if (running) {
+      // Without a transfer it is being started, and start() finds it cancelled.
+      if (transfer != nullptr) transfer->cancel();
+      return true;
+    }
+    Completion completion;
+    completion.status = Status(ECANCELED, "cancelled");
+    if (end(std::move(completion), /*unless_running=*/true)) return true;
+  }
+}
+
+bool Operation::retract() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (over()) return false;
+    phase_ = Phase::kDone;
+  }
+  queue_->remove(id_);
+  engine_->unreserve(1);
+  return true;
+}
+
+bool Operation::release_stream_early() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stream_ == nullptr || phase_ != Phase::kRunning || !reached_ || released_early_) return false;
+    released_early_ = true;
+    Completion unknown;
+    unknown.status = Status(ETIMEDOUT, "");
+    publish(request_, unknown);
+    request_.count = nullptr;
+    request_.codes = nullptr;
+  }
+  changed_.notify_all();
+  stream_->release(*this);
+  return true;
+}
+
+void Operation::trace_phases(const OperationRequest& request, const Completion& completion) const {
+  observe::TraceRecord record;
+  record.id = id_;
+  record.name = trace_name_;
+  record.device = device_->info().index;
+  record.flow = static_cast<std::uint8_t>(flow_of(request.transfer.direction));
+  record.error = completion.status.error();
+  const auto write = [&](observe::TraceKind kind, std::uint64_t start, std::uint64_t end, std::uint64_t offset,
+                         std::uint64_t bytes) {
+    record.kind = kind;
+    record.start = start;
+    record.end = end;
+    record.offset = offset;
+    record.bytes = bytes;
+    observe::trace::record(record);
+  };
+  const std::uint64_t now = observe::now_ns();
+  write(observe::TraceKind::kOperation, submitted_at_, now, request.trace_cookie, completion.bytes);
+  if (stream_ != nullptr) {
+    write(observe::TraceKind::kStreamWait, submitted_at_, reached_at_ != 0 ? reached_at_ : now, request.trace_cookie,
+          0);
+  }
+  if (started_at_ != 0) write(observe::TraceKind::kMove, started_at_, now, transfer_id_, completion.bytes);
 }
 
 }  // namespace gpufs

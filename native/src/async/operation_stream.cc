@@ -1,19 +1,17 @@
 #include "async/operation_stream.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <new>
+#include <string>
 #include <utility>
 
 #include "async/async_engine.h"
-#include "observe/trace.h"
 
 namespace gpufs {
 
 OperationStream::OperationStream(std::shared_ptr<AsyncEngine> engine, std::shared_ptr<DeviceContext> device,
-                                 std::unique_ptr<Stream> stream, std::shared_ptr<Event> passed,
-                                 PinnedBlock counter, StreamPromises promises, Origin origin)
+                                 std::unique_ptr<Stream> stream, std::unique_ptr<Event> passed, PinnedBlock counter,
+                                 StreamPromises promises, Origin origin)
     : engine_(std::move(engine)),
       device_(std::move(device)),
       stream_(std::move(stream)),
@@ -24,7 +22,7 @@ OperationStream::OperationStream(std::shared_ptr<AsyncEngine> engine, std::share
       used_(std::chrono::steady_clock::now()) {}
 
 OperationStream::~OperationStream() {
-  if (counter_.data != nullptr) device_->pinned().release(counter_);
+  if (waits_for_values()) device_->pinned().release(counter_);
 }
 
 std::size_t OperationStream::outstanding() const {
@@ -34,28 +32,41 @@ std::size_t OperationStream::outstanding() const {
 
 Status OperationStream::call(HostFunction function, void* argument) {
   const std::lock_guard submitting(submit_mutex_);
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return Status(EBADF, "the stream is closed");
-  }
+  if (closed()) return Status(EBADF, "the stream is closed");
   return stream_->call(function, argument);
 }
 
-Status OperationStream::synchronize() { return stream_->synchronize(); }
+void OperationStream::close() {
+  const std::lock_guard submitting(submit_mutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    changed_.notify_all();
+  }
+  if (origin_ != Origin::kOwn) return;
+  // The stream is destroyed only after the work that the program itself queued here.
+  const Status recorded = stream_->record(*passed_);
+  const std::lock_guard lock(mutex_);
+  if (recorded.ok()) ever_recorded_ = true;
+}
+
+// ---- submitting ----
 
 Status OperationStream::reserve(std::size_t depth, std::chrono::milliseconds patience) {
   BlockedStreams& blocked = device_->device().blocked_streams();
   const auto end = std::chrono::steady_clock::now() + patience;
   std::unique_lock lock(mutex_);
   if (!changed_.wait_until(lock, end, [&] { return closed_ || outstanding_ < depth; })) {
-    return Status(EAGAIN, std::to_string(outstanding_) + " operations are outstanding on the stream, and it is blocked");
+    return Status(EAGAIN,
+                  std::to_string(outstanding_) + " operations are outstanding on the stream, and it is blocked");
   }
   if (outstanding_ == 0) {
     lock.unlock();
     if (!blocked.add(end - std::chrono::steady_clock::now())) {
       return Status(EAGAIN, std::to_string(BlockedStreams::kMost) +
-                                " other streams of the device have outstanding operations, which is as many as may:"
-                                " wait for some of those first");
+                                " other streams of the device have outstanding operations, which is the maximum: wait"
+                                " for some of those first");
     }
     lock.lock();
     if (closed_ || outstanding_ > 0) blocked.remove();
@@ -65,136 +76,99 @@ Status OperationStream::reserve(std::size_t depth, std::chrono::milliseconds pat
   return {};
 }
 
-void OperationStream::unreserve() {
+void OperationStream::forget(const Operation& operation) {
+  const auto entry = entries_.find(operation.id());
+  if (entry->second.waits) --waits_;
+  entries_.erase(entry);
   if (--outstanding_ == 0) device_->device().blocked_streams().remove();
   changed_.notify_all();
 }
-
-// What a submission has taken of its stream. Goes back unless the stream has got the operation.
-class OperationStream::Submission {
- public:
-  // After reserve() has counted the operation.
-  Submission(OperationStream& stream, Operation& operation) : stream_(stream), operation_(operation) {}
-  ~Submission() {
-    if (kept_) return;
-    const std::lock_guard lock(stream_.mutex_);
-    if (operation_.waits_) --stream_.waits_;
-    if (queued_) {
-      std::erase_if(stream_.queued_, [this](const auto& each) { return each.get() == &operation_; });
-      --stream_.calling_;
-    }
-    stream_.unreserve();
-  }
-  Submission(const Submission&) = delete;
-  Submission& operator=(const Submission&) = delete;
-
-  void queued() { queued_ = true; }
-  void keep() { kept_ = true; }
-
- private:
-  OperationStream& stream_;
-  Operation& operation_;
-  bool queued_ = false;
-  bool kept_ = false;
-};
 
 Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std::size_t depth,
                                std::chrono::milliseconds patience) {
   Status status = reserve(depth, patience);
   if (!status.ok()) return status;
-  Submission submission(*this, *operation);
   const std::lock_guard submitting(submit_mutex_);
-  operation->sequence_ = last_ + 1;
+  Entry entry{last_number_ + 1, false};
   {
     const std::lock_guard lock(mutex_);
+    entry.waits = waits_for_values() && waits_ < kMostWaits;
+    if (entry.waits) ++waits_;
+    entries_.emplace(operation->id(), entry);
     queued_.push_back(operation);
     ++calling_;
     used_ = std::chrono::steady_clock::now();
-    operation->waits_ = counter_.data != nullptr && waits_ < kMostWaits;
-    if (operation->waits_) ++waits_;
   }
-  submission.queued();
-  // A stream whose last work was a copy waits in a queue that other streams copy through. A fill has a queue for
-  // kernels instead, of which the others keep enough.
-  if (operation->waits_) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
-  if (status.ok()) status = stream_->call(&OperationStream::reached, operation.get());
-  if (!status.ok()) return status.with_context("an operation on a stream");
-  submission.keep();
-  ++last_;
-  if (operation->waits_) {
-    hold(operation);
-  } else if (counter_.data == nullptr) {
+  // A stream waits in the queue of its last work. If that was a copy, copies of other streams would wait behind it, so
+  // here is a fill, which goes by a queue for kernels: the bound on blocked streams leaves others enough of those.
+  if (entry.waits) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
+  if (status.ok()) status = stream_->call(&OperationStream::on_reached, operation.get());
+  if (!status.ok()) {
+    const std::lock_guard lock(mutex_);
+    std::erase(queued_, operation);
+    --calling_;
+    forget(*operation);
+    return status.with_context("an operation on a stream");
+  }
+  ++last_number_;
+  if (entry.waits) {
+    wait_for(*operation, entry.number);
+  } else if (!waits_for_values()) {
     record();
   }
   return {};
 }
 
-void OperationStream::hold(const std::shared_ptr<Operation>& operation) noexcept {
+void OperationStream::wait_for(Operation& operation, std::uint32_t number) {
   {
     const std::lock_guard lock(mutex_);
     recorded_ = false;
   }
-  Status held(ENOMEM, "");
-  try {
-    held = stream_->wait_for_value(counter_.address, operation->sequence_).with_context("an operation on a stream");
-  } catch (const std::bad_alloc&) {  // as if the stream had refused to wait
-  }
-  if (!held.ok()) {
-    // What is queued behind would not wait: it must have stopped before that can be.
-    {
-      const std::lock_guard lock(operation->mutex_);
-      operation->unheld_ = std::move(held);
-    }
-    if (engine_->cancel(operation)) AsyncEngine::wait(*operation);
-  }
+  const Status waits = stream_->wait_for_value(counter_.address, number);
+  // If the stream does not wait, the operation must not move anything while later work of the stream runs.
+  if (!waits.ok() && operation.cancel(waits.with_context("an operation on a stream"))) operation.wait();
   record();
 }
 
-void OperationStream::record() noexcept {
-  try {
-    // Where calls of the host hold the stream, one event at a time reports a failure as well as many, which would fill
-    // the device's queues.
-    if (counter_.data == nullptr) {
-      const Result<bool> passed = passed_->query();
-      if (passed.ok() && !passed.value()) return;
-    }
-    const Status recorded = stream_->record(*passed_);
-    const std::lock_guard lock(mutex_);
-    if (recorded.ok()) recorded_ = ever_recorded_ = true;
-  } catch (const std::bad_alloc&) {  // as if it could not be recorded
+void OperationStream::record() {
+  // Where calls of the host hold the stream, one event at a time reports a failure as well as many, which would fill
+  // the device's queues.
+  if (!waits_for_values()) {
+    const Result<bool> passed = passed_->query();
+    if (passed.ok() && !passed.value()) return;
   }
+  if (!stream_->record(*passed_).ok()) return;
+  const std::lock_guard lock(mutex_);
+  recorded_ = ever_recorded_ = true;
 }
 
-void OperationStream::reached(void* operation) noexcept {
-  auto* const reached_operation = static_cast<Operation*>(operation);
-  // queued_ has it until now, and it has the stream.
-  reached_operation->stream_->reach(reached_operation);
+// ---- on a driver's thread ----
+
+void OperationStream::on_reached(void* operation) noexcept {
+  auto* const reached = static_cast<Operation*>(operation);
+  // queued_ has kept it until now, and it keeps the stream.
+  reached->stream()->reach(reached);
 }
 
-void OperationStream::reach(const Operation* operation) noexcept {
-  std::shared_ptr<Operation> self;
+void OperationStream::reach(Operation* reached) {
+  std::shared_ptr<Operation> operation;
+  bool waits = false;
   {
     const std::lock_guard lock(mutex_);
     const auto found = std::find_if(queued_.begin(), queued_.end(),
-                                    [&](const std::shared_ptr<Operation>& each) { return each.get() == operation; });
-    self = std::move(*found);
+                                    [&](const std::shared_ptr<Operation>& each) { return each.get() == reached; });
+    operation = std::move(*found);
     queued_.erase(found);
+    waits = entries_.at(operation->id()).waits;
   }
-  bool over = false;
-  {
-    const std::lock_guard lock(self->mutex_);
-    self->reached_ = true;
-    if (self->submitted_at_ != 0) self->reached_at_ = observe::now_ns();
-    over = self->phase_ == Operation::Phase::kDone;
-  }
-  if (over) {
-    release(*self);
+  if (!operation->reach()) {
+    release(*operation);
   } else {
-    engine_->bind(self);
-    if (!self->waits_) AsyncEngine::wait(*self);
+    engine_->start(operation);
+    if (!waits) operation->wait();
   }
-  self.reset();
-  // The last that this thread does here: whoever destroys the stream waits for it.
+  // Perhaps the last reference, to the stream as well, which this thread must not destroy: calling_ keeps it.
+  operation.reset();
   const std::lock_guard lock(mutex_);
   --calling_;
   changed_.notify_all();
@@ -202,16 +176,17 @@ void OperationStream::reach(const Operation* operation) noexcept {
 
 void OperationStream::release(const Operation& operation) {
   const std::lock_guard lock(mutex_);
-  if (operation.waits_) --waits_;
+  const std::uint32_t number = entries_.at(operation.id()).number;
   device_->device().blocked_streams().note_progress();
   // Before the stream goes on: what is queued behind may count on it.
-  unreserve();
-  if (counter_.data != nullptr &&
-      static_cast<std::int32_t>(operation.sequence_ - word().load(std::memory_order_relaxed)) > 0) {
-    word().store(operation.sequence_, std::memory_order_release);
-    word().notify_all();
+  forget(operation);
+  if (waits_for_values() && static_cast<std::int32_t>(number - counter().load(std::memory_order_relaxed)) > 0) {
+    counter().store(number, std::memory_order_release);
+    counter().notify_all();
   }
 }
+
+// ---- for the engine ----
 
 std::deque<std::shared_ptr<Operation>> OperationStream::queued() const {
   const std::lock_guard lock(mutex_);
@@ -228,36 +203,24 @@ Status OperationStream::failure() {
 }
 
 bool OperationStream::idle() {
-  bool ask = false;
   {
     const std::lock_guard lock(mutex_);
     if (!queued_.empty() || outstanding_ > 0 || calling_ > 0 || !recorded_) return false;
-    ask = ever_recorded_;
+    if (!ever_recorded_) return true;
   }
-  if (!ask) return true;
-  // A device that has failed looks at nothing any more.
+  // A device that has failed reads nothing any more.
   const Result<bool> passed = passed_->query();
   return !passed.ok() || passed.value();
+}
+
+bool OperationStream::closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
 }
 
 bool OperationStream::unused(std::chrono::milliseconds duration) const {
   const std::lock_guard lock(mutex_);
   return std::chrono::steady_clock::now() - used_ >= duration;
-}
-
-void OperationStream::close() {
-  const std::lock_guard submitting(submit_mutex_);
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    changed_.notify_all();
-  }
-  if (origin_ != Origin::kOwn) return;
-  // What the program queued here itself is waited for, too, before the stream goes.
-  const Status recorded = stream_->record(*passed_);
-  const std::lock_guard lock(mutex_);
-  if (recorded.ok()) ever_recorded_ = true;
 }
 
 }  // namespace gpufs

@@ -399,7 +399,6 @@ void CopyLoop::wait_for(InFlight& slot) {
 // sleeping instead, and the CPU is left to others.
 Status CopyLoop::wait_for_device(InFlight& slot) {
   observe::Span span(observe::TraceKind::kDeviceWait, device_index_, 0, 0, trace_id_);
-  const DeviceWaits::Wait waiting(device_->device().waits());
   const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
   for (; busy > 1; std::this_thread::sleep_for(kEventPoll)) {
     const Result<bool> done = slot.event->query();
@@ -410,7 +409,6 @@ Status CopyLoop::wait_for_device(InFlight& slot) {
 }
 
 void CopyLoop::settle_stream() {
-  const DeviceWaits::Wait waiting(device_->device().waits());
   (void)stream_->synchronize();
 }
 

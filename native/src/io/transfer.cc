@@ -119,8 +119,10 @@ void Transfer::wait() {
 
 Status Transfer::close() {
   cancel();
-  if (device_->wait_while_it_moves([this](std::chrono::milliseconds patience) { return wait(patience); })) return {};
-  return Status(ETIMEDOUT, device_->standstill() + ": the transfer's memory stays in use until it continues");
+  if (wait(device_->device().blocked_streams().stall_timeout())) return {};
+  return Status(
+      ETIMEDOUT,
+      "a cancelled transfer has not ended in time: its device or its file does not respond, and its memory is in use");
 }
 
 Result<int> Transfer::event_fd() {
@@ -560,7 +562,10 @@ bool Transfer::abandon(bool force) {
     count(details_.abandoned);
   }
   const bool in_use = memory_.in_use();
-  if (in_use) engine_->count_left_in_use();
+  if (in_use) {
+    engine_->count_left_in_use();
+    device_->device().blocked_streams().add_lost();
+  }
   log_warning("a cancelled ", direction_name(request_.direction), " was left behind by threads that ",
               in_use ? "still use its memory" : "hang in its file");
   // What hangs must not hold the device's memory.

@@ -137,7 +137,8 @@ struct StreamObject {
   const int device;
   CopyQueue& copies_in;
   CopyQueue& copies_out;
-  CopyQueue* last_queue = nullptr;  // of the work queued last, null where that was not a copy; the machine's mutex guards it
+  CopyQueue* last_queue =
+      nullptr;       // of the work queued last, null where that was not a copy; the machine's mutex guards it
   std::mutex mutex;  // guards all below but the thread
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
@@ -816,7 +817,7 @@ class Machine {
   bool held_ = false;
   bool shared_queues_ = false;
   std::atomic<int> blocked_{0};  // streams that wait for a value or for a call of the host
-  int leaked_ = 0;                // what was open at the last reset
+  int leaked_ = 0;               // what was open at the last reset
 };
 
 // Each fake's own: the machine, which is never destroyed, for the library may be called until the process ends; and
