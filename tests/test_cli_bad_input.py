@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs
+from support.cli import fails
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, PATIENCE, errno_of, plain_user, run
+from support.processes import NOBODY, plain_user, run
 from support.users import user_gpufs
 
 from gpufs import cli
@@ -50,11 +50,6 @@ def test_values_that_are_not_allowed(mountpoint: Path, option: str, value: str, 
     name = option.removeprefix("--").replace("-", "_")
     assert line.startswith(f"{name}: {value!r} ({option}) is not allowed: ")
     assert allowed in line
-
-
-def test_values_from_the_environment_are_named(mountpoint: Path) -> None:
-    environment = dict(os.environ, GPUFS_MEMORY="lots")
-    assert "'lots' (GPUFS_MEMORY) is not allowed" in fails(2, "mount", mountpoint, env=environment)
 
 
 def test_more_memory_than_the_machine_has(mountpoint: Path) -> None:
@@ -113,13 +108,6 @@ def mount_as_user_in_namespace(setting: str, *options: str) -> subprocess.Comple
         return run(*words, check=False, env=environment, cwd="/")
 
 
-def test_other_users_are_roots_to_let_in() -> None:
-    done = mount_as_user_in_namespace("mount --bind /dev/null /etc/fuse.conf", "--allow-other")
-    assert done.returncode == 1
-    assert done.stderr.startswith("gpufs: --allow-other is for root alone here")
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_no_right_to_use_dev_fuse() -> None:
     """Its mode has changed when the command looks: in a mount namespace where it is root's alone."""
     setting = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && mknod -m 600 /dev/fuse c 10 229"
@@ -147,17 +135,6 @@ def test_driver_that_is_not_here(mountpoint: Path, driver: str) -> None:
     assert driver in line
 
 
-def test_auto_without_a_gpu_says_what_it_takes(mountpoint: Path) -> None:
-    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
-        pytest.skip("this machine has a GPU")
-    done = gpufs("mount", mountpoint, "--memory", "64M", check=False)
-    try:
-        assert done.returncode == 0, done
-        assert "host memory" in done.stderr
-    finally:
-        gpufs("umount", "--force", mountpoint)
-
-
 def test_unmounting_what_is_not_ours(tmp_path: Path) -> None:
     for command, path in (("umount", "/proc"), ("df", tmp_path)):
         assert fails(1, command, path) == f"{path}: no gpufs is mounted there (gpufs status lists those that are)"
@@ -167,43 +144,6 @@ def test_a_directory_of_a_mount(shared_mount: GpufsMount) -> None:
     for command, path in (("status", shared_mount.device), ("umount", shared_mount.path / ".gpufs"), ("stats", "gpu1")):
         inside = shared_mount.path / path
         assert fails(1, command, inside) == f"{inside}: lies in the mount at {shared_mount.path}: name that"
-
-
-def test_log_file_that_cannot_be_written(mountpoint: Path) -> None:
-    line = fails(1, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--log-file", mountpoint / "no" / "log")
-    assert "No such file or directory" in line
-
-
-def test_names_and_control_files(shared_mount: GpufsMount) -> None:
-    """Files of the mount refuse with the errno that programs expect."""
-    import errno
-
-    root = shared_mount.path
-    assert errno_of(open, root / "gpu0" / ("n" * 256), "w") == errno.ENAMETOOLONG
-    (root / "gpu0" / ("n" * 255)).touch()
-    (root / "gpu0" / ("n" * 255)).unlink()
-    assert errno_of(open, root / ".gpufs/version", "r+") in (errno.EACCES, errno.EPERM, errno.EROFS)
-    assert errno_of(open, root / ".gpufs/status", "w") in (errno.EACCES, errno.EPERM, errno.EROFS)
-    assert errno_of(open, root / "new", "w") in (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-def test_output_that_cannot_be_written() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*GPUFS, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
-    assert done.returncode == 1
-    assert done.stderr == "gpufs: standard output: No space left on device\n"
-
-
-def test_reader_that_goes_away() -> None:
-    process = subprocess.Popen([*GPUFS, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(PATIENCE) in (0, 1)
-    process.stderr.close()
 
 
 def test_no_traceback_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

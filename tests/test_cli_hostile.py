@@ -175,39 +175,6 @@ def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[b
             folder.rmdir()
 
 
-def test_a_folder_of_counters_that_does_not_answer(shared_mount: GpufsMount, hostile: Callable[[bytes], Path]) -> None:
-    """Another user may link it to a file system that hangs."""
-    place = hostile(b"")
-    folder = Path(f"/tmp/gpufs-{NOBODY}")
-    assert not folder.exists()
-    folder.symlink_to(place / ".gpufs")
-    try:
-        done = run(*GPUFS, "stats", "--status-timeout", "3s")
-        assert str(shared_mount.path) in done.stdout
-        assert str(place) in done.stdout
-    finally:
-        folder.unlink()
-
-
-def test_roots_own_folder_of_counters_does_not_answer(mount: Mounter, hostile: Callable[[bytes], Path]) -> None:
-    """Another user may have made the one below /tmp, which root looks into as well."""
-    place = hostile(b"")
-    own = mount()
-    folder = Path("/tmp/gpufs-0")
-    made = not folder.exists()
-    folder.mkdir(exist_ok=True)
-    try:
-        run("mount", "--bind", place, folder)
-        listed = json.loads(run(*GPUFS, "stats", "--json", "--status-timeout", "5s", timeout=120).stdout)
-        assert [one["pid"] for one in listed if one["mountpoint"] == str(own.path)] == [own.pid]
-        run(*GPUFS, "umount", own.path, timeout=120)
-        own.wait_ended()
-    finally:
-        subprocess.run(["umount", "-l", folder], check=False)
-        if made:
-            folder.rmdir()
-
-
 def test_a_process_that_looks_like_a_daemon_is_not_waited_for(mount: Mounter) -> None:
     """Nor is it ended by force."""
     own = mount()

@@ -1,19 +1,16 @@
 """scripts/install-helpers: what it installs works, and goes again; completions and manual page are those of --help."""
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-from click.shell_completion import ShellComplete
 from support.mounting import GpufsMount
 from support.processes import run
 
 from gpufs import config
-from gpufs.cli._main import COMMANDS, program
+from gpufs.cli._main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 VISIBLE = [name for name in COMMANDS if name != "mount-helper"]
@@ -48,10 +45,6 @@ def test_all_files_are_there(installed: Path) -> None:
             assert "@GPUFS@" not in path.read_text()
 
 
-def test_the_command_runs(installed: Path) -> None:
-    assert run(installed / "usr/local/bin/gpufs", "--version").stdout.startswith("gpufs")
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_program_that_is_closed_to_others_is_reported_with_the_folder(tmp_path: Path) -> None:
     private = tmp_path / "private"
@@ -68,26 +61,6 @@ def test_a_program_that_is_closed_to_others_is_reported_with_the_folder(tmp_path
     assert f"{private} is closed to them" in done.stderr
     assert "PYTHON=/usr/bin/python3" in done.stderr
     run(ROOT / "scripts/install-helpers", "--remove", env=environment)
-
-
-# ---- the manual page ----
-
-
-def test_the_manual_page_renders_without_a_warning(installed: Path) -> None:
-    page = installed / "usr/local/share/man/man1/gpufs.1"
-    if not shutil.which("man") or not shutil.which("groff"):
-        pytest.skip("no man and groff here")
-    environment = {**os.environ, "MANWIDTH": "100", "LC_ALL": "C.UTF-8", "MANROFFOPT": "-ww"}
-    done = run("man", "--warnings", "-l", page, env=environment)
-    assert done.stderr == ""
-    words = " ".join(done.stdout.replace("\u2010\n", "-").split())
-    for name in VISIBLE:
-        command = program.get_command(click.Context(program), name)
-        assert command is not None
-        assert f"gpufs {name}" in words
-        for parameter in command.params:
-            if isinstance(parameter, click.Option) and not parameter.hidden:
-                assert parameter.opts[-1] in words, f"gpufs {name} {parameter.opts[-1]} is not on the page"
 
 
 # ---- completions ----
@@ -125,29 +98,3 @@ def test_bash(installed: Path, tmp_path: Path, shared_mount: GpufsMount) -> None
     assert "dirnames" in offered
     offered = " ".join(bash_offers(installed, "gpufs cp ", tmp_path))
     assert "default" in offered
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_read_theirs(installed: Path, shell: str) -> None:
-    name = {"zsh": "zsh/site-functions/_gpufs", "fish": "fish/vendor_completions.d/gpufs.fish"}[shell]
-    path = installed / "usr/local/share" / name
-    assert f"_GPUFS_COMPLETE={shell}_complete" in path.read_text()
-    # What that script asks for.
-    environment = {**os.environ, "_GPUFS_COMPLETE": f"{shell}_complete", "COMP_WORDS": "gpufs um", "COMP_CWORD": "um"}
-    if shell == "zsh":
-        environment["COMP_CWORD"] = "1"
-    answer = run(installed / "usr/local/bin/gpufs", env=environment).stdout
-    assert "umount" in answer
-    assert "mount-helper" not in answer
-    if shutil.which(shell):
-        run(shell, "-n", path)
-
-
-def test_every_value_with_choices_is_offered() -> None:
-    for knob in config.KNOBS:
-        if not knob.kind.choices or knob.hidden:
-            continue
-        for command in knob.commands:
-            completion = ShellComplete(program, {}, "gpufs", "_GPUFS_COMPLETE")
-            offered = [item.value for item in completion.get_completions([command, knob.option], "")]
-            assert offered == list(knob.kind.choices), f"gpufs {command} {knob.option}"

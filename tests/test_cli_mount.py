@@ -6,19 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cli import gpufs
-from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import PATIENCE, has_ended, plain_user, run, wait_until
-from support.users import user_gpufs
-from support.watchdog import mounted_at, rescue
+from support.processes import PATIENCE, has_ended, wait_until
+from support.watchdog import mounted_at
 
-from gpufs import cli, mounting
+from gpufs import cli
 from gpufs.cli import _launch, _mounts
-
-NOBODY = 65534
 
 
 def mount_it(mountpoint: Path, *options: str) -> int:
@@ -40,13 +35,6 @@ def test_mount_and_umount(mountpoint: Path) -> None:
     assert not mounted_at(str(mountpoint))
     assert has_ended(pid)
     assert os.listdir(mountpoint) == []
-
-
-def test_relative_paths_and_links(mountpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("mnt")
-    gpufs("mount", "link", "--driver", "host", "--memory", "64M", cwd=tmp_path)
-    assert mounted_at(str(mountpoint))
-    gpufs("umount", "./link/../link/", cwd=tmp_path)
 
 
 def test_strange_names(tmp_path: Path) -> None:
@@ -77,34 +65,6 @@ def test_in_use_is_refused_and_says_by_whom(mountpoint: Path) -> None:
         assert f"({os.getpid()})" in done.stderr
         assert len(done.stderr.splitlines()) == 1
     gpufs("umount", mountpoint)
-
-
-def test_in_use_names_mounts_below_and_not_itself(mountpoint: Path) -> None:
-    mount_it(mountpoint)
-    words = [sys.executable, "-m", "gpufs", "umount", str(mountpoint)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(words, cwd=mountpoint, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"gpufs: {mountpoint}: in use (--lazy")
-    if os.geteuid() == 0:
-        below = mountpoint / "gpu0/below"
-        below.mkdir()
-        run("mount", "-t", "tmpfs", "none", below)
-        try:
-            assert f"in use by what is mounted at {below} (" in gpufs("umount", mountpoint, check=False).stderr
-        finally:
-            run("umount", below)
-    gpufs("umount", mountpoint)
-
-
-def test_force_ends_what_runs(mountpoint: Path) -> None:
-    pid = mount_it(mountpoint)
-    with open(mountpoint / "gpu0/x", "rb+" if (mountpoint / "gpu0/x").exists() else "wb+", buffering=0) as file:
-        gpufs("umount", "--force", mountpoint)
-        assert has_ended(pid)
-        assert not mounted_at(str(mountpoint))
-        with pytest.raises(OSError):
-            file.write(b"x")
 
 
 def test_lazy_lets_users_finish(mountpoint: Path) -> None:
@@ -150,41 +110,6 @@ def test_hanging_mount_does_not_hang_us(mountpoint: Path) -> None:
     assert not mounted_at(str(mountpoint))
 
 
-def test_what_is_killed_has_the_knobs_time_to_end(mountpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large process on a busy machine takes longer than one that only has to hear that it shall end."""
-    pid = mount_it(mountpoint)
-    allowed: list[float] = []
-    wait_for_end = _mounts.wait_for_end
-
-    def wait(pids: list[int], seconds: float) -> list[int]:
-        allowed.append(seconds)
-        return wait_for_end(pids, seconds)
-
-    monkeypatch.setattr(_mounts, "wait_for_end", wait)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert cli.run(["umount", "--force", str(mountpoint), "--umount-timeout", "100"]) == 0
-    finally:
-        if not has_ended(pid):
-            os.kill(pid, signal.SIGKILL)
-    assert allowed[-1] == 100
-
-
-def test_sigterm_ends_cleanly(mountpoint: Path) -> None:
-    pid = mount_it(mountpoint)
-    os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: has_ended(pid), 30, "the end of the process")
-    assert not mounted_at(str(mountpoint))
-
-
-def test_foreground(mount: Mounter) -> None:
-    """The fixture mounts with --foreground: the process is the one that we started."""
-    one = mount()
-    assert _mounts.daemons(str(one.path)) == [one.pid]
-    one.signal(signal.SIGINT)
-    one.wait_ended(30, 0)
-
-
 def test_foreground_failure_is_one_line(mountpoint: Path) -> None:
     done = gpufs("mount", mountpoint, "--foreground", "--driver", "cuda", check=False)
     if Path("/dev/nvidiactl").exists():
@@ -192,60 +117,6 @@ def test_foreground_failure_is_one_line(mountpoint: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("gpufs: ")
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_as_a_plain_user() -> None:
-    with plain_user() as environment:
-        path = Path(environment["HOME"]) / "mnt"  # tmp_path is closed to users anew by each run of pytest
-        path.mkdir()
-        os.chown(path, NOBODY, NOBODY)
-        command, environment = user_gpufs(environment)
-        user: dict[str, object] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
-
-        def as_user(*arguments: object) -> str:
-            return run(*command, *map(str, arguments), **user).stdout  # type: ignore[arg-type]
-
-        def state_of(text: str) -> dict[str, Any]:
-            (status,) = [status for status in json.loads(text) if status["mountpoint"] == str(path)]
-            return dict(status)
-
-        try:
-            as_user("mount", path, "--driver", "host", "--memory", "64M")
-            status = state_of(as_user("status", "--json"))
-            assert (status["state"], status["driver"], status["uid"]) == ("ok", "host", NOBODY)
-            # Not even root may look into a user's mount without --allow-other; he sees that it is there and whose.
-            status = state_of(gpufs("status", "--json").stdout)
-            assert status["state"] == "no permission"
-            assert status["pid"] == _mounts.daemons(str(path), mounting.entry_of(str(path)))[0]
-            as_user("umount", path)
-        finally:
-            if mounted_at(str(path)):
-                rescue(str(path), None)
-
-
-def test_limits_on_files_are_not_the_mounts(mountpoint: Path) -> None:
-    """ulimit -f of the shell that mounts. A plain user, who cannot lift a hard limit, is told."""
-    words = ("mount", mountpoint, "--driver", "host", "--memory", "64M")
-    done = run("prlimit", f"--fsize={1 << 20}:", *GPUFS, *words)
-    try:
-        assert done.stderr == ""
-        (mountpoint / "gpu0/file").write_bytes(bytes(3 << 20))
-    finally:
-        gpufs("umount", mountpoint)
-    with plain_user() as environment:
-        command, environment = user_gpufs(environment)
-        path = Path(environment["HOME"]) / "mnt"
-        path.mkdir()
-        os.chown(path, NOBODY, NOBODY)
-        user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
-        try:
-            done = run("prlimit", f"--fsize={1 << 20}", *command, "mount", path, *words[2:], **user)
-            assert "more than 1048576 bytes (ulimit -f)" in done.stderr
-            assert len(done.stderr.splitlines()) == 1
-            run(*command, "umount", path, **user)
-        finally:
-            if mounted_at(str(path)):
-                rescue(str(path), None)
 
 
 # ---- processes that do not come up: stand-ins for the real one ----
@@ -315,27 +186,6 @@ def test_start_that_fails(
     wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
 
 
-def test_process_gets_the_configuration(
-    mountpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As JSON on standard input, with every knob, and no descriptor but the standard ones and the answer's."""
-    body = (
-        "said = json.load(sys.stdin)\n"
-        "said['fds'] = sorted(int(n) for n in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + n))\n"
-        "said['answer'] = fd\n"
-        f"open({str(tmp_path / 'said')!r}, 'w').write(json.dumps(said))\n"
-        "os.write(fd, json.dumps({'ok': True, 'notes': ['a note']}).encode() + b'\\n')"
-    )
-    stand_in(monkeypatch, tmp_path, body)
-    assert cli.run(["mount", str(mountpoint), "--driver", "host", "--memory", "64M", "--devices", "3"]) == 0
-    assert capfd.readouterr().err == "gpufs: a note\n"
-    wait_until(lambda: (tmp_path / "said").exists(), 10, "the stand-in")
-    said = json.loads((tmp_path / "said").read_text())
-    assert said["mountpoint"] == str(mountpoint)
-    assert (said["config"]["memory"], said["config"]["devices"], said["foreground"]) == (64 << 20, 3, False)
-    assert set(said["fds"]) <= {0, 1, 2, said["answer"]}
-
-
 def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> None:
     """Ctrl-C and SIGTERM while the mount comes up."""
     script = tmp_path / "stand_in.py"
@@ -354,37 +204,3 @@ def test_interrupted_start_leaves_nothing(mountpoint: Path, tmp_path: Path) -> N
         assert process.returncode == (130 if number == signal.SIGINT else 143)
         assert "Traceback" not in error
         wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
-
-
-def test_a_start_that_is_interrupted_again_leaves_nothing(mountpoint: Path, tmp_path: Path) -> None:
-    """Ctrl-C while the process that was started before is being ended."""
-    script = tmp_path / "stand_in.py"
-    script.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)\n")
-    launcher = (
-        "import os, signal, sys; from gpufs import cli; from gpufs.cli import _launch;"
-        "_launch.DAEMON = (sys.executable, os.environ['STAND_IN']);"
-        "_launch._answer = lambda *_: signal.raise_signal(signal.SIGINT);"
-        "true_end = _launch._end;"
-        "_launch._end = lambda process: (signal.raise_signal(signal.SIGINT), true_end(process));"
-        f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", launcher],
-        env={**os.environ, "STAND_IN": str(script)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 130, done.stderr
-    wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
-
-
-def test_mount_of_a_helper(shared_mount: GpufsMount) -> None:
-    """What `users` finds does not ask the mount anything."""
-    with open(shared_mount.device / "held", "w") as file, subprocess.Popen(["sleep", "100"], stdin=file) as holder:
-        try:
-            assert f"sleep ({holder.pid})" in _mounts.users(str(shared_mount.path), 100)
-        finally:
-            holder.kill()
-    os.unlink(shared_mount.device / "held")

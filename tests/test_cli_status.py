@@ -4,9 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, children_of, has_ended, run, wait_until
 
 import gpufs
-from gpufs.cli import _output
 
 STATUS: dict[str, type | tuple[type, ...]] = {
     "mountpoint": str,
@@ -113,13 +110,6 @@ def test_df_counts_what_files_hold(mount: Mounter) -> None:
     own.unmount()
 
 
-@pytest.mark.parametrize("command", ["status", "df", "umount"])
-def test_start_up_loads_nothing_that_takes_long(command: str) -> None:
-    program = f"import sys; from gpufs.cli import run; run(['{command}', '/nonexistent']); print(*sys.modules)"
-    slow = {"rich", "numpy", "cffi", "hypothesis", "trio", "pyfuse3", "gpufs.engine", "gpufs.daemon", "gpufs.service"}
-    assert not slow & set(run(sys.executable, "-c", program).stdout.split())
-
-
 def test_help_of_every_command() -> None:
     text = run(*GPUFS, "--help").stdout
     for command in ("mount", "umount", "status", "df"):
@@ -127,40 +117,6 @@ def test_help_of_every_command() -> None:
         assert "Usage: gpufs " + command in run(*GPUFS, command, "--help").stdout
     assert "mask-flags" not in run(*GPUFS, "mount", "--help").stdout
     assert run(*GPUFS, "--version").stdout.strip().endswith(gpufs.__version__)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0"),
-        (1023, "1023"),
-        (1024, "1K"),
-        (1536, "1.5K"),
-        (100 << 20, "100M"),
-        (1 << 30, "1G"),
-        ((1 << 40) - 1, "1T"),
-        (None, "-"),
-    ],
-)
-def test_sizes_for_people(size: int | None, text: str) -> None:
-    assert _output.bytes_text(size) == text
-
-
-def test_manual_and_completions(tmp_path: Path) -> None:
-    """What `make install-helpers` installs, below another root, and takes away again."""
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "DESTDIR": str(tmp_path), "PREFIX": "/usr/local"}
-    run(root / "scripts/install-helpers", env=environment)
-    manual = (tmp_path / "usr/local/share/man/man1/gpufs.1").read_text()
-    for words in (".SS gpufs mount", "\\-\\-memory", "GPUFS_MEMORY", ".SS gpufs umount"):
-        assert words in manual
-    helper = tmp_path / "sbin/mount.gpufs"
-    assert "exec /usr/local/bin/gpufs mount-helper" in helper.read_text()
-    assert os.access(helper, os.X_OK)
-    assert "@GPUFS@" not in (tmp_path / "etc/systemd/system/gpufs@.service").read_text()
-    run("bash", "-n", tmp_path / "usr/local/share/bash-completion/completions/gpufs")
-    run(root / "scripts/install-helpers", "--remove", env=environment)
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 @pytest.mark.parametrize("everybody", [True, False], ids=["terminal", "command"])

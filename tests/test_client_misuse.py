@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.copying import MIB, FakeMount
-from support.processes import PATIENCE, in_child
+from support.processes import in_child
 
 from gpufs import client
-from gpufs.client import Cancellation, Copier, CopyError, _find, _protocol
-from gpufs.client._connection import Connection
-from gpufs.client._protocol import Result, Welcome
+from gpufs.client import Cancellation, Copier, CopyError, _find
 
 
 @pytest.fixture
@@ -72,39 +67,6 @@ def test_empty_names(fake: FakeMount, names: tuple[str, str]) -> None:
     with pytest.raises(CopyError) as refused:
         client.copy(*(str(fake.host / name) if name else name for name in names))
     assert refused.value.errno == errno.ENOENT
-
-
-def test_failures_travel_between_processes() -> None:
-    error = CopyError(errno.EIO, "why", "a", "b", bytes_done=3, bytes_total=9, device_code=700, left="3 are kept")
-    again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error) == "a -> b: why (device code 700) (3 are kept)"
-    assert (again.errno, again.bytes_done, again.bytes_total, again.device_code) == (errno.EIO, 3, 9, 700)
-
-
-def test_the_last_words_of_a_daemon_that_ends_while_it_is_told_to_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its result says how much has been copied, though nobody hears the cancellation any more."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    said = threading.Event()
-    cancel = Cancellation()
-    result = Result(1, errno.ECANCELED, 0, "cancelled", 12345, {}, [], 0.5)
-
-    def serve() -> None:
-        _protocol.receive(theirs)
-        _protocol.send(theirs, Welcome(1, "a test", 1))
-        _, descriptors = _protocol.receive(theirs)
-        _protocol.close_all(descriptors)
-        _protocol.send(theirs, result)
-        theirs.close()
-        cancel.cancel()
-        said.set()
-
-    daemon = threading.Thread(target=serve)
-    daemon.start()
-    true_wait = Connection._wait
-    monkeypatch.setattr(Connection, "_wait", lambda self, cancel: said.wait(PATIENCE) and true_wait(self, cancel))
-    with Connection(ours) as connection, open(os.devnull) as file:
-        assert connection.copy("load", file.fileno(), file.fileno(), cancel=cancel) == result
-    daemon.join()
 
 
 def test_a_forked_child_has_connections_of_its_own(fake: FakeMount) -> None:

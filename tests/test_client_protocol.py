@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpufs.client import _protocol
-from gpufs.client._protocol import Cancel, Copy, Goodbye, Hello, Progress, ProtocolError, Result, Welcome
+from gpufs import protocol
+from gpufs.protocol import Cancel, Copy, Goodbye, Hello, Progress, ProtocolError, Result, Welcome
 
-CLIENT: list[_protocol.ClientMessage] = [
+CLIENT: list[protocol.ClientMessage] = [
     Hello([1, 2], "a program"),
     Copy(1, "load"),
     Copy(7, "store", 4096, 1 << 40, 10, "require", "full", 0.5),
     Cancel(7),
 ]
-SERVER: list[_protocol.ServerMessage] = [
+SERVER: list[protocol.ServerMessage] = [
     Welcome(1, "gpufs 1.0", 16),
     Progress(7, 100, 50, {"fastpath": 50}),
     Result(7, 5, -3, "failed", 12, {"fallback": 12}, ["file_system"], 0.25),
@@ -31,12 +31,12 @@ SERVER: list[_protocol.ServerMessage] = [
 
 @pytest.mark.parametrize("message", CLIENT, ids=lambda message: type(message).__name__)
 def test_client_messages_survive_the_way(message: Any) -> None:
-    assert _protocol.decode_client(_protocol.encode(message)) == message
+    assert protocol.decode_client(protocol.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", SERVER, ids=lambda message: type(message).__name__)
 def test_server_messages_survive_the_way(message: Any) -> None:
-    assert _protocol.decode_server(_protocol.encode(message)) == message
+    assert protocol.decode_server(protocol.encode(message)) == message
 
 
 @pytest.mark.parametrize("kind", [Hello, Copy, Cancel, Welcome, Progress, Result, Goodbye])
@@ -48,10 +48,10 @@ def test_every_field_is_checked(kind: Any) -> None:
 def test_neither_side_takes_the_messages_of_its_own_kind() -> None:
     for message in CLIENT:
         with pytest.raises(ProtocolError):
-            _protocol.decode_server(_protocol.encode(message))
+            protocol.decode_server(protocol.encode(message))
     for answer in SERVER:
         with pytest.raises(ProtocolError):
-            _protocol.decode_client(_protocol.encode(answer))
+            protocol.decode_client(protocol.encode(answer))
 
 
 def copy_with(**changes: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ BAD = [
 @pytest.mark.parametrize("content", BAD, ids=repr)
 def test_bad_messages_are_refused(content: Any) -> None:
     with pytest.raises(ProtocolError) as refused:
-        _protocol.decode_client(msgpack.packb(content))
+        protocol.decode_client(msgpack.packb(content))
     assert refused.value.errno == errno.EPROTO
 
 
@@ -107,20 +107,20 @@ def test_bad_messages_are_refused(content: Any) -> None:
         b"\xc7\x00\x05",
         b"\x81\xc0\xc0",
         b"\x81\xa1\xff\x01",
-        _protocol.encode(CLIENT[0]) + b"\x00",
-        _protocol.encode(CLIENT[0])[:-1],
-        b"\x00" * (_protocol.MAX_MESSAGE + 1),
+        protocol.encode(CLIENT[0]) + b"\x00",
+        protocol.encode(CLIENT[0])[:-1],
+        b"\x00" * (protocol.MAX_MESSAGE + 1),
     ],
     ids=lambda data: data[:12].hex(),
 )
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        _protocol.decode_client(data)
+        protocol.decode_client(data)
 
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    for decode in (_protocol.decode_client, _protocol.decode_server):
+    for decode in (protocol.decode_client, protocol.decode_server):
         try:
             decode(data)
         except ProtocolError:
@@ -137,7 +137,7 @@ values = st.recursive(
 @given(st.dictionaries(st.sampled_from(list(copy_with())), values))
 def test_any_fields_are_a_message_or_refused(changes: dict[str, Any]) -> None:
     try:
-        message = _protocol.decode_client(msgpack.packb(copy_with(**changes)))
+        message = protocol.decode_client(msgpack.packb(copy_with(**changes)))
     except ProtocolError:
         return
     assert isinstance(message, Copy)
@@ -151,12 +151,12 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_descriptors_come_close_on_exec() -> None:
     ours, theirs = pair()
     with ours, theirs, open(os.devnull) as file:
-        _protocol.send(ours, Copy(1, "load"), (file.fileno(), file.fileno()))
-        data, descriptors = _protocol.receive(theirs)
-        assert _protocol.decode_client(data) == Copy(1, "load")
+        protocol.send(ours, Copy(1, "load"), (file.fileno(), file.fileno()))
+        data, descriptors = protocol.receive(theirs)
+        assert protocol.decode_client(data) == Copy(1, "load")
         assert len(descriptors) == 2
         assert not any(os.get_inheritable(fd) for fd in descriptors)
-        _protocol.close_all(descriptors)
+        protocol.close_all(descriptors)
 
 
 def test_too_many_descriptors_are_all_closed() -> None:
@@ -165,7 +165,7 @@ def test_too_many_descriptors_are_all_closed() -> None:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(ours, [b"x"], [file.fileno()] * 200)
         with pytest.raises(ProtocolError, match="descriptors"):
-            _protocol.receive(theirs)
+            protocol.receive(theirs)
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -173,7 +173,7 @@ def test_a_large_message_is_refused_with_its_descriptors() -> None:
     ours, theirs = pair()
     with ours, theirs, open(os.devnull) as file:
         before = len(os.listdir("/proc/self/fd"))
-        socket.send_fds(ours, [b"x" * (_protocol.MAX_MESSAGE + 1)], [file.fileno()])
+        socket.send_fds(ours, [b"x" * (protocol.MAX_MESSAGE + 1)], [file.fileno()])
         with pytest.raises(ProtocolError, match="more than"):
-            _protocol.receive(theirs)
+            protocol.receive(theirs)
         assert len(os.listdir("/proc/self/fd")) <= before

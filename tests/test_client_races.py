@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.copying import MIB, FakeMount, opened, wait_until
+from support.copying import FakeMount, opened, wait_until
 from support.processes import PATIENCE
 
-from gpufs import service
-from gpufs.cli import _copying
-from gpufs.client import Cancellation, Copier, _connection, _find, _protocol
+from gpufs import protocol, service
+from gpufs.client import Cancellation
 from gpufs.client._connection import Connection
-from gpufs.client._protocol import Cancel, Copy, Goodbye, Hello, Result, Welcome
+from gpufs.protocol import Cancel, Copy, Goodbye, Hello, Result, Welcome
 
 
 @pytest.fixture
@@ -40,32 +39,27 @@ def test_cancel_while_a_thread_still_works_for_the_copy(make: Callable[..., Fake
     closing = fake.backend.closing = threading.Event()
     source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
     with fake.raw() as sock, opened(source) as host, opened(buffer, os.O_WRONLY) as mount:
-        _protocol.send(sock, Hello([1], "test"))
-        _protocol.receive(sock)
-        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        protocol.send(sock, Hello([1], "test"))
+        protocol.receive(sock)
+        protocol.send(sock, Copy(1, "load"), (host, mount))
         wait_until(lambda: fake.backend.hanging == 1)
-        _protocol.send(sock, Cancel(1))
-        _protocol.send(sock, Copy(2, "load"), (host, mount))
+        protocol.send(sock, Cancel(1))
+        protocol.send(sock, Copy(2, "load"), (host, mount))
         wait_until(lambda: fake.backend.hanging == 2)  # so what came before has been read
         hang.set()
         wait_until(lambda: fake.backend.held_up == 2)
         sock.setblocking(False)
         with pytest.raises(BlockingIOError):
-            _protocol.receive(sock)
+            protocol.receive(sock)
         sock.settimeout(PATIENCE)
         closing.set()
         found = {}
         for _ in range(2):
-            result = _protocol.decode_server(_protocol.receive(sock)[0])
+            result = protocol.decode_server(protocol.receive(sock)[0])
             assert isinstance(result, Result)
             found[result.id] = result.error
     assert found == {1: errno.ECANCELED, 2: 0}
     wait_until(fake.quiet)
-
-
-def test_a_client_waits_longer_for_a_cancelled_copy_than_its_daemon() -> None:
-    """Else it would cut off a destination that is still written to, and call a daemon hung that says what hangs."""
-    assert service.Limits().grace < _connection._CANCEL_SECONDS < _copying._INTERRUPT_SECONDS
 
 
 @pytest.mark.parametrize("said", [False, True], ids=["silent", "goodbye"])
@@ -76,7 +70,7 @@ def test_the_last_words_of_a_daemon_are_heard(
 ) -> None:
     """It ends just before a message is sent, or with that message unread, of which the kernel speaks first."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    true_send = _protocol.send
+    true_send = protocol.send
     true_send(theirs, Welcome(1, "test", 16))
     read_end, write_end = os.pipe()
     cancel = Cancellation()
@@ -94,9 +88,9 @@ def test_the_last_words_of_a_daemon_are_heard(
         if isinstance(message, kind):
             end()
         else:
-            _protocol.close_all(_protocol.receive(theirs)[1])
+            protocol.close_all(protocol.receive(theirs)[1])
 
-    monkeypatch.setattr(_protocol, "send", send)
+    monkeypatch.setattr(protocol, "send", send)
     with Connection(ours) as connection, pytest.raises(OSError) as caught:
         connection.copy("load", read_end, write_end, cancel=cancel if kind is Cancel else None)
     if said:
@@ -105,25 +99,3 @@ def test_the_last_words_of_a_daemon_are_heard(
         assert caught.value.errno == errno.ECONNRESET
     for fd in (read_end, write_end):
         os.close(fd)
-
-
-def test_a_kept_connection_that_the_daemon_ends_when_it_is_taken_up(
-    make: Callable[..., FakeMount], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After minutes of silence: the copy goes by a new one, and not through the mount."""
-    fake = make(idle=0.05)
-    source = fake.file("source", os.urandom(MIB))
-    notices: list[str] = []
-    monkeypatch.setattr(_find, "mount_points", lambda: [fake.mount_point()])
-    monkeypatch.setattr(Connection, "usable", lambda _: True)  # as it was a moment before
-    with Copier(notice=notices.append) as copier:
-        for number in range(2):
-            target = fake.folder / f"target{number}"
-            result = copier.copy_file(str(source), str(target))
-            assert result.method == "transfer"
-            assert target.read_bytes() == source.read_bytes()
-            (kept,) = copier._idle[fake.device]
-            _protocol.send(kept._sock, Cancel(99))  # asks for nothing: silence is counted from here on
-            wait_until(lambda: fake.service.statistics()["connections"] == 0)
-    assert fake.service.statistics()["accepted"] == 2
-    assert not notices

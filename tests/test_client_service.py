@@ -18,10 +18,10 @@ import pytest
 from support.copying import HOUR, MIB, FakeMount, open_descriptors, opened, wait_until
 from support.processes import NOBODY, PATIENCE, in_child
 
-from gpufs import service
-from gpufs.client import Cancellation, _protocol
+from gpufs import protocol, service
+from gpufs.client import Cancellation
 from gpufs.client._connection import Connection
-from gpufs.client._protocol import Copy, Goodbye, Hello, Result
+from gpufs.protocol import Copy, Goodbye, Hello, Result
 from gpufs.service import _session
 
 READ, WRITE, BOTH = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
@@ -52,8 +52,8 @@ def load(mount: FakeMount, host: int, buffer: int, **options: Any) -> Result:
 
 def greeted(mount: FakeMount) -> socket.socket:
     sock = mount.raw()
-    _protocol.send(sock, Hello([1], "test"))
-    _protocol.receive(sock)
+    protocol.send(sock, Hello([1], "test"))
+    protocol.receive(sock)
     return sock
 
 
@@ -61,13 +61,13 @@ def answer(sock: socket.socket) -> Any:
     """The next message but progress; None at the end."""
     while True:
         try:
-            data, _ = _protocol.receive(sock)
+            data, _ = protocol.receive(sock)
         except ConnectionResetError:
             return None
         if not data:
             return None
-        message = _protocol.decode_server(data)
-        if not isinstance(message, _protocol.Progress):
+        message = protocol.decode_server(data)
+        if not isinstance(message, protocol.Progress):
             return message
 
 
@@ -125,9 +125,9 @@ def test_descriptors_open_for_both_will_do(fake: FakeMount) -> None:
 def test_progress_comes_while_it_runs(fake: FakeMount) -> None:
     fake.backend.delay = 0.05
     source, buffer = fake.hollow("source", 400 * MIB), fake.file("buffer", b"", fake.folder)
-    seen: list[_protocol.Progress] = []
+    seen: list[protocol.Progress] = []
 
-    def see(message: _protocol.Progress) -> None:
+    def see(message: protocol.Progress) -> None:
         seen.append(message)
         if len(seen) == 3:
             fake.backend.delay = 0
@@ -370,10 +370,10 @@ def test_cancel_while_everything_is_given_back(fake: FakeMount) -> None:
     closing = fake.backend.closing = threading.Event()
     source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        protocol.send(sock, Copy(1, "load"), (host, mount))
         wait_until(lambda: fake.backend.held_up == 1)  # behind the transfer, which was the first to be closed
-        _protocol.send(sock, _protocol.Cancel(1))
-        _protocol.send(sock, Copy(2, "load"), (host, mount))
+        protocol.send(sock, protocol.Cancel(1))
+        protocol.send(sock, Copy(2, "load"), (host, mount))
         wait_until(lambda: len(fake.backend.requests) == 2)  # so the first message has been read
         closing.set()
         results = sorted((answer(sock) for _ in range(2)), key=lambda result: result.id)
@@ -386,7 +386,7 @@ def test_a_client_that_goes_takes_its_copies_along(fake: FakeMount) -> None:
     sock = greeted(fake)
     with opened(source) as host, opened(buffer, WRITE) as mount:
         for number in (1, 2, 3):
-            _protocol.send(sock, Copy(number, "load"), (host, mount))
+            protocol.send(sock, Copy(number, "load"), (host, mount))
     wait_until(lambda: fake.service.statistics()["running"] == 3)
     wait_until(lambda: len(fake.backend.requests) == 3)
     sock.close()
@@ -430,7 +430,7 @@ def test_the_end_of_the_service_is_told(fake: FakeMount, busy: bool) -> None:
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
         if busy:
-            _protocol.send(sock, Copy(1, "load"), (host, mount))
+            protocol.send(sock, Copy(1, "load"), (host, mount))
             wait_until(fake.backend.has_moved)
         fake.stop()
         if busy:
@@ -464,7 +464,7 @@ GARBAGE = [
     packet({"type": "copy"}),
     packet({"type": "hello", "versions": [1], "program": "again"}),
     packet({"type": "result"}),
-    _protocol.encode(Copy(1, "load"))[:-3],
+    protocol.encode(Copy(1, "load"))[:-3],
 ]
 
 
@@ -485,7 +485,7 @@ def test_garbage_ends_the_connection_alone(fake: FakeMount, data: bytes, greet: 
 
 def test_a_version_that_is_not_spoken(fake: FakeMount) -> None:
     with fake.raw() as sock:
-        _protocol.send(sock, Hello([99], "from the future"))
+        protocol.send(sock, Hello([99], "from the future"))
         goodbye = answer(sock)
     assert isinstance(goodbye, Goodbye)
     assert goodbye.error == errno.EPROTONOSUPPORT
@@ -497,7 +497,7 @@ def test_the_wrong_number_of_descriptors(fake: FakeMount, count: int) -> None:
     with greeted(fake) as sock, opened(source) as host:
         wait_until(lambda: fake.service.statistics()["connections"] == 1)
         before = open_descriptors()
-        socket.send_fds(sock, [_protocol.encode(Copy(1, "load"))], [host] * count)
+        socket.send_fds(sock, [protocol.encode(Copy(1, "load"))], [host] * count)
         goodbye = answer(sock)
         assert isinstance(goodbye, Goodbye)
         assert "descriptors" in goodbye.message
@@ -513,7 +513,7 @@ def test_a_flood_of_descriptors(fake: FakeMount) -> None:
         with greeted(fake) as sock, opened(source) as host:
             for _ in range(50):
                 try:
-                    socket.send_fds(sock, [_protocol.encode(_protocol.Cancel(9))], [host, host])
+                    socket.send_fds(sock, [protocol.encode(protocol.Cancel(9))], [host, host])
                 except OSError:
                     break
     wait_until(lambda: open_descriptors() <= before)
@@ -529,7 +529,7 @@ def test_descriptors_that_are_never_read(fake: FakeMount) -> None:
             sock.setblocking(False)
             try:
                 while True:
-                    socket.send_fds(sock, [_protocol.encode(Hello([1], "x"))], [host, host])
+                    socket.send_fds(sock, [protocol.encode(Hello([1], "x"))], [host, host])
             except OSError:
                 pass
     wait_until(lambda: open_descriptors() <= before)
@@ -552,7 +552,7 @@ def test_the_service_out_of_descriptors(fake: FakeMount) -> None:
                 if fd > highest:
                     break
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 1, limits[1]))
-            _protocol.send(sock, Copy(1, "load"), (host, mount))
+            protocol.send(sock, Copy(1, "load"), (host, mount))
             goodbye = answer(sock)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -577,7 +577,7 @@ def test_silence_after_a_copy_is_not_waited_for(make: Callable[..., FakeMount]) 
     source, buffer = fake.hollow("source", 4 * MIB), fake.file("buffer", b"", fake.folder)
     fake.backend.delay = 0.3
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        protocol.send(sock, Copy(1, "load"), (host, mount))
         assert answer(sock).error == 0  # although it took longer
         goodbye = answer(sock)
         assert isinstance(goodbye, Goodbye)
@@ -586,17 +586,17 @@ def test_silence_after_a_copy_is_not_waited_for(make: Callable[..., FakeMount]) 
 
 def test_a_result_that_cannot_be_sent_ends_the_connection(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system has no memory for the message: whoever waits for it is not left waiting."""
-    send = _protocol.send
+    send = protocol.send
 
     def failing(sock: Any, message: Any, descriptors: Any = ()) -> None:
         if isinstance(message, Result):
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
         send(sock, message, descriptors)
 
-    monkeypatch.setattr(_protocol, "send", failing)
+    monkeypatch.setattr(protocol, "send", failing)
     source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        protocol.send(sock, Copy(1, "load"), (host, mount))
         assert answer(sock) is None
     monkeypatch.undo()
     still_serves(fake)
@@ -619,9 +619,9 @@ def test_a_copy_whose_end_fails_gives_everything_back(fake: FakeMount, monkeypat
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
     fake.backend.delay = 0.02
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        _protocol.send(sock, Copy(1, "load"), (host, mount))
+        protocol.send(sock, Copy(1, "load"), (host, mount))
         wait_until(fake.backend.has_moved)
-        _protocol.send(sock, _protocol.Cancel(1))
+        protocol.send(sock, protocol.Cancel(1))
         assert answer(sock) is None
     monkeypatch.undo()
     wait_until(fake.complaints)
@@ -635,7 +635,7 @@ def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMou
     sock = greeted(fake)
     with opened(source) as host, opened(buffer, WRITE) as mount:
         for number in range(1, 9):
-            _protocol.send(sock, Copy(number, "load"), (host, mount))
+            protocol.send(sock, Copy(number, "load"), (host, mount))
         wait_until(lambda: fake.service.statistics()["running"] == 8)
         wait_until(lambda: fake.backend.hanging == 2)
         threads = threading.active_count()
@@ -656,7 +656,7 @@ def test_a_hung_file_is_given_up(make: Callable[..., FakeMount]) -> None:
     source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
         for number in range(1, 9):
-            _protocol.send(sock, Copy(number, "load"), (host, mount))
+            protocol.send(sock, Copy(number, "load"), (host, mount))
         assert {answer(sock).error for _ in range(8)} == {errno.ETIMEDOUT}
     hang.set()
 
@@ -723,10 +723,10 @@ def test_a_user_with_bad_connections_gets_no_more_for_a_while(make: Callable[...
         (sock,) = connected_as_nobody(fake, 1)
         with sock:
             try:
-                _protocol.send(sock, Hello([1], "test"))
+                protocol.send(sock, Hello([1], "test"))
             except BrokenPipeError:
                 return False
-            return isinstance(answer(sock), _protocol.Welcome)
+            return isinstance(answer(sock), protocol.Welcome)
 
     wait_until(accepted)
 
@@ -737,7 +737,7 @@ def test_too_many_requests(make: Callable[..., FakeMount]) -> None:
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
         for number in range(1, 5):
-            _protocol.send(sock, Copy(number, "load"), (host, mount))
+            protocol.send(sock, Copy(number, "load"), (host, mount))
         messages = []
         while (message := answer(sock)) is not None:
             messages.append(message)
@@ -751,7 +751,7 @@ def test_an_id_that_is_under_way(fake: FakeMount) -> None:
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
     with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
         for _ in range(2):
-            _protocol.send(sock, Copy(5, "load"), (host, mount))
+            protocol.send(sock, Copy(5, "load"), (host, mount))
         assert answer(sock).error == errno.ECANCELED
         assert isinstance(answer(sock), Goodbye)
     still_serves(make_healthy(fake))
@@ -770,7 +770,7 @@ def test_a_client_that_does_not_read(make: Callable[..., FakeMount]) -> None:
             number += 1
             try:
                 sock.settimeout(0.2)
-                _protocol.send(sock, Copy(number, "load"), (host, mount))
+                protocol.send(sock, Copy(number, "load"), (host, mount))
             except OSError:
                 break
         wait_until(lambda: fake.service.statistics()["connections"] == 0)

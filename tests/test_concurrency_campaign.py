@@ -1,7 +1,4 @@
-"""Load from programs made for it, for a moment: stress-ng, rsync of many files, processes that check each other.
-
-The long form, with more programs, are the campaigns below tests/campaigns.
-"""
+"""The quick form of two campaigns: stress-ng, and processes that check each other's writes."""
 
 from __future__ import annotations
 
@@ -10,16 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from campaigns.harness import Place
 from campaigns.stamps import four_stampers
+from campaigns.stressors import stress_ng
 from support.data import MIB, noise
 from support.mounting import GpufsMount
-from support.processes import Snapshot, run, shell, wait_until
-
-
-def available(names: str) -> list[str]:
-    """Those stressors that the installed stress-ng has."""
-    known = run("stress-ng", "--stressors").stdout.split()
-    return [name for name in names.split() if name in known]
+from support.processes import Snapshot, run, wait_until
 
 
 @pytest.fixture
@@ -46,54 +39,10 @@ def steady(request: pytest.FixtureRequest, on_gpufs: bool, root: Path) -> Iterat
     assert now.resident_bytes <= before.resident_bytes + 150 * MIB, (before, now)
 
 
-def stress(root: Path, names: list[str], seconds: int, workers: int) -> None:
-    """Each stressor in its turn; stress-ng says what failed, and --verify makes it look at its data."""
-    sizes = {
-        "hdd": "32m",
-        "fallocate": "64m",
-        "iomix": "32m",
-        "copy-file": "128m",
-        "sync-file": "32m",
-        "readahead": "32m",
-    }
-    complaints = []
-    for name in names:
-        words = ["--temp-path", str(root), "--timeout", f"{max(1, seconds // len(names))}s", f"--{name}", str(workers)]
-        if name in sizes:
-            words += [f"--{name}-bytes", sizes[name]]
-        done = run("stress-ng", "--verify", *words, check=False, timeout=seconds + 200, cwd=root)
-        text = done.stdout + done.stderr
-        bad = any(word in text for word in (" fail:", "unsuccessful", " error:"))
-        if bad or done.returncode not in (0, 4):  # 4: not supported here
-            complaints.append(f"{name}: exit {done.returncode}\n{text[-2000:]}")
-    assert not complaints, "\n".join(complaints)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("steady")
 def test_stressors_for_a_moment(root: Path) -> None:
-    names = available("copy-file dentry dir fallocate flock hdd iomix link lockf punch rename seek symlink xattr utime")
-    stress(root, names, len(names), 2)
-
-
-def many_files(base: Path, count: int) -> None:
-    for number in range(count):
-        folder = base / f"{number % 97:02d}" / f"{number % 13:02d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"file{number}").write_bytes(noise(number % 3001, number))
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("steady")
-def test_two_thousand_files(root: Path, reference: Path) -> None:
-    many_files(reference / "tree", 2_000)
-    run("rsync", "-a", "--checksum", f"{reference}/tree/", root / "tree", timeout=1500)
-    run("rsync", "-a", "--checksum", f"{root}/tree/", reference / "back", timeout=1500)
-    run("diff", "-r", reference / "tree", reference / "back", timeout=1500)
-    changed = run("rsync", "-ai", "--checksum", f"{reference}/tree/", root / "tree", timeout=1500).stdout
-    assert changed == ""
-    shell(f"mkdir {root}/untarred && tar -C {root}/tree -cf - . | tar -C {root}/untarred -xf -", timeout=1500)
-    run("diff", "-r", root / "tree", root / "untarred", timeout=1500)
+    stress_ng(Place(root, root, quick=True))
 
 
 def test_four_processes_see_what_was_written(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import threading
@@ -11,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import linux
-from support.data import GRANULE, KIB, MIB, assert_same, consists_of, noise, read_all, write_all
-from support.processes import run, shell, start_children, wait_children
+from support.data import GRANULE, MIB, assert_same, consists_of, noise, read_all, write_all
+from support.processes import start_children, wait_children
 
 pytestmark = pytest.mark.driver
 
@@ -63,23 +61,6 @@ def test_sixteen_writers_in_disjoint_ranges(root: Path, block: int, grown: bool)
             assert_same(stream.read(block), noise(block, number), f"block {number}")
 
 
-def test_threads_with_one_descriptor(root: Path) -> None:
-    fd = os.open(root / "file", os.O_RDWR | os.O_CREAT)
-    block = 100_000
-
-    def work(index: int) -> None:
-        for number in range(20):
-            at = (number * 8 + index) * block
-            data = noise(block, at)
-            assert os.pwrite(fd, data, at) == block
-            assert os.pread(fd, block, at) == data
-
-    in_threads(8, work)
-    for at in range(0, 160 * block, block):
-        assert_same(os.pread(fd, block, at), noise(block, at))
-    os.close(fd)
-
-
 def test_threads_that_share_a_file_position(root: Path) -> None:
     """write(2) on one open file: every record lands once, none overwrites another."""
     fd = os.open(root / "file", os.O_RDWR | os.O_CREAT)
@@ -98,33 +79,6 @@ def test_threads_that_share_a_file_position(root: Path) -> None:
         counts[record[0] - 48] += 1
     assert counts == [100] * 8
     os.close(fd)
-
-
-def test_processes_read_their_own_writes(root: Path) -> None:
-    """Four processes on one file, each in ranges of its own; a write that has returned is seen by every later read."""
-    (root / "file").write_bytes(bytes(8 * MIB))
-    stripe = 64 * KIB
-
-    def work(index: int) -> None:
-        chance = random.Random(index)
-        fd = os.open(root / "file", os.O_RDWR)
-        mine: dict[int, bytes] = {}
-        for step in range(300):
-            number = chance.randrange(8 * MIB // stripe // 4) * 4 + index
-            if chance.random() < 0.5 or number not in mine:
-                data = noise(chance.randrange(1, stripe), step)
-                at = chance.randrange(stripe - len(data))
-                before = bytearray(mine.get(number, bytes(stripe)))
-                before[at : at + len(data)] = data
-                assert os.pwrite(fd, data, number * stripe + at) == len(data)
-                mine[number] = bytes(before)
-            else:
-                assert_same(os.pread(fd, stripe, number * stripe), mine[number], f"step {step}")
-        for number, data in mine.items():
-            assert_same(os.pread(fd, stripe, number * stripe), data)
-        os.close(fd)
-
-    wait_children(start_children(4, work))
 
 
 def test_a_write_is_seen_by_all_once_it_has_returned(root: Path) -> None:
@@ -149,32 +103,6 @@ def test_a_write_is_seen_by_all_once_it_has_returned(root: Path) -> None:
     for pair in pipes:
         for fd in pair:
             os.close(fd)
-
-
-def test_readers_see_old_or_new_bytes_and_nothing_else(root: Path) -> None:
-    """Writers flip blocks between two patterns. Linux does not promise whole blocks to a concurrent reader here (tmpfs
-    tears them too), but each byte is from one of them; a hole or another file's memory would show."""
-    size, block = 4 * MIB, 64 * KIB
-    (root / "file").write_bytes(b"a" * size)
-    stop = root / "stop"
-
-    def write(index: int) -> None:
-        fd = os.open(root / "file", os.O_WRONLY)
-        for number in range(150):
-            letter = b"ab"[number % 2 : number % 2 + 1]
-            for at in range(index * block, size, 2 * block):
-                os.pwrite(fd, letter * block, at)
-        if index == 0:
-            stop.touch()
-
-    def read(index: int) -> None:
-        fd = os.open(root / "file", os.O_RDONLY)
-        while not stop.exists():
-            content = os.pread(fd, size, 0)
-            assert len(content) == size
-            assert consists_of(content, b"ab")
-
-    wait_children(start_children(2, write) + start_children(2, read))
 
 
 def test_what_is_within_the_size_has_been_written(root: Path) -> None:
@@ -229,98 +157,6 @@ def test_truncation_against_readers_and_writers(root: Path) -> None:
 
     wait_children(start_children(1, cut) + start_children(2, write) + start_children(2, read))
     assert consists_of(read_all(file), b"\0x")
-
-
-def test_punching_against_readers_and_writers(root: Path) -> None:
-    file = root / "file"
-    file.write_bytes(b"x" * 8 * MIB)
-
-    def punch(index: int) -> None:
-        fd = os.open(file, os.O_RDWR)
-        chance = random.Random(index)
-        for _ in range(60):
-            at, count = chance.randrange(8 * MIB), chance.randrange(1, 5 * MIB)
-            linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, at, count)
-            os.pwrite(fd, b"x" * min(count, 8 * MIB - at), at)
-
-    def read(index: int) -> None:
-        fd = os.open(file, os.O_RDONLY)
-        for _ in range(40):
-            content = os.pread(fd, 9 * MIB, 0)
-            assert len(content) == 8 * MIB
-            assert consists_of(content, b"\0x")
-            os.lseek(fd, index * MIB, os.SEEK_HOLE)
-
-    wait_children(start_children(2, punch) + start_children(2, read))
-    assert file.stat().st_size == 8 * MIB
-    assert file.stat().st_blocks * 512 <= 8 * MIB
-
-
-def test_mappings_writes_and_reads_at_once(root: Path) -> None:
-    """Each process owns pages; it stores, writes and reads them by turns and always finds what it put there last."""
-    pages = 512
-    (root / "file").write_bytes(bytes(pages * mmap.PAGESIZE))
-
-    def work(index: int) -> None:
-        chance = random.Random(index)
-        fd = os.open(root / "file", os.O_RDWR)
-        with mmap.mmap(fd, 0) as area:
-            mine: dict[int, bytes] = {}
-            for step in range(400):
-                page = chance.randrange(pages // 4) * 4 + index
-                at = page * mmap.PAGESIZE
-                data = noise(mmap.PAGESIZE, step * 4 + index)
-                if chance.random() < 0.5:
-                    area[at : at + len(data)] = data
-                else:
-                    os.pwrite(fd, data, at)
-                mine[page] = data
-                page = chance.choice(list(mine))
-                at = page * mmap.PAGESIZE
-                assert_same(os.pread(fd, mmap.PAGESIZE, at), mine[page], f"read, step {step}")
-                assert_same(area[at : at + mmap.PAGESIZE], mine[page], f"load, step {step}")
-
-    wait_children(start_children(4, work))
-
-
-def test_opening_and_unlinking_against_each_other(root: Path) -> None:
-    def work(index: int) -> None:
-        for number in range(250):
-            path = root / f"file{number % 5}"
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT)
-            except FileNotFoundError:
-                continue
-            os.pwrite(fd, bytes([index]) * 5000, 0)
-            assert len(os.pread(fd, 5000, 0)) == 5000
-            if number % 3 == index % 3:
-                try:
-                    os.unlink(path)
-                except FileNotFoundError:
-                    pass
-            os.close(fd)
-
-    wait_children(start_children(4, work))
-
-
-def test_several_dd_at_once(root: Path, reference: Path) -> None:
-    for index in range(4):
-        (reference / f"in{index}").write_bytes(noise(24 * MIB, index))
-    shell(
-        f"""
-        for i in 0 1 2 3; do dd if={reference}/in$i of={root}/out$i bs=1M status=none & pids="${{pids:-}} $!"; done
-        for p in $pids; do wait $p; done; pids=
-        for i in 0 1 2 3; do dd if={root}/out$i of={reference}/back$i bs=77777 status=none & pids="$pids $!"; done
-        for p in $pids; do wait $p; done; pids=
-        for i in 0 1 2 3; do dd if={reference}/in$i of={root}/one bs=1M seek=$((24 * i)) conv=notrunc status=none &
-          pids="$pids $!"; done
-        for p in $pids; do wait $p; done
-        """
-    )
-    for index in range(4):
-        run("cmp", reference / f"in{index}", root / f"out{index}")
-        run("cmp", reference / f"in{index}", reference / f"back{index}")
-    shell(f"cat {reference}/in0 {reference}/in1 {reference}/in2 {reference}/in3 | cmp - {root}/one")
 
 
 def test_copies_against_writers(root: Path) -> None:

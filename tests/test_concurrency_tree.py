@@ -7,7 +7,7 @@ import random
 import stat
 from pathlib import Path
 
-from support.processes import run, start_children, wait_children
+from support.processes import start_children, wait_children
 
 
 def check_tree(root: Path) -> int:
@@ -108,42 +108,3 @@ def test_directories_moved_into_each_other(root: Path) -> None:
     found = sorted(Path(folder).name for folder, _, _ in os.walk(root))[:-1]
     assert sorted(x for x in found if x.startswith("d")) == [f"d{n}" for n in range(6)]
     check_tree(root)
-
-
-def test_listings_while_names_come_and_go(root: Path) -> None:
-    for number in range(300):
-        (root / f"stays{number}").touch()
-
-    def change(index: int) -> None:
-        for number in range(300):
-            path = root / f"comes{index}-{number}"
-            path.touch()
-            if number % 2:
-                os.rename(path, root / f"moved{index}-{number}")
-                os.unlink(root / f"moved{index}-{number}")
-            else:
-                os.unlink(path)
-
-    def look(_: int) -> None:
-        for _ in range(40):
-            names = os.listdir(root)
-            assert len(names) == len(set(names))
-            assert sum(name.startswith("stays") for name in names) == 300
-
-    wait_children(start_children(2, change) + start_children(2, look))
-    assert len(os.listdir(root)) == 300
-
-
-def test_trees_made_and_removed_by_programs(root: Path) -> None:
-    def work(index: int) -> None:
-        base = root / f"p{index}"
-        for _ in range(3):
-            run("mkdir", "-p", *[base / f"a{n}" / "b" / "c" for n in range(12)])
-            for number in range(12):
-                (base / f"a{number}" / "b" / "file").write_text("x" * number)
-            run("cp", "-a", base, root / f"copy{index}")
-            run("diff", "-r", base, root / f"copy{index}")
-            run("rm", "-rf", base, root / f"copy{index}")
-
-    wait_children(start_children(4, work))
-    assert os.listdir(root) == []

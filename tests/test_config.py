@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpufs import config, kinds, machine
+from gpufs import config
+from gpufs.config import kinds, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 NOWHERE = Path("/nonexistent/gpufs.toml")

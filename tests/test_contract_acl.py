@@ -8,8 +8,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Callable
-from errno import E2BIG, EACCES, EEXIST, EINVAL, ENODATA, EOPNOTSUPP, EPERM
-from functools import partial
+from errno import E2BIG, EACCES, EINVAL, ENODATA, EOPNOTSUPP, EPERM
 from pathlib import Path
 from typing import Any
 
@@ -172,27 +171,6 @@ def test_a_directory_hands_its_default_list_down(root: Path) -> None:
     assert mode(top / "after") == 0o640
 
 
-def test_the_umask_without_a_list(root: Path) -> None:
-    def make() -> None:
-        os.umask(0o137)
-        (root / "file").touch(0o777)
-        (root / "dir").mkdir(0o777)
-        os.mknod(root / "node", 0o666 | stat.S_IFREG)
-
-    in_child(make)
-    assert [mode(root / name) for name in ("file", "dir", "node")] == [0o640, 0o640, 0o640]
-
-
-def test_set_gid_goes_with_a_list_from_outside_the_group(file: Path) -> None:
-    value = acl((OWNER, 7), (GROUP, 5), (REST, 5))
-    os.chown(file, NOBODY, OTHER)
-    file.chmod(0o2755)
-    in_child(lambda: os.setxattr(file, ACCESS, value), uid=NOBODY, gid=NOBODY, groups=[OTHER])
-    assert mode(file) == 0o2755
-    as_nobody(lambda: os.setxattr(file, ACCESS, value))
-    assert mode(file) == 0o755
-
-
 def test_programs_carry_lists_along(root: Path, reference: Path) -> None:
     source = reference / "source"
     shell(
@@ -270,25 +248,6 @@ def test_capabilities_of_programs(file: Path) -> None:
     os.close(fd)
 
 
-def test_removing_a_list_takes_set_gid_from_those_outside_the_group(root: Path) -> None:
-    directory = root / "dir"
-    directory.mkdir()
-    os.chown(directory, OTHER, 0)
-    for groups, left in (([0], 0o2755), ([], 0o755)):
-        directory.chmod(0o2755)
-        remove = partial(os.removexattr, directory, "system.posix_acl_access")
-        in_child(remove, uid=OTHER, gid=OTHER, groups=groups)
-        assert mode(directory) == left
-
-
-def test_an_empty_capability_is_none(file: Path) -> None:
-    """It gives nothing, and nothing takes it away."""
-    os.setxattr(file, "security.capability", b"")
-    file.write_bytes(b"more")
-    os.chown(file, NOBODY, NOBODY)
-    assert os.listxattr(file) == ["security.capability"]
-
-
 def test_security_attributes(file: Path, root: Path) -> None:
     (root / "dir").mkdir()
     (root / "link").symlink_to("file")
@@ -321,53 +280,6 @@ def test_trusted_attributes_are_the_administrators(file: Path) -> None:
     assert as_nobody(outsider) == (ENODATA, EPERM, EPERM, ["user.some"])
     assert without(CAP_SYS_ADMIN, outsider) == (ENODATA, EPERM, EPERM, ["user.some"])
     assert os.getxattr(file, "trusted.some") == b"secret"
-
-
-def test_creating_and_replacing_at_once(file: Path) -> None:
-    both = os.XATTR_CREATE | os.XATTR_REPLACE
-    assert errno_of(os.setxattr, file, "user.x", b"1", both) == ENODATA
-    os.setxattr(file, "user.x", b"1")
-    assert errno_of(os.setxattr, file, "user.x", b"2", both) == EEXIST
-    assert errno_of(os.setxattr, file, "user.x", b"2", 4) == EINVAL
-    assert os.getxattr(file, "user.x") == b"1"
-
-
-# ---- set-id bits, by who takes them ----
-
-
-def test_set_gid_without_execution_goes_with_changes_from_outside(file: Path) -> None:
-    """Where the group may not execute, the bit is a mark that members of the group leave alone."""
-    actions: dict[str, Callable[[], object]] = {
-        "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
-        "truncate": lambda: os.truncate(file, 3),
-        "O_TRUNC": lambda: os.open(file, os.O_WRONLY | os.O_TRUNC),
-        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
-        "copy": lambda: os.copy_file_range(os.open(other, os.O_RDONLY), os.open(file, os.O_WRONLY), 3, 0, 0),
-    }
-    other = file.with_name("other")
-    other.write_bytes(b"more")
-    for name, action in actions.items():
-        os.chown(file, OTHER, OTHER)
-        for groups, left in (([OTHER], 0o2767), ([], 0o767)):
-            file.write_bytes(b"content")
-            file.chmod(0o2767)
-            in_child(action, uid=NOBODY, gid=NOBODY, groups=groups)
-            assert mode(file) == left, (name, groups)
-
-
-def test_root_without_the_right_to_keep_set_id_bits(file: Path) -> None:
-    os.chown(file, 0, OTHER)
-    for action in (
-        lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
-        lambda: os.truncate(file, 3),
-        lambda: os.open(file, os.O_WRONLY | os.O_TRUNC),
-    ):
-        file.chmod(0o6755)
-        without(CAP_FSETID, action)
-        assert mode(file) == 0o755
-        file.chmod(0o6755)
-        in_child(action)
-        assert mode(file) == 0o6755
 
 
 # ---- birth ----

@@ -6,14 +6,14 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from errno import E2BIG, EACCES, EEXIST, EINVAL, ENODATA, EOPNOTSUPP, EPERM, ERANGE
+from errno import E2BIG, EINVAL, ENODATA, EOPNOTSUPP, ERANGE
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import linux
 from support.data import GRANULE, MIB, noise
-from support.processes import NOBODY, as_nobody, as_other, errno_of, shell, wait_until
+from support.processes import errno_of, shell, wait_until
 
 TIMES = ("atime", "mtime", "ctime")
 
@@ -75,15 +75,6 @@ def test_what_changes_the_times_of_a_file(file: Path) -> None:
     assert changed(file, lambda: os.close(os.open(file, os.O_RDONLY))) == set()
     assert changed(file, lambda: os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))) == data
     os.close(fd)
-
-
-def test_copying_into_a_file_changes_its_times(file: Path) -> None:
-    target = file.with_name("target")
-    target.touch()
-    source_fd, target_fd = os.open(file, os.O_RDONLY), os.open(target, os.O_RDWR)
-    assert changed(target, lambda: os.copy_file_range(source_fd, target_fd, 5, 0, 0)) == {"mtime", "ctime"}
-    os.close(source_fd)
-    os.close(target_fd)
 
 
 def test_reading_changes_the_access_time(file: Path) -> None:
@@ -148,44 +139,6 @@ def utimensat(path: Path, *specs: tuple[int, int]) -> int:
 NOW, OMIT = (0, (1 << 30) - 1), (0, (1 << 30) - 2)
 
 
-def test_now_and_omit(file: Path) -> None:
-    os.utime(file, ns=(5, 6))
-    assert changed(file, lambda: utimensat(file, NOW, OMIT)) == {"atime", "ctime"}
-    assert changed(file, lambda: utimensat(file, OMIT, NOW)) == {"mtime", "ctime"}
-    assert changed(file, lambda: utimensat(file, OMIT, OMIT)) == set()
-    assert utimensat(file, (1, 10**9), OMIT) == EINVAL
-
-
-def test_who_may_set_times(file: Path) -> None:
-    os.chown(file, NOBODY, NOBODY)
-    file.chmod(0o602)
-    assert as_nobody(lambda: errno_of(os.utime, file, ns=(1, 2))) == 0
-    assert as_other(lambda: errno_of(os.utime, file, ns=(1, 2))) == EPERM
-    assert as_other(lambda: utimensat(file, NOW, NOW)) == 0  # who may write may touch
-    assert as_other(lambda: utimensat(file, NOW, OMIT)) == EPERM
-    assert as_other(lambda: utimensat(file, OMIT, OMIT)) == 0
-    file.chmod(0o600)
-    assert as_other(lambda: utimensat(file, NOW, NOW)) == EACCES
-
-
-def test_a_copy_with_its_attributes(file: Path, reference: Path) -> None:
-    file.chmod(0o4751)
-    os.chown(file, NOBODY, 4321)
-    file.chmod(0o4751)
-    os.utime(file, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
-    wanted = os.stat(file)
-    for target in (reference / "copy", file.with_name("copy")):
-        shell(f"cp -a {file} {target}")
-        found = os.stat(target)
-        assert (found.st_mode, found.st_uid, found.st_gid, found.st_mtime_ns, found.st_size) == (
-            wanted.st_mode,
-            wanted.st_uid,
-            wanted.st_gid,
-            wanted.st_mtime_ns,
-            wanted.st_size,
-        )
-
-
 # ---- sizes ----
 
 
@@ -227,13 +180,6 @@ def test_statfs_follows_what_is_held(root: Path, on_gpufs: bool) -> None:
         wait_until(lambda: os.statvfs(root).f_bfree == before.f_bfree, 10, "the memory to come back")
 
 
-def test_directories_and_links_have_attributes(root: Path) -> None:
-    (root / "dir").mkdir()
-    assert (root / "dir").stat().st_size >= 0
-    assert os.path.getsize(root) >= 0
-    assert os.stat(root).st_blksize >= 512
-
-
 # ---- extended attributes ----
 
 
@@ -258,14 +204,6 @@ def test_extended_attributes(file: Path, root: Path) -> None:
         assert errno_of(os.removexattr, path, "user.one") == ENODATA
 
 
-def test_creating_and_replacing_attributes(file: Path) -> None:
-    assert errno_of(os.setxattr, file, "user.x", b"1", os.XATTR_REPLACE) == ENODATA
-    os.setxattr(file, "user.x", b"1", os.XATTR_CREATE)
-    assert errno_of(os.setxattr, file, "user.x", b"2", os.XATTR_CREATE) == EEXIST
-    os.setxattr(file, "user.x", b"3", os.XATTR_REPLACE)
-    assert os.getxattr(file, "user.x") == b"3"
-
-
 def test_limits_of_attributes(file: Path, on_gpufs: bool) -> None:
     assert errno_of(os.setxattr, file, "user." + "n" * 251, b"1") == ERANGE
     os.setxattr(file, "user." + "n" * 250, b"1")
@@ -281,28 +219,3 @@ def test_limits_of_attributes(file: Path, on_gpufs: bool) -> None:
     assert libc.listxattr(os.fsencode(file), small, 3) == -1
     assert ctypes.get_errno() == ERANGE
     assert libc.getxattr(os.fsencode(file), b"user.big", None, 0) >= 4096
-
-
-def test_who_may_use_attributes(file: Path) -> None:
-    os.setxattr(file, "user.x", b"1")
-    file.chmod(0o644)
-    assert as_nobody(lambda: os.getxattr(file, "user.x")) == b"1"
-    assert as_nobody(lambda: errno_of(os.setxattr, file, "user.y", b"1")) == EACCES
-    file.chmod(0o600)
-    assert as_nobody(lambda: errno_of(os.getxattr, file, "user.x")) == EACCES
-    link = file.with_name("link")
-    link.symlink_to("file")
-    assert errno_of(os.setxattr, link, "user.x", b"1", follow_symlinks=False) == EPERM
-
-
-def test_attributes_follow_the_file(file: Path, root: Path) -> None:
-    os.setxattr(file, "user.x", b"kept")
-    os.link(file, root / "hard")
-    os.rename(file, root / "moved")
-    assert os.getxattr(root / "moved", "user.x") == b"kept"
-    assert os.getxattr(root / "hard", "user.x") == b"kept"
-    fd = os.open(root / "moved", os.O_RDONLY)
-    os.unlink(root / "moved")
-    os.unlink(root / "hard")
-    assert os.getxattr(fd, "user.x") == b"kept"
-    os.close(fd)

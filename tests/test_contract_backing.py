@@ -8,9 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +103,6 @@ def test_a_directory_read_again_from_its_beginning(places: Places) -> None:
     assert [len(names) for names in places.agree(act)] == [300, 450]
 
 
-def test_trusted_attributes_are_the_administrators(places: Places) -> None:
-    def act(place: Path) -> list[Any]:
-        (place / "file").touch()
-        os.setxattr(place / "file", "trusted.secret", b"1")
-        shown = [name for name in os.listxattr(place / "file") if name.startswith("trusted.")]
-        hidden = as_nobody(lambda: [x for x in os.listxattr(place / "file") if x.startswith("trusted.")])
-        return [shown, hidden, as_nobody(lambda: errno_of(os.getxattr, place / "file", "trusted.secret"))]
-
-    assert places.agree(act) == [["trusted.secret"], [], errno.ENODATA]
-
-
 def test_creating_and_replacing_attributes(places: Places) -> None:
     def act(place: Path) -> list[int]:
         file = place / "file"
@@ -132,20 +119,6 @@ def test_creating_and_replacing_attributes(places: Places) -> None:
         return found
 
     assert places.agree(act) == [errno.ENODATA, 0, errno.EEXIST, 0, errno.ENODATA, 0]
-
-
-def test_of_those_who_create_an_attribute_at_once_one_succeeds(places: Places) -> None:
-    file = places.both[0] / "file"
-    file.touch()
-    with ThreadPoolExecutor(8) as pool:
-        for number in range(50):
-            together = threading.Barrier(8)
-
-            def create(value: int, name: str = f"user.{number}", together: threading.Barrier = together) -> int:
-                together.wait()
-                return errno_of(os.setxattr, file, name, b"%d" % value, os.XATTR_CREATE)
-
-            assert sorted(pool.map(create, range(8))) == [0] + 7 * [errno.EEXIST]
 
 
 def test_who_may_set_times(places: Places) -> None:
@@ -167,34 +140,6 @@ def test_who_may_set_times(places: Places) -> None:
         return codes
 
     assert places.agree(act) == [0, errno.EPERM, errno.EPERM, 1, errno.EACCES, errno.EPERM, errno.EPERM, 0]
-
-
-def test_a_program_that_may_be_run_but_not_read(places: Places) -> None:
-    def act(place: Path) -> list[Any]:
-        program = place / "program"
-        program.write_bytes(Path("/bin/true").read_bytes())
-        codes = []
-        for mode in (0o711, 0o744):
-            program.chmod(mode)
-            codes.append(as_nobody(lambda: errno_of(os.open, program, os.O_RDONLY)))
-            codes.append(as_nobody(lambda: errno_of(os.posix_spawn, program, [program], os.environ)))
-        return codes
-
-    assert places.agree(act) == [errno.EACCES, 0, 0, errno.EACCES]
-
-
-def test_an_access_mode_for_ioctls_alone(places: Places) -> None:
-    """3 asks for the right to read and to write, and gives the use of neither."""
-
-    def act(place: Path) -> list[int]:
-        (place / "file").write_bytes(b"data")
-        (place / "file").chmod(0o644)
-        fd = os.open(place / "file", 3)
-        codes = [errno_of(os.read, fd, 1), errno_of(os.write, fd, b"1"), errno_of(os.fstat, fd)]
-        os.close(fd)
-        return [*codes, as_nobody(lambda: errno_of(os.open, place / "file", 3))]
-
-    assert places.agree(act) == [errno.EBADF, errno.EBADF, 0, errno.EACCES]
 
 
 @pytest.mark.parametrize("mode", [0o4777, 0o2777, 0o6777, 0o2767, 0o6666])
@@ -267,31 +212,3 @@ def test_who_changes_contents_takes_set_id_bits(places: Places, mode: int, group
     # Before Linux 6.2 allocation and copies left a set-gid bit without execution for the group where it was.
     found = places.agree(act) if kernel_version() >= (6, 2) else act(places.both[0])
     assert found == [oct(mode & (0o777 | stays))] * 4
-
-
-@pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755, 0o2755])
-@pytest.mark.parametrize("group", [NOBODY, -1])
-def test_a_new_group_takes_set_id_bits(places: Places, mode: int, group: int) -> None:
-    """By an owner outside the file's group, where a set-gid bit without execution for the group goes too."""
-
-    def act(place: Path) -> tuple[int, int, int]:
-        file = place / "file"
-        file.touch()
-        os.chown(file, NOBODY, OTHER)
-        file.chmod(mode)
-        error = as_nobody(lambda: errno_of(os.chown, file, NOBODY, group))
-        found = file.stat()
-        return error, stat.S_IMODE(found.st_mode), found.st_gid
-
-    assert places.agree(act)[:2] == (0, mode & 0o777)
-
-
-def test_searches_for_data_before_the_beginning(places: Places) -> None:
-    def act(place: Path) -> list[int]:
-        (place / "file").write_bytes(b"data")
-        fd = os.open(place / "file", os.O_RDONLY)
-        codes = [errno_of(os.lseek, fd, -1, whence) for whence in (os.SEEK_DATA, os.SEEK_HOLE)]
-        os.close(fd)
-        return codes
-
-    assert places.agree(act) == [errno.ENXIO, errno.ENXIO]

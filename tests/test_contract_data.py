@@ -9,29 +9,23 @@ import resource
 import signal
 from errno import (
     EACCES,
-    EAGAIN,
-    EBADF,
     EEXIST,
     EFAULT,
     EFBIG,
     EINTR,
     EINVAL,
-    EISDIR,
-    ELOOP,
     ENOENT,
     ENOTDIR,
     EOPNOTSUPP,
-    ESPIPE,
-    ETXTBSY,
 )
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import GIB, GRANULE, KIB, MIB, assert_same, noise, read_all, write_all
+from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
 from support.linux import kernel_version
-from support.processes import as_nobody, errno_of, in_child, run, start_children, wait_children
+from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
 
 SIZES = [
     0,
@@ -71,20 +65,6 @@ def test_what_was_written_is_read_back(file: Path, size: int) -> None:
 
 
 @pytest.mark.driver
-@pytest.mark.parametrize("at", [1, 4095, 4096, 65536 - 7, MIB + 3, GRANULE - 1, GRANULE, 2 * GRANULE + 5])
-@pytest.mark.parametrize("size", [1, 4096, 12345, MIB + 1])
-def test_positioned_write_changes_its_range_alone(file: Path, at: int, size: int) -> None:
-    before = bytearray(noise(3 * GRANULE, 1))
-    file.write_bytes(before)
-    fd = os.open(file, os.O_RDWR)
-    data = noise(size, 2)
-    assert os.pwrite(fd, data, at) == size
-    before[at : at + size] = data
-    assert_same(os.pread(fd, len(before) + 1, 0), bytes(before[: max(len(before), at + size)]))
-    os.close(fd)
-
-
-@pytest.mark.driver
 def test_end_of_file(file: Path) -> None:
     file.write_bytes(b"0123456789")
     fd = os.open(file, os.O_RDONLY)
@@ -95,16 +75,6 @@ def test_end_of_file(file: Path) -> None:
     assert os.lseek(fd, 0, os.SEEK_CUR) == 4
     assert os.read(fd, 100) == b"456789"
     assert os.read(fd, 100) == b""
-    os.close(fd)
-
-
-@pytest.mark.driver
-def test_write_past_the_end_leaves_zeros_between(file: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, b"begin")
-    os.pwrite(fd, b"end", 3 * MIB + 1)
-    assert os.fstat(fd).st_size == 3 * MIB + 4
-    assert_same(os.pread(fd, 4 * MIB, 0), b"begin" + bytes(3 * MIB + 1 - 5) + b"end")
     os.close(fd)
 
 
@@ -122,69 +92,6 @@ def test_shrunk_bytes_do_not_come_back(file: Path) -> None:
         os.pwrite(fd, b"x", cut + 5000)
         assert_same(os.pread(fd, 9000, cut), bytes(5000) + b"x", f"write beyond, cut {cut}")
     os.close(fd)
-
-
-@pytest.mark.driver
-def test_vectors(file: Path) -> None:
-    fd = open_new(file)
-    parts = [noise(n, n) for n in (1, 0, 4096, 333, 65537, 3 * MIB + 5, 17)]
-    whole = b"".join(parts)
-    assert os.pwritev(fd, parts, 77) == len(whole)
-    assert_same(os.pread(fd, len(whole) + 100, 0), bytes(77) + whole)
-    into = [bytearray(n) for n in (3, 4097, 1, MIB, 3 * MIB)]
-    count = os.preadv(fd, into, 70)
-    assert count == len(whole) + 7
-    assert_same(b"".join(into)[:count], bytes(7) + whole)
-    assert os.lseek(fd, 0, os.SEEK_CUR) == 0
-    assert os.writev(fd, [b"ab", b"cd"]) == 4
-    assert os.lseek(fd, 0, os.SEEK_CUR) == 4
-    assert os.pread(fd, 5, 0) == b"abcd\0"
-    many = [b"%04d" % i for i in range(1024)]
-    assert os.pwritev(fd, many, 0) == 4096
-    assert os.pread(fd, 4096, 0) == b"".join(many)
-    os.close(fd)
-
-
-def test_flags_of_vector_calls(file: Path) -> None:
-    fd = open_new(file)
-    assert os.pwritev(fd, [b"abc"], 0, os.RWF_DSYNC) == 3
-    assert os.pwritev(fd, [b"def"], 0, os.RWF_SYNC) == 3
-    assert os.pwritev(fd, [b"ghi"], 0, os.RWF_APPEND) == 3
-    assert os.pread(fd, 10, 0) == b"defghi"
-    # a file system may decline to promise not to wait
-    assert errno_of(os.preadv, fd, [bytearray(6)], 0, os.RWF_NOWAIT) in (0, EOPNOTSUPP, EAGAIN)
-    os.close(fd)
-
-
-def test_zero_bytes_change_nothing(file: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, b"abc")
-    before = os.fstat(fd)
-    assert os.write(fd, b"") == 0
-    assert os.pwrite(fd, b"", 1000) == 0
-    assert os.pread(fd, 0, 0) == b""
-    after = os.fstat(fd)
-    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    os.close(fd)
-
-
-def test_wrong_descriptors(file: Path, root: Path) -> None:
-    file.write_bytes(b"abc")
-    reader, writer = os.open(file, os.O_RDONLY), os.open(file, os.O_WRONLY)
-    path = os.open(file, os.O_PATH)
-    directory = os.open(root, os.O_RDONLY)
-    assert errno_of(os.write, reader, b"x") == EBADF
-    assert errno_of(os.read, writer, 1) == EBADF
-    assert errno_of(os.read, path, 1) == EBADF
-    assert errno_of(os.read, directory, 1) == EISDIR
-    assert errno_of(os.ftruncate, reader, 0) == EINVAL
-    assert errno_of(os.posix_fallocate, reader, 0, 10) == EBADF
-    assert errno_of(os.pwrite, writer, b"x", -1) == EINVAL
-    assert errno_of(os.lseek, reader, -1, os.SEEK_SET) == EINVAL
-    assert errno_of(os.lseek, reader, -4, os.SEEK_END) == EINVAL
-    for fd in (reader, writer, path, directory):
-        os.close(fd)
-    assert file.read_bytes() == b"abc"
 
 
 def test_memory_that_is_not_there(file: Path) -> None:
@@ -295,57 +202,6 @@ def test_truncating_and_exclusive_open(file: Path) -> None:
     assert errno_of(os.open, link, os.O_RDONLY) == ENOENT
 
 
-def test_exclusive_creation_has_one_winner(root: Path) -> None:
-    def race(index: int) -> None:
-        won = 0
-        for number in range(50):
-            try:
-                os.close(os.open(root / f"prize{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-                won += 1
-            except FileExistsError:
-                pass
-        (root / f"won{index}").write_text(str(won))
-
-    wait_children(start_children(4, race))
-    assert sum(int((root / f"won{i}").read_text()) for i in range(4)) == 50
-
-
-def test_open_refusals(root: Path) -> None:
-    (root / "file").touch()
-    (root / "dir").mkdir()
-    (root / "link").symlink_to("file")
-    assert errno_of(os.open, root / "file", os.O_RDONLY | os.O_DIRECTORY) == ENOTDIR
-    assert errno_of(os.open, root / "link", os.O_RDONLY | os.O_NOFOLLOW) == ELOOP
-    assert errno_of(os.open, root / "dir", os.O_WRONLY) == EISDIR
-    assert errno_of(os.open, root / "dir", os.O_RDONLY | os.O_CREAT) == EISDIR
-    assert errno_of(os.open, root / "none", os.O_RDONLY) == ENOENT
-    assert errno_of(os.open, root / "file" / "x", os.O_RDONLY) == ENOTDIR
-    assert errno_of(os.open, root / "file" / "x", os.O_CREAT | os.O_WRONLY) == ENOTDIR
-    assert errno_of(os.truncate, root / "dir", 0) == EISDIR
-    assert errno_of(os.truncate, root / "none", 0) == ENOENT
-
-
-@pytest.mark.parametrize("flag", [os.O_SYNC, os.O_DSYNC, os.O_NOATIME, os.O_NONBLOCK, os.O_DIRECT])
-def test_flags_that_change_nothing_visible(file: Path, flag: int) -> None:
-    fd = open_new(file, flag)
-    area = mmap.mmap(-1, 2 * MIB)  # page aligned, as O_DIRECT may ask for
-    area[:] = noise(2 * MIB, 3)
-    assert os.pwrite(fd, area, 0) == 2 * MIB
-    assert os.preadv(fd, [area], 0) == 2 * MIB
-    os.fsync(fd)
-    os.close(fd)
-    assert_same(read_all(file), noise(2 * MIB, 3))
-
-
-@pytest.mark.driver
-def test_direct_io_needs_no_alignment(file: Path) -> None:
-    fd = open_new(file, os.O_DIRECT)
-    data = noise(123_457, 4)
-    assert os.pwrite(fd, data, 4321) == len(data)
-    assert_same(os.pread(fd, 200_000, 4320), b"\0" + data)
-    os.close(fd)
-
-
 def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
     code = errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)))
     if on_gpufs and code == EOPNOTSUPP and kernel_version() < (6, 2):
@@ -375,54 +231,7 @@ def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
     assert errno_of(os.open, root / "file", os.O_TMPFILE | os.O_RDWR, 0o600) == ENOTDIR
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which takes root")
-def test_unnamed_files_take_after_their_directory(root: Path) -> None:
-    (root / "dir").mkdir()
-    os.chown(root / "dir", 0, 77)
-    (root / "dir").chmod(0o2755)
-    if errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600))) == EOPNOTSUPP:
-        assert kernel_version() < (6, 2)
-        return
-    fd = os.open(root / "dir", os.O_TMPFILE | os.O_RDWR, 0o666)
-    assert os.fstat(fd).st_gid == 77
-    os.close(fd)
-    assert as_nobody(lambda: errno_of(os.open, root / "dir", os.O_TMPFILE | os.O_RDWR, 0o666)) == EACCES
-
-
-def test_running_a_program_from_it(root: Path) -> None:
-    program = root / "true"
-    program.write_bytes(Path("/bin/true").read_bytes())
-    program.chmod(0o755)
-    run(program)
-    script = root / "script"
-    script.write_text("#!/bin/sh\necho from $0\n")
-    script.chmod(0o755)
-    assert run(script).stdout == f"from {script}\n"
-    (root / "sleep").write_bytes(Path("/bin/sleep").read_bytes())
-    (root / "sleep").chmod(0o755)
-    child = os.posix_spawn(root / "sleep", ["sleep", "30"], {})
-    try:
-        assert errno_of(os.open, root / "sleep", os.O_WRONLY) in (0, ETXTBSY)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
 # ---- truncate ----
-
-
-@pytest.mark.driver
-def test_truncate_to_any_size(file: Path) -> None:
-    data = noise(5 * MIB, 5)
-    file.write_bytes(data)
-    for size in (5 * MIB - 1, 4 * MIB + 1, 4 * MIB, 3 * MIB + 4097, GRANULE + 1, GRANULE, GRANULE - 1, 4096, 1, 0):
-        os.truncate(file, size)
-        assert file.stat().st_size == size
-        assert_same(read_all(file), data[:size])
-    for size in (1, 4096, GRANULE - 1, GRANULE + 1, 5 * MIB):
-        os.truncate(file, size)
-        assert_same(read_all(file), bytes(size))
-    assert errno_of(os.truncate, file, -1) == EINVAL
 
 
 def test_truncated_file_gives_its_memory_back(file: Path) -> None:
@@ -500,18 +309,6 @@ def test_file_size_limit_of_a_process(file: Path) -> None:
     assert file.stat().st_size == 100_000
 
 
-def test_room_beyond_the_size_limit_of_a_process(file: Path, on_gpufs: bool) -> None:
-    """fallocate that keeps the size: the kernel passes no limit on to FUSE, and checks it where the size changes."""
-
-    def limited() -> int:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        return errno_of(linux.fallocate, open_new(file), linux.FALLOC_KEEP_SIZE, 0, 100_001)
-
-    assert in_child(limited) == (0 if on_gpufs else EFBIG)
-    assert file.stat().st_size == 0
-
-
 # ---- other system calls that move data ----
 
 
@@ -557,26 +354,6 @@ def test_writing_a_mapping_of_the_same_file(file: Path) -> None:
     os.close(fd)
 
 
-def test_hints_and_syncs(file: Path, root: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, noise(100_000))
-    for advice in (os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_WILLNEED, os.POSIX_FADV_DONTNEED):
-        os.posix_fadvise(fd, 0, 0, advice)
-    os.fsync(fd)
-    os.fdatasync(fd)
-    os.sync()
-    assert_same(os.pread(fd, 100_001, 0), noise(100_000))
-    os.close(fd)
-    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(directory)
-    assert errno_of(os.lseek, directory, 0, os.SEEK_SET) == 0
-    os.close(directory)
-    pipe, other = os.pipe()
-    assert errno_of(os.pread, pipe, 1, 0) == ESPIPE
-    os.close(pipe)
-    os.close(other)
-
-
 @pytest.mark.driver
 def test_an_unlinked_open_file_lives_until_closed(file: Path) -> None:
     fd = open_new(file)
@@ -595,27 +372,3 @@ def test_an_unlinked_open_file_lives_until_closed(file: Path) -> None:
     os.close(again)
     os.close(fd)
     assert file.read_bytes() == b"a new one"
-
-
-def test_descriptors_outlive_each_other(file: Path) -> None:
-    first = open_new(file)
-    second = os.dup(first)
-    os.write(first, b"abc")
-    os.close(first)
-    os.write(second, b"def")
-    received = in_child(lambda: os.pread(second, 10, 0))
-    assert received == b"abcdef"
-    os.close(second)
-
-
-@pytest.mark.parametrize("buffering", [0, 1000, 128 * KIB])
-def test_python_file_objects(file: Path, buffering: int) -> None:
-    with open(file, "w+b", buffering=buffering) as stream:
-        for number in range(2000):
-            stream.write(b"%05d\n" % number)
-        stream.seek(600)
-        assert stream.read(6) == b"00100\n"
-        stream.seek(-6, os.SEEK_END)
-        assert stream.read() == b"01999\n"
-        stream.seek(0)
-        assert len(stream.readlines()) == 2000

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
+from support.data import GIB, GRANULE, MIB, assert_same, noise, write_all
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_ZERO_RANGE
-from support.processes import errno_of, start_children, wait_children
+from support.processes import errno_of
 
 pytestmark = pytest.mark.driver
 
@@ -38,16 +38,6 @@ def extents(fd: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4096, GRANULE - 1, 3 * GRANULE + 5])
-@pytest.mark.parametrize("length", [1, 4096, GRANULE, 5 * MIB + 3])
-def test_allocating(fd: int, offset: int, length: int) -> None:
-    os.write(fd, b"before")
-    linux.fallocate(fd, 0, offset, length)
-    assert os.fstat(fd).st_size == max(6, offset + length)
-    assert held(fd) >= length
-    assert_same(os.pread(fd, 16 * MIB, 0), b"before" + bytes(max(0, offset + length - 6)))
-
-
 def test_allocating_and_keeping_the_size(fd: int) -> None:
     os.write(fd, b"before")
     linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 8 * MIB)
@@ -59,42 +49,6 @@ def test_allocating_and_keeping_the_size(fd: int) -> None:
     linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 20 * MIB)
     os.ftruncate(fd, 6)  # a truncate frees what was allocated beyond
     assert held(fd) <= GRANULE
-
-
-def test_allocated_memory_makes_writes_safe(fd: int) -> None:
-    os.posix_fallocate(fd, 0, 4 * MIB)
-    before = held(fd)
-    write_all(fd, noise(4 * MIB), 0)
-    assert held(fd) == before
-    assert_same(os.pread(fd, 5 * MIB, 0), noise(4 * MIB))
-
-
-@pytest.mark.parametrize("offset", [0, 1, 4095, 65536, GRANULE - 1, GRANULE, GRANULE + 7])
-@pytest.mark.parametrize("length", [1, 4096, 12345, GRANULE, 2 * GRANULE, 3 * GRANULE + 1])
-def test_punching(fd: int, offset: int, length: int) -> None:
-    data = bytearray(noise(5 * GRANULE, 1))
-    write_all(fd, data, 0)
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, offset, length)
-    data[offset : offset + length] = bytes(length)
-    assert os.fstat(fd).st_size == len(data)
-    assert_same(os.pread(fd, len(data) + 1, 0), bytes(data))
-    inner = (offset + length) // GRANULE - -(-offset // GRANULE)
-    assert held(fd) <= (5 - max(0, inner)) * GRANULE
-    # what is written into the hole afterwards stands alone
-    os.pwrite(fd, b"again", offset)
-    data[offset : offset + 5] = b"again"
-    assert_same(os.pread(fd, len(data) + 1, 0), bytes(data))
-
-
-def test_punching_beyond_the_end(fd: int) -> None:
-    write_all(fd, noise(100_000), 0)
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 50_000, 10 * MIB)
-    assert_same(os.pread(fd, MIB, 0), noise(100_000)[:50_000] + bytes(50_000))
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 10 * MIB, 10 * MIB)
-    assert os.fstat(fd).st_size == 100_000
-    linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 0, 40 * GIB)
-    assert held(fd) == 0
-    assert_same(os.pread(fd, MIB, 0), bytes(100_000))
 
 
 @pytest.mark.parametrize("keep", [0, FALLOC_KEEP_SIZE])
@@ -155,25 +109,6 @@ def test_seeking_data_and_holes(fd: int) -> None:
     assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == 6
 
 
-def test_no_data_is_ever_said_to_be_a_hole(fd: int) -> None:
-    data = bytearray(20 * MIB)
-    os.ftruncate(fd, len(data))
-    for step in range(60):
-        at, length = (step * 7_654_321) % (19 * MIB), 1 + (step * 91_283) % 700_000
-        if step % 3 == 2:
-            linux.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, at, length)
-            data[at : at + length] = bytes(length)
-        else:
-            os.pwrite(fd, noise(length, step), at)
-            data[at : at + length] = noise(length, step)
-        covered = 0
-        for begin, end in extents(fd):
-            assert not any(memoryview(data)[covered:begin].tobytes().strip(b"\0"))
-            covered = end
-        assert not data[covered:].strip(b"\0")
-    assert_same(os.pread(fd, len(data), 0), bytes(data))
-
-
 # ---- copy_file_range ----
 
 
@@ -186,73 +121,6 @@ def pair(root: Path) -> Iterator[tuple[int, int]]:
     yield source, target
     os.close(source)
     os.close(target)
-
-
-def copy_all(source: int, target: int, count: int, source_at: int, target_at: int) -> int:
-    done = 0
-    while done < count:
-        moved = os.copy_file_range(source, target, count - done, source_at + done, target_at + done)
-        if moved == 0:
-            break
-        done += moved
-    return done
-
-
-@pytest.mark.parametrize("count", [1, 4096, 12345, GRANULE + 1, 5 * MIB + 123])
-@pytest.mark.parametrize("source_at", [0, 1, MIB + 7])
-@pytest.mark.parametrize("target_at", [0, 3, 2 * GRANULE - 1])
-def test_copying_ranges(pair: tuple[int, int], count: int, source_at: int, target_at: int) -> None:
-    source, target = pair
-    data = noise(5 * MIB + 123, 3)[source_at : source_at + count]
-    assert copy_all(source, target, count, source_at, target_at) == len(data)
-    assert os.fstat(target).st_size == target_at + len(data)
-    assert_same(os.pread(target, 16 * MIB, 0), bytes(target_at) + data)
-    assert_same(os.pread(source, 16 * MIB, 0), noise(5 * MIB + 123, 3))
-
-
-def test_copying_uses_and_moves_file_positions(pair: tuple[int, int]) -> None:
-    source, target = pair
-    os.lseek(source, 10, os.SEEK_SET)
-    os.lseek(target, 20, os.SEEK_SET)
-    assert os.copy_file_range(source, target, 1000) == 1000
-    assert os.lseek(source, 0, os.SEEK_CUR) == 1010
-    assert os.lseek(target, 0, os.SEEK_CUR) == 1020
-    assert os.copy_file_range(source, target, 500, 0, 0) == 500
-    assert os.lseek(source, 0, os.SEEK_CUR) == 1010
-
-
-def test_copying_at_the_end_of_the_source(pair: tuple[int, int]) -> None:
-    source, target = pair
-    size = 5 * MIB + 123
-    assert os.copy_file_range(source, target, 100, size, 0) == 0
-    assert os.copy_file_range(source, target, 100, size + GIB, 0) == 0
-    assert os.fstat(target).st_size == 0
-    assert os.copy_file_range(source, target, 100, size - 10, 0) == 10
-    assert os.copy_file_range(source, target, 0, 0, 0) == 0
-    assert copy_all(source, target, 2**40, 0, 0) == size
-
-
-def test_copying_within_one_file(pair: tuple[int, int]) -> None:
-    source, _ = pair
-    data = bytearray(noise(5 * MIB + 123, 3))
-    assert copy_all(source, source, MIB, 0, 3 * MIB) == MIB
-    data[3 * MIB : 4 * MIB] = data[:MIB]
-    assert copy_all(source, source, GRANULE, 0, GRANULE) == GRANULE  # adjacent is not overlapping
-    data[GRANULE : 2 * GRANULE] = data[:GRANULE]
-    assert errno_of(os.copy_file_range, source, source, 100, 0, 99) == EINVAL
-    assert errno_of(os.copy_file_range, source, source, 100, 99, 0) == EINVAL
-    assert errno_of(os.copy_file_range, source, source, 100, 7, 7) == EINVAL
-    assert_same(os.pread(source, 16 * MIB, 0), bytes(data))
-
-
-def test_copying_holes(pair: tuple[int, int]) -> None:
-    source, target = pair
-    os.ftruncate(source, 0)
-    os.ftruncate(source, 10 * MIB)
-    os.pwrite(source, b"island", 5 * MIB)
-    write_all(target, noise(10 * MIB, 4), 0)
-    assert copy_all(source, target, 10 * MIB, 0, 0) == 10 * MIB
-    assert_same(os.pread(target, 11 * MIB, 0), bytes(5 * MIB) + b"island" + bytes(5 * MIB - 6))
 
 
 def test_copying_refusals(pair: tuple[int, int], root: Path, reference: Path, on_gpufs: bool) -> None:
@@ -279,17 +147,3 @@ def test_copying_refusals(pair: tuple[int, int], root: Path, reference: Path, on
         assert os.fstat(target).st_size == 0
     for fd in (directory, reader, writer, appender, pipe, other):
         os.close(fd)
-
-
-def test_copies_into_one_file_at_once(root: Path) -> None:
-    data = noise(12 * MIB, 5)
-    (root / "source").write_bytes(data)
-    (root / "target").touch()
-
-    def copy(index: int) -> None:
-        source, target = os.open(root / "source", os.O_RDONLY), os.open(root / "target", os.O_WRONLY)
-        share = len(data) // 4
-        assert copy_all(source, target, share, index * share, index * share) == share
-
-    wait_children(start_children(4, copy))
-    assert_same(read_all(root / "target"), data)

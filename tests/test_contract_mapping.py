@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
-import platform
 import signal
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from errno import EACCES, EINVAL
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import linux
-from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all
-from support.processes import ChildKilled, errno_of, in_child, start_children, wait_children
+from support.data import GRANULE, MIB, assert_same, noise, read_all
+from support.processes import ChildKilled, in_child
 
 pytestmark = pytest.mark.driver
 PAGE = mmap.PAGESIZE
@@ -52,30 +49,6 @@ def test_private_mapping_does_not_write(file: Path) -> None:
         assert area[99:201] == noise(SIZE, 1)[99:100] + b"x" * 100 + noise(SIZE, 1)[200:201]
         area.flush()
     assert_same(read_all(file), noise(SIZE, 1))
-
-
-def test_what_is_written_shows_in_a_mapping(file: Path) -> None:
-    fd = os.open(file, os.O_RDWR)
-    with mmap.mmap(fd, 0) as area:
-        assert area[:4] == noise(SIZE, 1)[:4]
-        for number in range(50):
-            at = (number * 700_001) % (SIZE - 20)
-            os.pwrite(fd, b"number %06d" % number, at)
-            assert area[at : at + 13] == b"number %06d" % number
-    os.close(fd)
-
-
-def test_what_is_stored_shows_in_reads(file: Path) -> None:
-    fd = os.open(file, os.O_RDWR)
-    other = os.open(file, os.O_RDONLY)
-    with mmap.mmap(fd, 0) as area:
-        for number in range(50):
-            at = (number * 700_001) % (SIZE - 20)
-            area[at : at + 13] = b"number %06d" % number
-            assert os.pread(fd, 13, at) == b"number %06d" % number
-            assert os.pread(other, 13, at) == b"number %06d" % number
-    os.close(fd)
-    os.close(other)
 
 
 def test_stores_and_writes_of_threads(file: Path) -> None:
@@ -112,29 +85,6 @@ def test_stores_and_writes_of_threads(file: Path) -> None:
     os.close(fd)
 
 
-def test_stores_and_writes_to_one_page_both_stay(file: Path) -> None:
-    fd = os.open(file, os.O_RDWR)
-    with mmap.mmap(fd, 0) as area:
-        for number in range(30):
-            area[5 * number : 5 * number + 5] = b"store"
-            os.pwrite(fd, b"write", 2000 + 5 * number)
-        assert area[:150] == b"store" * 30
-        assert area[2000:2150] == b"write" * 30
-    os.close(fd)
-    content = read_all(file)
-    assert content[:150] == b"store" * 30
-    assert content[2000:2150] == b"write" * 30
-
-
-def test_two_mappings_of_one_file_share_their_pages(file: Path) -> None:
-    with open(file, "r+b") as one, open(file, "r+b") as two:
-        with mmap.mmap(one.fileno(), 0) as first, mmap.mmap(two.fileno(), 0) as second:
-            first[GRANULE] = 77
-            assert second[GRANULE] == 77
-            second[5] = 88
-            assert first[5] == 88
-
-
 def test_a_mapping_outlives_its_descriptor_and_its_name(file: Path) -> None:
     fd = os.open(file, os.O_RDWR)
     area = mmap.mmap(fd, 0)
@@ -145,17 +95,6 @@ def test_a_mapping_outlives_its_descriptor_and_its_name(file: Path) -> None:
     assert area[:4] == b"last"
     assert_same(area[4:SIZE], noise(SIZE, 1)[4:])
     area.close()
-
-
-def test_mapping_of_a_sparse_file(root: Path) -> None:
-    with open(root / "sparse", "w+b") as stream:
-        stream.truncate(GIB)
-        with mmap.mmap(stream.fileno(), 0) as area:
-            assert area[500 * MIB : 500 * MIB + PAGE] == bytes(PAGE)
-            area[700 * MIB] = 1
-            area.flush()
-        assert os.pread(stream.fileno(), 2, 700 * MIB) == b"\1\0"
-        assert os.fstat(stream.fileno()).st_blocks * 512 <= 64 * MIB
 
 
 def test_rest_of_the_last_page_is_zero_and_stays_out_of_the_file(file: Path, on_gpufs: bool) -> None:
@@ -200,17 +139,6 @@ def test_truncation_and_growth_under_a_mapping(file: Path) -> None:
     os.close(fd)
 
 
-def test_punching_under_a_mapping(file: Path) -> None:
-    fd = os.open(file, os.O_RDWR)
-    with mmap.mmap(fd, 0) as area:
-        assert any(area[MIB : MIB + PAGE])
-        linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, MIB, MIB)
-        assert area[MIB : 2 * MIB] == bytes(MIB)
-        area[MIB] = 3
-        assert os.pread(fd, 2, MIB) == b"\3\0"
-    os.close(fd)
-
-
 def test_copying_a_range_under_mappings(file: Path, root: Path) -> None:
     """copy_file_range must see what was stored into its source, and show in a mapping of its target."""
     with open(file, "r+b") as source, open(root / "target", "w+b") as target:
@@ -221,53 +149,6 @@ def test_copying_a_range_under_mappings(file: Path, root: Path) -> None:
             assert os.copy_file_range(source.fileno(), target.fileno(), SIZE, 0, 0) == SIZE
             assert after[:10] == b"just saved"
             assert_same(after[10:], noise(SIZE, 1)[10:])
-
-
-def test_access_modes_of_mappings(file: Path) -> None:
-    reader, writer = os.open(file, os.O_RDONLY), os.open(file, os.O_WRONLY)
-    assert errno_of(mmap.mmap, reader, PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE) == EACCES
-    assert errno_of(mmap.mmap, writer, PAGE, prot=mmap.PROT_READ) == EACCES
-    mmap.mmap(reader, PAGE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
-    with mmap.mmap(reader, 2 * PAGE, prot=mmap.PROT_READ, offset=mmap.ALLOCATIONGRANULARITY) as area:
-        assert_same(bytes(area), noise(SIZE, 1)[PAGE : 3 * PAGE])
-        address = 4097
-        assert errno_of(linux.msync, address, 10, linux.MS_SYNC) == EINVAL
-    os.close(reader)
-    os.close(writer)
-
-
-def test_processes_share_a_mapping(file: Path) -> None:
-    def store(index: int) -> None:
-        with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as area:
-            for page in range(index, SIZE // PAGE, 4):
-                area[page * PAGE : page * PAGE + 8] = b"page%04d" % page
-
-    wait_children(start_children(4, store))
-    content = read_all(file)
-    for page in range(SIZE // PAGE):
-        assert content[page * PAGE : page * PAGE + 8] == b"page%04d" % page
-
-
-def test_faults_are_not_handed_to_programs(file: Path, on_gpufs: bool) -> None:
-    """By userfaultfd(2), which serves memory that has no file system behind it, and tmpfs."""
-    sys_userfaultfd = {"x86_64": 323, "aarch64": 282}[platform.machine()]
-    user_mode_only, api, register = 1, 0xC018AA3F, 0xC020AA00
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = libc.syscall(sys_userfaultfd, os.O_CLOEXEC | user_mode_only)
-    if fd < 0:
-        pytest.skip(f"no userfaultfd here: {os.strerror(ctypes.get_errno())}")
-    try:
-        fcntl.ioctl(fd, api, struct.pack("=QQQ", 0xAA, 0, 0))
-        file.write_bytes(bytes(PAGE))
-        with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), PAGE) as pages:
-            start = ctypes.addressof(view := ctypes.c_char.from_buffer(pages))
-            del view
-            missing = 1
-            request = struct.pack("=QQQQ", start, PAGE, missing, 0)
-            assert errno_of(fcntl.ioctl, fd, register, request) == (EINVAL if on_gpufs else 0)
-            assert pages[:] == bytes(PAGE)
-    finally:
-        os.close(fd)
 
 
 def test_numpy_memmap(root: Path) -> None:

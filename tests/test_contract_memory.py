@@ -84,23 +84,6 @@ def test_addresses_that_run_out_are_room_that_runs_out(small: GpufsMount) -> Non
         assert os.pwrite(file.fileno(), b"x", far) == 1
 
 
-def test_a_failed_write_leaves_the_file_as_it_was(small: GpufsMount) -> None:
-    file = small.device / "file"
-    file.write_bytes(noise(10 * MIB, 4))
-    fill(small.device / "large")
-    fd = os.open(file, os.O_RDWR)
-    assert errno_of(os.pwrite, fd, noise(30 * MIB), 40 * MIB) == ENOSPC
-    assert errno_of(linux.fallocate, fd, 0, 0, 40 * MIB) == ENOSPC
-    assert errno_of(linux.fallocate, fd, linux.FALLOC_KEEP_SIZE, 20 * MIB, 40 * MIB) == ENOSPC
-    assert errno_of(os.posix_fallocate, fd, 8 * MIB, 30 * MIB) == ENOSPC
-    assert_same(read_all(file), noise(10 * MIB, 4))
-    os.ftruncate(fd, 100 * MIB)  # growing by a hole takes nothing
-    assert_same(os.pread(fd, MIB, 50 * MIB), bytes(MIB))
-    assert errno_of(os.pwrite, fd, b"x", 50 * MIB) == ENOSPC
-    assert errno_of(os.pwrite, fd, b"x", 5 * MIB) == 0
-    os.close(fd)
-
-
 def test_allocation_is_all_or_nothing(small: GpufsMount) -> None:
     fd = os.open(small.device / "file", os.O_RDWR | os.O_CREAT)
     before = free_bytes(small.device)
@@ -111,19 +94,6 @@ def test_allocation_is_all_or_nothing(small: GpufsMount) -> None:
     linux.fallocate(fd, 0, 0, MEMORY)
     assert os.fstat(fd).st_blocks * 512 == MEMORY
     assert free_bytes(small.device) == 0
-    os.close(fd)
-
-
-def test_punching_makes_room(small: GpufsMount) -> None:
-    size = fill(small.device / "large")
-    fd = os.open(small.device / "large", os.O_RDWR)
-    linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, 8 * MIB, 16 * MIB)
-    (small.device / "other").write_bytes(noise(16 * MIB - GRANULE, 5))
-    assert errno_of(os.pwritev, fd, [noise(16 * MIB)], 8 * MIB) in (0, ENOSPC)
-    os.ftruncate(fd, 4 * MIB)
-    (small.device / "third").write_bytes(noise(size - 30 * MIB, 6))
-    assert_same(read_all(small.device / "other"), noise(16 * MIB - GRANULE, 5))
-    assert_same(read_all(small.device / "third"), noise(size - 30 * MIB, 6))
     os.close(fd)
 
 
@@ -177,16 +147,6 @@ def test_memory_of_an_unlinked_file_comes_back_at_its_last_close(small: GpufsMou
     assert_same(os.pread(fd, 33 * MIB, 0), noise(32 * MIB))
     os.close(fd)
     wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of the unlinked file to come back")
-
-
-def test_memory_of_a_replaced_file_comes_back(small: GpufsMount) -> None:
-    before = free_bytes(small.device)
-    for number in range(12):
-        (small.device / "fresh").write_bytes(noise(16 * MIB, number))
-        os.rename(small.device / "fresh", small.device / "name")
-    assert_same(read_all(small.device / "name"), noise(16 * MIB, 11))
-    os.unlink(small.device / "name")
-    wait_until(lambda: free_bytes(small.device) == before, 10, "the memory of replaced files to come back")
 
 
 def test_fresh_memory_shows_nothing_of_what_was_there(small: GpufsMount) -> None:
@@ -273,16 +233,6 @@ def test_control_files_tell(shared_mount: GpufsMount) -> None:
     assert os.pread(fd, 1, 0) == b"{"
     os.close(fd)
     assert isinstance(json.loads(run("cat", shared_mount.path / ".gpufs" / "status").stdout), dict)
-
-
-def test_df_tells_the_devices_memory(small: GpufsMount) -> None:
-    (small.device / "file").write_bytes(noise(10 * MIB))
-    found = os.statvfs(small.device)
-    assert found.f_blocks * found.f_frsize == MEMORY
-    assert (found.f_blocks - found.f_bfree) * found.f_frsize == 10 * MIB
-    line = run("df", "-B1", "--output=size,used,avail", small.device).stdout.splitlines()[1].split()
-    assert [int(x) for x in line] == [MEMORY, 10 * MIB, MEMORY - 10 * MIB]
-    assert os.statvfs(small.path / "gpu1").f_bfree == found.f_blocks
 
 
 @pytest.mark.driver

@@ -36,81 +36,6 @@ def test_mode_bits_decide_for_plain_users(root: Path) -> None:
         assert as_nobody(lambda: errno_of(os.truncate, file, 6)) == (0 if may_write else EACCES)
 
 
-def test_owner_group_and_others(root: Path) -> None:
-    file = root / "file"
-    file.write_bytes(b"x")
-    os.chown(file, NOBODY, OTHER)
-    file.chmod(0o400)
-    assert as_nobody(lambda: errno_of(os.open, file, os.O_RDONLY)) == 0
-    assert as_other(lambda: errno_of(os.open, file, os.O_RDONLY)) == EACCES
-    file.chmod(0o040)
-    assert as_nobody(lambda: errno_of(os.open, file, os.O_RDONLY)) == EACCES
-    assert as_other(lambda: errno_of(os.open, file, os.O_RDONLY)) == 0
-    assert in_child(lambda: errno_of(os.open, file, os.O_RDONLY), uid=1000, gid=1000, groups=[OTHER]) == 0
-    assert in_child(lambda: errno_of(os.open, file, os.O_RDONLY), uid=1000, gid=1000) == EACCES
-
-
-def test_directory_permissions(root: Path) -> None:
-    inner = root / "dir"
-    inner.mkdir()
-    (inner / "file").write_text("x")
-    inner.chmod(0o701)  # may be walked through, not listed, not changed
-    assert as_nobody(lambda: (inner / "file").read_text()) == "x"
-    assert as_nobody(lambda: errno_of(os.listdir, inner)) == EACCES
-    assert as_nobody(lambda: errno_of(os.unlink, inner / "file")) == EACCES
-    assert as_nobody(lambda: errno_of(os.mkdir, inner / "x")) == EACCES
-    assert as_nobody(lambda: errno_of(os.rename, inner / "file", root / "x")) == EACCES
-    assert as_nobody(lambda: errno_of(os.link, inner / "file", inner / "x")) in (EACCES, EPERM)
-    inner.chmod(0o704)  # may be listed, not walked through
-    assert as_nobody(lambda: os.listdir(inner)) == ["file"]
-    assert as_nobody(lambda: errno_of(os.stat, inner / "file")) == EACCES
-    inner.chmod(0o703)
-    as_nobody(lambda: (inner / "new").touch())
-    assert (inner / "new").stat().st_uid == NOBODY
-
-
-def test_new_files_belong_to_their_maker(root: Path) -> None:
-    def make() -> None:
-        os.umask(0o027)
-        (root / "file").touch(0o666)
-        os.mkdir(root / "dir", 0o777)
-        os.mkfifo(root / "fifo", 0o666)
-        os.symlink("x", root / "link")
-        os.mknod(root / "node", stat.S_IFREG | 0o777)
-
-    as_nobody(make)
-    for name, bits in (("file", 0o640), ("dir", 0o750), ("fifo", 0o640), ("link", 0o777), ("node", 0o750)):
-        found = os.lstat(root / name)
-        assert (found.st_uid, found.st_gid) == (NOBODY, NOBODY), name
-        assert mode(root / name) == bits, name
-
-
-def test_the_maker_may_write_what_the_mode_forbids(root: Path) -> None:
-    def make() -> bytes:
-        fd = os.open(root / "file", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o000)
-        os.write(fd, b"abc")
-        return os.pread(fd, 3, 0)
-
-    assert as_nobody(make) == b"abc"
-    assert as_nobody(lambda: errno_of(os.open, root / "file", os.O_RDONLY)) == EACCES
-
-
-def test_changing_modes(root: Path) -> None:
-    file = root / "file"
-    file.touch()
-    for bits in (0o000, 0o777, 0o4755, 0o2755, 0o1644, 0o6711):
-        file.chmod(bits)
-        assert mode(file) == bits
-    os.chown(file, NOBODY, NOBODY)
-    as_nobody(lambda: file.chmod(0o640))
-    assert mode(file) == 0o640
-    assert as_other(lambda: errno_of(os.chmod, file, 0o777)) == EPERM
-    fd = os.open(file, os.O_RDONLY)
-    os.fchmod(fd, 0o600)
-    assert mode(file) == 0o600
-    os.close(fd)
-
-
 def test_changing_owners(root: Path) -> None:
     file = root / "file"
     file.touch()
@@ -182,16 +107,6 @@ def test_set_id_bits_are_dropped_by_a_new_owner(root: Path) -> None:
         assert mode(file) == left, oct(bits)
 
 
-def test_set_gid_needs_the_group(root: Path) -> None:
-    file = root / "file"
-    file.touch()
-    os.chown(file, NOBODY, OTHER)
-    as_nobody(lambda: file.chmod(0o2755))
-    assert mode(file) == 0o755
-    in_child(lambda: file.chmod(0o2755), uid=NOBODY, gid=NOBODY, groups=[OTHER])
-    assert mode(file) == 0o2755
-
-
 def test_set_gid_directories_give_their_group_on(root: Path) -> None:
     shared = root / "shared"
     shared.mkdir()
@@ -213,23 +128,6 @@ def test_set_gid_directories_give_their_group_on(root: Path) -> None:
     assert (shared / "dir" / "deeper").stat().st_gid == 4321
     as_nobody(lambda: os.close(os.open(shared / "program", os.O_CREAT | os.O_WRONLY, 0o2755)))
     assert mode(shared / "program") == 0o755  # not a member of the group: no set-gid program
-
-
-def test_sticky_directories(root: Path) -> None:
-    sticky = root / "sticky"
-    sticky.mkdir()
-    sticky.chmod(0o1777)
-    as_nobody(lambda: (sticky / "mine").write_text("x"))
-    as_nobody(lambda: (sticky / "dir").mkdir())
-    assert as_other(lambda: errno_of(os.unlink, sticky / "mine")) == EPERM
-    assert as_other(lambda: errno_of(os.rmdir, sticky / "dir")) == EPERM
-    assert as_other(lambda: errno_of(os.rename, sticky / "mine", sticky / "yours")) == EPERM
-    as_other(lambda: (sticky / "yours").write_text("y"))
-    assert as_other(lambda: errno_of(os.rename, sticky / "yours", sticky / "mine")) == EPERM
-    assert as_nobody(lambda: errno_of(os.unlink, sticky / "mine")) == 0
-    assert as_nobody(lambda: errno_of(os.rmdir, sticky / "dir")) == 0
-    os.chown(sticky, NOBODY, NOBODY)
-    assert as_nobody(lambda: errno_of(os.unlink, sticky / "yours")) == 0  # the directory's owner may
 
 
 def test_device_nodes(root: Path, on_gpufs: bool) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 import signal
 import stat
 import struct
-import subprocess
 from collections.abc import Callable, Iterator
-from errno import EAGAIN, EBUSY, EINVAL, EOPNOTSUPP, ESTALE, ETXTBSY, EWOULDBLOCK, EXDEV
+from errno import EBUSY, EINVAL, ESTALE, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from support.processes import errno_of, in_child, run, wait_until
 privileged = pytest.mark.skipif(os.geteuid() != 0, reason="mounts take root")
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-RWF_NOWAIT = 8
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -75,24 +72,6 @@ def test_programs_run(root: Path, program: Path) -> None:
     os.close(fd)
 
 
-def test_a_running_program_is_not_written_to(program: Path) -> None:
-    with subprocess.Popen([program, "60"]) as running:
-        try:
-            for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_TRUNC):
-                assert errno_of(os.open, program, flags) == ETXTBSY
-            assert errno_of(os.truncate, program, 0) == ETXTBSY
-            os.rename(program, program.with_name("moved"))
-            shutil.copy(program.with_name("moved"), program)
-            os.unlink(program.with_name("moved"))  # it goes on without a name
-            assert running.poll() is None
-        finally:
-            running.kill()
-    fd = os.open(program, os.O_WRONLY)
-    assert errno_of(subprocess.run, [program, "0"], check=False) == ETXTBSY
-    os.close(fd)
-    run(program, "0")
-
-
 # ---- mounts ----
 
 
@@ -124,31 +103,6 @@ def test_bind_mounts(root: Path) -> None:
 def mount_overlay(place: Path, **directories: Path) -> None:
     options = ",".join(f"{name}dir={path}" for name, path in directories.items())
     checked(libc.mount(b"none", os.fsencode(place), b"overlay", ctypes.c_ulong(0), options.encode()))
-
-
-@privileged
-def test_mounts_that_map_owners(root: Path, on_gpufs: bool) -> None:
-    holder = subprocess.Popen(["unshare", "-U", "sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout is not None
-        if not holder.stdout.readline():
-            pytest.skip("no user namespaces here")
-        for kind in ("uid_map", "gid_map"):
-            Path(f"/proc/{holder.pid}/{kind}").write_text("0 1000 10")
-        open_tree, mount_setattr, clone, idmap, empty_path = 428, 442, 1, 0x100000, 0x1000
-        with open(f"/proc/{holder.pid}/ns/user", "rb") as owners:
-            tree = libc.syscall(open_tree, -100, os.fsencode(root), clone | os.O_CLOEXEC)
-            assert tree >= 0
-            wanted = struct.pack("QQQQ", idmap, 0, 0, owners.fileno())
-            ctypes.set_errno(0)
-            libc.syscall(mount_setattr, tree, b"", empty_path, wanted, len(wanted))
-            assert ctypes.get_errno() == (EINVAL if on_gpufs else 0)
-            os.close(tree)
-    finally:
-        holder.kill()
-        holder.wait()
-        if holder.stdout is not None:
-            holder.stdout.close()
 
 
 @privileged
@@ -216,42 +170,6 @@ def test_a_file_system_in_a_file(root: Path, reference: Path) -> None:
     assert lines[0] == lines[1]
 
 
-@privileged
-def test_as_a_root_directory(root: Path) -> None:
-    (root / "inside").mkdir()
-    (root / "file").write_text("here")
-
-    def change() -> tuple[list[str], str, str]:
-        os.chroot(root)
-        os.chdir("/inside")
-        return sorted(os.listdir("/")), Path("../../../file").read_text(), os.getcwd()
-
-    assert in_child(change) == (["file", "inside"], "here", "/inside")
-
-    def pivot() -> list[str]:
-        bind(root, root)
-        os.chdir(root)
-        pivot_root = 155 if os.uname().machine == "x86_64" else 41
-        checked(libc.syscall(pivot_root, b".", b"inside"))
-        return sorted(os.listdir("/"))
-
-    assert apart(pivot) == ["file", "inside"]
-
-
-@privileged
-def test_no_swap_and_no_quota(root: Path) -> None:
-    swap = root / "swap"
-    swap.write_bytes(bytes(8 * MIB))
-    swap.chmod(0o600)
-    if shutil.which("mkswap"):
-        run("mkswap", str(swap))
-    assert errno_of(lambda: checked(libc.swapon(os.fsencode(swap), 0))) == EINVAL
-    fd = os.open(root, os.O_RDONLY)
-    get_format, quotactl_fd = 0x800004 << 8, 443
-    assert errno_of(lambda: checked(libc.syscall(quotactl_fd, fd, get_format, 0, ctypes.create_string_buffer(64)))) != 0
-    os.close(fd)
-
-
 # ---- being told ----
 
 
@@ -265,77 +183,7 @@ def signals() -> Iterator[list[int]]:
     signal.signal(number, before)
 
 
-def test_a_directory_tells_of_changes(root: Path, signals: list[int]) -> None:
-    fd = os.open(root, os.O_RDONLY)
-    f_setsig = 10
-    fcntl.fcntl(fd, f_setsig, signal.SIGRTMIN + 3)
-    fcntl.fcntl(fd, fcntl.F_NOTIFY, fcntl.DN_CREATE | fcntl.DN_DELETE | fcntl.DN_MULTISHOT)
-    (root / "file").touch()
-    wait_until(lambda: len(signals) == 1, 10, "a signal for the new name")
-    (root / "file").unlink()
-    wait_until(lambda: len(signals) == 2, 10, "a signal for the removed name")
-    os.close(fd)
-
-
-def test_a_lease_is_broken_by_who_opens(root: Path, signals: list[int]) -> None:
-    (root / "file").write_bytes(b"x")
-    fd = os.open(root / "file", os.O_RDWR)
-    f_setsig = 10
-    fcntl.fcntl(fd, f_setsig, signal.SIGRTMIN + 3)
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    assert fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_WRLCK
-    assert errno_of(os.open, root / "file", os.O_RDONLY | os.O_NONBLOCK) == EWOULDBLOCK
-    wait_until(lambda: signals, 10, "the holder is told")
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    os.close(os.open(root / "file", os.O_RDONLY | os.O_NONBLOCK))
-    os.close(fd)
-
-
-def test_a_lock_on_it_does_not_outlive_its_process(root: Path) -> None:
-    (root / "file").touch()
-
-    def take() -> None:
-        fd = os.open(root / "file", os.O_RDWR)
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-        take()
-    os.waitpid(child, 0)
-    with open(root / "file", "r+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 # ---- other ways to move bytes ----
-
-
-def test_pipes_and_pages(root: Path) -> None:
-    """vmsplice(2), tee(2) and splice(2): from memory into a pipe, doubled, and into two files."""
-    data = noise(40_000)
-    memory = ctypes.create_string_buffer(data, len(data))
-    pages = (ctypes.c_ulong * 2)(ctypes.addressof(memory), len(data))
-    ends = [os.pipe() for _ in range(2)]
-    targets = [os.open(root / name, os.O_RDWR | os.O_CREAT) for name in ("one", "two")]
-    assert checked(libc.vmsplice(ends[0][1], pages, ctypes.c_ulong(1), 0)) == len(data)
-    assert checked(libc.tee(ends[0][0], ends[1][1], ctypes.c_size_t(len(data)), 0)) == len(data)
-    for (source, _), target in zip(ends, targets, strict=True):
-        done = 0
-        while done < len(data):
-            done += os.splice(source, target, len(data) - done)
-        assert os.pread(target, len(data) + 1, 0) == data
-    for fd in [*targets, *(end for pair in ends for end in pair)]:
-        os.close(fd)
-
-
-def test_reads_that_must_not_wait(root: Path, on_gpufs: bool) -> None:
-    """RWF_NOWAIT is a promise about the kernel's own cache, which FUSE does not give."""
-    (root / "file").write_bytes(b"content")
-    fd = os.open(root / "file", os.O_RDWR)
-    buffer = bytearray(7)
-    code = errno_of(os.preadv, fd, [buffer], 0, RWF_NOWAIT)
-    assert code in ((EOPNOTSUPP,) if on_gpufs else (0, EAGAIN, EOPNOTSUPP))
-    os.close(fd)
 
 
 def test_handles_outlive_names(root: Path) -> None:

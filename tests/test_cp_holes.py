@@ -21,8 +21,7 @@ from support.data import GIB, GRANULE, KIB, MIB, noise
 from support.mounting import GPUFS, GpufsMount, Session
 from support.processes import PATIENCE, run, wait_until
 
-from gpufs import client, engine
-from gpufs.client import _find
+from gpufs import client
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
@@ -188,76 +187,6 @@ def test_a_large_file_with_little_in_it(mounted: GpufsMount, host: Path, name: s
     assert held(host / "back") <= 7 * MIB
 
 
-def test_what_was_there_is_gone(mounted: GpufsMount, host: Path, name: str, source: str) -> None:
-    """By name, where the file is emptied first, and by copy_file_range into what a file holds."""
-    target = mounted.device / "file"
-    target.write_bytes(noise(40 * MIB))
-    model = Model(33 * MIB + 9, {20 * MIB: noise(100)})
-    client.copy(model.write(host / source), target)
-    model.check(target)
-    assert held(target) == GRANULE
-    other = mounted.device / "other"
-    other.write_bytes(noise(40 * MIB))
-    with open(mounted.path / "backing" / name / source, "rb") as there, open(other, "r+b") as to:
-        done = 0
-        while count := os.copy_file_range(there.fileno(), to.fileno(), GIB, done, done):
-            done += count
-        assert done == model.size
-        content = bytearray(noise(40 * MIB))
-        content[: model.size] = bytes(model.size)
-        content[20 * MIB : 20 * MIB + 100] = model.runs[20 * MIB]
-        assert other.read_bytes() == content
-        assert held(other) == 10 * MIB  # the granule of data, and those from 32 MiB on
-
-
-def test_between_mounts_and_without_the_daemon(
-    mounted: GpufsMount, session: Session, driver: str, host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Model(200 * MIB, {0: noise(10), 60 * MIB: noise(MIB), 150 * MIB - 1: noise(2)})
-    client.copy(model.write(host / "source"), mounted.device / "file")
-    with GpufsMount(session, driver=driver, memory=64 * MIB) as other:
-        result = client.copy(mounted.device / "file", other.device / "file")
-        model.check(other.device / "file")
-        assert held(other.device / "file") <= 10 * MIB
-        assert result.paths["hole"] + result.paths["mount"] == model.size
-
-        def nobody(*_: object) -> None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
-
-        monkeypatch.setattr(_find, "connect", nobody)
-        with pytest.warns(RuntimeWarning, match="copy service"):
-            client.copy(other.device / "file", host / "back")
-        model.check(host / "back")
-        assert held(host / "back") <= 12 * MIB
-
-
-def test_small_files(mounted: GpufsMount, host: Path) -> None:
-    """Those that are read and written through the mount."""
-    for number, model in enumerate(
-        [
-            Model(100 * KIB),
-            Model(100 * KIB, {50 * KIB: b"middle"}),
-            Model(128 * KIB, {0: b"start"}),
-            Model(77 * KIB + 3, {77 * KIB: b"end"}),
-        ]
-    ):
-        target = mounted.device / str(number)
-        result = client.copy(model.write(host / str(number)), target)
-        assert result.method == "mount"
-        assert result.bytes == sum(result.paths.values()) == model.size
-        model.check(target)
-        client.copy(target, host / f"back-{number}")
-        model.check(host / f"back-{number}")
-    assert held(mounted.device / "0") == 0
-
-
-def test_a_dense_file_has_no_holes(mounted: GpufsMount, host: Path) -> None:
-    (host / "source").write_bytes(bytes(20 * MIB))  # zeros that somebody wrote
-    result = client.copy(host / "source", mounted.device / "file")
-    assert "hole" not in result.paths
-    assert held(mounted.device / "file") == 20 * MIB
-
-
 def test_a_full_device_behind_a_hole(mounted: GpufsMount, host: Path) -> None:
     model = Model(9 * GIB, {0: noise(MIB), 8 * GIB: noise(300 * MIB)})
     with pytest.raises(client.CopyError) as refused:
@@ -295,44 +224,3 @@ def test_interrupted(mounted: GpufsMount, host: Path) -> None:
     assert child.wait(PATIENCE) in (0, -signal.SIGINT)
     size = (mounted.device / "other").stat().st_size if (mounted.device / "other").exists() else 0
     assert size <= model.size
-
-
-def test_cut_off_under_the_copy(mounted: GpufsMount, host: Path) -> None:
-    """It ends somewhere between what is left and what was there, with the bytes that it says."""
-    model = Model(2 * GIB, {start: noise(MIB, start) for start in range(0, 64 * MIB, 4 * MIB)})
-    for left in (GIB, 3 * MIB):
-        source = model.write(host / "source")
-        child = subprocess.Popen(
-            [*CP, "--json", str(source), str(mounted.device / "file")], stdout=subprocess.PIPE, text=True
-        )
-        wait_until((mounted.device / "file").exists, 20, "the copy's beginning")
-        os.truncate(source, left)
-        summary = json.loads(child.communicate(timeout=PATIENCE)[0])
-        assert child.returncode == 0
-        assert left <= summary["bytes"] <= model.size
-        assert (mounted.device / "file").stat().st_size == summary["bytes"]
-        cut = Model(left, {at: data for at, data in model.runs.items() if at + len(data) <= left})
-        with open(mounted.device / "file", "r+b") as file:
-            file.truncate(left)
-        cut.check(mounted.device / "file")
-        (mounted.device / "file").unlink()
-
-
-def test_the_engine_alone(host: Path, driver: str) -> None:
-    model = Model(64 * MIB, {10 * MIB: noise(MIB)})
-    path = model.write(host / "source")
-    with (
-        engine.Engine(driver, memory_bytes=256 * MIB) as machine,
-        engine.Buffer(machine) as buffer,
-        open(path, "rb") as file,
-        engine.BackingFile(machine, file.fileno()) as backing,
-    ):
-        for sparse, most in ((True, GRANULE), (False, 64 * MIB)):
-            with engine.Transfer("load", backing, buffer, sparse=sparse) as transfer:
-                assert transfer.finish() == model.size
-                progress = transfer.progress()
-            assert progress.hole_bytes == (model.size - GRANULE if sparse else 0)
-            assert progress.fastpath_bytes + progress.fallback_bytes + progress.hole_bytes == model.size
-            assert buffer.info.held_bytes == most
-            assert buffer.read_bytes(10 * MIB, MIB) == model.runs[10 * MIB]
-            buffer.resize(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,16 +19,16 @@ from typing import Any
 
 import pytest
 from support.copying import opened
-from support.data import GIB, MIB, assert_same, noise, sha256
+from support.data import GIB, MIB, assert_same, noise
 from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import NOBODY, PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
+from support.processes import PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
 
-from gpufs import client
-from gpufs.client import _find, _protocol
+from gpufs import client, protocol
+from gpufs.client import _find
 from gpufs.client._connection import Connection
-from gpufs.client._protocol import Copy, Hello, Result
+from gpufs.protocol import Copy, Hello, Result
 
 pytestmark = pytest.mark.driver
 
@@ -90,15 +88,6 @@ def test_there_and_back(root: Path, host: Path, size: int) -> None:
         assert result.method == "transfer"
 
 
-def test_any_source_file_system(root: Path, host: Path, reference: Path) -> None:
-    content = noise(9 * MIB + 1)
-    for folder in (host, reference):
-        (folder / "source").write_bytes(content)
-        client.copy(folder / "source", root / "file", verify=True)
-        client.copy(root / "file", folder / "back", verify=True, fsync=True)
-        assert_same((folder / "back").read_bytes(), content)
-
-
 def test_the_attributes_are_right_at_once(root: Path, host: Path) -> None:
     """Though the kernel had older ones in its cache, and whoever asks."""
     (host / "source").write_bytes(noise(7 * MIB))
@@ -117,43 +106,6 @@ def test_the_attributes_are_right_at_once(root: Path, host: Path) -> None:
         assert before - 1 <= status.st_ctime <= time.time() + 1
 
 
-def test_a_longer_destination_is_emptied_first(root: Path, host: Path) -> None:
-    (host / "source").write_bytes(noise(MIB))
-    (root / "file").write_bytes(noise(5 * MIB, 1))
-    client.copy(host / "source", root / "file")
-    assert_same((root / "file").read_bytes(), noise(MIB))
-
-
-def test_who_has_the_file_open_sees_the_copy(root: Path, host: Path) -> None:
-    (host / "source").write_bytes(noise(3 * MIB))
-    target = root / "file"
-    with open(target, "wb+", buffering=0) as file:
-        file.write(b"x" * 100)
-        client.copy(host / "source", target)
-        assert os.fstat(file.fileno()).st_size == 3 * MIB
-        assert_same(os.pread(file.fileno(), 3 * MIB, 0), noise(3 * MIB))
-
-
-def test_offsets(root: Path, host: Path) -> None:
-    content = noise(4 * MIB)
-    (host / "source").write_bytes(content)
-    (root / "file").write_bytes(b"z" * 6 * MIB)
-    with opened(host / "source") as source, opened(root / "file", WRITE) as target, connect(root) as daemon:
-        result = daemon.copy("load", source, target, host_offset=12345, offset=MIB + 3, size=2 * MIB + 1)
-    assert (result.error, result.done) == (0, 2 * MIB + 1)
-    expected = bytearray(b"z" * 6 * MIB)
-    expected[MIB + 3 : 3 * MIB + 4] = content[12345 : 12345 + 2 * MIB + 1]
-    assert_same((root / "file").read_bytes(), bytes(expected))
-
-
-def test_into_a_file_past_its_end(root: Path, host: Path) -> None:
-    (host / "source").write_bytes(b"12345")
-    (root / "file").write_bytes(b"abc")
-    with opened(host / "source") as source, opened(root / "file", WRITE) as target, connect(root) as daemon:
-        assert daemon.copy("load", source, target, offset=10).done == 5
-    assert (root / "file").read_bytes() == b"abc" + bytes(7) + b"12345"
-
-
 def test_between_devices_by_the_kernel(shared_mount: GpufsMount, root: Path) -> None:
     content = noise(11 * MIB + 5)
     (root / "file").write_bytes(content)
@@ -166,11 +118,6 @@ def test_between_devices_by_the_kernel(shared_mount: GpufsMount, root: Path) -> 
         assert_same(other.read_bytes(), content)
     finally:
         other.unlink(missing_ok=True)
-
-
-def test_control_files_can_be_copied_out(shared_mount: GpufsMount, host: Path) -> None:
-    client.copy(shared_mount.path / ".gpufs" / "version", host / "version")
-    assert (host / "version").read_text() == (shared_mount.path / ".gpufs" / "version").read_text()
 
 
 def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> None:
@@ -191,67 +138,6 @@ def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> 
         assert refused.value.errno == errno.EINVAL
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("losetup"), reason="makes a loop device")
-def test_onto_a_disk_and_back(root: Path, host: Path) -> None:
-    """The disk is larger than what is copied onto it: that alone is compared."""
-    content = noise(MIB + 5)
-    (root / "file").write_bytes(content)
-    (host / "image").write_bytes(noise(3 * MIB, 1))
-    made = run("losetup", "--find", "--show", host / "image", check=False)
-    if made.returncode:
-        pytest.skip(f"no loop devices: {made.stderr.strip()}")
-    disk = Path(made.stdout.strip())
-    try:
-        assert client.copy(root / "file", disk, verify=True, fsync=True).sha256 == sha256(root / "file")
-        assert client.copy(disk, root / "back", verify=True).bytes == 3 * MIB
-        assert_same((root / "back").read_bytes(), content + noise(3 * MIB, 1)[MIB + 5 :])
-        (root / "larger").write_bytes(noise(4 * MIB))
-        with pytest.raises(client.CopyError) as full:
-            client.copy(root / "larger", disk)
-        assert (full.value.errno, full.value.bytes_done) == (errno.ENOSPC, 3 * MIB)
-    finally:
-        run("losetup", "--detach", disk)
-
-
-def test_sparse_files_stay_sparse(root: Path, host: Path) -> None:
-    with open(root / "file", "wb") as file:
-        file.truncate(64 * MIB)
-        os.pwrite(file.fileno(), b"data", 40 * MIB)
-    client.copy(root / "file", host / "back")
-    assert (host / "back").stat().st_size == 64 * MIB
-    assert (host / "back").stat().st_blocks * 512 < 32 * MIB
-    assert_same((host / "back").read_bytes(), (root / "file").read_bytes())
-
-
-def test_an_unlinked_file_can_be_loaded_and_its_memory_goes(shared_mount: GpufsMount, root: Path, host: Path) -> None:
-    (host / "source").write_bytes(noise(8 * MIB))
-    with opened(host / "source") as source, connect(root) as daemon:
-        with opened(root / "file", BOTH | os.O_CREAT) as target:
-            (root / "file").unlink()
-            assert daemon.copy("load", source, target).done == 8 * MIB
-            assert_same(os.pread(target, 8 * MIB, 0), noise(8 * MIB))
-        status = json.loads((shared_mount.path / ".gpufs" / "status").read_text())
-        held = status["devices"][0]["held_bytes"]
-
-        def freed() -> bool:
-            status = json.loads((shared_mount.path / ".gpufs" / "status").read_text())
-            return bool(status["devices"][0]["held_bytes"] <= max(held - 8 * MIB, 0)) or held < 8 * MIB
-
-        wait_until(freed, 10, "the memory of an unlinked file")
-
-
-def test_the_counters_tell_which_path_served(shared_mount: GpufsMount, root: Path, reference: Path) -> None:
-    before = transfers(shared_mount)
-    (reference / "source").write_bytes(noise(6 * MIB))
-    result = client.copy(reference / "source", root / "file")  # tmpfs has no O_DIRECT that helps
-    after = transfers(shared_mount)
-    assert after["completed"] == before["completed"] + 1
-    assert after["loaded_bytes"] - before["loaded_bytes"] == 6 * MIB
-    for path, count in result.paths.items():
-        assert after["path_bytes"][path] - before["path_bytes"].get(path, 0) == count
-    assert sum(result.paths.values()) == 6 * MIB
-
-
 def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str) -> None:
     """Aligned requests on a disk by the fastpath alone, at most a unit beside it for others, tmpfs refused."""
     skip_without_fastpath(host, driver)
@@ -270,15 +156,6 @@ def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_memory_of_a_removed_file_is_waited_for(mount: Mounter, host: Path) -> None:
-    small = mount("--keep-freed", "0", memory=96 * MIB)
-    (host / "source").write_bytes(noise(64 * MIB))
-    with client.Copier() as copier:
-        for _ in range(8):
-            assert copier.copy_file(str(host / "source"), str(small.device / "file")).bytes == 64 * MIB
-            (small.device / "file").unlink()
-
-
 def test_a_full_device(mount: Mounter, host: Path) -> None:
     small = mount(memory=32 * MIB)
     (host / "source").write_bytes(noise(48 * MIB))
@@ -293,15 +170,6 @@ def test_a_full_device(mount: Mounter, host: Path) -> None:
     assert (small.device / "there").read_bytes() == b"precious"
     (host / "source").write_bytes(noise(20 * MIB))
     wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "memory given back")
-
-
-def test_room_that_files_held_until_just_now(mount: Mounter, host: Path) -> None:
-    """Their memory goes back a moment after rm has ended; a copy waits for it, as a write does."""
-    small = mount(memory=64 * MIB)
-    (host / "source").write_bytes(noise(60 * MIB))
-    for _ in range(20):
-        cp(host / "source", small.device / "file")
-        (small.device / "file").unlink()
 
 
 def test_a_full_disk(root: Path) -> None:
@@ -323,24 +191,6 @@ def test_a_full_disk(root: Path) -> None:
 
 
 # ---- the command ----
-
-
-def test_recursive_with_verification(root: Path, host: Path) -> None:
-    tree = host / "tree"
-    for n in range(40):
-        folder = tree / f"d{n % 5}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"f{n}").write_bytes(noise(n * n * 3001, n))
-    (tree / "d0" / "link").symlink_to("f0")
-    done = cp("-rp", "-j", "8", "--verify", "--json", tree, root)
-    summary = json.loads(done.stdout)
-    assert summary["files"] == 40
-    assert not summary["errors"]
-    assert {len(copy["sha256"]) for copy in summary["copies"]} == {64}
-    run("diff", "-r", "--no-dereference", tree, root / "tree")
-    cp("-rp", "--fsync", root / "tree", host / "back")
-    run("diff", "-r", "--no-dereference", tree, host / "back")
-    assert (host / "back" / "d3" / "f3").stat().st_mtime_ns == (tree / "d3" / "f3").stat().st_mtime_ns
 
 
 def test_found_from_anywhere(shared_mount: GpufsMount, root: Path, host: Path) -> None:
@@ -403,14 +253,6 @@ def test_a_killed_client_leaves_nothing(shared_mount: GpufsMount, root: Path, ho
     wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
 
 
-def test_umount_after_a_copy_is_not_busy(mount: Mounter, host: Path) -> None:
-    (host / "source").write_bytes(noise(2 * MIB))
-    for _ in range(5):
-        own = mount()
-        cp(host / "source", own.device / "file")
-        own.unmount()
-
-
 def test_umount_with_a_copy_under_way(mount: Mounter, host: Path) -> None:
     """Plainly it is refused; SIGTERM to the daemon cancels the copy, tells its client, and unmounts."""
     own = mount(memory=2 * GIB)
@@ -469,54 +311,6 @@ def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
     own.rescue()
 
 
-def test_a_mount_that_comes_later_is_noticed(mount: Mounter, host: Path) -> None:
-    """By a program that keeps its Copier."""
-    (host / "source").write_bytes(noise(2 * MIB))
-    first = mount()
-    with client.Copier() as copier:
-        assert copier.copy_file(str(host / "source"), str(first.device / "file")).method == "transfer"
-        second = mount()
-        first.unmount()
-        assert copier.copy_file(str(host / "source"), str(second.device / "file")).method == "transfer"
-        assert copier.copy_file(str(second.device / "file"), str(host / "back")).method == "transfer"
-    assert_same((host / "back").read_bytes(), noise(2 * MIB))
-
-
-def test_a_name_may_hold_anything(root: Path, host: Path) -> None:
-    folder = root / "a:b\nc\\040 \udcff"
-    folder.mkdir()
-    (host / "source").write_bytes(noise(MIB))
-    cp(host / "source", folder / "\x1b[1m: -")
-    cp(folder / "\x1b[1m: -", host / "back")
-    assert_same((host / "back").read_bytes(), noise(MIB))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_ends_an_open_that_is_not_answered(root: Path, host: Path, number: signal.Signals) -> None:
-    """As by a file's server that hangs: here others wait until a lease on the destination has been given back."""
-    (root / "source").write_bytes(noise(MIB))
-    (host / "target").write_bytes(b"before")
-    lease = os.open(host / "target", os.O_RDWR)
-    try:
-        fcntl.fcntl(lease, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored, and not SIGIO, which would end us
-        fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        command = [*GPUFS_CP, str(root / "source"), str(host / "target")]
-        child = subprocess.Popen(command, stderr=subprocess.PIPE)
-        inode = f":{os.fstat(lease).st_ino} "
-        wait_until(
-            lambda: any(inode in x and "BREAKING" in x for x in Path("/proc/locks").read_text().splitlines()),
-            20,
-            "the destination to be opened",
-        )
-        child.send_signal(number)
-        child.send_signal(number)  # the second one ends it at once
-        child.communicate(timeout=PATIENCE)
-        assert child.returncode == -number
-    finally:
-        os.close(lease)
-    assert (host / "target").read_bytes() == b"before"
-
-
 # ---- rights: a root daemon and a plain user ----
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
@@ -526,22 +320,6 @@ def ask(root: Path, direction: str, host_fd: int, mount_fd: int) -> tuple[int, i
     with connect(root) as daemon:
         result = daemon.copy(direction, host_fd, mount_fd)
     return result.error, result.done
-
-
-@as_root
-def test_a_plain_user_copies_his_own(root: Path, host: Path) -> None:
-    content = noise(MIB)
-    (host / "source").write_bytes(content)
-
-    def copy() -> list[str]:
-        there = client.copy(host / "source", root / "his")
-        back = client.copy(root / "his", host / "back")
-        return [there.method, back.method]
-
-    assert as_nobody(copy) == ["transfer", "transfer"]
-    assert_same((root / "his").read_bytes(), content)
-    assert_same((host / "back").read_bytes(), content)
-    assert (root / "his").stat().st_uid == (host / "back").stat().st_uid == NOBODY
 
 
 @as_root
@@ -675,15 +453,15 @@ def test_garbage_and_floods_do_not_hurt_the_mount(shared_mount: GpufsMount, root
                         if kind == 0:
                             sock.send(os.urandom(1000))
                             continue
-                        _protocol.send(sock, Hello([1], "hostile"))
+                        protocol.send(sock, Hello([1], "hostile"))
                         if kind == 1:
                             socket.send_fds(sock, [b"\x81\xa4type"], [ours, hosts] * 60)
                         elif kind == 2:
                             for id_ in range(1, 17):
-                                _protocol.send(sock, Copy(id_, "load"), (hosts, ours))
+                                protocol.send(sock, Copy(id_, "load"), (hosts, ours))
                         else:
-                            _protocol.send(sock, Copy(1, "load"), (hosts, ours))
-                            sock.send(_protocol.encode(Copy(2, "load"))[:20])
+                            protocol.send(sock, Copy(1, "load"), (hosts, ours))
+                            sock.send(protocol.encode(Copy(2, "load"))[:20])
                     except OSError:
                         pass
 
@@ -725,27 +503,3 @@ def test_a_hung_network_mount_takes_its_clients_share_alone(
             assert "interrupted" in errors
         idle(shared_mount)
         assert (root / "hung").stat().st_size == 0
-
-
-@as_root
-def test_a_file_system_without_statfs(root: Path, host: Path) -> None:
-    """A FUSE server need not answer STATFS."""
-    with HangingMount(size=3 * MIB, good=3 * MIB, operations=(), lacking=("statfs",)) as server:
-        with pytest.raises(OSError) as refused:
-            os.statvfs(server.file)
-        assert refused.value.errno == errno.ENOSYS
-        done = json.loads(cp("--json", server.file, root / "file").stdout)
-    assert done["methods"] == {"transfer": 1}
-    assert (root / "file").read_bytes() == bytes(3 * MIB)
-
-
-def test_many_clients_at_once(root: Path, host: Path) -> None:
-    contents = [noise(300_000 + n * 4096, n) for n in range(12)]
-    for n, content in enumerate(contents):
-        (host / f"s{n}").write_bytes(content)
-    words = [sys.executable, "-c", "import sys, gpufs.client as c; c.copy(*sys.argv[1:])"]
-    children = [subprocess.Popen([*words, str(host / f"s{n}"), str(root / f"t{n}")]) for n in range(12)]
-    assert [child.wait(PATIENCE) for child in children] == [0] * 12
-    for n, content in enumerate(contents):
-        assert sha256(root / f"t{n}") == sha256(host / f"s{n}")
-        assert (root / f"t{n}").stat().st_size == len(content)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from support.data import MIB, assert_same, noise
-from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import errno_of, run, wait_until
+from support.mounting import GpufsMount, Mounter
+from support.processes import run
 
 pytestmark = pytest.mark.driver
-
-SIZE = 40 * MIB + 777
 
 
 @pytest.fixture
@@ -29,54 +24,6 @@ def two(mount: Mounter) -> Iterator[GpufsMount]:
     one.unmount()
 
 
-def counted(mount: GpufsMount, device: int, flow: str) -> dict[str, Any]:
-    """Copies between files in device memory, at one of the ends."""
-    stats = json.loads((mount.path / ".gpufs" / "stats").read_text())
-    found: dict[str, Any] = stats["devices"][device]["backends"]["device_copy"][flow]
-    return found
-
-
-def used(mount: GpufsMount, device: int) -> int:
-    held: int = json.loads((mount.path / ".gpufs" / "status").read_text())["devices"][device]["held_bytes"]
-    return held
-
-
-def test_there_and_back(two: GpufsMount) -> None:
-    """By plain cp: the engine moves the bytes, each device counts its end, and memory is where the file is."""
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(SIZE))
-    assert used(two, 1) == 0
-    run("cp", first, second)
-    assert_same(second.read_bytes(), noise(SIZE))
-    assert counted(two, 0, "out")["bytes"] == counted(two, 1, "in")["bytes"] == SIZE
-    assert counted(two, 0, "in")["bytes"] == counted(two, 1, "out")["bytes"] == 0
-    assert used(two, 1) >= SIZE
-
-    with open(second, "r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), b"changed", 20 * MIB)
-    run("cp", second, first)
-    changed = noise(SIZE)[: 20 * MIB] + b"changed" + noise(SIZE)[20 * MIB + 7 :]
-    assert_same(first.read_bytes(), changed)
-    assert counted(two, 1, "out")["bytes"] == counted(two, 0, "in")["bytes"] == SIZE
-    assert counted(two, 0, "out")["errors"] == counted(two, 1, "in")["errors"] == 0
-    for path in (first, second):
-        path.unlink()
-    wait_until(lambda: used(two, 0) == used(two, 1) == 0, 10, "the memory of removed files to come back")
-
-
-def test_a_part_at_any_offset(two: GpufsMount) -> None:
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(9 * MIB))
-    second.write_bytes(noise(9 * MIB, 5))
-    with open(first, "rb") as source, open(second, "r+b") as target:
-        assert (
-            os.copy_file_range(source.fileno(), target.fileno(), 3 * MIB + 1, 2 * MIB - 5, 4 * MIB + 3) == 3 * MIB + 1
-        )
-    expected = bytearray(noise(9 * MIB, 5))
-    expected[4 * MIB + 3 : 7 * MIB + 4] = noise(9 * MIB)[2 * MIB - 5 : 5 * MIB - 4]
-    assert_same(second.read_bytes(), bytes(expected))
-
-
 def test_holes_stay_holes(two: GpufsMount) -> None:
     first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
     with open(first, "wb") as file:
@@ -85,19 +32,6 @@ def test_holes_stay_holes(two: GpufsMount) -> None:
     run("cp", first, second)
     assert_same(second.read_bytes(), first.read_bytes())
     assert second.stat().st_blocks * 512 <= 4 * MIB
-
-
-def test_a_file_cannot_be_renamed_to_another_device(two: GpufsMount) -> None:
-    """EXDEV, which makes mv copy and remove."""
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(3 * MIB))
-    assert errno_of(os.rename, first, second) == errno.EXDEV
-    assert errno_of(os.link, first, second) == errno.EXDEV
-    assert first.exists()
-    assert not second.exists()
-    run("mv", first, second)
-    assert not first.exists()
-    assert_same(second.read_bytes(), noise(3 * MIB))
 
 
 def test_a_full_destination(two: GpufsMount) -> None:
@@ -117,10 +51,3 @@ def test_a_full_destination(two: GpufsMount) -> None:
     (two.path / "gpu1" / "filler").unlink()
     run("cp", first, second)
     assert_same(second.read_bytes(), noise(64 * MIB))
-
-
-def test_gpufs_cp_verifies(two: GpufsMount) -> None:
-    first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
-    first.write_bytes(noise(SIZE))
-    done = run(*GPUFS, "cp", "--json", "--verify", first, second)
-    assert json.loads(done.stdout)["bytes"] == SIZE

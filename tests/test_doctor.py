@@ -1,6 +1,5 @@
 """gpufs doctor: what it makes of machines of all kinds, shown to it by faked ones, and that it works on this one."""
 
-import gzip
 import json
 import os
 import resource
@@ -18,7 +17,7 @@ from support.users import user_gpufs
 
 from gpufs import engine
 from gpufs.cli import _doctor_checks as checks
-from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Driver, Environment, Finding
+from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 
@@ -36,13 +35,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
         wanted: dict[str, str | None] = {
             "dev/fuse": "",
             "etc/fuse.conf": "# a comment\nuser_allow_other\n",
-            "proc/sys/fs/fuse/max_pages_limit": "256\n",
             "proc/sys/vm/max_map_count": "65530\n",
-            "proc/sys/fs/pipe-max-size": "1048576\n",
-            "proc/modules": "nvidia_fs 1 0 - Live 0x0\n",
-            "proc/driver/nvidia-fs/version": "version: 2.20.6\n",
-            "boot/config-6.18.0": "CONFIG_PCI_P2PDMA=y\n",
-            "proc/kallsyms": "0000000000000000 T _text\n0000000000000000 t kfd_ais_rw_file\t[amdgpu]\n",
             f"{NODES}/0/properties": "cpu_cores_count 64\nsimd_count 0\ncapability 0\n",
             f"{NODES}/1/properties": amd_gpu(0x40),
             **(files or {}),
@@ -99,28 +92,23 @@ def test_a_good_machine(machine: Callable[..., Environment]) -> None:
 @pytest.mark.parametrize(
     ("files", "facts", "name", "state", "text"),
     [
-        ({"dev/fuse": None}, {}, "/dev/fuse", PROBLEM, "offers no FUSE"),
+        ({"dev/fuse": None}, {}, "/dev/fuse", PROBLEM, "no FUSE"),
         ({}, {"access": lambda path, mode: False}, "/dev/fuse", PROBLEM, "cannot be opened"),
         ({}, {"access": lambda path, mode: False, "uid": 1000}, "/dev/fuse", PROBLEM, "cannot be opened"),
         ({}, {"which": lambda name: None}, "fusermount3", NOTE, "only root can mount"),
-        ({}, {"which": lambda name: None, "uid": 1000}, "fusermount3", PROBLEM, "only root can do without"),
+        ({}, {"which": lambda name: None, "uid": 1000}, "fusermount3", PROBLEM, "only root can mount"),
         ({}, {"raises_rights": lambda program: False}, "fusermount3", NOTE, "only root can mount"),
         ({}, {"raises_rights": lambda program: False, "uid": 1000}, "fusermount3", PROBLEM, "only root can mount"),
         ({"proc/self/status": "NoNewPrivs:\t1\n"}, {"uid": 1000}, "fusermount3", PROBLEM, "no_new_privs"),
         ({"proc/self/status": "NoNewPrivs:\t1\n"}, {}, "fusermount3", OK, "fusermount3"),
         ({"proc/self/status": "NoNewPrivs:\t0\n"}, {"uid": 1000}, "fusermount3", OK, "fusermount3"),
-        ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "for root alone"),
-        ({"etc/fuse.conf": None}, {}, "user_allow_other", NOTE, "for root alone"),
-        ({}, {}, "requests", OK, "by the device file"),
-        ({"proc/sys/fs/fuse/max_pages_limit": "32\n"}, {}, "max_pages", NOTE, "32 pages"),
-        ({"proc/sys/fs/fuse/max_pages_limit": None}, {}, "max_pages", OK, "fixed"),
-        ({}, {"limit": lambda kind: (8 << 20, 8 << 20), "uid": 1000}, "locked memory", NOTE, "8 MiB"),
+        ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "only root"),
+        ({"etc/fuse.conf": None}, {}, "user_allow_other", NOTE, "only root"),
+        ({}, {"limit": lambda kind: (8 << 20, 8 << 20), "uid": 1000}, "locked memory", NOTE, str(8 << 20)),
         ({}, {"limit": lambda kind: (-1, -1), "uid": 1000}, "locked memory", OK, "unlimited"),
         ({}, {"limit": lambda kind: (1024, 1024)}, "descriptors", NOTE, "1024"),
         ({}, {"limit": lambda kind: (resource.RLIM_INFINITY,) * 2}, "descriptors", OK, "unlimited"),
-        ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000 is little"),
-        ({"proc/sys/vm/max_map_count": None}, {}, "memory mappings", NOTE, "not to be read"),
-        ({"proc/sys/fs/pipe-max-size": "4096\n"}, {}, "pipe size", NOTE, "4096 is little"),
+        ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000"),
     ],
 )
 def test_each_finding(
@@ -136,43 +124,7 @@ def test_each_finding(
     found = one(checks.examine(environment, []), name)
     assert found.state == state
     assert text in found.text
-    assert state == OK or found.advice or "not to be read" in found.text
-
-
-HIP = {"devices": ["AMD Instinct"], "refusals": []}
-
-
-@pytest.mark.parametrize("virtual", [False, True])
-def test_an_amd_gpu_for_which_the_kernel_moves_no_files(machine: Callable[..., Environment], virtual: bool) -> None:
-    """Nothing is promised that every call would refuse."""
-    path = {"file_system": "ext4", "offset_align": 512, "memory_align": 4, "refusals": []}
-    files = {f"{NODES}/1/properties": amd_gpu(0)}
-    if virtual:
-        files["sys/bus/pci/devices/0000:c1:00.0/physfn"] = ""
-    probe = answers({"hip": {**HIP, "refusals": ["memory_kind"]}, "host": HOST}, {"/data": path})
-    findings = checks.examine(machine(files, probe=probe), ["/data"])
-    assert one(findings, "hip", "fastpath").text.startswith("no_kernel_support: ")
-    found = one(findings, "amdgpu 0000:c1:00.0")
-    assert (found.state, bool(found.advice), "SR-IOV" in found.text) == (NOTE, True, virtual)
-    assert one(findings, "/data on hip").text.startswith("fallback (ext4")
-    assert "memory_kind" not in one(findings, "/data on hip").text
-
-
-def test_amd_memory_that_the_fastpath_does_not_reach(machine: Callable[..., Environment]) -> None:
-    probe = answers({"hip": {**HIP, "refusals": ["memory_kind"]}, "host": HOST})
-    found = one(checks.examine(machine(probe=probe), []), "hip", "fastpath")
-    assert found.text.startswith("memory_kind: ")
-    assert "--hip-memory plain" in found.advice
-
-
-def test_programs_with_rights_of_their_own(tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    program.write_text("")
-    assert not checks._raises_rights(str(program))
-    assert not checks._raises_rights(str(tmp_path / "none"))
-    program.chmod(0o4755)
-    nosuid = bool(os.statvfs(program).f_flag & os.ST_NOSUID)
-    assert checks._raises_rights(str(program)) == (os.geteuid() == 0 and not nosuid)
+    assert state == OK or found.advice
 
 
 def test_no_driver_at_all_is_a_problem(machine: Callable[..., Environment]) -> None:
@@ -183,50 +135,15 @@ def test_no_driver_at_all_is_a_problem(machine: Callable[..., Environment]) -> N
     )
 
 
-def test_what_to_do_about_a_driver_that_is_not_there(machine: Callable[..., Environment]) -> None:
-    said = {"cuda": {"error": "libcuda.so.1 was not found"}, "hip": {"error": "libamdhip64.so.5 lacks hipHostRegister"}}
-    findings = checks.examine(machine(probe=answers({**said, "host": HOST})), [])
-    assert "install the driver" in one(findings, "cuda", "drivers").advice
-    assert "install a newer version" in one(findings, "hip", "drivers").advice
-
-
-def test_what_the_fastpath_lacks(machine: Callable[..., Environment]) -> None:
+def test_reasons_of_a_fastpath(machine: Callable[..., Environment]) -> None:
     cuda = {"devices": ["NVIDIA H200"], "refusals": ["no_gpudirect"]}
-    environment = machine(
-        {"proc/driver/nvidia-fs/version": None, "boot/config-6.18.0": "# CONFIG_PCI_P2PDMA is not set\n"},
-        probe=answers({"cuda": cuda, "host": HOST}),
-    )
-    findings = checks.examine(environment, [])
-    found = one(findings, "cuda", "fastpath")
-    assert (found.state, found.text.split(":")[0]) == (NOTE, "no_gpudirect")
-    assert "nvidia_fs" in found.advice
-    assert one(findings, "module nvidia_fs").text.startswith("loaded")
-    assert one(findings, "CONFIG_PCI_P2PDMA").state == NOTE
-
-
-def test_the_kernels_side_of_amds_fastpath(machine: Callable[..., Environment]) -> None:
-    hip = {"devices": ["AMD Instinct MI300X"], "refusals": ["no_kernel_support"]}
-    other = "0000000000000000 T kfd_ais_rw_file_of_another_name\n"
-    for symbols, text in ((other, "has no interface for files"), ("", "cannot be seen"), (None, "cannot be seen")):
-        environment = machine({"proc/kallsyms": symbols}, probe=answers({"hip": hip, "host": HOST}))
-        if symbols is None:
-            (environment.root / "proc/kallsyms").unlink()
-        findings = checks.examine(environment, [])
-        assert one(findings, "amdgpu").state == NOTE
-        assert text in one(findings, "amdgpu").text
-        assert "/dev/kfd" in one(findings, "hip", "fastpath").advice
-
-
-def test_the_kernels_own_configuration_goes_first(machine: Callable[..., Environment]) -> None:
-    environment = machine({"boot/config-6.18.0": "CONFIG_A=m\n"})
-    assert environment.kernel_option("A") == "m"
-    (environment.root / "proc/config.gz").write_bytes(gzip.compress(b"CONFIG_A=y\n# CONFIG_B is not set\n"))
-    assert (environment.kernel_option("A"), environment.kernel_option("B")) == ("y", "n")
-    (environment.root / "proc/config.gz").write_bytes(b"damaged")
-    assert environment.kernel_option("A") == "m"
-    (environment.root / "proc/config.gz").unlink()
-    (environment.root / "boot/config-6.18.0").unlink()
-    assert environment.kernel_option("A") is None
+    hip = {"devices": ["AMD Instinct"], "refusals": ["memory_kind"]}
+    probe = answers({"cuda": cuda, "hip": hip, "host": HOST})
+    found = one(checks.examine(machine(probe=probe), []), "cuda", "fastpath")
+    assert (found.state, found.text.split(":")[0], "nvidia_fs" in found.advice) == (NOTE, "no_gpudirect", True)
+    for capability, reason in ((0x40, "memory_kind"), (0, "no_kernel_support")):
+        findings = checks.examine(machine({f"{NODES}/1/properties": amd_gpu(capability)}, probe=probe), [])
+        assert one(findings, "hip", "fastpath").text.startswith(f"{reason}: ")
 
 
 def test_a_path_and_its_reasons(machine: Callable[..., Environment]) -> None:
@@ -252,7 +169,7 @@ def test_every_reason_is_explained() -> None:
 
 def test_a_library_that_kills_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for script, text in (
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "by signal 11"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
         ("raise SystemExit('what it said')", "what it said"),
         ("print('nonsense')", "the engine did not answer"),
         ("import time; time.sleep(60)", "no answer within 0.5 seconds"),
@@ -284,17 +201,6 @@ def test_this_machine(tmp_path: Path) -> None:
     assert run(*GPUFS, "doctor").stdout.splitlines()[-1] == "a mount works here"
 
 
-def test_paths_that_cannot_be(machine: Callable[..., Environment], tmp_path: Path) -> None:
-    own = machine(probe=answers({"cuda": CUDA, "hip": CUDA, "host": HOST}))
-    (empty,) = checks.paths(own, [""], [])
-    assert (empty.state, empty.text) == (PROBLEM, "an empty name")
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    done = run("sh", "-c", 'cd "$1"; rmdir "$1"; shift; "$@"', "sh", gone, *GPUFS, "doctor", "file", check=False)
-    assert done.returncode == 1
-    assert "PROBLEM file: the current directory has been removed" in done.stdout
-
-
 def test_as_a_plain_user() -> None:
     """It says so where that user cannot mount, and does not fail."""
     with plain_user() as environment:
@@ -307,13 +213,6 @@ def test_as_a_plain_user() -> None:
     assert "Traceback" not in done.stderr
     assert done.returncode == (0 if said["ok"] else 1)
     assert one([Finding(**found) for found in said["findings"]], "host", "drivers").state == OK
-
-
-def test_drivers_of_this_machine() -> None:
-    found = [Environment().driver(name) for name in ("cuda", "hip", "host")]
-    assert [isinstance(driver, Driver) for driver in found] == [True] * 3
-    assert found[2].devices
-    assert all(driver.devices or driver.reason for driver in found)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")

@@ -1,4 +1,4 @@
-"""Arrays of other libraries in the engine's hands: DLPack of every version, __cuda_array_interface__, host memory."""
+"""Arrays of other libraries: DLPack of every version, __cuda_array_interface__, host memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Versioned(ctypes.Structure):
 
 
 class Array:
-    """An array that has nothing but DLPack, of a version or of before there were any (None)."""
+    """An array that has only DLPack, of a version or of before versions (None)."""
 
     def __init__(
         self,
@@ -124,11 +124,10 @@ def test_dlpack_of_every_version(
         again = bytearray(4096)
         assert buffer.read(0, Array(again, (4096,), version=version)) == 4096  # type: ignore[arg-type]
         assert again == memory
-    for pinned in (Array(memory, (4096,), kind=_CUDA_HOST, device=3, version=version),):
-        assert file.write(pinned) == 4096  # which GPU it was pinned for does not matter
+    assert file.write(Array(memory, (4096,), kind=_CUDA_HOST, device=3, version=version)) == 4096  # pinned memory
 
 
-def test_dlpack_that_cannot_take_part(host: engine.Engine, file: engine.BackingFile) -> None:
+def test_dlpack_that_is_refused(host: engine.Engine, file: engine.BackingFile) -> None:
     memory = bytearray(4096)
     with pytest.raises(ValueError, match=r"^memory: .* read-only"):
         file.read(Array(memory, (4096,), flags=_READ_ONLY))
@@ -153,7 +152,7 @@ def test_dlpack_that_cannot_take_part(host: engine.Engine, file: engine.BackingF
 
     with pytest.raises(ValueError, match=r"Garbage.__dlpack_device__\(\) is not understood"):
         file.read(Garbage())
-    with pytest.raises(ValueError, match=r"NoArray.__dlpack__\(\) gave no array"):
+    with pytest.raises(ValueError, match=r"NoArray.__dlpack__\(\) did not return an array"):
         file.read(NoArray())
 
 
@@ -163,7 +162,7 @@ def test_elements_smaller_than_a_byte(file: engine.BackingFile, flags: int, coun
 
 
 @pytest.mark.parametrize("version", [None, (1, 0)])
-def test_arrays_are_let_go_of(host: engine.Engine, file: engine.BackingFile, version: tuple[int, int] | None) -> None:
+def test_arrays_are_released(host: engine.Engine, file: engine.BackingFile, version: tuple[int, int] | None) -> None:
     array = Array(bytearray(4096), (4096,), version=version)
     before = sys.getrefcount(array)
     with engine.Buffer(host) as buffer:
@@ -184,7 +183,7 @@ class Interface:
 
 class Gpu:
     driver = "cuda"
-    devices = (None,)
+    devices: tuple[None, ...] = (None,)
 
 
 def of(writable: bool = False, **interface: Any) -> tuple[int, int]:
@@ -201,7 +200,7 @@ def test_types_of_cuda_arrays(typestr: str, item: int, version: int) -> None:
     assert of(shape=(3, 5), typestr=typestr, version=version, strides=(5 * item, item), stream=1)[1] == 15 * item
     assert of(shape=(), typestr=typestr)[1] == item
     assert of(shape=(0, 5), typestr=typestr, data=(0, False)) == (0, 0)
-    assert of(shape=(1, 5), typestr=typestr, strides=(7, item))[1] == 5 * item  # nobody goes along an axis of one
+    assert of(shape=(1, 5), typestr=typestr, strides=(7, item))[1] == 5 * item
 
 
 @pytest.mark.parametrize(
@@ -215,14 +214,42 @@ def test_types_of_cuda_arrays(typestr: str, item: int, version: int) -> None:
         ({"shape": (4, 4), "typestr": "<f4", "strides": (4, 16)}, ValueError, "contiguous"),
         ({"shape": (4,), "typestr": "<f4", "strides": (-4,)}, ValueError, "contiguous"),
         ({"shape": (4,), "typestr": "<f4", "data": (1 << 20, True)}, ValueError, "read-only"),
+        ({}, ValueError, "not understood"),
+        ({"shape": (4,)}, ValueError, "not understood"),
+        ({"shape": (4,), "typestr": "<f4", "data": None}, ValueError, "not understood"),
+        ({"shape": (4,), "typestr": "float"}, ValueError, "not understood"),
+        ({"shape": None, "typestr": "<f4"}, ValueError, "not understood"),
     ],
 )
-def test_cuda_arrays_that_cannot_take_part(interface: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_cuda_arrays_that_are_refused(interface: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"^memory: .*{said}"):
         of(writable=True, **interface)
 
 
-def test_what_to_do_is_said(host: engine.Engine, file: engine.BackingFile) -> None:
+def test_the_device_of_cuda_arrays() -> None:
+    class Two(Gpu):
+        devices = (None, None)
+
+    array: Any = Interface(shape=(4,), typestr="<f4")
+    with pytest.raises(ValueError, match="does not name its device"):
+        device_range(Two(), array, writable=False)  # type: ignore[arg-type]
+    array.device = type("Device", (), {"id": 1})()
+    assert device_range(Two(), array, writable=False)[0] == engine.DeviceRange(1, 1 << 20, 16)  # type: ignore[arg-type]
+
+
+def test_dlpack_arrays_on_a_gpu() -> None:
+    memory = bytearray(4096)
+    array = Array(memory, (16, 128), bits=16, kind=_CUDA, device=1)
+    found, keep = device_range(Gpu(), array, writable=True)  # type: ignore[arg-type]
+    assert (found.device, found.address, found.bytes) == (1, ctypes.addressof(array.keep), 4096)
+    assert keep is not None
+    with pytest.raises(ValueError, match="cuda driver"):
+        device_range(Gpu(), Array(memory, (4096,)), writable=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="neither a Buffer nor an array"):
+        device_range(Gpu(), object(), writable=True)  # type: ignore[arg-type]
+
+
+def test_errors_say_what_to_do(host: engine.Engine, file: engine.BackingFile) -> None:
     wide = numpy.zeros((4, 4))
     fixed = numpy.zeros(4)
     fixed.flags.writeable = False
@@ -234,8 +261,8 @@ def test_what_to_do_is_said(host: engine.Engine, file: engine.BackingFile) -> No
             (fixed, "ndarray is read-only"),
             (bytes(8), "bytes is read-only"),
             (memoryview(b"x"), "memoryview is read-only"),
-            ("text", "str has no bytes to copy: give an array"),
-            ([1, 2], "list has no bytes to copy: give an array"),
+            ("text", "str has no bytes to copy: pass an array"),
+            ([1, 2], "list has no bytes to copy: pass an array"),
             (None, "NoneType has no bytes to copy"),
         ]
         for memory, said in wrong:

@@ -2,17 +2,14 @@
 
 import errno
 import gc
-import os
 import pickle
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy
 import pytest
-from support.data import MIB, noise
+from support.data import MIB
 from support.processes import PATIENCE
 
 from gpufs import engine
@@ -52,67 +49,11 @@ def test_errors_keep_both_codes() -> None:
     assert (copy.errno, copy.strerror, copy.device_code) == (errno.EIO, "the device is lost", 719)
 
 
-def test_buffer_takes_any_memory(host: engine.Engine) -> None:
-    with engine.Buffer(host, 1) as buffer:
-        array = numpy.arange(MIB, dtype="float32")
-        assert buffer.write(4096, array) == array.nbytes
-        assert buffer.info == engine.BufferInfo(4096 + array.nbytes, 6 * MIB, 1)
-        back = numpy.empty_like(array)
-        assert buffer.read(4096, back) == array.nbytes
-        assert (back == array).all()
-        part = bytearray(10)
-        assert buffer.read(4096 + array.nbytes - 4, part) == 4
-        assert buffer.read(1 << 40, part) == 0
-        assert buffer.read_bytes(4096, 8) == array.tobytes()[:8]
-        with pytest.raises((BufferError, TypeError, ValueError)):
-            buffer.read(0, b"read only")
-        with pytest.raises((BufferError, TypeError, ValueError)):
-            buffer.write(0, array[::2])
-
-
-def test_holes(host: engine.Engine) -> None:
-    with engine.Buffer(host) as buffer:
-        buffer.resize(8 * MIB)
-        assert buffer.info.held_bytes == 0
-        buffer.write(4 * MIB, b"x")
-        assert buffer.seek(0, engine.SEEK_DATA) == 4 * MIB
-        assert buffer.seek(4 * MIB, engine.SEEK_HOLE) == 6 * MIB
-        buffer.punch(4 * MIB, 2 * MIB)
-        assert buffer.info == engine.BufferInfo(8 * MIB, 0, 0)
-        with pytest.raises(engine.EngineError) as failure:
-            buffer.seek(0, engine.SEEK_DATA)
-        assert failure.value.errno == errno.ENXIO
-        buffer.allocate(8 * MIB, 2 * MIB, keep_size=True)
-        assert buffer.info == engine.BufferInfo(8 * MIB, 2 * MIB, 0)
-        buffer.zero(0, 10 * MIB)
-        assert buffer.info.size == 10 * MIB
-
-
-def test_full_device_changes_nothing(host: engine.Engine) -> None:
-    with engine.Buffer(host) as buffer:
-        buffer.write(0, noise(MIB))
-        with pytest.raises(engine.EngineError) as failure:
-            buffer.write(MIB, bytes(64 * MIB))
-        assert failure.value.errno == errno.ENOSPC
-        assert buffer.info.size == MIB
-        assert buffer.read_bytes(0, MIB) == noise(MIB)
-    assert host.devices[0].memory().held_bytes == 0
-
-
 def test_closed_objects_say_so(host: engine.Engine) -> None:
     buffer = engine.Buffer(host)
     buffer.close()
     buffer.close()
     assert buffer.closed
-    with pytest.raises(engine.EngineError) as failure:
-        buffer.write(0, b"x")
-    assert failure.value.errno == errno.EBADF
-
-
-def test_engine_takes_its_buffers_along() -> None:
-    host = engine.Engine("host", memory_bytes=4 * MIB)
-    buffer = engine.Buffer(host)
-    host.close()
     with pytest.raises(engine.EngineError) as failure:
         buffer.write(0, b"x")
     assert failure.value.errno == errno.EBADF
@@ -126,55 +67,6 @@ def test_buffer_keeps_its_engine_alive() -> None:
     del buffer
     gc.collect()
     assert kept() is None
-
-
-def test_transfers(host: engine.Engine, tmp_path: Path) -> None:
-    data = noise(5 * MIB + 123)
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.write_bytes(data)
-    with engine.Buffer(host) as buffer:
-        with open(source, "rb") as file, engine.BackingFile(host, file.fileno()) as backing:
-            assert backing.info.readable
-            assert not backing.info.writable
-            with engine.Transfer("load", backing, buffer) as transfer:
-                assert transfer.wait(PATIENCE)
-                transfer.result()
-                progress = transfer.progress()
-                assert (progress.state, progress.error, progress.prefix) == ("done", 0, len(data))
-                assert progress.fastpath_bytes + progress.fallback_bytes == len(data)
-        assert buffer.read_bytes(0, len(data)) == data
-        with open(target, "wb") as sink, engine.BackingFile(host, sink.fileno()) as backing:
-            with engine.Transfer("store", backing, buffer, size=MIB + 1, buffer_offset=7, sync="data") as transfer:
-                assert transfer.wait(PATIENCE)
-                assert transfer.failure() is None
-        assert target.read_bytes() == data[7 : MIB + 8]
-    assert host.io_statistics()["devices"][0]["load"]["transfers"] == 1
-
-
-def store_a_byte(backing: engine.BackingFile, buffer: engine.Buffer) -> None:
-    with engine.Transfer("store", backing, buffer, size=1) as transfer:
-        assert transfer.wait(PATIENCE)
-        transfer.result()
-
-
-def test_transfer_in_the_wrong_direction(host: engine.Engine, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"data")
-    with engine.Buffer(host) as buffer, open(path, "rb") as file:
-        with engine.BackingFile(host, file.fileno()) as backing, pytest.raises(engine.EngineError) as failure:
-            store_a_byte(backing, buffer)
-        assert failure.value.errno == errno.EBADF
-
-
-def test_path_descriptors_are_refused(host: engine.Engine, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    fd = os.open(tmp_path / "file", os.O_PATH)
-    try:
-        with pytest.raises(engine.EngineError) as failure:
-            engine.BackingFile(host, fd)
-        assert failure.value.errno == errno.EBADF
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -197,15 +89,3 @@ def test_exit_without_closing(script: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_log_lines_go_to_a_descriptor(tmp_path: Path) -> None:
-    import logging
-
-    with open(tmp_path / "log", "wb") as log:
-        engine.log_configure(log.fileno(), logging.DEBUG)
-        try:
-            with engine.Engine("host", memory_bytes=4 * MIB) as host, engine.Buffer(host) as buffer:
-                buffer.write(0, b"x")
-        finally:
-            engine.log_configure(-1, logging.DEBUG)

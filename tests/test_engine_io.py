@@ -18,7 +18,6 @@ from support.mounting import GpufsMount
 from support.processes import PATIENCE, wait_until
 
 from gpufs import engine
-from gpufs.engine._arrays import device_range
 
 
 @pytest.fixture
@@ -297,68 +296,3 @@ def test_closing_the_engine_ends_its_transfers(tmp_path: Path, driver: str) -> N
         assert future.result(60) <= 256 * MIB
     except concurrent.futures.CancelledError:
         pass
-
-
-class GpuEngine:
-    """As much of an engine as looking at arrays needs."""
-
-    driver = "cuda"
-    devices = (0, 1)
-
-
-class CudaArray:
-    def __init__(self, **interface: Any) -> None:
-        self.__cuda_array_interface__ = {"version": 3, "typestr": "<f4", "data": (0x1000, False), **interface}
-        self.device = type("Device", (), {"id": 1})()
-
-
-def test_cuda_arrays() -> None:
-    gpus: Any = GpuEngine()
-
-    def look(array: object, *, writable: bool = True) -> engine.DeviceRange:
-        return device_range(gpus, array, writable=writable)[0]
-
-    assert look(CudaArray(shape=(3, 5))) == engine.DeviceRange(1, 0x1000, 60)
-    assert look(CudaArray(shape=(3, 5), strides=(20, 4))).bytes == 60
-    assert look(CudaArray(shape=(1, 5), strides=(999, 4))).bytes == 20
-    assert look(CudaArray(shape=(0, 5), strides=(1, 1))).bytes == 0
-    assert look(CudaArray(shape=())).bytes == 4
-    with pytest.raises(ValueError, match="contiguous"):
-        look(CudaArray(shape=(3, 5), strides=(4, 12)))
-    with pytest.raises(ValueError, match="read-only"):
-        look(CudaArray(shape=(3,), data=(0x1000, True)))
-    assert look(CudaArray(shape=(3,), data=(0x1000, True)), writable=False).bytes == 12
-    silent = CudaArray(shape=(3,))
-    del silent.device
-    with pytest.raises(ValueError, match="which device"):
-        look(silent)
-    with pytest.raises(TypeError):
-        look(object())
-
-
-class OnGpu:
-    """A NumPy array that says it is on a GPU."""
-
-    def __init__(self, array: numpy.ndarray[Any, Any], kind: int = 2) -> None:
-        self.array = array
-        self.kind = kind
-
-    def __dlpack__(self) -> Any:
-        return self.array.__dlpack__()
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.kind, 0
-
-
-def test_dlpack() -> None:
-    gpus: Any = GpuEngine()
-    array = numpy.arange(12, dtype=numpy.int64).reshape(3, 4)
-    found, keep = device_range(gpus, OnGpu(array), writable=True)
-    assert (found.address, found.bytes, found.device) == (array.ctypes.data, array.nbytes, 0)
-    assert keep is not None
-    part = array[1:]
-    assert device_range(gpus, OnGpu(part), writable=True)[0].address == part.ctypes.data
-    with pytest.raises(ValueError, match="contiguous"):
-        device_range(gpus, OnGpu(array[:, ::2]), writable=True)
-    with pytest.raises(ValueError, match="cuda driver"):
-        device_range(gpus, OnGpu(array, kind=1), writable=True)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import json
-import mmap
 import os
-import re
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +23,6 @@ from gpufs import engine, statistics
 
 REPOSITORY = Path(__file__).parent.parent
 FAKES = REPOSITORY / "build/cmake/native/tests"
-PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -77,41 +72,6 @@ def test_an_array_is_locked_while_the_lock_lives(host: engine.Engine) -> None:
     assert f"{lock.address:#x}" in str(raised.value)
 
 
-def test_the_host_drivers_device_address_is_the_address(host: engine.Engine) -> None:
-    array = numpy.zeros(MIB, dtype=numpy.uint8)
-    with engine.HostLock(host, array) as lock, engine.HostLock(host, array[PAGE:]) as inside:
-        assert lock.device_address == lock.address
-        assert inside.device_address == lock.address + PAGE
-    with failure(errno.ENOENT):
-        assert lock.device_address
-
-
-def test_a_lock_that_several_threads_close_is_undone_once(host: engine.Engine) -> None:
-    """Another lock of the same range is another one's, and stays."""
-    array = numpy.zeros(MIB, dtype=numpy.uint8)
-    kept = engine.HostLock(host, array)
-    errors: list[OSError] = []
-
-    def close(lock: engine.HostLock, start: threading.Barrier) -> None:
-        start.wait()
-        try:
-            lock.close()
-        except OSError as error:
-            errors.append(error)
-
-    for _ in range(300):
-        lock, start = engine.HostLock(host, array), threading.Barrier(4)
-        threads = [threading.Thread(target=close, args=(lock, start)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert gauges(host) == (MIB, 1)
-    assert not errors
-    kept.unlock()
-    assert gauges(host) == (0, 0)
-
-
 def test_memory_lives_as_long_as_its_lock(host: engine.Engine) -> None:
     data = bytearray(b"x" * 5000)
     lock = engine.HostLock(host, data)
@@ -131,65 +91,6 @@ def test_overlaps_are_errors_that_name_both(host: engine.Engine) -> None:
                 assert f"{address:#x}-" in str(raised.value)
         engine.HostLock(host, array[6000:]).unlock()
     assert gauges(host) == (0, 0)
-
-
-def test_addresses(host: engine.Engine) -> None:
-    memory = mmap.mmap(-1, 4 * PAGE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    with engine.HostLock(host, address + 10, 2 * PAGE):
-        assert gauges(host) == (2 * PAGE, 1)
-    for wrong, size, error in ((address, 0, errno.EINVAL), (0, 10, errno.EINVAL), ((1 << 64) - 10, 10, errno.EINVAL)):
-        with failure(error):
-            engine.HostLock(host, wrong, size)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.munmap(ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE)) == 0
-    with failure(errno.EFAULT):
-        engine.HostLock(host, address, 4 * PAGE)
-    # Only so that the mapping's owner can unmap all of it again.
-    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
-    libc.mmap.restype = ctypes.c_void_p
-    assert libc.mmap(ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE), 3, fixed, -1, 0) == address + PAGE
-    with pytest.raises(ValueError, match="negative"):
-        engine.HostLock(host, -1, 5)
-    with pytest.raises(TypeError, match="needs a size"):
-        engine.HostLock(host, address)
-    with pytest.raises(TypeError, match="only an address"):
-        engine.HostLock(host, bytearray(5), 5)
-
-
-def test_what_cannot_be_locked(host: engine.Engine) -> None:
-    with pytest.raises((ValueError, BufferError)):
-        engine.HostLock(host, numpy.zeros((10, 10))[:, 1])
-    with pytest.raises(TypeError):
-        engine.HostLock(host, "text")  # type: ignore[arg-type]
-    with failure(errno.EINVAL):
-        engine.HostLock(host, b"")
-    with pytest.raises(BufferError):
-        engine.HostLock(host, b"read-only", read_only=False)
-    with engine.HostLock(host, b"read-only memory") as lock:
-        assert lock.read_only
-
-
-def test_dlpack_arrays_in_host_memory(host: engine.Engine) -> None:
-    class Tensor:
-        """As PyTorch's: it has no buffer protocol."""
-
-        def __init__(self, array: numpy.ndarray) -> None:
-            self.array = array
-
-        def __dlpack__(self) -> object:
-            return self.array.__dlpack__()
-
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return (1, 0)
-
-    array = numpy.arange(3000, dtype=numpy.uint16)
-    tensor = Tensor(array)
-    with engine.Buffer(host) as buffer, engine.HostLock(host, tensor) as lock:
-        assert (lock.address, lock.size) == (array.ctypes.data, 6000)
-        assert buffer.write(0, tensor) == 6000  # type: ignore[arg-type]
-        assert buffer.read_bytes(0, 6000) == array.tobytes()
-        assert moved(host, "locked", "in") == 6000
 
 
 def test_copies_are_counted_by_what_the_memory_is(host: engine.Engine) -> None:
@@ -236,11 +137,6 @@ def test_mandatory_locking_is_for_the_time_of_a_copy() -> None:
         assert buffer.write(0, b"") == 0
 
 
-def test_policies_that_are_none() -> None:
-    with pytest.raises(ValueError, match="sometimes"):
-        engine.Engine("host", devices=1, memory_bytes=64 * MIB, lock_policy="sometimes")  # type: ignore[arg-type]
-
-
 def test_an_engine_that_closes_unlocks() -> None:
     array = numpy.zeros(MIB, dtype=numpy.uint8)
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as host:
@@ -249,30 +145,6 @@ def test_an_engine_that_closes_unlocks() -> None:
         lock.unlock()
     lock.close()
     assert not lock.locked
-
-
-def test_a_forked_child_has_no_locks(host: engine.Engine) -> None:
-    array = numpy.zeros(MIB, dtype=numpy.uint8)
-    lock = engine.HostLock(host, array)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            try:
-                lock.unlock()
-            except engine.EngineError as error:
-                code = 0 if error.errno == errno.EBADF else 2
-            lock.close()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gauges(host) == (MIB, 1)
-    lock.unlock()
-
-
-def test_reading_needs_memory_that_may_be_written(host: engine.Engine) -> None:
-    with engine.Buffer(host) as buffer, pytest.raises(BufferError):
-        buffer.read(0, b"read-only")
 
 
 # ---- over fake GPUs ----
@@ -415,26 +287,6 @@ def test_the_drivers_failures(tmp_path: Path, fake: str) -> None:
 
 
 @both
-def test_device_addresses_are_the_drivers(tmp_path: Path, fake: str) -> None:
-    over_fake(
-        tmp_path,
-        fake,
-        """
-        asked = {"cuda": "cuMemHostGetDevicePointer_v2", "hip": "hipHostGetDevicePointer"}[driver].encode()
-        data = numpy.zeros(2 * MIB, dtype=numpy.uint8)
-        with engine.Engine(driver) as gpu:
-            with engine.HostLock(gpu, data) as lock, engine.HostLock(gpu, data[5:]) as inside:
-                assert lock.device_address == data.ctypes.data, lock.device_address
-                assert inside.device_address == data.ctypes.data + 5
-                assert control.calls(asked) == 1
-            control.fail(asked, 1, 1, 1)
-            with engine.HostLock(gpu, data) as lock:
-                assert lock.locked and lock.device_address is None
-        """,
-    )
-
-
-@both
 def test_what_another_library_locked(tmp_path: Path, fake: str) -> None:
     over_fake(
         tmp_path,
@@ -458,51 +310,6 @@ def test_what_another_library_locked(tmp_path: Path, fake: str) -> None:
             assert calls()[1] == 1
         """,
     )
-
-
-@both
-def test_memory_that_is_mapped_for_reading_only(tmp_path: Path, fake: str) -> None:
-    over_fake(
-        tmp_path,
-        fake,
-        """
-        import mmap, tempfile
-        with tempfile.TemporaryFile() as file, engine.Engine(driver) as gpu, engine.Buffer(gpu) as buffer:
-            file.write(b"x" * MIB)
-            file.flush()
-            mapped = mmap.mmap(file.fileno(), MIB, access=mmap.ACCESS_READ)
-            with engine.HostLock(gpu, mapped) as lock:
-                assert lock.read_only and calls()[0] == 1
-                buffer.write(0, mapped)
-                assert moved(gpu, "locked", "in") == MIB
-            assert calls()[:2] == (1, 1)
-        """,
-    )
-
-
-def test_limits_of_the_process_are_named(tmp_path: Path) -> None:
-    over_fake(
-        tmp_path,
-        "cuda",
-        """
-        import resource
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-        with engine.Engine(driver) as gpu:
-            fail(0, 2)
-            try:
-                engine.HostLock(gpu, bytearray(MIB))
-            except engine.EngineError as error:
-                assert "65536 bytes (RLIMIT_MEMLOCK)" in str(error) and "ulimit -l" in str(error), error
-            else:
-                raise AssertionError("it was locked")
-        """,
-    )
-
-
-def test_every_error_has_its_words(host: engine.Engine) -> None:
-    with failure(errno.EFAULT) as raised:
-        engine.HostLock(host, PAGE, PAGE)
-    assert re.search(r"0x1000-0x2000 \(4096 bytes\) is not all mapped", str(raised.value))
 
 
 # ---- a mount's own memory for requests ----

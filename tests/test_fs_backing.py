@@ -16,7 +16,8 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, GpufsMount, Session
 from support.processes import NOBODY, OTHER, Snapshot, as_nobody, errno_of, in_child, run, wait_until
 
-from gpufs import config, kinds
+from gpufs import config
+from gpufs.config import kinds
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 

@@ -20,7 +20,8 @@ SECONDS = 120
 PROGRAM = """
 import errno, os, signal, sys
 import pyfuse3, trio
-from gpufs import daemon, engine, mounting, service, supervision
+from gpufs import engine, mounting, service
+from gpufs.daemon import main as daemon, supervision
 
 def fail(*arguments, **named):
     raise OSError(errno.ENOMEM, "planned failure")
@@ -124,27 +125,6 @@ def test_a_signal_during_the_start_unmounts(mountpoint: str, step: str) -> None:
     assert mounting.entry_of(mountpoint) is None
 
 
-def test_a_signal_that_another_thread_takes_unmounts(mountpoint: str) -> None:
-    """As those of a vendor's library might, which were there before signals were held back."""
-    patch = (
-        "import threading\n"
-        "due, done = threading.Event(), threading.Event()\n"
-        "def take():\n"
-        "    due.wait()\n"
-        "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
-        "    done.set()\n"
-        "threading.Thread(target=take, daemon=True).start()\n"
-        "old = mounting.mount\n"
-        "def mount(*arguments, **named):\n"
-        "    due.set(), done.wait()\n"
-        "    return old(*arguments, **named)\n"
-        "mounting.mount = mount"
-    )
-    code, _, said = start(mountpoint, patch)
-    assert code == 0, said
-    assert mounting.entry_of(mountpoint) is None
-
-
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 @pytest.mark.parametrize("step", ["mounting.unmount", "pyfuse3.close"])
 def test_more_signals_at_any_step_of_the_end_do_no_harm(mountpoint: str, step: str, number: str) -> None:
@@ -173,52 +153,6 @@ def test_more_signals_at_any_step_of_the_end_do_no_harm(mountpoint: str, step: s
     code, answers, said = start(mountpoint, patch)
     assert code == 0, said
     assert answers[0]["ok"] is True
-    assert mounting.entry_of(mountpoint) is None
-
-
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGTERM)", "old_unmount(sys.argv[1], lazy=True)"])
-def test_an_end_before_the_first_answer_is_no_failure(mountpoint: str, end: str) -> None:
-    patch = (
-        "import time\n"
-        "old_stat, old_unmount = os.stat, mounting.unmount\n"
-        "def stat(path, *arguments, **named):\n"
-        "    if path == os.path.join(sys.argv[1], 'gpu0'):\n"
-        f"        {end}\n"
-        "        while mounting.entry_of(sys.argv[1]) is not None:\n"
-        "            time.sleep(0.01)\n"
-        "    return old_stat(path, *arguments, **named)\n"
-        "os.stat = stat"
-    )
-    code, answers, said = start(mountpoint, patch)
-    assert code == 0, said
-    assert answers == []
-
-
-# The daemon itself unmounts for a signal, and when it ends without one.
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGTERM)", "pyfuse3.terminate()"])
-def test_somebody_else_unmounts_in_the_same_moment(mountpoint: str, tmp_path: Path, end: str) -> None:
-    """Between the daemon's look and its own unmounting. Nothing has failed."""
-    patch = (
-        "old_unmount, old_give = mounting.unmount, daemon.Answer.give\n"
-        "def say(words):\n"
-        f"    with open({str(tmp_path / 'said')!r}, 'a') as file: file.write(words)\n"
-        "def unmount(*arguments, **named):\n"
-        "    say('asked ')\n"
-        "    old_unmount(sys.argv[1], lazy=True)\n"
-        "    return old_unmount(*arguments, **named)\n"
-        "def give(self, fields):\n"
-        "    given = old_give(self, fields)\n"
-        f"    {end}\n"
-        "    return given\n"
-        "mounting.unmount, daemon.Answer.give = unmount, give\n"
-        "daemon.log.warning = lambda *words: say(repr(words))\n"
-        "async def never(*arguments): await trio.sleep_forever()\n"
-        "daemon.Daemon._watch_end = never"  # it hears of the mount's end late
-    )
-    code, answers, said = start(mountpoint, patch)
-    assert code == 0, said
-    assert answers[0]["ok"] is True
-    assert (tmp_path / "said").read_text() == "asked "
     assert mounting.entry_of(mountpoint) is None
 
 
@@ -316,25 +250,6 @@ def test_a_path_exchanged_for_a_link_does_not_redirect_the_mount(tmp_path: Path,
         for path in left:
             mounting.unmount(path, lazy=True)
     assert not left
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts as root")
-def test_a_mount_whose_parent_was_renamed_is_unmounted_at_its_new_place(tmp_path: Path) -> None:
-    mountpoint = tmp_path / "before/mnt"
-    mountpoint.mkdir(parents=True)
-    patch = (
-        "old_give = daemon.Answer.give\n"
-        "def give(self, fields):\n"
-        "    given = old_give(self, fields)\n"
-        f"    os.rename({str(tmp_path / 'before')!r}, {str(tmp_path / 'after')!r})\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return given\n"
-        "daemon.Answer.give = give"
-    )
-    code, answers, said = start(str(mountpoint), patch)
-    assert code == 0, said
-    assert answers[0]["ok"] is True
-    assert not [path for path in mounting.mountpoints() if path.startswith(str(tmp_path))]
 
 
 def test_a_copy_service_that_fails_costs_no_mount(mountpoint: str) -> None:

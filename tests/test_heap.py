@@ -11,7 +11,7 @@ import pytest
 from support.mounting import GpufsMount
 from support.processes import run, wait_until
 
-from gpufs.heap import Shrinking
+from gpufs.daemon.heap import Shrinking
 
 FILES = 9600
 
@@ -41,7 +41,7 @@ def test_free_memory_between_used_is_given_back() -> None:
     program = """
 import ctypes, sys
 from pathlib import Path
-from gpufs.heap import release
+from gpufs.daemon.heap import release
 
 def mebibytes():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

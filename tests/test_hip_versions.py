@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS
-from support.processes import PATIENCE, run
+from support.processes import run
 
 REPOSITORY = Path(__file__).parent.parent
 FAKES = REPOSITORY / "build/cmake/native/tests/fake_hip"
@@ -48,43 +45,3 @@ def test_what_is_required_is_named(tmp_path: Path) -> None:
     assert not os.path.ismount(tmp_path)
     said = run(*GPUFS, "doctor", env=over("rocm4"), check=False).stdout
     assert f"{missing}\n          -> install a newer version" in said
-
-
-def test_operations_of_a_version_that_cannot_call_the_host(tmp_path: Path) -> None:
-    program = """
-        import ctypes, errno, sys
-        from gpufs import engine
-
-        def refused(error, text, call):
-            try:
-                call()
-            except engine.EngineError as said:
-                assert said.errno == error and text in str(said), said
-            else:
-                raise AssertionError(text)
-
-        with engine.Engine("hip") as gpu, engine.BackingFile.open(gpu, sys.argv[1]) as file, engine.Batch(gpu) as batch:
-            stream, buffer = engine.Stream(gpu), engine.Buffer(gpu)
-            refused(errno.EOPNOTSUPP, "hipLaunchHostFunc", lambda: file.read_async(buffer, 5, stream=stream))
-            refused(errno.EOPNOTSUPP, "hipLaunchHostFunc", lambda: stream.call(print))
-            refused(errno.EINVAL, "say which device", lambda: engine.Stream(gpu, stream.handle))
-            refused(errno.EINVAL, "say which device", lambda: file.read_async(buffer, 5, stream=stream.handle))
-            assert engine.Stream(gpu, stream.handle, device=1).device == 1
-            size = ctypes.c_int64(7)
-            assert file.read_async(buffer, size, 3).result(60) == 7 and buffer.read_bytes(0, 99) == b"3456789"
-            batch.submit([engine.Operation("load", file, buffer, 2, 0, 7)])
-            assert [result.bytes for result in batch.wait(timeout=200)] == [2]
-            assert stream.outstanding == 0
-            stream.synchronize()
-    """
-    source = tmp_path / "source"
-    source.write_bytes(b"0123456789")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), source],
-        env=over("rocm5"),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr

@@ -21,44 +21,19 @@ PYTHON_MAY_USE = {
     "gpufs": {"_version", "client"},  # client: lazily
     "gpufs.__main__": {"cli"},
     "gpufs._version": set(),
-    "gpufs.machine": set(),
     "gpufs.statistics": set(),
-    "gpufs.prometheus": {"statistics"},
-    "gpufs.kinds": set(),
-    "gpufs.config": {"kinds", "machine"},
+    "gpufs.config": set(),
+    "gpufs.mounting": set(),
     "gpufs.engine": set(),
-    "gpufs.fs": {"threads", "engine", "statistics", "prometheus", "_version"},
-    "gpufs.client": {"engine", "_version"},
-    "gpufs.mounting": {"machine"},
-    "gpufs.guard": {"mounting"},
-    "gpufs.heap": set(),
-    "gpufs.loop": set(),
-    "gpufs.supervision": set(),
-    "gpufs.threads": {"engine"},
-    "gpufs.service": {"threads", "engine", "client", "mounting", "_version"},
-    "gpufs.startup": {"config", "mounting"},
-    "gpufs.logs": {"engine", "startup"},
-    "gpufs.runtime": {"mounting", "startup", "statistics"},
-    "gpufs.daemon": {
-        "_version",
-        "logs",
-        "runtime",
-        "startup",
-        "machine",
-        "config",
-        "engine",
-        "fs",
-        "client",
-        "mounting",
-        "service",
-        "heap",
-        "loop",
-        "statistics",
-        "supervision",
-        "threads",
-    },
+    "gpufs.protocol": set(),
+    "gpufs.client": {"protocol", "_version"},
+    "gpufs.daemon.threads": {"engine"},
+    "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
+    "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},
+    "gpufs.daemon.guard": {"mounting"},
+    "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "machine", "config", "kinds", "client", "mounting", "statistics"},
+    "gpufs.cli": {"_version", "config", "client", "mounting", "statistics"},
 }
 
 
@@ -142,11 +117,10 @@ def test_python_modules_depend_in_one_direction() -> None:
         package = ".".join(parts[:-1])
         key, may_use = allowed(module)
         for name in imported_modules(path, package):
-            second = name.split(".")[1]
-            own = key.split(".")[1] if "." in key else None
-            if second in ("__version__", own) or second in may_use:
-                continue
-            bad.append(f"{module} imports {name}")
+            inner = name.removeprefix("gpufs.")
+            own = key.split(".")[1:2]
+            if not any(inner == used or inner.startswith(used + ".") for used in {"__version__", *own, *may_use}):
+                bad.append(f"{module} imports {name}")
     assert not bad
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import resource
 import shutil
@@ -14,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import EMFILE, ENFILE, ENOMEM, ENOSPC
+from errno import EMFILE, ENFILE
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,10 @@ from support.processes import (
     Snapshot,
     errno_of,
     in_child,
-    plain_user,
     run,
     session_processes,
     wait_until,
 )
-from support.users import user_gpufs
 
 from gpufs import mounting
 from gpufs.client._connection import Connection
@@ -174,47 +171,11 @@ def limited(pid: int, what: int, most: int) -> Iterator[None]:
         resource.prlimit(pid, what, before)
 
 
-def address_space(pid: int) -> int:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["VmSize"].split()[0]) * 1024
-
-
 def fails_with_one_line(*words: object) -> str:
     done = run(*GPUFS, *map(str, words), check=False)
     assert done.returncode == 1, done
     assert done.stdout == ""
     return done.stderr
-
-
-@pytest.mark.parametrize("room", [-64 * MIB, 0, 8 * MIB, 64 * MIB])
-def test_no_memory_for_the_daemon(mount: Mounter, reference: Path, room: int) -> None:
-    """Neither memory nor a thread is to be had: requests and copies fail, hold nothing afterwards, and work again."""
-    mounted = mount(memory=512 * MIB)
-    (reference / "source").write_bytes(noise(40 * MIB))
-    (mounted.device / "small").write_bytes(b"small")
-    shutil.copy(reference / "source", mounted.device / "source")
-    with limited(mounted.pid, resource.RLIMIT_AS, address_space(mounted.pid) + room):
-        for number in range(20):
-            path = mounted.device / f"file{number}"
-            assert errno_of(path.write_bytes, noise(20 * MIB)) in (0, ENOMEM, ENOSPC)
-            assert errno_of(shutil.copy, mounted.device / "source", mounted.device / f"copy{number}") in (
-                0,
-                ENOMEM,
-                ENOSPC,
-            )
-        for pair in (("source", mounted.device / "in"), (mounted.device / "source", "out")):
-            run(*GPUFS, "cp", *(reference / word for word in pair), check=False)
-        assert errno_of((mounted.device / "small").read_bytes) in (0, ENOMEM)
-        assert errno_of(os.listdir, mounted.path) in (0, ENOMEM)
-    assert sorted(os.listdir(mounted.path)) == [".gpufs", "gpu0"]
-    assert (mounted.device / "small").read_bytes() == b"small"
-    assert_same(read_all(mounted.device / "source"), noise(40 * MIB))
-    empty(mounted.device)
-    wait_until(lambda: is_empty(mounted), 20, "all of it to be given back")
-    run(*GPUFS, "cp", reference / "source", mounted.device / "again")
-    assert_same(read_all(mounted.device / "again"), noise(40 * MIB))
-    assert not [line for line in mounted.complaints() if "Traceback" in line]
-    mounted.unmount()
 
 
 def test_no_descriptors_for_the_daemon(mount: Mounter, reference: Path) -> None:
@@ -291,23 +252,6 @@ def test_a_user_cannot_fill_the_log(mount: Mounter, reference: Path) -> None:
     mounted.log.write_text("")  # none of it is a failure of the mount's
 
 
-@pytest.mark.parametrize("options", ["size=4k,nr_inodes=2", "ro"])
-@AS_ROOT
-def test_a_temporary_directory_that_is_full_or_read_only(tmp_path: Path, options: str) -> None:
-    script = f"""
-        cd {tmp_path}
-        mkdir m tmp
-        mount -t tmpfs -o {options} none tmp
-        "$@" mount m --driver host --memory 64M
-        echo works >m/gpu0/file
-        cat m/gpu0/file
-        "$@" umount m
-    """
-    environment = {**os.environ, "TMPDIR": f"{tmp_path}/tmp"}
-    done = run("unshare", "-m", "sh", "-euc", script, "sh", *GPUFS, cwd="/", env=environment)
-    assert (done.stdout, done.stderr) == ("works\n", "")
-
-
 @pytest.mark.parametrize("what", ["full", "read-only", "removed", "unmounted"])
 @AS_ROOT
 def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path, what: str) -> None:
@@ -337,23 +281,6 @@ def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path, what: str) -> N
     lines = [line for line in done.stderr.splitlines() if not line.startswith("head: ")]
     assert all("copying through the mount instead" in line for line in lines)
     assert bool(lines) == (what in ("removed", "unmounted"))
-
-
-def test_a_runtime_directory_of_a_plain_user_goes(mount: Mounter) -> None:
-    """As at his logout, when systemd removes it beneath a mount that stays."""
-    with plain_user() as environment:
-        user = user_gpufs(environment)
-        mounted = mount(user=user)
-        runtime = Path(environment["XDG_RUNTIME_DIR"]) / "gpufs"
-        wait_until(lambda: list(runtime.glob("*.socket")), 20, "the socket")
-        shutil.rmtree(runtime)
-
-        def use() -> None:
-            (mounted.device / "file").write_bytes(noise(MIB))
-            assert_same(read_all(mounted.device / "file"), noise(MIB))
-
-        in_child(use, uid=NOBODY, gid=NOBODY)
-        mounted.unmount()
 
 
 # ---- what stays of a mount ----
@@ -407,63 +334,6 @@ def test_umount_tells_of_another_namespace(place: Path) -> None:
         keeper.wait()
 
 
-def test_umount_tells_of_other_places(place: Path, tmp_path: Path) -> None:
-    pid = mount_at(place)
-    other = tmp_path / "other"
-    other.mkdir()
-    run("mount", "--bind", place / "gpu0", other)
-    try:
-        text = fails_with_one_line("umount", place, "--umount-timeout", "1")
-        assert f"for the mount is also at {other} (--force ends it)" in text
-        (other / "file").write_bytes(b"lives")
-    finally:
-        run("umount", other)
-    wait_until(lambda: pid not in pids_of(place), 20, "the daemon to end")
-
-
-def test_a_mount_that_is_still_in_use_does_not_delay_the_next(place: Path) -> None:
-    first = mount_at(place)
-    with open(place / "gpu0/held", "wb"):
-        run(*GPUFS, "umount", "--lazy", place)
-        second = mount_at(place)
-        (place / "gpu0/file").write_bytes(b"x")
-        run(*GPUFS, "umount", place, "--umount-timeout", "1000", timeout=200)  # not for the first one's end
-        assert pids_of(place) == [first]
-        assert second != first
-    wait_until(lambda: not pids_of(place), 20, "the first daemon to end")
-
-
-def test_sockets_of_killed_daemons_are_swept(place: Path) -> None:
-    pid = mount_at(place)
-    entry = mounting.entry_of(str(place))
-    assert entry is not None
-    path = Path((place / ".gpufs/socket").read_text().rstrip("\n"))
-    fresh = path.with_name("1-0-1.socket")
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not mounting.entry_of(str(place)), 20, "the guard to take the mount away")
-    assert path.exists()
-    old = time.time() - 3600
-    os.utime(path, (old, old))
-    path.with_name("unrelated").touch()
-    os.close(os.open(fresh, os.O_CREAT | os.O_WRONLY))  # a file of such a name is none of ours
-    os.utime(fresh, (old, old))
-    try:
-        living = mount_at(place)
-        assert not path.exists()
-        assert fresh.exists()
-        socket = Path((place / ".gpufs/socket").read_text().rstrip("\n"))
-        os.utime(socket, (old, old))
-        next_place = place.with_name("next")
-        next_place.mkdir()
-        mount_at(next_place)
-        assert socket.exists()  # somebody listens
-        run(*GPUFS, "umount", next_place)
-        assert pids_of(place) == [living]
-    finally:
-        fresh.unlink()
-        path.with_name("unrelated").unlink()
-
-
 # ---- many ----
 
 
@@ -502,39 +372,3 @@ def mount_together(tmp_path: Path, count: int, together: int = 4) -> None:
 
 def test_a_dozen_mounts_at_once(tmp_path: Path) -> None:
     mount_together(tmp_path, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_hundred_mounts_at_once(tmp_path: Path) -> None:
-    mount_together(tmp_path, 200)
-
-
-def test_a_mapping_outlives_its_daemon_in_peace(mount: Mounter) -> None:
-    """The process that holds it can close it and go on: only touching what was not there yet is fatal."""
-    mounted = mount()
-    (mounted.device / "file").write_bytes(noise(MIB))
-    with open(mounted.device / "file", "r+b") as file:
-        area = mmap.mmap(file.fileno(), 0)
-        assert area[:10] == noise(MIB)[:10]
-        mounted.signal(signal.SIGKILL)
-        mounted.daemon.wait(PATIENCE)
-        area.close()
-
-
-@AS_ROOT
-def test_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: Mounter) -> None:
-    """The kernel gives the numbers of a mount that is gone to the next one."""
-    first = mount()
-    was = mounting.entry_of(str(first.path))
-    first.signal(signal.SIGSTOP)
-    run("umount", "-l", first.path)
-    second = mount()
-    now = mounting.entry_of(str(second.path))
-    assert was is not None
-    assert now is not None
-    first.signal(signal.SIGCONT)
-    first.wait_ended()
-    assert mounting.entry_of(str(second.path)) == now, was.identity == now.identity
-    (second.device / "file").write_bytes(b"x")
-    second.unmount()

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, EXDEV
+from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN
 from pathlib import Path
 
 import pytest
-from support.data import MIB, assert_same, noise, read_all
+from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter, quiet_close
 from support.processes import (
     PATIENCE,
@@ -41,24 +41,7 @@ def busy(mount: Mounter) -> Iterator[tuple[GpufsMount, int]]:
     quiet_close(fd)
 
 
-def copying(source: Path | str, target: Path | str) -> subprocess.Popen[bytes]:
-    """A copy that takes long: limited by nothing but the mount, and endless."""
-    command = ["dd", f"if={source}", f"of={target}", "bs=1M", "status=none"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE)
-
-
-def progressing(path: Path) -> None:
-    wait_until(lambda: path.exists() and path.stat().st_size >= 8 * MIB, 20, "the copy to get going")
-
-
 # ---- clean ends ----
-
-
-def test_the_systems_own_umount(mount: Mounter) -> None:
-    mounted = mount()
-    (mounted.device / "file").write_bytes(noise(MIB))
-    mounted.unmount()
-    assert os.listdir(mounted.path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -66,34 +49,6 @@ def test_a_signal_ends_an_idle_mount(mount: Mounter, number: signal.Signals) -> 
     mounted = mount()
     (mounted.device / "file").write_bytes(noise(MIB))
     mounted.signal(number)
-    mounted.wait_ended(20)
-
-
-def test_a_signal_ends_a_busy_mount(busy: tuple[GpufsMount, int]) -> None:
-    mounted, fd = busy
-    mounted.signal(signal.SIGTERM)
-    mounted.wait_ended(20)
-    assert errno_of(os.pread, fd, 10, 0) in LOST
-
-
-def test_a_signal_during_a_copy(mount: Mounter) -> None:
-    mounted = mount(memory=1 << 30)
-    copy = copying("/dev/zero", mounted.device / "file")
-    progressing(mounted.device / "file")
-    mounted.signal(signal.SIGTERM)
-    mounted.wait_ended(20)
-    _, text = copy.communicate(timeout=PATIENCE)
-    assert copy.returncode == 1, text
-
-
-def test_a_second_signal_does_no_harm(busy: tuple[GpufsMount, int]) -> None:
-    mounted, _ = busy
-    for _ in range(5):
-        try:
-            mounted.signal(signal.SIGTERM)
-        except ProcessLookupError:
-            break
-        time.sleep(0.02)
     mounted.wait_ended(20)
 
 
@@ -115,52 +70,12 @@ def test_a_signal_leaves_what_others_have_mounted_there_since(busy: tuple[GpufsM
         run("umount", mounted.path)
 
 
-def test_a_busy_mount_refuses_umount_and_goes_on(busy: tuple[GpufsMount, int]) -> None:
-    mounted, fd = busy
-    done = run("umount", mounted.path, check=False)
-    assert done.returncode != 0
-    assert "busy" in done.stderr
-    done = run(*GPUFS, "umount", mounted.path, check=False)
-    assert done.returncode != 0
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert_same(os.pread(fd, 21 * MIB, 0), noise(20 * MIB))
-    os.close(fd)
-    mounted.unmount()
-
-
-def test_a_lazy_unmount_lets_open_files_live(busy: tuple[GpufsMount, int]) -> None:
-    mounted, fd = busy
-    run("umount", "-l", mounted.path)
-    assert not mounted.mounted()
-    assert mounted.daemon.poll() is None
-    assert os.pwrite(fd, b"still here", MIB) == 10
-    assert os.pread(fd, 10, MIB) == b"still here"
-    os.close(fd)
-    mounted.wait_ended(20)
-
-
 def test_gpufs_umount_by_force(busy: tuple[GpufsMount, int]) -> None:
     mounted, fd = busy
     run(*GPUFS, "umount", "--force", mounted.path, timeout=PATIENCE)
     assert not mounted.mounted()
     mounted.wait_ended(20, code=None)
     assert errno_of(os.pread, fd, 10, 0) in LOST
-
-
-def test_a_working_directory_and_mappings_in_it(mount: Mounter) -> None:
-    """Whoever stands in the mount or maps a file of it keeps it busy; when they have gone it ends."""
-    mounted = mount()
-    (mounted.device / "file").write_bytes(noise(MIB))
-    sleeper = subprocess.Popen(["sleep", "60"], cwd=mounted.device)
-    assert run("umount", mounted.path, check=False).returncode != 0
-    sleeper.kill()
-    sleeper.wait()
-    with open(mounted.device / "file", "r+b") as file:
-        area = mmap.mmap(file.fileno(), 0)
-    assert run("umount", mounted.path, check=False).returncode != 0
-    area[0] = 1
-    area.close()
-    mounted.unmount()
 
 
 def test_an_aborted_connection_ends_the_daemon(busy: tuple[GpufsMount, int]) -> None:
@@ -173,32 +88,6 @@ def test_an_aborted_connection_ends_the_daemon(busy: tuple[GpufsMount, int]) -> 
 
 
 # ---- the daemon dies ----
-
-
-def test_the_daemon_is_killed_during_copies(mount: Mounter) -> None:
-    mounted = mount("--no-auto-unmount", memory=1 << 30)
-    (mounted.device / "source").write_bytes(noise(64 * MIB))
-    writer = copying("/dev/zero", mounted.device / "file")
-    progressing(mounted.device / "file")
-    reader = subprocess.Popen(["sh", "-c", f"while cat {mounted.device}/source; do :; done > /dev/null"])
-    time.sleep(0.1)
-    mounted.signal(signal.SIGKILL)
-    _, text = writer.communicate(timeout=PATIENCE)
-    assert writer.returncode == 1
-    assert text
-    reader.wait(PATIENCE)
-    assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
-    # the dead mount answers ENOTCONN until it is cleaned up
-    assert errno_of(os.statvfs, mounted.path) in LOST
-    run(*GPUFS, "umount", mounted.path)
-    assert not mounted.mounted()
-    again = run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M")
-    assert again.stdout == ""
-    assert sorted(os.listdir(mounted.path)) == [".gpufs", "gpu0"]
-    (mounted.device / "new").write_bytes(noise(MIB))
-    assert_same(read_all(mounted.device / "new"), noise(MIB))
-    run(*GPUFS, "umount", mounted.path)
-    assert not mounted.mounted()
 
 
 def test_the_daemon_is_killed_under_a_mapping(busy: tuple[GpufsMount, int]) -> None:
@@ -216,21 +105,6 @@ def test_the_daemon_is_killed_under_a_mapping(busy: tuple[GpufsMount, int]) -> N
     mounted.daemon.wait(PATIENCE)
     assert errno_of(os.pread, fd, 1, 0) in LOST
     assert errno_of(os.fsync, fd) in LOST | {0}
-
-
-def test_the_daemon_dies_while_many_wait(mount: Mounter) -> None:
-    mounted = mount(memory=1 << 30)
-    # Each the same 16 MiB again and again: whoever comes late finds room.
-    script = "while dd if=/dev/zero of=$0 bs=1M count=16 conv=notrunc status=none; do :; done; exit 1"
-    children = [
-        subprocess.Popen(["sh", "-c", script, mounted.device / f"file{n}"], stderr=subprocess.PIPE) for n in range(8)
-    ]
-    for n in range(8):
-        progressing(mounted.device / f"file{n}")
-    mounted.signal(signal.SIGKILL)
-    for child in children:
-        child.communicate(timeout=PATIENCE)
-        assert child.returncode == 1
 
 
 # ---- the daemon hangs ----
@@ -258,17 +132,6 @@ def test_a_stopped_daemon(mount: Mounter) -> None:
     mounted.unmount()
 
 
-def test_gpufs_umount_by_force_of_a_stopped_daemon(mount: Mounter) -> None:
-    mounted = mount()
-    mounted.signal(signal.SIGSTOP)
-    reader = subprocess.Popen(["cat", str(mounted.device / "file")], stderr=subprocess.DEVNULL)
-    time.sleep(0.1)
-    run(*GPUFS, "umount", "--force", mounted.path, timeout=PATIENCE)
-    assert not mounted.mounted()
-    assert reader.wait(PATIENCE) != 0
-    assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
-
-
 # ---- clients that are interrupted ----
 
 
@@ -289,22 +152,6 @@ def test_a_copy_is_interrupted(mount: Mounter, number: signal.Signals, reference
         size = target.stat().st_size
         run("cmp", "-n", str(size), reference / "source", target)
         target.unlink()
-    mounted.unmount()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_copy_inside_the_mount_is_interrupted(mount: Mounter, number: signal.Signals) -> None:
-    """By copy_file_range the whole copy is one request; its INTERRUPT must end it."""
-    mounted = mount(memory=1 << 30)
-    (mounted.device / "source").write_bytes(noise(300 * MIB))
-    for round_ in range(4):
-        copy = subprocess.Popen(["cp", str(mounted.device / "source"), str(mounted.device / "target")])
-        time.sleep(0.01 + 0.02 * round_)
-        copy.send_signal(number)
-        assert copy.wait(PATIENCE) in (-number, 0)
-    (mounted.device / "target").write_bytes(b"after")
-    assert (mounted.device / "target").read_bytes() == b"after"
-    assert_same(read_all(mounted.device / "source"), noise(300 * MIB))
     mounted.unmount()
 
 
@@ -409,12 +256,6 @@ def test_cycles_of_mounting_leave_nothing(mount: Mounter) -> None:
     cycles(mount, 10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_hundred_cycles_of_mounting_leave_nothing(mount: Mounter) -> None:
-    cycles(mount, 100)
-
-
 def test_a_daemon_holds_nothing_of_its_starter(mount: Mounter, tmp_path: Path) -> None:
     """Descriptors that were open in the shell that mounted do not live on in the daemon, nor in its guard."""
     with open(tmp_path / "held", "w") as held:
@@ -431,36 +272,3 @@ def test_a_daemon_holds_nothing_of_its_starter(mount: Mounter, tmp_path: Path) -
             assert not [link for link in links if str(tmp_path) in link]
         finally:
             run(*GPUFS, "umount", mountpoint)
-
-
-# ---- several mounts ----
-
-
-def test_two_mounts_at_once(mount: Mounter) -> None:
-    one, two = mount(memory=64 * MIB), mount(memory=64 * MIB)
-    (one.device / "file").write_bytes(noise(MIB, 1))
-    (two.device / "file").write_bytes(noise(MIB, 2))
-    run("cp", one.device / "file", two.device / "copy")
-    assert_same(read_all(two.device / "copy"), noise(MIB, 1))
-    assert errno_of(os.rename, one.device / "file", two.device / "x") == EXDEV
-    one.unmount()
-    assert_same(read_all(two.device / "file"), noise(MIB, 2))
-    (two.device / "dir").mkdir()
-    inner = two.device / "dir"
-    run("mount", "-t", "tmpfs", "none", inner)  # a mount on a directory of the mount
-    try:
-        (inner / "x").write_text("x")
-        assert run("umount", two.path, check=False).returncode != 0
-    finally:
-        run("umount", inner)
-    two.unmount()
-
-
-def test_a_mount_over_a_mount(mount: Mounter) -> None:
-    mounted = mount()
-    done = run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M", check=False)
-    assert done.returncode != 0
-    assert "mounted" in done.stderr
-    (mounted.device / "file").write_bytes(b"undisturbed")
-    assert (mounted.device / "file").read_bytes() == b"undisturbed"
-    mounted.unmount()

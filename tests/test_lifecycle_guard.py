@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +12,12 @@ from pathlib import Path
 import pytest
 from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import PATIENCE, children_of, errno_of, links_of, run, session_processes, wait_until
+from support.processes import PATIENCE, errno_of, run, session_processes, wait_until
 from support.watchdog import mounted_at
 
-from gpufs import guard as guard_module
 from gpufs import mounting
 
 pytestmark = [pytest.mark.complains]
-GUARD = guard_module.__file__
 
 
 def guards(mounted: GpufsMount) -> list[int]:
@@ -43,27 +39,6 @@ def test_the_mount_of_a_killed_daemon_goes(mount: Mounter) -> None:
     assert os.listdir(mounted.path) == []
     wait_until(lambda: not guards(mounted), 20, "the guard to go")
     assert any("has died: its mount at" in line and str(mounted.path) in line for line in mounted.complaints())
-
-
-def test_it_outlives_the_daemons_process_group(mount: Mounter) -> None:
-    mounted = mount()
-    (pid,) = guards(mounted)
-    assert os.getsid(pid) == pid
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a shutdown, a closed terminal
-        os.kill(pid, number)
-    os.killpg(mounted.pid, signal.SIGKILL)
-    wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
-    wait_until(lambda: not guards(mounted), 20, "the guard to go")
-
-
-def test_it_holds_nothing(mount: Mounter) -> None:
-    """No descriptor but a pipe: one of /dev/fuse would keep the mount alive, one of the mount would keep it busy."""
-    mounted = mount()
-    (pid,) = guards(mounted)
-    assert pid in children_of(mounted.pid)
-    waiting = {0: "pipe", 1: "/dev/null", 2: "/dev/null"}  # once it has loaded what it needs
-    wait_until(lambda: {fd: link.partition(":")[0] for fd, link in links_of(pid).items()} == waiting, 20, "the guard")
-    assert os.readlink(f"/proc/{pid}/cwd") == "/"
 
 
 @pytest.mark.parametrize("how", ["umount", "terminate", "lazy", "abort"])
@@ -125,35 +100,6 @@ def test_a_later_mount_stays(mount: Mounter) -> None:
     finally:
         os.close(fd)
     run(*GPUFS, "umount", mounted.path)
-
-
-@pytest.mark.parametrize("said", ["", "the same"])
-def test_a_living_mount_stays_whatever_was_said(mount: Mounter, said: str) -> None:
-    """IDs of mounts are used again: the guard of a mount that is gone may find its very ID on a later one."""
-    mounted = mount()
-    entry = mounting.entry_of(str(mounted.path))
-    assert entry is not None
-    words = f"{entry.identity}\n" if said else ""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", GUARD, "1", str(mounted.path), ""], input=words.encode(), check=False, timeout=120
-    )
-    assert done.returncode == 0
-    assert (mounted.path / ".gpufs/version").read_text()
-    mounted.unmount()
-
-
-def test_restart_in_place(mount: Mounter) -> None:
-    """Killed and started again at once and again, as a service manager does: each start finds the place free."""
-    mounted = mount()
-    for round_ in range(4):
-        (mounted.device / "file").write_bytes(noise(MIB, round_))
-        mounted.signal(signal.SIGKILL)
-        mounted.daemon.wait(PATIENCE)
-        wait_until(lambda: not mounted.mounted(), 20, "the dead mount to go")
-        mounted.daemon = mounted._start()
-        assert os.listdir(mounted.device) == []
-    mounted.signal(signal.SIGTERM)
-    mounted.wait_ended()
 
 
 # ---- core files ----

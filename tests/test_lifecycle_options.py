@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS, REPOSITORY, Mounter
-from support.processes import PATIENCE, errno_of, run, wait_until
-
-from gpufs import mounting
+from support.processes import errno_of, run, wait_until
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mount(2) takes root"),
@@ -100,17 +97,6 @@ def test_access_times_follow_the_options(
     mounted.unmount()
 
 
-def test_a_remount_changes_access_times(mount: Mounter) -> None:
-    mounted = mount()
-    file = mounted.device / "file"
-    file.write_bytes(b"content")
-    for options, wanted in (("noatime", False), ("strictatime", True), ("relatime", False)):
-        run(*GPUFS, "mount-helper", "gpufs", str(mounted.path), "-o", f"remount,{options}")
-        # The daemon hears of it a moment later.
-        wait_until(lambda: atime_moves(file, file.read_bytes, behind=False) == wanted, 10, options)  # noqa: B023
-    mounted.unmount()
-
-
 def test_a_read_only_mount_sets_no_access_times(mount: Mounter) -> None:
     """Whether the mountpoint is read-only or the file system, of which the mountpoint's flags say nothing."""
     mounted = mount("-o", "strictatime")
@@ -132,40 +118,6 @@ def test_a_read_only_mount_sets_no_access_times(mount: Mounter) -> None:
             run("mount", "-i", "-o", options, mounted.path)
         wait_until(atime_of_a_read, 60, "the daemon to follow")
     mounted.unmount()
-
-
-def test_a_remounted_mount_ends_as_any(mount: Mounter) -> None:
-    mounted = mount()
-    (mounted.device / "file").write_bytes(b"kept")
-    helper = [*GPUFS, "mount-helper", "gpufs", str(mounted.path), "-o"]
-    with open(mounted.device / "file", "r+b"):
-        done = run(*helper, "remount,ro", check=False)
-        assert (done.returncode, "open for writing" in done.stderr) == (32, True)
-    run(*helper, "remount,ro,noexec")
-    assert flags_of(mounted.path) >= {"ro", "noexec", "nosuid", "nodev"}
-    assert errno_of((mounted.device / "file").write_bytes, b"x") == EROFS
-    run(*helper, "remount,rw,memory=256M")
-    (mounted.device / "file").write_bytes(b"again")
-    done = run(*helper, "remount,rw,memory=1G", check=False)
-    assert done.returncode == 1
-    assert "mount option memory cannot be changed by a remount" in done.stderr
-    run(*helper, "remount,ro")
-    mounted.signal(signal.SIGTERM)  # it still knows its mount, whose options are others now
-    mounted.wait_ended()
-
-
-def test_several_at_once(mount: Mounter) -> None:
-    """Each has its own files, guard and end; one that dies takes no other with it."""
-    mounts = [mount(memory=32 << 20) for _ in range(4)]
-    for number, mounted in enumerate(mounts):
-        (mounted.device / "file").write_text(str(number))
-    assert len({entry.device for entry in mounting.mounts()}) >= 4
-    mounts[0].signal(signal.SIGKILL)
-    mounts[0].daemon.wait(PATIENCE)
-    mounts[1].unmount()
-    for number, mounted in list(enumerate(mounts))[2:]:
-        assert (mounted.device / "file").read_text() == str(number)
-        mounted.unmount()
 
 
 def test_in_a_container(tmp_path: Path) -> None:

@@ -61,14 +61,6 @@ def test_ready_reload_and_stop(mount: Mounter, manager: Manager, address: str) -
     mounted.wait_ended()
 
 
-def test_not_ready_before_it_answers(mount: Mounter, manager: Manager, address: str) -> None:
-    """READY comes from a daemon that has answered a request: at once, a file of the mount can be read."""
-    mounted = mount(environment={"NOTIFY_SOCKET": address})
-    manager.next()
-    assert (mounted.path / ".gpufs/status").read_text()
-    mounted.unmount()
-
-
 def test_the_watchdog_is_fed(mount: Mounter, tmp_path: Path) -> None:
     address = str(tmp_path / "notify")
     manager = Manager(address)
@@ -96,14 +88,6 @@ def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Pa
     manager.socket.close()
 
 
-@pytest.mark.complains
-def test_a_manager_that_has_gone_is_no_failure(mount: Mounter, tmp_path: Path) -> None:
-    mounted = mount(environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
-    assert (mounted.path / ".gpufs/version").read_text()
-    assert "the service manager cannot be told" in wait_until(mounted.complaints, 5, "the line in the log")[0]
-    mounted.unmount()
-
-
 def test_the_unit_is_right(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze here")
@@ -128,16 +112,3 @@ def test_log_rotation(mount: Mounter) -> None:
     mounted.unmount()
     assert old.read_text() == before
     assert "has ended" in mounted.log.read_text()
-
-
-@pytest.mark.complains
-def test_log_rotation_that_fails_goes_on_in_the_old_file(mount: Mounter) -> None:
-    mounted = mount()
-    old = mounted.log.with_suffix(".1")
-    mounted.log.rename(old)
-    mounted.log.mkdir()
-    mounted.signal(signal.SIGHUP)
-    wait_until(lambda: "the log stays in the old file" in old.read_text(), 20, "the complaint")
-    mounted.log.rmdir()
-    mounted.unmount()
-    assert "has ended" in old.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EACCES, EROFS
@@ -12,17 +11,15 @@ from typing import Any
 
 import pytest
 from support.data import MIB, assert_same, noise
-from support.mounting import GPUFS, GpufsMount, Mounter
+from support.mounting import GPUFS, Mounter
 from support.processes import (
     NOBODY,
-    PATIENCE,
     SESSION_VARIABLE,
     as_nobody,
     as_other,
     errno_of,
     plain_user,
     run,
-    session_processes,
     wait_until,
 )
 from support.users import user_gpufs
@@ -94,15 +91,6 @@ def test_gpufs_mount_and_umount_of_a_plain_user(user: User, mountpoint: Path) ->
     assert as_nobody(lambda: os.listdir(mountpoint)) == []
 
 
-def test_the_daemon_of_a_plain_user_is_killed(mount: Mounter, user: User) -> None:
-    mounted = mount(user=user)
-    as_nobody(lambda: (mounted.device / "file").write_bytes(b"x"))
-    mounted.daemon.kill()
-    mounted.daemon.wait(PATIENCE)
-    done = gpufs(user, "umount", mounted.path, check=False)
-    wait_until(lambda: not mounted.mounted(), 10, f"the dead mount to go: {done.stderr}")
-
-
 def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:
     done = gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--allow-other", check=False)
     if "user_allow_other" in Path("/etc/fuse.conf").read_text().split("\n"):
@@ -171,19 +159,6 @@ def test_options_of_a_plain_users_mount(user: User, mountpoint: Path) -> None:
         gpufs(user, "umount", mountpoint)
 
 
-def test_force_ends_a_stopped_daemon_of_a_plain_user(user: User, mountpoint: Path) -> None:
-    """He may cut the connection of his own mount, too: who waits for it is free at once."""
-    gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M")
-    found = session_processes(os.environ[SESSION_VARIABLE])
-    (pid,) = [pid for pid, line in found.items() if "gpufs.daemon" in line and str(mountpoint) in line]
-    os.kill(pid, signal.SIGSTOP)
-    reader = subprocess.Popen(["cat", str(mountpoint / "gpu0/file")], stderr=subprocess.DEVNULL, **AS_NOBODY)
-    gpufs(user, "umount", "--force", mountpoint)
-    assert reader.wait(PATIENCE) != 0
-    assert pid not in session_processes(os.environ[SESSION_VARIABLE])  # a zombie has no environment
-    assert not mounted_at(str(mountpoint))
-
-
 @pytest.fixture
 def roots_directories() -> Iterator[None]:
     """Where root has used gpufs, with and without /run."""
@@ -217,13 +192,6 @@ def test_a_plain_user_in_a_user_namespace_of_his_own(user: User, mountpoint: Pat
     assert not mounted_at(str(mountpoint))
 
 
-def test_a_plain_user_may_not_mount_where_he_may_not_write(user: User) -> None:
-    for place in ("/usr", "/root"):
-        done = gpufs(user, "mount", place, "--driver", "host", "--memory", "64M", check=False)
-        assert done.returncode != 0
-        assert len(done.stderr.strip().splitlines()) == 1
-
-
 def test_without_allow_other_roots_mount_is_closed(mount: Mounter) -> None:
     mounted = mount(allow_other=False)
     (mounted.device / "file").write_bytes(b"x")
@@ -244,20 +212,3 @@ def test_with_allow_other_modes_decide(mount: Mounter) -> None:
     os.chmod(mounted.device / "open", 0o1777)
     as_nobody(lambda: (mounted.device / "open" / "mine").write_bytes(b"y"))
     assert (mounted.device / "open" / "mine").stat().st_uid == NOBODY
-
-
-def test_a_mount_inside_a_user_namespace(mount: Mounter) -> None:
-    """A process in a user and mount namespace of its own sees the mount, and mounts one of its own."""
-    mounted: GpufsMount = mount(allow_other=True)
-    (mounted.device / "file").write_bytes(b"from outside")
-    script = f"cat {mounted.device}/file && mkdir -p $1 && {' '.join(GPUFS)} mount $1 --driver host --memory 64M && \
-        echo -n inside > $1/gpu0/x && cat $1/gpu0/x && {' '.join(GPUFS)} umount $1"
-    place = mounted.path.with_name("namespace-" + mounted.path.name)
-    before = os.stat("/dev/fuse").st_mode & 0o7777
-    os.chmod("/dev/fuse", 0o666)
-    try:
-        done = run("unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", script, "sh", place, check=False)
-    finally:
-        os.chmod("/dev/fuse", before)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "from outsideinside"

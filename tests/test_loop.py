@@ -11,7 +11,8 @@ import pyfuse3
 import pytest
 from support.processes import PATIENCE
 
-from gpufs import engine, loop, threads
+from gpufs import engine
+from gpufs.daemon import loop, threads
 
 
 async def test_a_worker_without_memory_waits(monkeypatch: pytest.MonkeyPatch, autojump_clock: object) -> None:

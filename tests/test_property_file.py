@@ -88,7 +88,6 @@ class Handle:
 
 class Files(RuleBasedStateMachine):
     root: ClassVar[Path]
-    steps: ClassVar[int] = 0
     numbers: ClassVar[Iterator[int]] = itertools.count()
     zero_range: ClassVar[bool | None] = None
 
@@ -308,7 +307,6 @@ class Files(RuleBasedStateMachine):
 
     @invariant()
     def sizes_and_links(self) -> None:
-        type(self).steps += 1
         for handle in self.open:
             found = os.fstat(handle.fd)
             assert found.st_size == len(handle.model.data)
@@ -318,17 +316,8 @@ class Files(RuleBasedStateMachine):
 
 
 @pytest.mark.driver
-@pytest.mark.timeout(400)
-def test_files_behave_as_their_model(root: Path) -> None:
-    Files.root = root
-    run_state_machine_as_test(Files, settings=settings(max_examples=150, stateful_step_count=50))
-
-
-@pytest.mark.slow
-@pytest.mark.driver
 @pytest.mark.timeout(3600)
-def test_files_behave_as_their_model_for_long(root: Path) -> None:
+@pytest.mark.parametrize("examples", [150, pytest.param(450, marks=pytest.mark.slow)])
+def test_files_behave_as_their_model(root: Path, examples: int) -> None:
     Files.root = root
-    Files.steps = 0
-    run_state_machine_as_test(Files, settings=settings(max_examples=450, stateful_step_count=60))
-    assert Files.steps >= 20_000
+    run_state_machine_as_test(Files, settings=settings(max_examples=examples, stateful_step_count=50))

@@ -1,7 +1,6 @@
 """gpufs trace: what it records, that the file is right in itself, and that it gets in nobody's way."""
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -118,52 +117,6 @@ def check_nesting(spans: Iterable[Event]) -> None:
             ends.append(end)
 
 
-def checked_perfetto(path: Path) -> list[Event]:
-    """The same of a trace in Perfetto's own format, as its own classes for that format read it."""
-    protos = importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    unknown = importlib.import_module("google.protobuf.unknown_fields").UnknownFieldSet
-    trace = protos.Trace.FromString(path.read_bytes())
-    assert trace.ByteSize() == path.stat().st_size, "everything in it is understood"
-    first = trace.packet[0]
-    assert first.clock_snapshot.primary_trace_clock == protos.BUILTIN_CLOCK_MONOTONIC
-    tracks: dict[int, Any] = {}
-    events: dict[int, list[Any]] = defaultdict(list)
-    for packet in trace.packet:
-        assert packet.trusted_packet_sequence_id == 1
-        for message in (packet, packet.track_descriptor, packet.track_event, *packet.track_event.debug_annotations):
-            assert not len(unknown(message))
-        if packet.HasField("track_descriptor"):
-            described = packet.track_descriptor
-            assert described.uuid not in tracks
-            assert not described.parent_uuid or described.parent_uuid in tracks
-            assert described.name or described.process.process_name or described.thread.thread_name
-            tracks[described.uuid] = described
-        elif packet.HasField("track_event"):
-            assert packet.timestamp_clock_id == protos.BUILTIN_CLOCK_MONOTONIC
-            assert packet.track_event.track_uuid in tracks
-            events[packet.track_event.track_uuid].append(packet)
-    spans: list[Event] = []
-    for uuid, packets in events.items():
-        track = tracks[uuid]
-        place = {"pid": track.parent_uuid or track.thread.pid, "tid": track.thread.tid or uuid & (1 << 48) - 1}
-        open_spans: list[Event] = []
-        for packet in sorted(packets, key=lambda packet: packet.timestamp):  # stable, as its own parser sorts
-            event, time_us = packet.track_event, packet.timestamp / 1000
-            if event.type == protos.TrackEvent.TYPE_SLICE_BEGIN:
-                arguments = {
-                    note.name: note.string_value if note.HasField("string_value") else note.uint_value
-                    for note in event.debug_annotations
-                }
-                (category,) = event.categories
-                open_spans.append({**place, "name": event.name, "cat": category, "ts": time_us, "args": arguments})
-            else:
-                assert event.type == protos.TrackEvent.TYPE_SLICE_END
-                begun = open_spans.pop()
-                spans.append({**begun, "ph": "X", "dur": time_us - begun["ts"]})
-        assert not open_spans
-    return spans
-
-
 def called(spans: Iterable[Event], name: str) -> list[Event]:
     return [span for span in spans if span["name"] == name]
 
@@ -219,9 +172,8 @@ def test_the_life_of_a_copy(mount: Mounter, tmp_path: Path) -> None:
             assert span["ts"] + span["dur"] <= transfer["ts"] + transfer["dur"] + 0.002
 
 
-@pytest.mark.parametrize("style", ["json", "pftrace"])
 @pytest.mark.parametrize("how", ["gpufs cp", "cp from backing"])
-def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, how: str, style: str) -> None:
+def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, how: str) -> None:
     """On a device that the processor does not address: a vendor's runtime that was built for the tests."""
     source = tmp_path / "w"
     source.write_bytes(os.urandom(4 * MIB) * 32)
@@ -231,13 +183,13 @@ def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path, ho
         "--backing", f"b={tmp_path}", "--io-fastpath", "off", driver="hip",
         environment=environment, memory=512 * MIB,
     )  # fmt: skip
-    path = tmp_path / f"trace.{style}"
+    path = tmp_path / "trace.json"
     with recording(own, path):
         if how == "gpufs cp":
             run(*GPUFS, "cp", source, own.device / "w")
         else:
             run("cp", own.path / "backing/b/w", own.device / "w")
-    spans = checked(path) if style == "json" else checked_perfetto(path)
+    spans = checked(path)
     reads, copies = called(spans, "file read"), [s for s in called(spans, "copy to device") if s["pid"] != 1]
     assert sum(span["args"]["size"] for span in reads) == 128 * MIB
     assert sum(span["args"]["size"] for span in copies) == 128 * MIB
@@ -274,7 +226,7 @@ def test_one_at_a_time(mount: Mounter, tmp_path: Path) -> None:
     with recording(own, tmp_path / "one.json"):
         done = run(*GPUFS, "trace", own.path, "-o", tmp_path / "two.json", "--duration", "1", check=False)
         assert done.returncode == 1
-        assert "recording already" in done.stderr
+        assert "being recorded already" in done.stderr
     assert not (tmp_path / "two.json").exists()
 
 
@@ -287,7 +239,6 @@ def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> 
         recorder.kill()
         recorder.wait(PATIENCE)
     wait_until(lambda: not busy(own), 10, "the recording to end")
-    assert not (tmp_path / "trace.json").exists()
 
 
 def test_a_read_takes_a_part(mount: Mounter) -> None:
@@ -390,7 +341,6 @@ def test_no_room_to_put_records_aside(mount: Mounter, tmp_path: Path) -> None:
         )
     finally:
         run("umount", folder)
-    assert not (tmp_path / "trace.json").exists()
 
 
 # ---- the records ----
@@ -414,18 +364,14 @@ def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
             assert caught.value.errno == EBUSY
             load()
             assert len(trace.read(1 << 20)) > 64
-            assert trace.read(64) == b""
         finally:
             trace.close()
         trace.close()
         assert trace.read(1 << 20) == b""
 
 
-@pytest.mark.parametrize("style", ["json", "pftrace"])
-def test_operations_on_streams(tmp_path: Path, style: str) -> None:
+def test_operations_on_streams(tmp_path: Path) -> None:
     """Each has its number and cookie, how long it waited for its stream, and its transfer."""
-    if style == "pftrace":
-        pytest.importorskip("perfetto")
     (tmp_path / "file").write_bytes(bytes(MIB))
     hold = threading.Event()
     with (
@@ -448,9 +394,9 @@ def test_operations_on_streams(tmp_path: Path, style: str) -> None:
         assert all(result.error is None for result in results)
         ids = sorted(result.id for result in results)
         (tmp_path / "records").write_bytes(b"".join(iter(lambda: trace.read(1 << 20), b"")))
-    output = tmp_path / f"trace.{style}"
+    output = tmp_path / "trace.json"
     run(*GPUFS, "trace", tmp_path / "records", "-o", output)
-    spans = checked(output) if style == "json" else checked_perfetto(output)
+    spans = checked(output)
     operations = {span["args"]["operation"]: span for span in called(spans, "operation")}
     waits = {span["args"]["operation"]: span for span in called(spans, "wait for the stream")}
     moves = {span["args"]["operation"]: span for span in called(spans, "move")}
@@ -478,7 +424,6 @@ def test_records_may_be_cut_anywhere(tmp_path: Path) -> None:
     for step in (1, 63, 64, 65, len(data)):
         with open(path, "w") as sink:
             converter = Converter(sink, {})
-            converter.begin()
             for place in range(0, len(data), step):
                 converter.feed(data[place : place + step])
             converter.end()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from support.data import KIB, MIB, assert_same, noise
 from support.fastpath import fast_disk, file_system
 from support.mounting import GPUFS, Mounter
-from support.processes import errno_of, run
+from support.processes import run
 from support.vendors import CUFILE, HIP_FILE, Vendor, VendorMount
 
 CHUNK = 256 * KIB
@@ -135,49 +134,6 @@ def test_other_errors_are_the_copys(make: Maker, vendor: Vendor) -> None:
     assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB)[:moved])
 
 
-ASYNC_READ = """
-import sys
-from gpufs import engine
-
-with engine.Engine(sys.argv[1]) as gpu:
-    with engine.BackingFile.open(gpu, sys.argv[2]) as file, engine.Buffer(gpu) as buffer, engine.Stream(gpu) as stream:
-        try:
-            count, error = file.read_async(buffer, stream=stream).result(60), 0
-        except engine.TransferError as failure:
-            count, error = failure.transferred, failure.errno
-        read = bytearray(buffer.info.size)
-        assert buffer.read(0, read) == len(read)
-        with open(sys.argv[2], "rb") as source:
-            assert read == source.read(len(read))
-        print(count, error, len(read))
-"""
-
-
-@pytest.mark.parametrize("error", [errno.ENODEV, errno.EIO])
-def test_an_operation_that_fails_midway(tmp_path: Path, disk: Path, vendor: Vendor, error: int) -> None:
-    """What the vendor's call has left goes by fallback; or the error comes with what was moved, and no more."""
-    size = 64 * MIB
-    (disk / "source").write_bytes(noise(size))
-    environment = vendor.environment(tmp_path, (vendor.answer(), vendor.answer(error, CHUNK // 2)))
-    done = run(sys.executable, "-c", ASYNC_READ, vendor.driver, disk / "source", env={**os.environ, **environment})
-    count, failed, held = map(int, done.stdout.split())
-    if error == errno.EIO:
-        assert failed == errno.EIO
-        assert count < size
-    else:
-        assert (count, failed) == (size, 0)
-    assert count == held
-    calls = [line.split() for line in (tmp_path / "records").read_text().splitlines()]
-    assert len(calls) >= 2
-
-
-def test_errors_of_the_system_call(make: Maker, vendor: Vendor) -> None:
-    """What a program sees that copies by itself: the error, where not a byte has been moved."""
-    one = make(vendor.answer(errno.EIO, 0))
-    (one.there / "source").write_bytes(noise(MIB))
-    assert errno_of(copy_range, one.shown / "source", one.mount.device / "file", MIB) == errno.EIO
-
-
 def test_where_it_alone_is_allowed_nothing_goes_another_way(make: Maker, vendor: Vendor) -> None:
     one = make(vendor.answer(), vendor.answer(errno.ENODEV, 0))
     (one.there / "source").write_bytes(noise(2 * MIB))
@@ -250,26 +206,6 @@ def test_what_is_missing_is_said_and_done_without(make: Maker, named: dict[str, 
         source.unlink()
 
 
-@pytest.mark.parametrize("vendor", [CUFILE], ids=["cuFile"])
-@pytest.mark.parametrize(
-    "place",
-    [
-        "../../devices/pci0000:00/0000:00:1f.0/nvme/nvme0/nvme0n1/nvme0n1p1",
-        "../../devices/virtual/nvme-subsystem/nvme-subsys0/nvme0n1",
-    ],
-)
-def test_storage_that_cufile_serves(make: Maker, tmp_path: Path, disk: Path, place: str) -> None:
-    """Taken, although the library may copy other files through the host."""
-    device = os.stat(disk).st_dev
-    link = tmp_path / "kernel/sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(place)
-    one = make(FAKE_CUFILE_CONTROL=MAY_COPY_THROUGH_HOST)
-    (one.there / "source").write_bytes(noise(2 * MIB))
-    run("cp", one.shown / "source", one.mount.device / "file")
-    assert one.counters("load")["fastpath"]["bytes"] == 2 * MIB
-
-
 @pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
 def test_a_kernel_without_the_interface_is_asked_once(make: Maker, vendor: Vendor) -> None:
     one = make(vendor.answer(errno.ENOTTY))
@@ -295,22 +231,6 @@ def test_the_journals_mode_decides_on_ext4(make: Maker, journal: str, refused: b
         assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
         found = one.counters("load")
         assert found["refusals"] == ({"mount_options": 1} if refused else {})
-        assert found["fastpath"]["bytes"] == (0 if refused else 2 * MIB)
-        one.mount.close()
-
-
-@pytest.mark.parametrize(
-    ("allowed", "refused"), [("", True), ("nfs4,lustre", True), ("lustre,ext2", False), ("any", False)]
-)
-def test_other_file_systems_are_for_those_who_allow_them(make: Maker, allowed: str, refused: bool) -> None:
-    """ext2 has O_DIRECT, too: whether it is good for the fastpath is the operator's word."""
-    with file_system("ext2") as there:
-        one = make(backing=there, options=["--io-file-systems", allowed])
-        (there / "source").write_bytes(noise(2 * MIB))
-        run("cp", one.shown / "source", one.mount.device / "file")
-        assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
-        found = one.counters("load")
-        assert found["refusals"] == ({"file_system": 1} if refused else {})
         assert found["fastpath"]["bytes"] == (0 if refused else 2 * MIB)
         one.mount.close()
 
@@ -346,33 +266,6 @@ def test_the_kind_of_memory_decides(make: Maker, options: list[str], moves_files
         for part in range(3):
             file.write(noise(3 * MIB, seed=part))
     assert_same((one.mount.device / "grown").read_bytes(), b"".join(noise(3 * MIB, seed=part) for part in range(3)))
-
-
-@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
-def test_virtual_memory_that_cannot_grow(make: Maker) -> None:
-    """As in some versions of ROCm: found when the mount starts, and done without."""
-    one = make(options=["--hip-memory", "virtual"], FAKE_HIP_TAIL_ACCESS="0")
-    one.mount.wait_for_log("virtual memory cannot grow")
-    files = [one.mount.device / f"file{number}" for number in range(4)]
-    for part in range(3):
-        for number, file in enumerate(files):
-            with open(file, "ab") as growing:
-                growing.write(noise(3 * MIB, seed=10 * number + part))
-    for number, file in enumerate(files):
-        assert_same(file.read_bytes(), b"".join(noise(3 * MIB, seed=10 * number + part) for part in range(3)))
-
-
-@pytest.mark.parametrize("vendor", [HIP_FILE], ids=["hipAmdFile"])
-def test_the_second_device(make: Maker) -> None:
-    one = make(FAKE_HIP_DEVICES="2")
-    (one.there / "source").write_bytes(noise(2 * MIB))
-    second = one.mount.path / "gpu1"
-    run("cp", one.shown / "source", second / "file")
-    run("cp", second / "file", one.shown / "back")
-    assert_same((one.there / "back").read_bytes(), noise(2 * MIB))
-    for direction in ("load", "store"):
-        assert one.counters(direction, device=1)["fastpath"]["bytes"] == 2 * MIB
-        assert one.counters(direction)["fastpath"]["bytes"] == 0
 
 
 def test_doctor_shows_it(tmp_path: Path, disk: Path) -> None:

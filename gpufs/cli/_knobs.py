@@ -6,8 +6,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from gpufs import config, kinds, mounting
+from gpufs import config, mounting
 from gpufs.cli._main import complete_files
+from gpufs.config import kinds
 
 
 def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:

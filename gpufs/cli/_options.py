@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpufs import config, kinds, mounting
+from gpufs import config, mounting
 from gpufs.cli._errors import Failure
+from gpufs.config import kinds
 
 # name: the flag that it turns off
 _OPPOSITES: Final = {

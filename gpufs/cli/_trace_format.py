@@ -1,15 +1,13 @@
-"""From the engine's trace records to the JSON that Chrome's tracing and Perfetto open. docs/traces.md has both."""
+"""Converts trace records to the JSON that Perfetto and chrome://tracing open. docs/traces.md describes both."""
 
 import json
 import os
 import struct
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import IO, Any, Final
 
 _RECORD: Final = struct.Struct("=QQQQQIIBBBBiiI")
 _THREAD, _NAME, _LOST = 1, 2, 3
-# number: (name, category)
+# kind: (name, category)
 _SPANS: Final = {
     10: ("READ", "mount"),
     11: ("WRITE", "mount"),
@@ -30,186 +28,116 @@ _SPANS: Final = {
     44: ("wait for the stream", "operation"),
     45: ("move", "operation"),
 }
-_PHASES: Final = frozenset({40, 41, 42})
-_OPERATION, _STREAM_WAIT, _MOVE = 43, 44, 45
-_BY_INODE: Final = frozenset({10, 11})
-_FLOWS: Final = ("in", "out")
-PROCESS: Final = 1  # the number of the process in the file; those of devices follow
+_READ, _WRITE, _OPERATION, _STREAM_WAIT, _MOVE = 10, 11, 43, 44, 45
+_PHASES: Final = frozenset({"transfer", "operation"})  # categories
+_DIRECTIONS: Final = ("in", "out")
+_PROCESS: Final = 1  # the number of process "gpufs" in the file; gpu0 is the next
 _LANES: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One span: times in nanoseconds of the monotonic clock, the track by the numbers of its process and thread."""
+class Converter:
+    """Writes the events of a stream of records, one a line.
 
-    title: str
-    category: str
-    process: int
-    thread: int
-    start: int
-    end: int
-    arguments: dict[str, Any]
-
-
-class Records(ABC):
-    """Takes records in the order in which they were read, and hands out what they say.
-
-    A track is described before its first span, but for the thread of a phase, which counts for nothing.
+    Parameters
+    ----------
+    sink
+        A text file, which the caller closes.
+    facts
+        Goes into the file as ``otherData``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sink: IO[str], facts: dict[str, str]) -> None:
+        self._sink = sink
+        self._facts = facts
         self._rest = b""
         self._names: dict[int, str] = {}
         self._threads: dict[int, str] = {}
-        self._lanes: set[tuple[int, int, int]] = set()
-        self._devices: set[int] = set()
+        self._tracks: set[tuple[int, int]] = set()
+        self._epoch: int | None = None
         self.spans = 0
         self.lost = 0
-
-    def begin(self) -> None:
-        """The head of the file."""
-        self._describe_process(PROCESS, "gpufs")
+        sink.write('{"displayTimeUnit": "ns",\n"traceEvents": [\n')
+        # Every other event follows a comma.
+        sink.write(json.dumps({"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": "gpufs"}}))
 
     def feed(self, data: bytes) -> None:
-        """Some more bytes, cut anywhere."""
+        """Converts the next part of the stream, which may be cut anywhere."""
         data = self._rest + data
         place = 0
         while len(data) - place >= _RECORD.size:
             fields = _RECORD.unpack_from(data, place)
-            length = fields[4]
-            follows = 0
-            if fields[7] in (_THREAD, _NAME):
-                follows = -(-length // _RECORD.size) * _RECORD.size
-                if len(data) - place < _RECORD.size + follows:
-                    break
+            length = fields[4] if fields[7] in (_THREAD, _NAME) else 0
             start = place + _RECORD.size
-            self._record(fields, data[start : start + length] if follows else b"")
-            place = start + follows
+            end = start + -(-length // _RECORD.size) * _RECORD.size
+            if end > len(data):
+                break
+            self._convert(fields, os.fsdecode(data[start : start + length]))
+            place = end
         self._rest = data[place:]
 
-    @abstractmethod
     def end(self) -> None:
-        """The tail of the file."""
-
-    @abstractmethod
-    def _describe_process(self, process: int, name: str) -> None: ...
-
-    @abstractmethod
-    def _describe_thread(self, process: int, thread: int, name: str) -> None: ...
-
-    @abstractmethod
-    def _slice(self, span: Span) -> None:
-        """A span of its track: those of one track nest."""
-
-    @abstractmethod
-    def _phase(self, span: Span, number: int) -> None:
-        """A phase of a transfer or an operation, which is a track of its own; the whole of it first, then its parts.
-
-        The category says which of the two it is.
-        """
-
-    def _record(self, fields: tuple[Any, ...], text: bytes) -> None:
-        start, end, number, offset, size, thread, name, kind, _, flow, lane, device, error, _ = fields
-        if kind == _THREAD:
-            self._threads[thread] = os.fsdecode(text)
-            self._describe_thread(PROCESS, thread, f"{self._threads[thread]} ({thread})")
-            return
-        if kind == _NAME:
-            self._names[name] = os.fsdecode(text)
-            return
-        if kind == _LOST:
-            self.lost += size
-            return
-        if kind not in _SPANS:
-            return  # of a later version
-        title, category = _SPANS[kind]
-        arguments: dict[str, Any] = {"size": size}
-        if kind in (_OPERATION, _STREAM_WAIT):
-            arguments["cookie"] = offset
-        elif kind == _MOVE:
-            arguments["transfer"] = offset
-        else:
-            arguments["offset"] = offset
-        if device >= 0:
-            arguments["device"] = f"gpu{device}"
-        if name:
-            arguments["path"] = self._names.get(name, "?")
-        if error:
-            arguments["error"] = os.strerror(error)
-        if kind in _BY_INODE:
-            arguments["inode"] = number
-        elif category == "operation":
-            arguments["operation"] = number
-        elif number:
-            arguments["transfer"] = number
-        if kind in _PHASES or category == "operation":
-            arguments["direction"] = _FLOWS[flow]
-            self._phase(Span(title, category, PROCESS, thread, start, end, arguments), number)
-        else:
-            process, track = self._lane(device, thread, lane) if lane else (PROCESS, thread)
-            self._slice(Span(title, category, process, track, start, end, arguments))
-        self.spans += 1
-
-    def _lane(self, device: int, thread: int, lane: int) -> tuple[int, int]:
-        """A track for what a device does for one slot of a thread."""
-        process = PROCESS + 1 + device
-        track = thread * _LANES + lane
-        if device not in self._devices:
-            self._devices.add(device)
-            self._describe_process(process, f"gpu{device}")
-        if (device, thread, lane) not in self._lanes:
-            self._lanes.add((device, thread, lane))
-            self._describe_thread(process, track, f"{self._threads.get(thread, thread)} slot {lane}")
-        return process, track
-
-
-class Converter(Records):
-    """Writes JSON: events, one a line."""
-
-    def __init__(self, sink: IO[str], facts: dict[str, Any]) -> None:
-        super().__init__()
-        self._sink = sink
-        self._facts = facts
-        self._first = True
-        self._epoch: int | None = None
-
-    def begin(self) -> None:
-        """The head of the file."""
-        self._sink.write('{"displayTimeUnit": "ns",\n"traceEvents": [')
-        super().begin()
-
-    def end(self) -> None:
-        """The tail of the file."""
+        """Writes the tail of the file."""
         facts = {**self._facts, "lost_records": self.lost}
         self._sink.write(f'\n],\n"otherData": {json.dumps(facts)}}}\n')
 
-    def _describe_process(self, process: int, name: str) -> None:
-        self._event({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
+    def _convert(self, fields: tuple[int, ...], text: str) -> None:
+        start, end, number, offset, size, thread, name, kind, _, flow, lane, device, error, _ = fields
+        if kind == _THREAD:
+            self._threads[thread] = text
+            self._describe("thread_name", f"{text} ({thread})", _PROCESS, thread)
+        elif kind == _NAME:
+            self._names[name] = text
+        elif kind == _LOST:
+            self.lost += size
+        elif kind in _SPANS:  # others are of a later version
+            title, category = _SPANS[kind]
+            arguments: dict[str, Any] = {"size": size}
+            meaning = {_OPERATION: "cookie", _STREAM_WAIT: "cookie", _MOVE: "transfer"}
+            arguments[meaning.get(kind, "offset")] = offset
+            if device >= 0:
+                arguments["device"] = f"gpu{device}"
+            if name:
+                arguments["path"] = self._names.get(name, "?")
+            if error:
+                arguments["error"] = os.strerror(error)
+            if kind in (_READ, _WRITE):
+                arguments["inode"] = number
+            elif category == "operation":
+                arguments["operation"] = number
+            elif number:
+                arguments["transfer"] = number
+            process, track = self._lane(device, thread, lane) if lane else (_PROCESS, thread)
+            event = {"name": title, "cat": category, "pid": process, "tid": track, "args": arguments}
+            if category in _PHASES:
+                # Phases overlap each other in any way, so each transfer and operation is a track of its own.
+                arguments["direction"] = _DIRECTIONS[flow]
+                event["id"] = f"0x{number:x}"
+                self._event({**event, "ph": "b", "ts": self._time(start)})
+                self._event({**event, "ph": "e", "ts": self._time(end), "args": {}})
+            else:
+                self._event({**event, "ph": "X", "ts": self._time(start), "dur": (end - start) / 1000})
+            self.spans += 1
 
-    def _describe_thread(self, process: int, thread: int, name: str) -> None:
-        self._event({"name": "thread_name", "ph": "M", "pid": process, "args": {"name": name}, "tid": thread})
-
-    def _slice(self, span: Span) -> None:
-        duration = (span.end - span.start) / 1000
-        self._event({**_head(span), "ph": "X", "ts": self._time(span.start), "dur": duration, "args": span.arguments})
-
-    def _phase(self, span: Span, number: int) -> None:
-        # They overlap each other in any way, so each is a track of its own, by its category and number.
-        event = {**_head(span), "id": f"0x{number:x}"}
-        self._event({**event, "ph": "b", "ts": self._time(span.start), "args": span.arguments})
-        self._event({**event, "ph": "e", "ts": self._time(span.end)})
+    def _lane(self, device: int, thread: int, lane: int) -> tuple[int, int]:
+        """The track for what a device does for one slot of a thread."""
+        process = _PROCESS + 1 + device
+        track = thread * _LANES + lane
+        if (process, 0) not in self._tracks:
+            self._tracks.add((process, 0))
+            self._describe("process_name", f"gpu{device}", process, 0)
+        if (process, track) not in self._tracks:
+            self._tracks.add((process, track))
+            self._describe("thread_name", f"{self._threads.get(thread, thread)} slot {lane}", process, track)
+        return process, track
 
     def _time(self, nanoseconds: int) -> float:
-        """Microseconds since the first record; what began before it has a negative time."""
+        """Microseconds since the first span; negative for what began before it."""
         if self._epoch is None:
             self._epoch = nanoseconds
         return (nanoseconds - self._epoch) / 1000
 
+    def _describe(self, what: str, name: str, process: int, track: int) -> None:
+        self._event({"name": what, "ph": "M", "pid": process, "tid": track, "args": {"name": name}})
+
     def _event(self, event: dict[str, Any]) -> None:
-        self._sink.write("\n" if self._first else ",\n")
-        self._first = False
-        self._sink.write(json.dumps(event))
-
-
-def _head(span: Span) -> dict[str, Any]:
-    return {"name": span.title, "cat": span.category, "pid": span.process, "tid": span.thread}
+        self._sink.write(",\n" + json.dumps(event))

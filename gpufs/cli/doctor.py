@@ -1,7 +1,5 @@
-"""gpufs doctor: whether a mount would work here, how fast, and what to do about the rest."""
+"""gpufs doctor: whether a mount would work on this machine, how fast, and how to fix what is missing."""
 
-import os
-import sys
 from dataclasses import asdict
 from typing import Final
 
@@ -15,7 +13,6 @@ from gpufs.cli._main import complete_files
 from gpufs.cli._output import json_text
 
 _SIGNS: Final = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
-_COLOURS: Final = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 
 @click.command(name="doctor")
@@ -24,9 +21,9 @@ _COLOURS: Final = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 def command(paths: tuple[str, ...], as_json: bool) -> int:
     """Examine this machine.
 
-    Which devices there are, whether they can be reached without passing through host memory (fastpath), the system's
-    limits, and what to do about each. For PATHs, files of the host: by which way copies of them would go, and why.
-    Exit code 0 where a mount would work, 1 where there is a problem.
+    Reports the devices found, whether copies can bypass host memory (fastpath), the system's limits, and how to fix
+    each problem. For PATHs, which are files of the host: which way copies of them would take, and why. Exit code 0 if
+    a mount would work, 1 if there is a problem.
     """
     findings = _doctor_checks.examine(Environment(), paths)
     problems = any(finding.state == PROBLEM for finding in findings)
@@ -38,15 +35,12 @@ def command(paths: tuple[str, ...], as_json: bool) -> int:
 
 
 def _print(findings: list[Finding]) -> None:
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     group = ""
     for finding in findings:
         if finding.group != group:
             group = finding.group
-            print(click.style(group, bold=True) if coloured else group)
-        sign = f"{_SIGNS[finding.state]:<7}"
-        sign = click.style(sign, fg=_COLOURS[finding.state]) if coloured else sign
-        print(f"  {sign} {printable(finding.name)}: {printable(finding.text)}")
+            print(group)
+        print(f"  {_SIGNS[finding.state]:<7} {printable(finding.name)}: {printable(finding.text)}")
         if finding.advice and finding.state != OK:
             print(f"          -> {printable(finding.advice)}")
     problems = sum(finding.state == PROBLEM for finding in findings)

@@ -4,11 +4,9 @@ import contextlib
 import functools
 import json
 import os
-import select
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from errno import ENOENT
 from typing import Any, Final, NoReturn
 
@@ -22,7 +20,7 @@ from gpufs.cli._output import bytes_text, json_text, table
 from gpufs.cli._untrusted import SIZE, TIME, items, maybe, numeric, parse, record, text, values
 
 _FILE: Final = ".gpufs/stats"
-_LEAST_PAUSE: Final = 0.1  # seconds between two looks
+_LEAST_PAUSE: Final = 0.1  # seconds between two readings
 _MOST_PAUSE: Final = 86400.0
 # What is shown of `.gpufs/stats`; there may be more in it.
 _GAUGES: Final = (
@@ -46,7 +44,7 @@ _USED: Final = record(
 
 
 def _pause(text: str) -> float | None:
-    """Seconds between two looks, None for a text that is no number. Failure for a number that makes no sense."""
+    """Seconds between two readings; None for a text that is not a number. Failure for one out of range."""
     try:
         seconds = float(text)
     except ValueError:
@@ -78,29 +76,20 @@ def command(mountpoint: str | None, as_json: bool, watch: str | None, **argument
     pause = None if watch is None else _pause(watch)
     if watch is not None and pause is None:
         if mountpoint is not None:
-            raise Failure(f"--watch: {watch} is no number of seconds", 2)
+            raise Failure(f"--watch: {watch} is not a number of seconds", 2)
         mountpoint, pause = watch, 1.0  # it was the mountpoint, and --watch had no number
     if pause is None:
         found = _look(mountpoint, timeout)
         if as_json:
             print(json_text(found if mountpoint is None else found[0]))
-        elif not found:
-            print("no gpufs is mounted")
         else:
-            for place, one in enumerate(found):
-                if place:
-                    print()
-                _print(one)
+            _print_all(found)
         failed = [one for one in found if one.get("error")]
         if mountpoint is not None and failed:
             raise Failure(f"{failed[0]['mountpoint']}: {failed[0]['error']}")
         return
-    watch_it = _watch_json if as_json else _watch_live if sys.stdout.isatty() else _watch_plain
-    try:
-        with _naps(pause) as nap:
-            watch_it(mountpoint, timeout, nap)
-    except KeyboardInterrupt:
-        pass  # the way to end it
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        (_watch_json if as_json else _watch)(mountpoint, timeout, pause)
 
 
 def _look(mountpoint: str | None, timeout: float) -> list[dict[str, Any]]:
@@ -127,13 +116,13 @@ def _left_behind(mountpoint: str) -> bytes:
     left = statistics.read_left_behind(mountpoint, os.getuid())
     if left is None:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
-    return json.dumps(left.as_dict()).encode()
+    return json.dumps(left).encode()
 
 
 def _of_mount(entry: mounting.MountEntry) -> bytes:
     """The statistics as JSON: from the counters' file if that can be read, otherwise from the mount. OSError."""
     try:
-        return json.dumps(statistics.read_mount(entry.device, entry.uid).as_dict()).encode()
+        return json.dumps(statistics.read_mount(entry.device, entry.uid, entry.mountpoint)).encode()
     except (OSError, statistics.StatisticsError):
         return _mounts.content_of(os.path.join(entry.mountpoint, _FILE))
 
@@ -263,6 +252,15 @@ def _remarks(one: dict[str, Any]) -> list[str]:
 _RIGHT: Final = frozenset(range(3, len(_HEADERS) + len(_RATES)))
 
 
+def _print_all(found: Sequence[dict[str, Any]], before: _Counted | None = None, seconds: float = 1.0) -> None:
+    if not found:
+        print("no gpufs is mounted")
+    for place, one in enumerate(found):
+        if place:
+            print()
+        _print(one, before, seconds)
+
+
 def _print(one: dict[str, Any], before: _Counted | None = None, seconds: float = 1.0) -> None:
     print(printable(_headline(one)))
     rows = _rows(one, before, seconds)
@@ -274,90 +272,22 @@ def _print(one: dict[str, Any], before: _Counted | None = None, seconds: float =
         print(line)
 
 
-@contextlib.contextmanager
-def _naps(seconds: float) -> Iterator[Callable[[], None]]:
-    """A sleep that a signal ends also when it comes just before it: time.sleep() would sleep on."""
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-    def nap() -> None:
-        if select.select([reader], [], [], seconds)[0]:
-            os.read(reader, 4096)
-
-    try:
-        yield nap
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
-
-
-def _watch_json(mountpoint: str | None, timeout: float, nap: Callable[[], None]) -> NoReturn:
+def _watch_json(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
     while True:
         found = _look(mountpoint, timeout)
         print(json.dumps(found if mountpoint is None else found[0]), flush=True)
-        nap()
+        time.sleep(pause)
 
 
-def _watch_plain(mountpoint: str | None, timeout: float, nap: Callable[[], None]) -> NoReturn:
+def _watch(mountpoint: str | None, timeout: float, pause: float) -> NoReturn:
     before: _Counted | None = None
     last = time.monotonic()
     while True:
         found = _look(mountpoint, timeout)
         now = time.monotonic()
-        for one in found:
-            _print(one, before, max(now - last, 1e-3))
+        if sys.stdout.isatty():
+            click.clear()
+        _print_all(found, before, max(now - last, 1e-3))
         print(flush=True)
         before, last = _counted(found), now
-        nap()
-
-
-@contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """A signal that ends the process does so once what is inside has left, and the terminal is as it was."""
-    came: list[int] = []
-
-    def end(number: int, _: object) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    for number in ending:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in ending:
-            signal.signal(number, signal.SIG_DFL)
-        if came:
-            os.kill(os.getpid(), came[0])
-
-
-def _watch_live(mountpoint: str | None, timeout: float, nap: Callable[[], None]) -> NoReturn:
-    from rich.console import Group, RenderableType
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-
-    def picture(found: Sequence[dict[str, Any]], before: _Counted | None, seconds: float) -> RenderableType:
-        headers = _HEADERS if before is None else _HEADERS + _RATES
-        parts: list[RenderableType] = []
-        for one in found:
-            parts.append(Text(printable(_headline(one)), style="bold" if one.get("alive") else "bold red"))
-            shown = Table(box=None, pad_edge=False, header_style="bold")
-            for place, header in enumerate(headers):
-                shown.add_column(header, justify="right" if place in _RIGHT else "left", no_wrap=True)
-            for row in _rows(one, before, seconds):
-                shown.add_row(*map(Text, row))
-            parts += [shown, *map(Text, _remarks(one)), Text("")]
-        return Group(*parts) if parts else Text("no gpufs is mounted")
-
-    before: _Counted | None = None
-    last = time.monotonic()
-    with _ending_in_order(), Live(auto_refresh=False, screen=False) as live:
-        while True:
-            found = _look(mountpoint, timeout)
-            now = time.monotonic()
-            live.update(picture(found, before, max(now - last, 1e-3)), refresh=True)
-            before, last = _counted(found), now
-            nap()
+        time.sleep(pause)

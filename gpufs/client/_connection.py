@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
+from gpufs import protocol
 from gpufs._version import __version__
-from gpufs.client import _protocol
-from gpufs.client._protocol import (
+from gpufs.protocol import (
     ClientMessage,
     Copy,
     Goodbye,
@@ -69,7 +69,7 @@ class Connection:
         self.last: Result | None = None  # of the copy that was asked for last
         try:
             sock.settimeout(_HELLO_SECONDS)
-            _protocol.send(sock, Hello([_protocol.VERSION], f"gpufs {__version__}"))
+            protocol.send(sock, Hello([protocol.VERSION], f"gpufs {__version__}"))
             message = self._receive()
             if not isinstance(message, Welcome):
                 raise ProtocolError("the daemon does not greet")
@@ -115,7 +115,7 @@ class Connection:
         fastpath: str | None = None,
         sync: str = "none",
         interval: float = 0.0,
-        progress: Callable[[_protocol.Progress], None] | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> Result:
         """Has the daemon copy between two open files; both stay the caller's.
@@ -133,14 +133,14 @@ class Connection:
             while True:
                 if cancel is not None and not cancelled and self._wait(cancel):
                     cancelled = True
-                    self._send(_protocol.Cancel(request.id))
+                    self._send(protocol.Cancel(request.id))
                     self._sock.settimeout(_CANCEL_SECONDS)
                 message = self._receive()
                 if isinstance(message, Result) and message.id == request.id:
                     self._sock.settimeout(None)
                     self.last = message
                     return message
-                if isinstance(message, _protocol.Progress) and message.id == request.id and progress is not None:
+                if isinstance(message, protocol.Progress) and message.id == request.id and progress is not None:
                     progress(message)
         except BaseException:
             if not self._lost:
@@ -158,7 +158,7 @@ class Connection:
         """Cancels a copy and waits for its end, but not for ever."""
         deadline = time.monotonic() + _CANCEL_SECONDS
         try:
-            _protocol.send(self._sock, _protocol.Cancel(number))
+            protocol.send(self._sock, protocol.Cancel(number))
             while (left := deadline - time.monotonic()) > 0:
                 self._sock.settimeout(left)
                 message = self._receive()
@@ -172,7 +172,7 @@ class Connection:
     def _send(self, message: ClientMessage, descriptors: Sequence[int] = ()) -> None:
         """To a daemon that has ended the connection nothing: its last words, or their lack, are for _receive()."""
         try:
-            _protocol.send(self._sock, message, descriptors)
+            protocol.send(self._sock, message, descriptors)
         except (BrokenPipeError, ConnectionResetError):
             pass
         except OSError:
@@ -189,16 +189,16 @@ class Connection:
     def _next_message(self) -> ServerMessage:
         try:
             try:
-                data, descriptors = _protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock)
             except ConnectionResetError:
                 # Said once, before anything else, where it was closed with a message of ours unread.
-                data, descriptors = _protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock)
         except TimeoutError:
             raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer") from None
-        _protocol.close_all(descriptors)
+        protocol.close_all(descriptors)
         if not data:
             raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
-        message = _protocol.decode_server(data)
+        message = protocol.decode_server(data)
         if isinstance(message, Goodbye):
             if message.error == errno.ETIMEDOUT:
                 raise IdleError(message.error, message.message)

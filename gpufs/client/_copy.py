@@ -19,12 +19,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from gpufs.client import _ends, _find, _linux
+from gpufs.client import _ends, _find
 from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._ends import Entry
 from gpufs.client._find import MountPoint
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
-from gpufs.client._protocol import LOAD, STORE, Progress
+from gpufs.protocol import LOAD, STORE, Progress, statx
 
 Fastpath = Literal["auto", "off", "require"]
 
@@ -396,7 +396,7 @@ class _Job:
         if not self._emptied:
             return ""
         try:
-            if _linux.refresh(self.destination_fd) > self.done:
+            if statx.refresh(self.destination_fd) > self.done:
                 os.ftruncate(self.destination_fd, self.done)
         except OSError:
             return ""  # its mount has died: there is nothing left to keep consistent

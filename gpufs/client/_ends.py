@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from gpufs.client import _linux
 from gpufs.client._outcome import CopyError, text_of
+from gpufs.protocol import statx
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
@@ -220,7 +220,7 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
 def settle_on_mount(fd: int) -> None:
     """After a change that the kernel did not make: what it has cached of the file goes, before success is reported."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    _linux.refresh(fd)
+    statx.refresh(fd)
 
 
 def preserve(target: int | str, source: os.stat_result) -> None:

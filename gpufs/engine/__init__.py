@@ -1,11 +1,11 @@
 """The native engine from Python: devices, buffers, transfers and the data plane of a mount.
 
-A thin and typed layer over the engine's C interface (``native/include/gpufs.h``, where each call's contract is
-written down). Sizes and offsets are in bytes, times are integers of seconds and nanoseconds. Calls release the
+A thin and typed layer over the engine's C interface (``native/include/gpufs.h``, which states the contract of
+each call). Sizes and offsets are in bytes, times are integers of seconds and nanoseconds. Calls release the
 interpreter's lock and may be made from any thread. A failure raises :class:`EngineError`, an :class:`OSError`.
 
-Objects keep alive what they rest on: a :class:`Buffer` its :class:`Engine`. All are context managers; an engine that
-was not closed is closed when the interpreter exits, before modules are taken down.
+Objects keep alive what they need: a :class:`Buffer` its :class:`Engine`. All are context managers. An engine that was
+not closed is closed when the interpreter exits.
 """
 
 from gpufs.engine._arrays import DeviceRange
@@ -43,7 +43,6 @@ from gpufs.engine._operations import (
     SupportsCudaStream,
     configure_operations,
 )
-from gpufs.engine._reserve import prepare_thread, set_memory_aside
 from gpufs.engine._trace import Trace
 from gpufs.engine._transfer import (
     BackingFile,
@@ -108,8 +107,6 @@ __all__ = [
     "fastpath_probe",
     "io_configure",
     "log_configure",
-    "prepare_thread",
     "refusal_names",
     "relay_pair",
-    "set_memory_aside",
 ]

@@ -1,4 +1,4 @@
-"""Checks of what programs pass in: what is wrong is named, and nothing that would hurt them goes to the engine."""
+"""Checks of arguments: an error names the argument and what is wrong with it."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _Value = TypeVar("_Value")
 
 
 def unsigned(name: str, value: int) -> int:
-    """A size, offset or address of 64 bits. TypeError for no whole number, ValueError for one that does not fit."""
+    """Return a size, offset or address of 64 bits. TypeError if it is not an integer, ValueError if it does not fit."""
     try:
         number = index(value)
     except TypeError:
@@ -23,7 +23,7 @@ def unsigned(name: str, value: int) -> int:
 
 
 def signed(name: str, value: int) -> int:
-    """A number of 32 bits, as :func:`unsigned`."""
+    """Return a number of 32 bits, as :func:`unsigned`."""
     try:
         number = index(value)
     except TypeError:
@@ -34,7 +34,7 @@ def signed(name: str, value: int) -> int:
 
 
 def seconds(name: str, value: float | None) -> float:
-    """A time to wait for; None: for ever, negative: not at all. TypeError or ValueError for what is no time."""
+    """Return a time to wait: None is for ever, a negative number 0. TypeError or ValueError for anything else."""
     if value is None:
         return math.inf
     try:
@@ -49,7 +49,7 @@ def seconds(name: str, value: float | None) -> float:
 
 
 def choice(name: str, table: Mapping[str, _Value], value: str) -> _Value:
-    """What a word stands for. ValueError that names the words there are."""
+    """Return the value of a word. ValueError, which lists the words, for another one."""
     try:
         return table[value]
     except (KeyError, TypeError):
@@ -57,56 +57,56 @@ def choice(name: str, table: Mapping[str, _Value], value: str) -> _Value:
 
 
 def text(name: str, value: str) -> bytes:
-    """A text for the engine. TypeError or ValueError where it is none, or has a NUL in it."""
+    """Return a text as bytes for the engine. TypeError if it is not a str, ValueError if it contains a NUL."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}: {value!r} is not a text")
+        raise TypeError(f"{name}: {value!r} is not a str")
     encoded = value.encode(errors="surrogateescape")
     if b"\0" in encoded:
-        raise ValueError(f"{name}: {value!r} has a NUL in it")
+        raise ValueError(f"{name}: {value!r} contains a NUL")
     return encoded
 
 
 def instance(name: str, kind: type, value: object) -> None:
-    """TypeError unless it is one."""
+    """Raise TypeError unless the value is of this kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: {type(value).__name__} is not {kind.__name__}")
 
 
 def view_of(memory: Any, *, writable: bool) -> Any:
-    """The bytes of an object with the buffer protocol, which they keep alive.
+    """Return the bytes of an object with the buffer protocol, as a cffi object that keeps it alive.
 
-    TypeError for an object without it and for arrays of Python objects, whose bytes are references; ValueError or
-    BufferError for memory that is not contiguous, or read-only where it is to be written.
+    TypeError for an object without the protocol and for arrays of Python objects, whose bytes are references;
+    ValueError or BufferError for memory that is not contiguous, or is read-only although ``writable``.
     """
     try:
         view = ffi.from_buffer(memory, require_writable=writable)
     except TypeError:
         raise TypeError(
-            f"memory: {type(memory).__name__} has no bytes to copy: give an array, a bytearray, a memoryview or an mmap"
+            f"memory: {type(memory).__name__} has no bytes to copy: pass an array, a bytearray, a memoryview or an mmap"
         ) from None
     except (BufferError, ValueError) as error:
         raise type(error)(f"memory: {_remedy(str(error), memory)}") from None
     if has_references(memory):
-        raise TypeError("memory: an array of Python objects has references in it, and no data")
+        raise TypeError("memory: an array of Python objects contains references, not data")
     return view
 
 
 def _remedy(said: str, memory: object) -> str:
-    """What a library said of its object, and what to do about it."""
+    """Add to a library's message what to do about it."""
     if "contiguous" in said:
-        return f"the {type(memory).__name__} is not contiguous in C's order: copy it first (numpy.ascontiguousarray)"
+        return f"the {type(memory).__name__} is not contiguous in C order: copy it first (numpy.ascontiguousarray)"
     if "read-only" in said or "writable" in said:
-        return f"the {type(memory).__name__} is read-only, and is to be written: give one that can be"
+        return f"the {type(memory).__name__} is read-only: pass one that can be written"
     return said
 
 
 def has_references(memory: Any) -> bool:
-    """Whether it is an array of Python objects, whose bytes are no data."""
+    """Whether it is an array of Python objects, whose bytes are references."""
     kind = getattr(memory, "dtype", None)
     if kind is not None:
         return bool(getattr(kind, "hasobject", False))
     try:
         form = memoryview(memory).format
     except (TypeError, ValueError, BufferError):
-        return False  # of a kind that formats do not know: plain data
-    return "O" in re.sub(":[^:]*:", "", form)  # between colons stand names of fields
+        return False  # a kind without a format, such as numpy's dates: plain data
+    return "O" in re.sub(":[^:]*:", "", form)  # names of fields are between colons

@@ -1,15 +1,24 @@
-"""Device memory that a program already has: arrays of other libraries as address and size."""
+"""Arrays of other libraries, as address and size."""
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from gpufs.engine._arguments import has_references, view_of
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi
+
+if TYPE_CHECKING:  # numpy takes 100 ms to import
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer as PythonBuffer
+
+    # Before Python 3.12 numpy does not declare that its arrays have the buffer protocol.
+    MemoryBuffer: TypeAlias = PythonBuffer | NDArray[Any]
 
 # Kinds of devices in DLPack, and the driver whose memory each is.
 _CPU: Final = 1
@@ -38,7 +47,15 @@ _TYPE: Final = re.compile(r"[<>|=]?([A-Za-z])(\d+)(?:\[.*\])?")
 
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
-    """Device memory that the program allocated itself: the index of its device in the engine, address and bytes."""
+    """Device memory that the program allocated itself.
+
+    Attributes
+    ----------
+    device
+        The index of the device in the engine.
+    address, bytes
+        Where the memory begins, and its size.
+    """
 
     device: int
     address: int
@@ -47,7 +64,7 @@ class DeviceRange:
 
 @runtime_checkable
 class SupportsCudaArrayInterface(Protocol):
-    """What Numba, CuPy, PyTorch and others give their arrays on a GPU."""
+    """Arrays on a GPU of Numba, CuPy, PyTorch and others."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
@@ -55,7 +72,7 @@ class SupportsCudaArrayInterface(Protocol):
 
 @runtime_checkable
 class SupportsDLPack(Protocol):
-    """What every array library gives its arrays for exchange with others."""
+    """Arrays of libraries that can exchange them with others."""
 
     def __dlpack__(self) -> Any: ...
 
@@ -63,14 +80,29 @@ class SupportsDLPack(Protocol):
 
 
 def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[DeviceRange, object]:
-    """The device memory of an array, and what must be kept alive while it is used.
+    """Find the device memory of an array.
 
-    Host engines take every contiguous object that has the buffer protocol or, in host memory, DLPack; GPU engines take
-    what has ``__cuda_array_interface__`` (CUDA) or DLPack. The program's own work on the memory must be done:
-    synchronise the stream that produces it first.
+    Parameters
+    ----------
+    engine
+        Decides what kind of memory it must be. For the host driver: a contiguous object with the buffer protocol, or an
+        array in host memory with DLPack. For GPUs: an array with ``__cuda_array_interface__`` (CUDA) or DLPack.
+    memory
+        The array, or a DeviceRange. The program's own work on it must be over: synchronise its stream first.
+    writable
+        Whether it must be writable.
 
-    ValueError for an array that is not contiguous, that is read-only where it is to be written, or that lies on
-    another kind of device; TypeError for an object that is no array.
+    Returns
+    -------
+    DeviceRange, object
+        The memory, and what must be kept alive while it is used.
+
+    Raises
+    ------
+    ValueError
+        The array is not contiguous, is read-only although ``writable``, or is on another kind of device.
+    TypeError
+        The object is not an array.
     """
     if isinstance(memory, DeviceRange):
         return memory, None
@@ -88,21 +120,21 @@ def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[Dev
 
 
 def _check_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, item: int) -> int:
-    """The elements of an array that is contiguous in C's order; strides are in units of which an element has ``item``.
+    """Return the number of elements of an array. ValueError unless it is contiguous in C order.
 
-    ValueError where it is not.
+    ``item`` is the size of an element in the unit of the strides.
     """
     expected = item
     if strides is not None and 0 not in shape:
         for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
             if extent != 1 and stride != expected:
-                raise ValueError("memory: the array is not contiguous in C's order: copy it first (.contiguous())")
+                raise ValueError("memory: the array is not contiguous in C order: copy it first (.contiguous())")
             expected *= extent
     return math.prod(shape)
 
 
 def _read_only() -> ValueError:
-    return ValueError("memory: the array is read-only, and is to be written: give one that can be")
+    return ValueError("memory: the array is read-only: pass one that can be written")
 
 
 def _from_cuda_array(engine: Engine, memory: SupportsCudaArrayInterface, writable: bool) -> DeviceRange:
@@ -118,25 +150,25 @@ def _from_cuda_array(engine: Engine, memory: SupportsCudaArrayInterface, writabl
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"memory: the array's __cuda_array_interface__ is not understood: {error!r}") from error
     if kind == "O":
-        raise TypeError("memory: an array of Python objects has references in it, and no data")
+        raise TypeError("memory: an array of Python objects contains references, not data")
     if mask is not None:
-        raise ValueError("memory: a masked array has holes that its bytes do not tell: fill it first")
+        raise ValueError("memory: a masked array has holes that its bytes do not show: fill it first")
     if writable and read_only:
         raise _read_only()
     size = _check_contiguous(shape, strides, int(item)) * int(item)
-    # The interface does not say on which device the memory is; libraries that know say so themselves.
+    # The interface does not name the device. Some libraries have an attribute for it.
     device = getattr(memory, "device", None)
     number = getattr(device, "index", getattr(device, "id", None))
     if number is None:
         if len(engine.devices) > 1:
-            raise ValueError("memory: the array does not say on which device it is: use a DeviceRange")
+            raise ValueError("memory: the array does not name its device: use a DeviceRange")
         number = 0
     return DeviceRange(int(number), int(address or 0), size)
 
 
 @dataclass(frozen=True, slots=True)
 class HostRange:
-    """Host memory of an object: its address and bytes, whether it must not be written, and what keeps it alive."""
+    """Host memory of an object; ``keep`` keeps it alive."""
 
     address: int
     bytes: int
@@ -144,16 +176,16 @@ class HostRange:
     keep: object
 
     def release(self) -> None:
-        """Ends the use of an object that has the buffer protocol."""
+        """End the use of an object with the buffer protocol."""
         if isinstance(self.keep, ffi.CData):
             ffi.release(self.keep)
 
 
 def host_range(memory: Any, *, writable: bool) -> HostRange:
-    """The host memory of a contiguous object that has the buffer protocol, or of a DLPack array in host memory.
+    """Find the host memory of a contiguous object with the buffer protocol, or of an array in host memory with DLPack.
 
-    TypeError for what is neither, ValueError or BufferError for an array that is not contiguous, that is read-only
-    where it is to be written, or that lies on a device.
+    TypeError for other objects; ValueError or BufferError for an array that is not contiguous, is read-only although
+    ``writable``, or is on a device.
     """
     try:
         view = view_of(memory, writable=writable)
@@ -162,13 +194,13 @@ def host_range(memory: Any, *, writable: bool) -> HostRange:
             raise
         if _dlpack_kind(memory) not in _HOST_KINDS:
             raise ValueError("memory: the array is not in host memory") from None
-        found = _look_at_dlpack(memory, writable=writable)
+        found = _read_dlpack(memory, writable=writable)
         return HostRange(found.address, found.bytes, found.read_only, found.capsule)
     return HostRange(int(ffi.cast("uintptr_t", view)), len(view), not writable and not _is_writable(memory), view)
 
 
 def _is_writable(memory: Any) -> bool:
-    # memoryview() would tell, but does not know all kinds of data (numpy's dates).
+    # memoryview() would show it, but does not support all kinds of data (numpy's dates).
     try:
         ffi.release(ffi.from_buffer(memory, require_writable=True))
     except (BufferError, TypeError, ValueError):
@@ -178,7 +210,7 @@ def _is_writable(memory: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What DLPack says of an array, and the capsule that keeps it."""
+    """An array by DLPack, and the capsule that keeps it alive."""
 
     device: int
     address: int
@@ -198,14 +230,14 @@ def _dlpack_kind(memory: SupportsDLPack) -> int:
 def _from_dlpack(engine: Engine, memory: SupportsDLPack, *, writable: bool) -> tuple[DeviceRange, object]:
     if _DRIVER_OF.get(_dlpack_kind(memory)) != engine.driver:
         raise ValueError(f"memory: the array is not on a device of the {engine.driver} driver")
-    found = _look_at_dlpack(memory, writable=writable)
+    found = _read_dlpack(memory, writable=writable)
     return DeviceRange(found.device, found.address, found.bytes), found.capsule
 
 
-def _look_at_dlpack(memory: SupportsDLPack, *, writable: bool) -> _Tensor:
-    """Of version 1, or of what was before it, which cannot tell what is read-only.
+def _read_dlpack(memory: SupportsDLPack, *, writable: bool) -> _Tensor:
+    """Read a capsule of version 1, or of before versions, which cannot mark what is read-only.
 
-    Only looked at, never taken over: the capsule frees what it holds when it goes, which is after the transfer.
+    The capsule is not consumed, so it frees what it holds when it is collected, after the transfer.
     """
     import ctypes
 
@@ -252,17 +284,17 @@ def _look_at_dlpack(memory: SupportsDLPack, *, writable: bool) -> _Tensor:
     elif is_valid(capsule, b"dltensor"):
         tensor = Tensor.from_address(pointer_of(capsule, b"dltensor"))
     else:
-        raise ValueError(f"memory: {type(memory).__name__}.__dlpack__() gave no array")
+        raise ValueError(f"memory: {type(memory).__name__}.__dlpack__() did not return an array")
     read_only = bool(flags & _DLPACK_READ_ONLY)
     if writable and read_only:
         raise _read_only()
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     strides = tuple(tensor.strides[axis] for axis in range(tensor.ndim)) if tensor.strides else None
-    # Elements smaller than a byte lie side by side unless they are said to be padded.
+    # Elements smaller than a byte are packed unless the flag says that they are padded.
     bits = tensor.bits * tensor.lanes
     if flags & _DLPACK_PADDED:
         bits = -(-bits // 8) * 8
     size = -(-_check_contiguous(shape, strides, 1) * bits // 8)
-    # Host memory that a GPU's runtime has pinned says which GPU that was.
+    # The device of pinned host memory is the GPU that it was pinned for.
     device = 0 if tensor.device_type in _HOST_KINDS else int(tensor.device_id)
     return _Tensor(device, int(tensor.data or 0) + int(tensor.byte_offset), size, read_only, capsule)

@@ -1,4 +1,4 @@
-"""What every class of the binding needs: errors, handles and their end."""
+"""Errors and handles: what every class of the binding rests on."""
 
 import json
 import os
@@ -14,8 +14,14 @@ from gpufs.engine._native import ffi, lib
 class EngineError(OSError):
     """A failure of the engine.
 
-    ``errno`` says what to do about it, ``strerror`` what happened, and ``device_code`` is the vendor runtime's own
-    code, 0 where the failure did not come from a device.
+    Attributes
+    ----------
+    errno
+        The kind of failure.
+    strerror
+        What happened.
+    device_code
+        The vendor runtime's own code; 0 if the failure did not come from a device.
     """
 
     def __init__(self, error: int, message: str, device_code: int = 0) -> None:
@@ -31,37 +37,47 @@ class EngineError(OSError):
 
 
 def failure(status: Any) -> EngineError:
-    """The error for a status that is not success. Call it in the thread that made the failed call."""
+    """Make the error for a failed status, in the thread that made the call."""
     text: bytes = ffi.string(lib.gpufs_message())
     return EngineError(status.error, text.decode(errors="replace"), status.device_code)
 
 
 def check(status: Any) -> None:
-    """Raises EngineError unless the status is success."""
+    """Raise EngineError unless the status is success."""
     if status.error:
         raise failure(status)
 
 
 def log_configure(fd: int, level: int) -> None:
-    """Sends the engine's log lines of at least ``level`` (the numbers of :mod:`logging`) to descriptor ``fd``.
+    """Choose where the engine's log lines go.
 
-    The descriptor stays the caller's and must stay open; -1 turns logging off, which is the default. The engine's
-    threads wait for a descriptor that blocks; lines for which a non-blocking one has no space are dropped and counted.
-    OSError EBADF for one that is not open.
+    Parameters
+    ----------
+    fd
+        A descriptor, which stays the caller's and must stay open; -1 turns logging off, which is the default. The
+        engine's threads wait for a descriptor that blocks. Lines for which a non-blocking one has no space are dropped
+        and counted.
+    level
+        The least level, a number of :mod:`logging`.
+
+    Raises
+    ------
+    OSError
+        EBADF if the descriptor is not open.
     """
     if fd != -1:
-        os.fstat(fd)  # OSError EBADF rather than lines that are lost
+        os.fstat(fd)
     check(lib.gpufs_log_configure(fd, level))
 
 
 def engine_version() -> str:
-    """The version of the native engine, the same as ``gpufs.__version__`` where the build is of one piece."""
+    """Return the version of the native engine, the same as ``gpufs.__version__`` in a consistent build."""
     text: bytes = ffi.string(lib.gpufs_version())
     return text.decode()
 
 
 def json_of(call: Callable[[Any, int, Any], Any]) -> dict[str, Any]:
-    """The JSON object that a call (text, capacity, needed) writes, in as much room as it needs."""
+    """Return the JSON object that a call (text, capacity, needed) writes, with as much space as it needs."""
     capacity = 4096
     while True:
         text = ffi.new("char[]", capacity)
@@ -75,13 +91,13 @@ def json_of(call: Callable[[Any, int, Any], Any]) -> dict[str, Any]:
 
 
 def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> None:
-    # A forked child has the handles' numbers, but neither the engine's threads nor any right to its objects.
+    # A forked child has the numbers of the handles, but not the engine's threads.
     if os.getpid() == pid:
         close(handle)
 
 
 class Handle:
-    """An object of the engine, closed explicitly, by ``with``, when it is collected, or when the interpreter exits."""
+    """An object of the engine, closed by close(), ``with``, garbage collection, or when the interpreter exits."""
 
     __slots__ = ("__weakref__", "_close", "_finalizer", "_handle")
 
@@ -96,15 +112,18 @@ class Handle:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Closes the object; a second call does nothing.
+        """Close the object. A second call does nothing.
 
-        EngineError when the engine cannot, ETIMEDOUT where a device stands still: what it uses goes when it goes on.
+        Raises
+        ------
+        EngineError
+            The engine cannot close it. ETIMEDOUT: a device is stalled, and what it uses is released once it goes on.
         """
         if self._finalizer.detach() is not None:
             check(self._close(self._handle))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it stands for something of this process")
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it refers to an object of this process")
 
     def __repr__(self) -> str:
         return f"<{type(self).__module__.rpartition('.')[0]}.{type(self).__name__}{' (closed)' if self.closed else ''}>"
@@ -118,7 +137,7 @@ class Handle:
         try:
             self.close()
         except EngineError as failed:
-            # Whoever was interrupted while a device stood still hears of that first.
+            # The interruption is more important than the stalled device that it interrupted.
             if error is None or failed.errno != ETIMEDOUT:
                 raise
             error.add_note(f"and closing {self!r}: {failed}")

@@ -1,4 +1,4 @@
-"""Buffers: the contents of a file, on a device."""
+"""Buffers: memory of a device that grows and shrinks like a file."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -10,7 +10,14 @@ from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from gpufs.engine._types import MemoryBuffer
+    from typing import TypeAlias
+
+    from typing_extensions import Buffer as PythonBuffer
+
+    from gpufs.engine._arrays import DeviceRange, MemoryBuffer, SupportsCudaArrayInterface, SupportsDLPack
+
+    # What a transfer can move to and from: see device_range() for arrays.
+    Memory: TypeAlias = "Buffer | DeviceRange | SupportsCudaArrayInterface | SupportsDLPack | PythonBuffer"
 
 SEEK_DATA: Final[int] = lib.GPUFS_SEEK_DATA
 SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE
@@ -21,7 +28,17 @@ ZERO_RANGE: Final[int] = lib.GPUFS_ZERO_RANGE
 
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
-    """A buffer's size and the device memory that it really holds, in bytes, and its device's index."""
+    """What is known about a buffer.
+
+    Attributes
+    ----------
+    size
+        Bytes from the start to the end, holes included.
+    held_bytes
+        Bytes of device memory that it takes.
+    device
+        The index of its device.
+    """
 
     size: int
     held_bytes: int
@@ -35,8 +52,23 @@ def _range(offset: int, size: int) -> tuple[int, int]:
 class Buffer(Handle):
     """An empty buffer on a device, which grows as it is written. It keeps its engine alive.
 
-    EngineError: ENOSPC when the device is full (nothing has changed then), EFBIG beyond the largest size, EBADF once
-    the buffer or its engine is closed.
+    Every method raises EngineError EBADF once the buffer or its engine is closed. One that needs memory raises ENOSPC
+    if the device is full, and has no effect then; EFBIG beyond the largest size.
+
+    Parameters
+    ----------
+    engine
+        The engine.
+    device
+        The index of the device.
+
+    Examples
+    --------
+    >>> with Engine("host", devices=1, memory_bytes=64 << 20) as engine, Buffer(engine) as buffer:
+    ...     buffer.write(0, b"weights")
+    ...     buffer.read_bytes(0, 3)
+    7
+    b'wei'
     """
 
     __slots__ = ("engine",)
@@ -50,7 +82,7 @@ class Buffer(Handle):
 
     @classmethod
     def _adopt(cls, engine: Engine, handle: int) -> Self:
-        """A buffer for a handle that the engine has given."""
+        """Make a buffer of a handle that the engine has returned."""
         buffer = cls.__new__(cls)
         buffer.engine = engine
         buffer._own(handle, lib.gpufs_buffer_close)
@@ -58,30 +90,67 @@ class Buffer(Handle):
 
     @property
     def info(self) -> BufferInfo:
-        """Size, memory held and device."""
+        """What is known about the buffer now."""
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
         return BufferInfo(info.size, info.held_bytes, info.device)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
-        """Fills a writable contiguous buffer (bytearray, numpy array, ...) from ``offset``; returns the bytes read.
+        """Copy into host memory. Holes read as zeros.
 
-        Also a contiguous array in host memory that has DLPack. Fewer bytes than asked for only at the end of the file;
-        holes read as zeros. Memory that is locked (:class:`HostLock`) the device writes to itself. TypeError,
-        ValueError or BufferError when the destination is no such buffer; EngineError as :class:`HostLock` where
-        locking is mandatory.
+        Parameters
+        ----------
+        offset
+            Where to begin, in bytes.
+        destination
+            Writable contiguous memory to fill: a bytearray, a numpy array or another object with the buffer protocol,
+            or an array in host memory with DLPack. The device itself writes to memory that is locked.
+
+        Returns
+        -------
+        int
+            The bytes read, fewer than the destination has only at the end of the buffer.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError
+            The destination is not such memory.
+        EngineError
+            Locking is mandatory and the destination cannot be locked.
+
+        See Also
+        --------
+        HostLock : locks host memory.
         """
         return self._move(lib.gpufs_buffer_read, offset, destination, writable=True)
 
     def read_bytes(self, offset: int, size: int) -> bytes:
-        """At most ``size`` bytes from ``offset``, fewer at the end of the file."""
+        """Return at most ``size`` bytes from ``offset``, fewer at the end of the buffer."""
         data = bytearray(min(unsigned("size", size), max(self.info.size - unsigned("offset", offset), 0)))
         return bytes(memoryview(data)[: self.read(offset, data)])
 
     def write(self, offset: int, source: "MemoryBuffer") -> int:
-        """Writes a contiguous buffer (bytes, numpy array, ...) at ``offset``, all of it; returns the bytes written.
+        """Copy from host memory. The buffer grows as needed.
 
-        Also a contiguous array in host memory that has DLPack. Memory that is locked the device reads itself.
+        Parameters
+        ----------
+        offset
+            Where to begin, in bytes.
+        source
+            Contiguous memory: bytes, a numpy array or another object with the buffer protocol, or an array in host
+            memory with DLPack. The device itself reads memory that is locked.
+
+        Returns
+        -------
+        int
+            The bytes written: all of the source.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError
+            The source is not such memory.
+        EngineError
+            The device is full, or locking is mandatory and the source cannot be locked.
         """
         return self._move(lib.gpufs_buffer_write, offset, source, writable=False)
 
@@ -95,33 +164,61 @@ class Buffer(Handle):
         return int(done[0])
 
     def resize(self, size: int) -> None:
-        """Sets the size: growing makes a hole, shrinking gives memory back."""
+        """Set the size: growing makes a hole, shrinking releases memory."""
         check(lib.gpufs_buffer_resize(self._handle, unsigned("size", size)))
 
     def allocate(self, offset: int, size: int, *, keep_size: bool = False) -> None:
-        """Takes the memory for a range now, as fallocate(2): the buffer grows to cover it unless ``keep_size``."""
+        """Allocate the memory for a range now. The buffer grows to cover it unless ``keep_size``."""
         check(lib.gpufs_buffer_allocate(self._handle, KEEP_SIZE if keep_size else 0, *_range(offset, size)))
 
     def punch(self, offset: int, size: int) -> None:
-        """Makes a hole of a range, which then reads as zeros; whole granules go back to the device."""
+        """Make a hole of a range, which then reads as zeros. Whole granules are released to the device."""
         check(lib.gpufs_buffer_allocate(self._handle, PUNCH_HOLE | KEEP_SIZE, *_range(offset, size)))
 
     def zero(self, offset: int, size: int, *, keep_size: bool = False) -> None:
-        """Zeroes a range and keeps its memory; the buffer grows to cover it unless ``keep_size``."""
+        """Zero a range and keep its memory. The buffer grows to cover it unless ``keep_size``."""
         check(
             lib.gpufs_buffer_allocate(self._handle, ZERO_RANGE | (KEEP_SIZE if keep_size else 0), *_range(offset, size))
         )
 
     def seek(self, offset: int, whence: int) -> int:
-        """The next data (SEEK_DATA) or hole (SEEK_HOLE) at or after ``offset``. EngineError ENXIO past the end."""
+        """Find the next data or hole.
+
+        Parameters
+        ----------
+        offset
+            Where to begin, in bytes.
+        whence
+            SEEK_DATA or SEEK_HOLE.
+
+        Returns
+        -------
+        int
+            The offset of the first data, or hole, at or after ``offset``.
+
+        Raises
+        ------
+        EngineError
+            ENXIO if ``offset`` is past the end, or there is no data behind it.
+        """
         found = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
         return int(found[0])
 
     def address(self, maximum_bytes: int) -> int:
-        """The device address of offset 0. From now on the buffer never moves and cannot grow past ``maximum_bytes``.
+        """Return the device address of offset 0, and fix it.
 
-        Behind holes there is no memory: allocate() before a kernel touches what was never written.
+        Holes have no memory: call allocate() before a kernel touches what was never written.
+
+        Parameters
+        ----------
+        maximum_bytes
+            The largest size that the buffer can have from now on.
+
+        Returns
+        -------
+        int
+            The address, which stays the same until the buffer is closed.
         """
         address = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_address(self._handle, unsigned("maximum_bytes", maximum_bytes), address))

@@ -28,26 +28,54 @@ _HIP_MEMORY: Final[dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What does not change about a device."""
+    """The constant properties of a device.
+
+    Attributes
+    ----------
+    index, name
+        Its number in the engine, and the driver's name for it.
+    pci_address
+        Empty if it has none.
+    numa_node
+        -1 if it is not known.
+    total_bytes
+        Bytes of memory.
+    granule
+        Bytes in which memory is allocated.
+    cpu_addressable
+        Whether the CPU can use its addresses.
+    fastpath_memory
+        Whether the fastpath can reach the memory of buffers.
+    """
 
     index: int
     name: str
-    pci_address: str  # "" where there is none
-    numa_node: int  # -1: unknown
+    pci_address: str
+    numa_node: int
     total_bytes: int
-    granule: int  # bytes in which memory is taken
+    granule: int
     cpu_addressable: bool
-    fastpath_memory: bool  # the fastpath can reach the memory of buffers
+    fastpath_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory now, in bytes."""
+    """A device's memory at one moment.
+
+    Attributes
+    ----------
+    total_bytes, free_bytes
+        Bytes there are, and bytes that can be allocated.
+    held_bytes
+        Bytes that buffers of this engine take.
+    health
+        The failure that put the device out of service; None while it works.
+    """
 
     total_bytes: int
     free_bytes: int
-    held_bytes: int  # by buffers of this engine
-    health: EngineError | None  # the failure that put the device out of service
+    held_bytes: int
+    health: EngineError | None
 
 
 class Device:
@@ -61,7 +89,7 @@ class Device:
 
     @property
     def info(self) -> DeviceInfo:
-        """What the driver says about the device. EngineError EBADF once the engine is closed."""
+        """The device's constant properties. EngineError EBADF once the engine is closed."""
         info = ffi.new("gpufs_device_info *")
         check(lib.gpufs_engine_device_info(self.engine._handle, self.index, info))
         return DeviceInfo(
@@ -76,7 +104,7 @@ class Device:
         )
 
     def memory(self) -> DeviceMemory:
-        """The memory in use now. EngineError EBADF once the engine is closed."""
+        """Return how much memory is in use now. EngineError EBADF once the engine is closed."""
         memory = ffi.new("gpufs_device_memory *")
         check(lib.gpufs_engine_device_memory(self.engine._handle, self.index, memory))
         health = None
@@ -93,23 +121,43 @@ def _milliseconds(name: str, value: float) -> int:
 
 
 class Engine(Handle):
-    """The devices of one driver, opened.
+    """The devices of one driver.
 
-    ``driver`` is "host", "cuda" or "hip". ``devices``: how many to simulate (host) or to use (others, 0 for all).
-    ``memory_bytes`` caps each device, 0 for the driver's default (host requires a number).
-    ``slab_file_bytes``: files up to this size share slabs of device memory, 0: none do; at most 1 MiB.
-    ``statistics_path``: a file that the counters live in (docs/statistics.md), made anew and left at the end.
-    ``keep_freed``: seconds for which a GPU's memory is kept after a buffer has given it back, for whoever takes as much
-    next: the driver clears what it gets back, which slows copies down meanwhile. 0: given back at once.
-    ``lock_policy`` "mandatory" locks the host memory of every copy for as long as the copy takes, and the copy fails
-    if that is impossible. With "auto" and "off" only a :class:`HostLock` locks a program's memory.
-    ``hip_memory`` says how the HIP driver takes a buffer's memory: "plain" by one hipMalloc, which the fastpath reaches
-    and which grows by a copy; "virtual" in ranges of addresses, which the fastpath does not reach; "auto" is plain
-    where the kernel can move files to and from the device. Where the runtime's ranges do not work it is always plain.
-    EngineError ENODEV when the driver cannot be used here, EINVAL for an unknown one or bad numbers.
+    Parameters
+    ----------
+    driver
+        "host", "cuda" or "hip".
+    devices
+        How many devices to simulate (host) or to use (others; 0 for all).
+    memory_bytes
+        Cap for each device; 0 for the driver's default. The host driver requires a number.
+    slab_file_bytes
+        Buffers up to this size share slabs of device memory, at most 1 MiB; 0 for none.
+    statistics_path
+        A file for the counters (docs/statistics.md). It is replaced, and stays when the engine is closed.
+    keep_freed
+        Seconds for which a GPU's memory is cached after a buffer has released it, for the next buffer: the driver
+        clears what it gets back, which slows down copies at the same time. 0 for no cache.
+    lock_policy
+        "mandatory" locks the host memory of every copy while the copy takes, and the copy fails if that is impossible.
+        With "auto" and "off" only a `HostLock` locks a program's memory.
+    hip_memory
+        How the HIP driver allocates a buffer's memory. "plain": by one hipMalloc, which the fastpath reaches and which
+        grows by a copy. "virtual": in ranges of addresses, which the fastpath does not reach. "auto": plain if the
+        kernel can move files to and from the device. Memory is always plain if the runtime's ranges do not work.
 
-    Closing is EngineError ETIMEDOUT where a device did not get done what operations and transfers waited for
-    (docs/operations.md): the engine is closed then, and their memory is kept until the process ends.
+    Raises
+    ------
+    EngineError
+        ENODEV if the driver cannot be used here, EINVAL for an unknown driver or invalid numbers. When closing:
+        ETIMEDOUT if a device did not finish what operations and transfers waited for (docs/operations.md). The engine
+        is closed then, and their memory is kept until the process ends.
+
+    Examples
+    --------
+    >>> with Engine("host", devices=2, memory_bytes=64 << 20) as engine:
+    ...     [device.info.name for device in engine.devices]
+    ['host memory', 'host memory']
     """
 
     __slots__ = ("_devices", "_users", "driver")
@@ -156,9 +204,19 @@ class Engine(Handle):
         return tuple(Device(self, index) for index in range(self._devices))
 
     def statistics_describe(self, facts: dict[str, Any]) -> None:
-        """Puts what the counters are about, in words, beside them. EngineError EFBIG beyond 3840 bytes of JSON.
+        """Store a description beside the counters.
 
-        TypeError or ValueError for what is no JSON object.
+        Parameters
+        ----------
+        facts
+            A JSON object, in text at most 3840 bytes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``facts`` is not a JSON object.
+        EngineError
+            EFBIG if the text is too long.
         """
         instance("facts", dict, facts)
         check(
@@ -166,11 +224,11 @@ class Engine(Handle):
         )
 
     def statistics_publish(self) -> None:
-        """Writes memory, pools and the time beside the counters."""
+        """Write the gauges (memory, pools) and the time beside the counters."""
         check(lib.gpufs_statistics_publish(self._handle))
 
     def statistics_read(self) -> bytes:
-        """All counters as they are now, in the format of docs/statistics.md, which gpufs.statistics reads."""
+        """Return all counters in the format of docs/statistics.md, which `gpufs.statistics.parse` reads."""
         needed = ffi.new("uint64_t *")
         lib.gpufs_statistics_read(self._handle, ffi.NULL, 0, needed)
         room = ffi.new("char[]", int(needed[0]))
@@ -179,5 +237,5 @@ class Engine(Handle):
         return data
 
     def io_statistics(self) -> dict[str, Any]:
-        """The counters of transfers."""
+        """Return the counters of transfers."""
         return json_of(lambda *room: lib.gpufs_io_statistics(self._handle, *room))

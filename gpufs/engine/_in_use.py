@@ -1,4 +1,4 @@
-"""What of a program's own memory a device may use, and what becomes of it where the engine gave up on a device."""
+"""Keeps objects alive while a device may use their memory, also after the engine gave up on the device."""
 
 import ctypes
 import errno
@@ -13,15 +13,15 @@ from gpufs.engine._native import ffi
 
 
 class InUse(Protocol):
-    """Whoever has work under way."""
+    """An object with work in progress."""
 
     def in_use(self) -> object:
-        """What must live until that is over."""
+        """Return what must live until the work is over."""
         ...
 
 
 class Used:
-    """What one piece of work needs, for as long as this lives."""
+    """Keeps what one piece of work needs, as long as this object lives."""
 
     __slots__ = ("__weakref__", "_things")
 
@@ -29,24 +29,24 @@ class Used:
         self._things = things
 
     def in_use(self) -> object:
-        """All of it."""
+        """Return everything that is kept."""
         return self._things
 
 
 class Users:
-    """All that have work under way in an engine."""
+    """The objects that have work in progress in an engine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _users
         self._users: weakref.WeakSet[InUse] = weakref.WeakSet()
 
     def add(self, user: InUse) -> None:
-        """Lists a user until it goes."""
+        """Add an object; it is removed when it is collected."""
         with self._lock:
             self._users.add(user)
 
     def close(self, close: Callable[[int], Any], handle: int) -> Any:
-        """Closes the engine. What was in use stays for ever where the device did not get done with it."""
+        """Close the engine. What a stalled device still uses is never released."""
         with self._lock:
             used = [user.in_use() for user in self._users]
         status = close(handle)
@@ -56,7 +56,7 @@ class Users:
 
 
 def keep_for_ever(things: object) -> None:
-    """Nothing of it goes before the process ends, not even with the interpreter."""
+    """Keep objects until the process ends, even after the interpreter has ended."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
 
 
@@ -67,10 +67,22 @@ def close_or_leave(
     used: InUse,
     handle: int,
 ) -> Any:
-    """Closes what has work under way; gives the status.
+    """Close a handle that has work in progress.
 
-    If that is ETIMEDOUT the handle is open still. It is closed, and ``used`` let go, once ``over(handle)`` is true,
-    which is asked when the descriptor that ``event_fd`` gives becomes readable.
+    Parameters
+    ----------
+    close, event_fd, over
+        Functions of the handle: close it; store the descriptor that becomes readable when its work may be over; return
+        whether the work is over.
+    used
+        What the work uses. It is kept alive until then.
+    handle
+        The handle.
+
+    Returns
+    -------
+    status
+        Of closing. If it is ETIMEDOUT, the handle is closed in the background when the work is over.
     """
     status = close(handle)
     if status.error != errno.ETIMEDOUT:

@@ -13,8 +13,7 @@ from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from gpufs.engine._arrays import SupportsDLPack
-    from gpufs.engine._types import MemoryBuffer
+    from gpufs.engine._arrays import MemoryBuffer, SupportsDLPack
 
 
 def _unlock(pid: int, engine: int, host: HostRange) -> None:

@@ -33,7 +33,7 @@ class Attributes:
     """The attributes of an inode, in the order of the C struct.
 
     Creating one and handing it to the engine costs a few microseconds. Times are seconds and nanoseconds since
-    1970-01-01 UTC; ``blocks`` counts 512 bytes of memory really held; ``device`` is -1 for what has none.
+    1970-01-01 UTC; ``blocks`` counts the memory held in units of 512 bytes; ``device`` is -1 without one.
     """
 
     ino: int = 0
@@ -100,9 +100,9 @@ def _unpack(c: Any) -> Attributes:
 
 
 def relay_pair() -> tuple[int, int]:
-    """The socket pair between the planes: (relay_fd for Mount, what pyfuse3 gets as /dev/fd/N).
+    """The socket pair between the planes: (relay_fd for Mount, the descriptor that pyfuse3 gets as /dev/fd/N).
 
-    Both are close-on-exec and the caller's, the first until Mount takes it over.
+    Both are close-on-exec. The caller owns them, the first until Mount takes it over.
     """
     native, control = ffi.new("int32_t *"), ffi.new("int32_t *")
     check(lib.gpufs_relay_pair(native, control))
@@ -114,7 +114,7 @@ class Mount(Handle):
 
     ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
-    for the engine's choice. ``reader_spin``: seconds that a reader looks for a request before it sleeps, 0 to 0.01.
+    for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
     ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
     in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device". ``metadata_bytes``:
     host memory that names and attributes may take before new ones fail with ENOSPC, 0 for no limit.
@@ -182,8 +182,9 @@ class Mount(Handle):
     def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
         """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
 
-        ``parent``: the directory that a user makes it in, which hands down its group and access control lists; the mode
-        is what he asked for, from which ``umask`` is taken unless a list stands in for it. 0: all is as it shall be.
+        ``parent``: the directory in which a user creates it, which passes on its group and access control lists; the
+        mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as in
+        ``attributes``.
         """
         status = lib.gpufs_inode_add(self._handle, _pack(attributes), parent, umask)
         if status.error:
@@ -204,7 +205,7 @@ class Mount(Handle):
         return _unpack(attributes)
 
     def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
-        """Sets what the SET_ bits in ``set`` name, all or nothing; returns the attributes as they are afterwards."""
+        """Sets what the SET_ bits in ``set`` name, all or nothing; returns the new attributes."""
         changed = _pack(attributes)
         status = lib.gpufs_inode_set(self._handle, ino, set, changed)
         if status.error:
@@ -212,15 +213,15 @@ class Mount(Handle):
         return _unpack(changed)
 
     def inode_read(self, ino: int) -> None:
-        """It was read by other means than the mount's native operations: sets the access time where that is due."""
+        """Sets the access time, if that is due, after a read by other means than the mount's native operations."""
         status = lib.gpufs_inode_read(self._handle, ino)
         if status.error:
             raise failure(status)
 
     def inode_written(self, ino: int) -> None:
-        """After its contents were changed by other means than the mount's own operations, by a transfer for example.
+        """Sets the times and clears set-id bits after a change by other means, for example by a transfer.
 
-        Sets the times, drops set-id bits and tells the kernel, queued. EngineError ENOENT if unknown.
+        Queues a notification of the kernel. EngineError ENOENT if unknown.
         """
         check(lib.gpufs_inode_written(self._handle, ino))
 
@@ -233,7 +234,7 @@ class Mount(Handle):
         return int(fh[0])
 
     def backing_file_open(self, ino: int, fd: int) -> int:
-        """Opens a file of the host below backing/ by a descriptor, which stays the caller's.
+        """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is pyfuse3's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
@@ -253,16 +254,16 @@ class Mount(Handle):
     def buffer(self, ino: int) -> Buffer:
         """The buffer of a regular file, which lives at least as long as the result is open.
 
-        EngineError ENOENT if unknown, EISDIR or EINVAL for what has no buffer.
+        EngineError ENOENT if unknown, EISDIR or EINVAL without a buffer.
         """
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_buffer(self._handle, ino, handle))
         return Buffer._adopt(self.engine, handle[0])
 
     def invalidate_inode(self, ino: int) -> None:
-        """Tells the kernel that contents and attributes are not what it has cached. Queued; never blocks."""
+        """Notifies the kernel that its cached contents and attributes are stale. Queued; never blocks."""
         check(lib.gpufs_mount_invalidate_inode(self._handle, ino))
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Tells the kernel that a name is not what it has cached. Queued; never blocks."""
+        """Notifies the kernel that its cached entry of a name is stale. Queued; never blocks."""
         check(lib.gpufs_mount_invalidate_entry(self._handle, parent, name, len(name)))

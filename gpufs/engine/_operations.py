@@ -24,7 +24,14 @@ from gpufs.engine._native import ffi, lib
 from gpufs.engine._transfer import BackingFile, Direction, Switch, Sync, TransferError, fill_request, refusal_names
 
 if TYPE_CHECKING:
-    from gpufs.engine._types import Memory, MemoryBuffer, Number
+    import ctypes
+    from typing import TypeAlias
+
+    from gpufs.engine._arrays import MemoryBuffer
+    from gpufs.engine._buffer import Memory
+
+    # A number, or the place from which it is read when the stream comes to the operation.
+    Number: TypeAlias = "int | Late | ctypes.c_int64 | ctypes.c_uint64 | MemoryBuffer"
 
 Fixed = Literal["buffer_offset", "file_offset", "size"]
 

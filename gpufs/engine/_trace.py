@@ -1,4 +1,4 @@
-"""Traces of what the engine's threads do: recorded natively, handed out as bytes that docs/traces.md describes."""
+"""Traces of what the engine's threads do. docs/traces.md describes the records."""
 
 from types import TracebackType
 from typing import Self
@@ -7,13 +7,14 @@ from gpufs.engine._arguments import unsigned
 from gpufs.engine._binding import check
 from gpufs.engine._native import ffi, lib
 
-_LEAST = 16 << 10  # bytes, room for the longest record with its text
-
 
 class Trace:
-    """A trace of the whole process, from here to close() or the end of ``with``.
+    """Records the whole process from its creation to close(), or the end of ``with``.
 
-    EngineError EBUSY where somebody traces already.
+    Raises
+    ------
+    EngineError
+        EBUSY if a trace is being recorded already.
     """
 
     __slots__ = ("_open",)
@@ -23,20 +24,28 @@ class Trace:
         self._open = True
 
     def read(self, size: int) -> bytes:
-        """Records that have not been read yet, whole ones, at most ``size`` bytes; b"" where there are none now.
+        """Take records out, those of each thread in order.
 
-        Less than 16 KiB is too little: nothing is read then.
+        Parameters
+        ----------
+        size
+            The most bytes to return.
+
+        Returns
+        -------
+        bytes
+            The next part of the stream, a multiple of 64 bytes. Empty if there are no records now.
         """
-        if unsigned("size", size) < _LEAST or not self._open:
+        if not self._open:
             return b""
-        room = ffi.new("char[]", size)
+        room = ffi.new("char[]", unsigned("size", size))
         count = ffi.new("uint64_t *")
         check(lib.gpufs_trace_read(room, size, count))
         data: bytes = ffi.buffer(room, count[0])[:]
         return data
 
     def close(self) -> None:
-        """Ends it; what was not read is dropped. A second call does nothing."""
+        """End the recording and drop what has not been read. A second call does nothing."""
         if self._open:
             self._open = False
             check(lib.gpufs_trace_stop())

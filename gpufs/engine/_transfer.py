@@ -19,8 +19,8 @@ from gpufs.engine._in_use import Used, close_or_leave
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
-    from gpufs.engine._operations import OperationFuture, Stream, StreamLike
-    from gpufs.engine._types import Memory, Number
+    from gpufs.engine._buffer import Memory
+    from gpufs.engine._operations import Number, OperationFuture, Stream, StreamLike
 
 Switch = Literal["auto", "on", "off", "require"]
 Direction = Literal["load", "store"]

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 import pyfuse3
 import trio
 
-from gpufs import threads
+from gpufs.daemon import threads
 from gpufs.engine import SET_NLINK, Attributes
 from gpufs.fs.host_inodes import Backing, BackingNode, HostInodes, look_up, open_beneath
 from gpufs.fs.nodes import Directory
@@ -43,7 +43,7 @@ _Found = tuple[int, os.stat_result]
 DIRECTORY_NAME: Final = b"backing"
 _THREADS: Final = 32  # for the calls of one user on one file system
 # Calls of the host that may be under way or wait for a thread: of one user, and of all. pyfuse3 serves more requests
-# than that at a time (gpufs/loop.py), so those that wait for the host never use up its tasks.
+# than that at a time (gpufs/daemon/loop.py), so those that wait for the host never use up its tasks.
 _CALLS_OF_A_USER: Final = 1024
 _CALLS: Final = 8192
 _THREAD_PAUSE: Final = 0.5  # seconds between two attempts to start a thread for work that cannot be refused

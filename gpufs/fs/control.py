@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpufs import prometheus, statistics
+from gpufs import statistics
 from gpufs._version import __version__
 from gpufs.engine import Device, Engine, EngineError, refusal_names
 
@@ -104,17 +104,19 @@ class MountStatistics:
             facts["mountpoint"] = None  # the one part that may be too long
             opened.statistics_describe(facts)
 
-    def read(self) -> statistics.Statistics:
+    def read(self) -> dict[str, Any]:
         """The counters now."""
         return statistics.parse(self._engine.statistics_read())
 
     def as_bytes(self) -> bytes:
         """The text of ``.gpufs/stats``: one JSON object, as docs/statistics.md describes it."""
-        return json.dumps(self.read().as_dict(), indent=2).encode() + b"\n"
+        return json.dumps(self.read(), indent=2).encode() + b"\n"
 
     def as_metrics(self) -> bytes:
         """The text of ``.gpufs/metrics``, in Prometheus' format."""
-        return prometheus.page(self.read()).encode()
+        from gpufs.statistics import prometheus  # most mounts never need it
+
+        return prometheus.metrics(self.read())
 
 
 def version_text() -> bytes:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, EXDEV
 from typing import Final
 
-from gpufs.client._linux import Identity, file_system_type, identity, open_flags
-from gpufs.client._protocol import LOAD
+from gpufs.protocol import LOAD
+from gpufs.protocol.statx import Identity, file_system_type, identity, open_flags
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from gpufs.client import _protocol
+from gpufs import protocol
 from gpufs.service._backend import Backend, EngineBackend
 from gpufs.service._limits import Limits
 from gpufs.service._session import Counters, Peer, Session
@@ -132,7 +132,7 @@ def _reject(sock: socket.socket) -> None:
     with sock:
         sock.setblocking(False)
         try:
-            _protocol.send(sock, _protocol.Goodbye(errno.EBUSY, "too many connections to the copy service"))
+            protocol.send(sock, protocol.Goodbye(errno.EBUSY, "too many connections to the copy service"))
         except OSError:
             pass
 

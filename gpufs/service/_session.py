@@ -18,10 +18,10 @@ from typing import Final, TypeVar
 
 import trio
 
-from gpufs import threads
+from gpufs import protocol
 from gpufs._version import __version__
-from gpufs.client import _protocol
-from gpufs.client._protocol import (
+from gpufs.daemon import threads
+from gpufs.protocol import (
     LOAD,
     ClientMessage,
     Copy,
@@ -179,11 +179,11 @@ class Session:
                 return
             if not isinstance(message, Hello):
                 raise ProtocolError("the first message is not hello")
-            if _protocol.VERSION not in message.versions:
-                raise ProtocolError(f"only version {_protocol.VERSION} is spoken here", errno.EPROTONOSUPPORT)
+            if protocol.VERSION not in message.versions:
+                raise ProtocolError(f"only version {protocol.VERSION} is spoken here", errno.EPROTONOSUPPORT)
             self._greeted = True
             self._log(logging.DEBUG, "%r", message.program)
-            await self._send(Welcome(_protocol.VERSION, f"gpufs {__version__}", self._limits.requests))
+            await self._send(Welcome(protocol.VERSION, f"gpufs {__version__}", self._limits.requests))
         violation = None
         async with trio.open_nursery() as nursery:
             try:
@@ -229,14 +229,14 @@ class Session:
         await trio.lowlevel.checkpoint()
         while True:
             try:
-                data, descriptors = _protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock)
                 break
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._sock)
         if not data:
             return None, descriptors
         try:
-            return _protocol.decode_client(data), descriptors
+            return protocol.decode_client(data), descriptors
         except ProtocolError:
             self._discard(descriptors)
             raise
@@ -245,7 +245,7 @@ class Session:
         async with self._sending:  # one task at a time may wait for a descriptor
             while True:
                 try:
-                    _protocol.send(self._sock, message)
+                    protocol.send(self._sock, message)
                     return
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(self._sock)
@@ -253,23 +253,23 @@ class Session:
     def _send_if_possible(self, message: ServerMessage) -> None:
         """For what may be left out: a client that does not read gets no progress."""
         try:
-            _protocol.send(self._sock, message)
+            protocol.send(self._sock, message)
         except OSError:
             pass
 
     def _say_goodbye(self, error: int, text: str) -> None:
-        self._send_if_possible(Goodbye(error, _protocol.shorten(text)))
+        self._send_if_possible(Goodbye(error, protocol.shorten(text)))
 
     def _discard(self, descriptors: list[int]) -> None:
         """Closes descriptors on a thread of their own: a close asks the file's server, which may be this process."""
         if descriptors:
-            threads.in_background(functools.partial(_protocol.close_all, descriptors))
+            threads.in_background(functools.partial(protocol.close_all, descriptors))
 
     # ---- requests ----
 
     async def _accept(self, copy: Copy, descriptors: list[int], nursery: trio.Nursery) -> None:
         problem = None
-        if len(descriptors) != _protocol.MAX_DESCRIPTORS:
+        if len(descriptors) != protocol.MAX_DESCRIPTORS:
             problem = ProtocolError(f"a copy message with {len(descriptors)} descriptors")
         elif copy.id in self._requests:
             problem = ProtocolError("a copy message whose id is under way")
@@ -375,7 +375,7 @@ class Session:
                 ended = True
             if copy.progress:
                 state = transfer.state()
-                self._send_if_possible(_protocol.Progress(copy.id, state.total, state.moved, state.paths))
+                self._send_if_possible(protocol.Progress(copy.id, state.total, state.moved, state.paths))
 
     async def _finish(self, request: _Request, host: Descriptor, deadline: float) -> State:
         """After the transfer, which has ended or was cancelled: the file's length, times and what the kernel knows."""
@@ -434,7 +434,7 @@ class Session:
             request.copy.id,
             state.error,
             state.device_code,
-            _protocol.shorten(text),
+            protocol.shorten(text),
             state.done,
             state.paths,
             state.refusals,

@@ -33,10 +33,6 @@ const char* gpufs_message(void);
 /* "1.2.3", the same as the Python package's version. */
 const char* gpufs_version(void);
 
-/* A thread that was not started by the engine makes sure that its later calls find room for the thread's own variables:
- * without memory the C library ends the process where one of them needs it. 0, or ENOMEM: make no calls yet. */
-int32_t gpufs_prepare_thread(void);
-
 /* ---- logging ---- */
 
 enum { GPUFS_LOG_DEBUG = 10, GPUFS_LOG_INFO = 20, GPUFS_LOG_WARNING = 30, GPUFS_LOG_ERROR = 40 };
@@ -44,28 +40,6 @@ enum { GPUFS_LOG_DEBUG = 10, GPUFS_LOG_INFO = 20, GPUFS_LOG_WARNING = 30, GPUFS_
  * blocks as the descriptor does; lines for which a non-blocking one has no space are dropped, and counted in a later
  * one. */
 gpufs_status gpufs_log_configure(int fd, int level);
-
-/* ---- memory set aside ---- */
-
-/* An interpreter's allocators, in the form of CPython's PyMemAllocatorEx and PyObjectArenaAllocator. Null is no block
- * to release, and the blocks of `memory` are malloc(3)'s. */
-typedef struct {
-  void* context;
-  void* (*allocate)(void* context, size_t bytes);
-  void* (*allocate_zeroed)(void* context, size_t count, size_t bytes);
-  void* (*reallocate)(void* context, void* block, size_t bytes);
-  void (*release)(void* context, void* block);
-} gpufs_allocator;
-
-typedef struct {
-  void* context;
-  void* (*allocate)(void* context, size_t bytes);
-  void (*release)(void* context, void* pages, size_t bytes);
-} gpufs_page_allocator;
-
-/* Sets memory aside, and puts it behind both: where they fail, what they are replaced with takes blocks of it, up to
- * 256 KiB each. While most of it is taken a mount begins nothing that keeps memory: ENOMEM. EBUSY: called before. */
-gpufs_status gpufs_reserve_behind(gpufs_allocator* memory, gpufs_page_allocator* pages);
 
 /* ---- engine and devices ---- */
 
@@ -135,7 +109,7 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
 gpufs_status gpufs_trace_start(void);
 /* What has not been read is dropped. */
 gpufs_status gpufs_trace_stop(void);
-/* Moves records out; *bytes is 0 when there are none now. At least 16 KiB of room. */
+/* Moves records out; *bytes is a multiple of 64, and 0 when there are none now. */
 gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes);
 
 /* ---- buffers ---- */
@@ -203,7 +177,7 @@ typedef struct {
   int32_t relay_fd;         /* native end of gpufs_relay_pair(), whose other end pyfuse3 has; taken over too */
   int32_t reader_threads;   /* 0: chosen by the number of CPUs */
   int32_t worker_threads;   /* most for each device's operations that may take long; 0: 64 */
-  double reader_spin;       /* seconds that a reader looks for a request before it sleeps, to 0.01; 0: not at all */
+  double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */

@@ -23,7 +23,6 @@ constexpr int kRounds = kSanitized ? 200 : 1500;
 struct Setting {
   const char* name;
   std::uint64_t slab_file_bytes;
-  bool binds_threads;
   bool reserve_copies;
   std::uint64_t span;
 };
@@ -31,7 +30,6 @@ struct Setting {
 class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamInterface<Setting> {
  protected:
   void SetUp() override {
-    plan->binds_threads = GetParam().binds_threads;
     plan->reserve_copies = GetParam().reserve_copies;
     plan->span = GetParam().span;
     start(128 * kMiB, GetParam().slab_file_bytes);
@@ -207,12 +205,12 @@ TEST_P(BufferConcurrencyTest, CopiesInBothDirections) {
   threads[3].join();
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Settings, BufferConcurrencyTest,
-    ::testing::Values(Setting{"plain", 0, false, false, 0}, Setting{"slabs", 65536, false, false, 0},
-                      Setting{"bound", 65536, true, false, 0}, Setting{"copying", 0, false, true, 0},
-                      Setting{"pieces", 0, true, false, 2 * kGranule}),
-    [](const ::testing::TestParamInfo<Setting>& setting) { return std::string(setting.param.name); });
+INSTANTIATE_TEST_SUITE_P(Settings, BufferConcurrencyTest,
+                         ::testing::Values(Setting{"plain", 0, false, 0}, Setting{"slabs", 65536, false, 0},
+                                           Setting{"copying", 0, true, 0}, Setting{"pieces", 0, false, 2 * kGranule}),
+                         [](const ::testing::TestParamInfo<Setting>& setting) {
+                           return std::string(setting.param.name);
+                         });
 
 }  // namespace
 }  // namespace gpufs::testing

@@ -17,8 +17,6 @@
 #include "bytes.h"
 #include "cuda_test_support.h"
 #include "device/device_context.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
 #include "memory/buffer.h"
 
 namespace gpufs::cuda_test {
@@ -34,10 +32,8 @@ class BufferGpuTest : public FakeCuda {
   void start(const FakeGpuSetup& setup = {}) {
     open(setup);
     shared_ = std::shared_ptr<Driver>(std::move(driver_));
-    DeviceContextOptions options;
-    options.copy_chunk_bytes = kChunk;
     for (int index = 0; index < setup.devices; ++index) {
-      contexts_.push_back(must(DeviceContext::create(shared_, static_cast<std::size_t>(index), options)));
+      contexts_.push_back(must(DeviceContext::create(shared_, static_cast<std::size_t>(index), kChunk)));
     }
   }
   void stop() {
@@ -164,8 +160,7 @@ TEST_F(BufferGpuTest, ACopyGoesOnWithoutStreamsAndEvents) {
   const auto data = pattern(8 * kChunk, 1);
   const auto from = filled(data);
   const auto to = filled(pattern(8 * kChunk, 2));
-  contexts_[0]->streams().close();
-  contexts_[0]->events().close();
+  fake().fail("cuStreamCreate", 1, kInvalidValue, 1);
   EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), data.size());
   EXPECT_TRUE(testing::same_bytes(contents(*to), data));
 }
@@ -264,21 +259,21 @@ TEST_F(BufferGpuTest, AFailedGrowthMovesNothingUnderAReader) {
   }
 }
 
-// What is ahead shares a piece of memory with the file's end, and goes back all the same: also when the device is full.
-TEST_F(BufferGpuTest, MemoryAheadGoesBackFromAFullDevice) {
+// Preallocated memory shares a piece with the file's end, and is released all the same: also when the device is full.
+TEST_F(BufferGpuTest, PreallocatedMemoryIsReleasedFromAFullDevice) {
   FakeGpuSetup setup;
   setup.memory_bytes = 1024 * kMiB;
   start(setup);
   const auto data = pattern(kMiB, 1);
   const auto buffer = make();
-  buffer->take_ahead();
+  buffer->preallocate_on_growth();
   for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB) ASSERT_EQ(must(buffer->write(at, data)), data.size());
-  ASSERT_GT(buffer->bytes_ahead(), 0U);
-  EXPECT_EQ(fake_state().bytes_used, buffer->bytes_held() + buffer->bytes_ahead());
+  ASSERT_GT(buffer->bytes_held(), 70 * kMiB);
+  EXPECT_EQ(fake_state().bytes_used, buffer->bytes_held());
   EXPECT_LT(fake().calls("cuMemCreate"), 12);
   const auto other = make();
-  ASSERT_OK(other->allocate(0, 1024 * kMiB - buffer->bytes_held(), true));
-  EXPECT_EQ(buffer->bytes_ahead(), 0U);
+  ASSERT_OK(other->allocate(0, 954 * kMiB, true));
+  EXPECT_EQ(buffer->bytes_held(), 70 * kMiB);
   EXPECT_EQ(fake_state().bytes_used, 1024 * kMiB);
   for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB)
     ASSERT_TRUE(testing::same_bytes(contents(*buffer, at, kMiB), data)) << at;

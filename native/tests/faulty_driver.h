@@ -45,7 +45,6 @@ class Fault {
 struct FaultPlan {
   Fault create_memory, reserve, populate, export_memory, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
       create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
-  bool binds_threads = false;
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
@@ -170,7 +169,6 @@ class FaultyDevice : public Device {
  public:
   FaultyDevice(Device* inner, std::shared_ptr<FaultPlan> plan)
       : inner_(inner), plan_(std::move(plan)), info_(inner->info()) {
-    info_.binds_threads = plan_->binds_threads;
     info_.reserve_copies = plan_->reserve_copies;
     info_.cpu_addressable = plan_->cpu_addressable;
   }

@@ -10,11 +10,11 @@
 namespace gpufs::fuse {
 namespace {
 
-class AttributesTest : public SessionTest {
+class AttributesTest : public MountTest {
  protected:
   void SetUp() override {
-    SessionOptions options;
-    options.operations.attribute_timeout = 1.5;
+    MountOptions options;
+    options.attribute_timeout = 1.5;
     open_and_initialize(options);
   }
 

@@ -32,13 +32,14 @@ class HostSource final : public BufferSource {
   Result<std::shared_ptr<Buffer>> create(std::int32_t) override { return Buffer::create(device_); }
   Result<MemoryInfo> memory(std::int32_t) override { return device_->device().memory(); }
   std::uint64_t granule(std::int32_t) override { return device_->info().granule; }
+  [[nodiscard]] bool in_host_memory(std::int32_t) const override { return true; }
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const { return device_; }
 
  private:
   std::shared_ptr<DeviceContext> device_;
 };
 
-class BackingTest : public SessionTest {
+class BackingTest : public MountTest {
  protected:
   void SetUp() override {
     IoOptions io;
@@ -47,44 +48,23 @@ class BackingTest : public SessionTest {
         TransferEngine::create(io, {host->device()}, make_direct_path("host"));
     ASSERT_TRUE(made.ok());
     transfers = made.take();
-    SessionOptions options;
+    MountOptions options;
     options.transfers = transfers;
-    table = std::make_unique<InodeTable>(host);
-    ASSERT_TRUE(table->start().ok());
-    Result<RelayPair> device = make_relay_pair();
-    Result<RelayPair> relay = make_relay_pair();
-    ASSERT_TRUE(device.ok() && relay.ok());
-    kernel.emplace(std::move(device.value().control));
-    control.emplace(std::move(relay.value().control));
-    Result<std::unique_ptr<Session>> created =
-        Session::create(std::move(device.value().native), std::move(relay.value().native), *table, options);
-    ASSERT_TRUE(created.ok()) << created.status().message();
-    session = created.take();
-    ASSERT_TRUE(session->start().ok());
+    open_over(host, options);
     initialize();
     fd = testing::temporary_file();
     ASSERT_TRUE(fd.valid());
   }
   void TearDown() override {
-    SessionTest::TearDown();
+    MountTest::TearDown();
     transfers->shutdown();
   }
 
   std::uint64_t open_backing(int flags = O_RDWR) {
     const UniqueFd opened = testing::reopen(fd.get(), flags);
-    Result<std::uint64_t> fh = session->backing_files().open(50, opened.get());
+    Result<std::uint64_t> fh = mount->backing_files().open(50, opened.get());
     EXPECT_TRUE(fh.ok()) << fh.status().message();
     return fh.ok() ? fh.value() : 0;
-  }
-  static Bytes copy_body(std::uint64_t from, std::uint64_t to, std::uint64_t bytes, std::uint64_t from_offset = 0,
-                         std::uint64_t to_offset = 0) {
-    fuse_copy_file_range_in in{};
-    in.fh_in = from;
-    in.off_in = from_offset;
-    in.fh_out = to;
-    in.off_out = to_offset;
-    in.len = bytes;
-    return bytes_of(in);
   }
   std::uint32_t copied(const Bytes& body) {
     const Reply reply = kernel->call(FUSE_COPY_FILE_RANGE, 50, body);
@@ -111,8 +91,6 @@ class BackingTest : public SessionTest {
   std::shared_ptr<HostSource> host = std::make_shared<HostSource>();
   std::shared_ptr<TransferEngine> transfers;
   UniqueFd fd;
-
- private:
 };
 
 TEST_F(BackingTest, ReadsAndWritesReachTheFile) {
@@ -126,10 +104,10 @@ TEST_F(BackingTest, ReadsAndWritesReachTheFile) {
   EXPECT_EQ(file_contents().size(), kMiB + 100);
   EXPECT_EQ(kernel->call(FUSE_FLUSH, 50, bytes_of(fuse_flush_in{fh, 0, 0, 0})).error(), 0);
   EXPECT_EQ(kernel->call(FUSE_FSYNC, 50, bytes_of(fuse_fsync_in{fh, 1, 0})).error(), 0);
-  EXPECT_TRUE(session->backing_files().release(fh).ok());
+  EXPECT_TRUE(mount->backing_files().release(fh).ok());
   EXPECT_EQ(kernel->read(50, fh, 0, 100).error(), EBADF);
   EXPECT_EQ(kernel->write(50, fh, 0, data).error(), EBADF);
-  EXPECT_EQ(session->backing_files().release(fh).error(), EBADF);
+  EXPECT_EQ(mount->backing_files().release(fh).error(), EBADF);
 }
 
 TEST_F(BackingTest, TheModeOfTheOpeningCounts) {

@@ -1,6 +1,5 @@
 // What the data plane's tests use in place of the kernel, the control plane and the devices.
-// Owned by each test.
-// A fake belongs to the thread that made it, but for FakeBuffer, which any thread may use.
+// A fake belongs to the thread that created it, except FakeBuffer, which any thread may use.
 #pragma once
 
 #include <fcntl.h>
@@ -33,9 +32,9 @@
 
 #include "bytes.h"
 #include "fuse/inode_table.h"
+#include "fuse/mount.h"
 #include "fuse/protocol.h"
-#include "fuse/relay_socket.h"
-#include "fuse/session.h"
+#include "fuse/relay.h"
 
 namespace gpufs::fuse {
 
@@ -100,7 +99,7 @@ bool eventually(Condition condition) {
   return true;
 }
 
-// A door that a fake operation waits behind.
+// Holds up a fake operation until it opens.
 class Gate {
  public:
   void close() {
@@ -173,12 +172,13 @@ class FakeBuffer : public Buffer {
   }
 
   [[nodiscard]] std::uint64_t limit() const override { return kMaximum; }
-  [[nodiscard]] std::uint64_t bytes_ahead() const override { return ahead; }
-  void trim() override {
-    ahead = 0;
+  [[nodiscard]] bool may_trim() const override { return preallocated; }
+  bool trim(std::chrono::milliseconds) override {
+    preallocated = false;
     ++trims;
+    return true;
   }
-  std::atomic<std::uint64_t> ahead{0};
+  std::atomic<bool> preallocated{false};
   std::atomic<int> trims{0};
 
   class FakePinned : public Pinned {
@@ -189,9 +189,8 @@ class FakeBuffer : public Buffer {
     std::vector<Piece> pieces_;
   };
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
-  Status populate(std::uint64_t, std::uint64_t, Made*) override { return unused(); }
-  void release_unused(const Made&) override {}
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
+  Status populate(std::uint64_t, std::uint64_t) override { return unused(); }
   void publish(std::uint64_t) override {}
   bool publish_since(std::uint64_t, std::uint64_t) override { return true; }
   [[nodiscard]] std::uint64_t shrinks() const override { return 0; }
@@ -288,7 +287,7 @@ class FakeBuffer : public Buffer {
   Result<std::vector<ExportedMemory>> export_memory() override { return unused(); }
 
   [[nodiscard]] bool copies_briefly(const Buffer&, std::uint64_t, std::uint64_t) const override { return brief; }
-  std::atomic<bool> brief{false};             // what copies_briefly() says
+  std::atomic<bool> brief{false};             // what copies_briefly() returns
   std::atomic<bool> first_chunk_free{false};  // copy_from() copies one chunk before it comes to the gate
   std::size_t piece_bytes = 100'000;
 
@@ -340,6 +339,9 @@ class FakeSource : public BufferSource {
     return MemoryInfo{device(index)->total, device(index)->total - device(index)->used};
   }
   std::uint64_t granule(std::int32_t) override { return FakeDevice::kGranule; }
+  [[nodiscard]] bool in_host_memory(std::int32_t index) const override {
+    return devices_[static_cast<std::size_t>(index)]->addressable;
+  }
 
   const std::shared_ptr<FakeDevice>& device(std::int32_t index) { return devices_[static_cast<std::size_t>(index)]; }
 
@@ -374,7 +376,7 @@ struct Reply {
   }
 };
 
-// Plays the kernel at the other end of a socket that the session takes for /dev/fuse.
+// Plays the kernel at the other end of a socket that the mount takes for /dev/fuse.
 class FakeKernel {
  public:
   explicit FakeKernel(UniqueFd fd) : fd_(std::move(fd)) {}
@@ -417,7 +419,7 @@ class FakeKernel {
     reply.body.assign(buffer.begin() + sizeof(reply.header), buffer.end());
     return reply;
   }
-  // The reply to this request; others that come meanwhile are kept for their turn.
+  // The reply to this request; others that come before it are kept.
   Reply wait(std::uint64_t unique) {
     const auto kept = kept_.find(unique);
     if (kept != kept_.end()) {
@@ -533,32 +535,31 @@ class FakeControlPlane {
 inline constexpr std::uint64_t kKernelFlags =
     0x73fffffbULL | (kInitDirectIoAllowMmap | kInitPassthrough | kInitOverIoUring | (0xfULL << 32));
 
-// A session between a fake kernel and a fake control plane, with a table over fake devices.
-class SessionTest : public ::testing::Test {
+// A mount between a fake kernel and a fake control plane, over fake devices.
+class MountTest : public ::testing::Test {
  protected:
   void TearDown() override {
     for (std::int32_t i = 0; i < 2; ++i) {
       source->device(i)->copies.open();
       source->device(i)->destructors.open();
     }
-    if (session) session->close();
-    session.reset();
-    table.reset();
+    if (mount) mount->close();
+    mount.reset();
   }
 
-  void open(SessionOptions options = {}) {
-    table = std::make_unique<InodeTable>(source);
-    ASSERT_TRUE(table->start().ok());
+  void open(const MountOptions& options = {}) { open_over(source, options); }
+  void open_over(std::shared_ptr<BufferSource> buffers, const MountOptions& options) {
     Result<RelayPair> device = make_relay_pair();
     Result<RelayPair> relay = make_relay_pair();
     ASSERT_TRUE(device.ok() && relay.ok());
     kernel.emplace(std::move(device.value().control));
     control.emplace(std::move(relay.value().control));
-    Result<std::unique_ptr<Session>> created =
-        Session::create(std::move(device.value().native), std::move(relay.value().native), *table, options);
+    Result<std::shared_ptr<Mount>> created =
+        Mount::create(std::move(device.value().native), std::move(relay.value().native), std::move(buffers), options);
     ASSERT_TRUE(created.ok()) << created.status().message();
-    session = created.take();
-    ASSERT_TRUE(session->start().ok());
+    mount = created.take();
+    table = &mount->table();
+    ASSERT_TRUE(mount->start().ok());
   }
 
   static fuse_init_in init_request(std::uint64_t flags) {
@@ -593,7 +594,7 @@ class SessionTest : public ::testing::Test {
     EXPECT_EQ(reply.error(), 0);
     return reply.as<fuse_init_out>();
   }
-  void open_and_initialize(SessionOptions options = {}) {
+  void open_and_initialize(const MountOptions& options = {}) {
     open(options);
     if (HasFatalFailure()) return;
     initialize();
@@ -609,13 +610,25 @@ class SessionTest : public ::testing::Test {
     return fh.ok() ? fh.value() : 0;
   }
   FakeBuffer& buffer(std::uint64_t ino) { return static_cast<FakeBuffer&>(*table->find(ino)->buffer()); }
-  bool ended(std::chrono::milliseconds patience) { return readable(session->ended_fd(), patience); }
+  bool ended(std::chrono::milliseconds patience) { return readable(mount->ended_fd(), patience); }
+  bool counted(const std::string& text) { return mount->statistics().find(text) != std::string::npos; }
+
+  static Bytes copy_body(std::uint64_t from, std::uint64_t to, std::uint64_t bytes, std::uint64_t from_offset = 0,
+                         std::uint64_t to_offset = 0) {
+    fuse_copy_file_range_in in{};
+    in.fh_in = from;
+    in.off_in = from_offset;
+    in.fh_out = to;
+    in.off_out = to_offset;
+    in.len = bytes;
+    return bytes_of(in);
+  }
 
   std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
-  std::unique_ptr<InodeTable> table;
+  InodeTable* table = nullptr;  // the mount's
   std::optional<FakeKernel> kernel;
   std::optional<FakeControlPlane> control;
-  std::unique_ptr<Session> session;
+  std::shared_ptr<Mount> mount;
   fuse_init_in shown{};
 };
 

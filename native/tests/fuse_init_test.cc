@@ -7,7 +7,7 @@
 namespace gpufs::fuse {
 namespace {
 
-using InitTest = SessionTest;
+using InitTest = MountTest;
 
 std::uint64_t flags_of(const fuse_init_out& out) { return out.flags | (std::uint64_t{out.flags2} << 32); }
 
@@ -59,7 +59,7 @@ TEST_F(InitTest, AsksForNothingThatIsNotOffered) {
 }
 
 TEST_F(InitTest, MaskedFlagsCountAsNotOffered) {
-  SessionOptions options;
+  MountOptions options;
   options.mask_flags = kInitDirectIoAllowMmap | kInitAsyncDio;
   open(options);
   const std::uint64_t flags = flags_of(initialize());
@@ -76,7 +76,7 @@ TEST_F(InitTest, WithoutTheExtensionTheUpperHalfIsNotMeant) {
 }
 
 TEST_F(InitTest, MaskingTheExtensionMasksTheUpperHalf) {
-  SessionOptions options;
+  MountOptions options;
   options.mask_flags = kInitExtended;
   open(options);
   const fuse_init_out out = initialize();
@@ -97,7 +97,7 @@ TEST_F(InitTest, OldKernelsSendAShortRequest) {
 }
 
 TEST_F(InitTest, LargerWritesByOption) {
-  SessionOptions options;
+  MountOptions options;
   options.max_write = 4 << 20;
   open(options);
   const fuse_init_out out = initialize();
@@ -122,22 +122,21 @@ TEST_F(InitTest, AnotherMajorProtocolIsRefused) {
 }
 
 TEST_F(InitTest, OptionsThatMakeNoSense) {
-  InodeTable empty(source);
-  const auto attempt = [&](const SessionOptions& options) {
+  const auto attempt = [&](const MountOptions& options) {
     Result<RelayPair> device = make_relay_pair();
     Result<RelayPair> relay = make_relay_pair();
-    return Session::create(std::move(device.value().native), std::move(relay.value().native), empty, options).error();
+    return Mount::create(std::move(device.value().native), std::move(relay.value().native), source, options).error();
   };
-  SessionOptions options;
+  MountOptions options;
   options.max_write = 5000;
   EXPECT_EQ(attempt(options), EINVAL);
   options = {};
   options.transport = "carrier pigeon";
   EXPECT_EQ(attempt(options), EINVAL);
   options = {};
-  options.operations.attribute_timeout = -1;
+  options.attribute_timeout = -1;
   EXPECT_EQ(attempt(options), EINVAL);
-  EXPECT_EQ(Session::create(UniqueFd(), UniqueFd(), empty, {}).error(), EBADF);
+  EXPECT_EQ(Mount::create(UniqueFd(), UniqueFd(), source, {}).error(), EBADF);
 }
 
 }  // namespace

@@ -9,8 +9,10 @@ namespace {
 
 class InodeTableTest : public ::testing::Test {
  protected:
-  void SetUp() override { ASSERT_TRUE(table.start().ok()); }
-  void TearDown() override { source->device(0)->destructors.open(); }
+  void TearDown() override {
+    source->device(0)->destructors.open();
+    executor.stop(0ms);
+  }
 
   void write(std::uint64_t ino, std::size_t bytes) {
     ASSERT_TRUE(table.find(ino)->buffer()->write(0, pattern(bytes, 1)).ok());
@@ -22,7 +24,8 @@ class InodeTableTest : public ::testing::Test {
   }
 
   std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
-  InodeTable table{source};
+  Executor executor{Executor::Limits{}};
+  InodeTable table{source, executor};
 };
 
 TEST_F(InodeTableTest, SizesAreTheBuffers) {
@@ -189,13 +192,9 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.remove(2).ok());  // returns although freeing takes long
   EXPECT_TRUE(source->device(0)->destructors.wait_for_visitors(1));
   EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
-  const std::uint64_t noted = table.reaped();
-  std::atomic<std::int32_t> freed{-1};
-  table.on_reaped([&](std::int32_t device) { freed = device; });
+  const std::uint64_t noted = executor.freed_count();
   source->device(0)->destructors.open();
-  EXPECT_TRUE(eventually([&] { return freed == 0; }));
-  EXPECT_EQ(table.reaped(), noted + 1);
-  table.on_reaped(nullptr);
+  EXPECT_TRUE(eventually([&] { return executor.freed_count() == noted + 1; }));
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
 }

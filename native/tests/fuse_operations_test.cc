@@ -8,26 +8,16 @@
 namespace gpufs::fuse {
 namespace {
 
-class OperationsTest : public SessionTest {
+class OperationsTest : public MountTest {
  protected:
   void SetUp() override { open_and_initialize(options()); }
-  static SessionOptions options() {
-    SessionOptions options;
-    options.operations.attribute_timeout = 1.5;
-    options.operations.space_patience = kPatience;
+  static MountOptions options() {
+    MountOptions options;
+    options.attribute_timeout = 1.5;
+    options.space_patience = kPatience;
     return options;
   }
 
-  Bytes copy_body(std::uint64_t from, std::uint64_t to, std::uint64_t bytes, std::uint64_t from_offset = 0,
-                  std::uint64_t to_offset = 0) {
-    fuse_copy_file_range_in in{};
-    in.fh_in = from;
-    in.off_in = from_offset;
-    in.fh_out = to;
-    in.off_out = to_offset;
-    in.len = bytes;
-    return bytes_of(in);
-  }
   Reply fallocate(std::uint64_t fh, std::uint32_t mode, std::uint64_t offset, std::uint64_t length) {
     fuse_fallocate_in in{};
     in.fh = fh;
@@ -43,7 +33,6 @@ class OperationsTest : public SessionTest {
     in.whence = whence;
     return kernel->call(FUSE_LSEEK, ino, bytes_of(in));
   }
-  bool counted(const std::string& text) { return session->statistics().find(text) != std::string::npos; }
   void fill_device(std::int32_t device) {
     const std::lock_guard lock(source->device(device)->mutex);
     source->device(device)->total = source->device(device)->used;
@@ -192,12 +181,12 @@ TEST_F(OperationsTest, Fsync) {
   EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
-TEST_F(OperationsTest, TheLastWriterThatClosesTrims) {
+TEST_F(OperationsTest, AFileWithoutAWriterIsTrimmedAtEachClose) {
   const std::uint64_t first = add_file(2);
   const std::uint64_t second = open_file(2, O_WRONLY);
   const std::uint64_t reader = open_file(2, O_RDONLY);
   FakeBuffer& written = buffer(2);
-  written.ahead = 4096;
+  written.preallocated = true;
   const auto release = [&](std::uint64_t fh) {
     fuse_release_in in{};
     in.fh = fh;
@@ -207,12 +196,10 @@ TEST_F(OperationsTest, TheLastWriterThatClosesTrims) {
   EXPECT_EQ(written.trims, 0);
   release(second);
   EXPECT_TRUE(eventually([&] { return written.trims == 1; }));
-  written.ahead = 4096;
-  release(reader);
-  release(open_file(2, O_RDONLY));
   release(open_file(2, O_RDWR));
+  written.preallocated = true;
+  release(reader);
   EXPECT_TRUE(eventually([&] { return written.trims == 2; }));
-  EXPECT_EQ(written.ahead, 0U);
 }
 
 TEST_F(OperationsTest, Fallocate) {
@@ -427,8 +414,8 @@ TEST_F(OperationsTest, AWriteThatWaitsCanBeInterrupted) {
 
 TEST_F(OperationsTest, ItDoesNotWaitForEver) {
   TearDown();
-  SessionOptions brief = options();
-  brief.operations.space_patience = 200ms;
+  MountOptions brief = options();
+  brief.space_patience = 200ms;
   open_and_initialize(brief);
   const std::uint64_t old = add_file(2);
   const std::uint64_t fresh = add_file(3);

@@ -222,27 +222,27 @@ TEST_F(LoadMemoryTest, ATruncationBesideItCountsAsLater) {
   }
 }
 
-TEST_F(LoadMemoryTest, AnotherFilesMemoryAheadMakesRoom) {
+TEST_F(LoadMemoryTest, AnotherFilesPreallocationMakesRoom) {
   begin(320 * kMiB);
   const auto growing = make();
-  growing->take_ahead();
+  growing->preallocate_on_growth();
   for (std::uint64_t at = 0; at < 34 * kMiB; at += kMiB) write(*growing, at, pattern(kMiB, 1));
-  ASSERT_GT(growing->bytes_ahead(), 0U);
+  ASSERT_GT(growing->bytes_held(), 34 * kMiB);
   const auto filler = make();
   ASSERT_TRUE(filler->allocate(0, 320 * kMiB - used() - 140 * kMiB, true).ok());
   const TransferProgress done = load();  // needs 142 MiB
   EXPECT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_EQ(growing->bytes_ahead(), 0U);
+  EXPECT_EQ(growing->bytes_held(), 34 * kMiB);
   EXPECT_EQ(buffer->size(), kFileBytes);
 }
 
 TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
   plan->span = 128 * kMiB;  // what is ahead shares its memory with what is loaded into
   begin(256 * kMiB);
-  buffer->take_ahead();
+  buffer->preallocate_on_growth();
   for (std::uint64_t at = 0; at < 34 * kMiB; at += kMiB) write(*buffer, at, pattern(kMiB, 1));
-  const std::uint64_t ahead = buffer->bytes_ahead();
-  ASSERT_GT(ahead, 0U);
+  const std::uint64_t held = buffer->bytes_held();
+  ASSERT_GT(held, 34 * kMiB);
   const auto filler = make();
   ASSERT_TRUE(filler->allocate(0, 256 * kMiB - used(), true).ok());
   std::atomic<int> hanging{0};
@@ -265,19 +265,19 @@ TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
   std::atomic<bool> answered{false};
   std::thread writing([&] {
     EXPECT_EQ(late->write(0, pattern(kMiB, 2)).error(), ENOSPC);
-    buffer->trim();  // as the end of a writer does
+    (void)buffer->trim(std::chrono::milliseconds(0));  // as the end of a writer does
     answered = true;
   });
   for (int look = 0; look < 60'000 && !answered; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   EXPECT_TRUE(answered);
-  EXPECT_EQ(buffer->bytes_ahead(), ahead);
+  EXPECT_EQ(buffer->bytes_held(), held);
   over = true;
   writing.join();
   transfer.value()->wait();
   EXPECT_TRUE(transfer.value()->progress().status.ok());
   operations.on_read = nullptr;
   write(*late, 0, pattern(kMiB, 2));
-  EXPECT_EQ(buffer->bytes_ahead(), 0U);
+  EXPECT_EQ(buffer->bytes_held(), 34 * kMiB);
   EXPECT_EQ(buffer->size(), 34 * kMiB);
   EXPECT_TRUE(contents(*buffer, 33 * kMiB, kMiB) == pattern(kMiB, 1));
 }

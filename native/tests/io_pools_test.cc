@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "faulty_driver.h"
+#include "device/device_context.h"
 #include "gpu_test_support.h"
 #include "io/bounce_pool.h"
 #include "io/transfer_threads.h"

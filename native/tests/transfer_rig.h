@@ -17,8 +17,6 @@
 #include <vector>
 
 #include "device/device_context.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
 #include "gpu_test_support.h"
 #include "io/transfer_engine.h"
 #include "io_fakes.h"

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from support.mounting import Session
 
-from campaigns import compiler, databases, exerciser, fio, repository, stamps, stressors, trees, twins
+from campaigns import fio, stamps, stressors, trees, twins
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
-    "fio-psync": fio.psync,
-    "fio-libaio": fio.libaio,
-    "fio-io_uring": fio.io_uring,
-    "fio-mmap": fio.mmap,
-    "exerciser": exerciser.one_file,
+    "fio-psync": partial(fio.verify, "psync", ["--direct=1"]),
+    "fio-libaio": partial(fio.verify, "libaio", ["--direct=1", "--iodepth=16"]),
+    "fio-io_uring": partial(fio.verify, "io_uring", ["--direct=1", "--iodepth=16"]),
+    "fio-mmap": partial(fio.verify, "mmap", []),
     "twins": twins.twins,
     "stamps": stamps.four_processes,
     "rsync": trees.rsync,
     "tar": trees.tar,
-    "git": repository.git,
-    "sqlite-wal": databases.write_ahead,
-    "sqlite-rollback": databases.rollback,
-    "compiler": compiler.build,
     "stress-ng": stressors.stress_ng,
 }
 

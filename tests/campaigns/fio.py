@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from support.processes import run
 
 from campaigns.harness import Missing, Place, need
 
 
-def psync(place: Place) -> str:
-    return _verify(place, "psync", "--direct=1")
-
-
-def libaio(place: Place) -> str:
-    return _verify(place, "libaio", "--direct=1", "--iodepth=16")
-
-
-def io_uring(place: Place) -> str:
-    return _verify(place, "io_uring", "--direct=1", "--iodepth=16")
-
-
-def mmap(place: Place) -> str:
-    return _verify(place, "mmap")
-
-
-def _verify(place: Place, engine: str, *options: str) -> str:
+def verify(engine: str, options: Sequence[str], place: Place) -> str:
     need("fio")
     size, rounds = (24, 1) if place.quick else (128, 6)
     # Each round is a run of its own over the files of the one before: with --loops, fio 3.33 takes blocks of an earlier

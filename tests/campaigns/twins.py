@@ -12,12 +12,9 @@ from __future__ import annotations
 import collections
 import ctypes
 import errno
-import fcntl
 import os
 import random
-import select
 import shutil
-import socket
 import stat
 import struct
 import tempfile
@@ -85,7 +82,6 @@ ATTRIBUTES = (
     b"system.posix_acl_default",
     b"security.capability",
 )
-IN_ATTRIB = 4
 UTIME_NOW, UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 
 
@@ -104,7 +100,6 @@ class Side:
     def __init__(self, root: Path) -> None:
         self.root = os.fsencode(root)
         self.fds = [-1] * SLOTS
-        self.watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def path(self, name: bytes) -> bytes:
         return self.root + b"/" + name
@@ -117,7 +112,6 @@ class Side:
     def close(self) -> None:
         for slot in range(SLOTS):
             self.keep(slot, -1)
-        os.close(self.watch)
 
 
 @contextmanager
@@ -448,17 +442,6 @@ def sync(side: Side, slot: int, how: Callable[[int], None]) -> None:
     how(side.fds[slot])
 
 
-@operation(2, a_slot, one_of(0, 1, 2, 4, 7, 8))
-def sync_range(side: Side, slot: int, flags: int) -> None:
-    call(277, side.fds[slot], 0, 4096, flags)
-
-
-# Without WILLNEED (3): the kernel reads ahead then, which counts as an access.
-@operation(2, a_slot, an_offset, a_length, one_of(0, 1, 2, 4, 5, 6))
-def advise(side: Side, slot: int, offset: int, length: int, advice: int) -> None:
-    os.posix_fadvise(side.fds[slot], offset, length, advice)
-
-
 @operation(
     10,
     a_name,
@@ -495,49 +478,6 @@ def removexattr(side: Side, name: bytes, attribute: bytes) -> None:
     os.removexattr(side.path(name), attribute)
 
 
-@operation(3, a_slot, one_of(fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_UN))
-def flock(side: Side, slot: int, how: int) -> None:
-    fcntl.flock(side.fds[slot], how | fcntl.LOCK_NB)
-
-
-@operation(
-    4,
-    a_slot,
-    one_of(fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK),
-    one_of(fcntl.F_SETLK, fcntl.F_GETLK, 36, 37),
-    one_of(0, 10, 100),
-    one_of(0, 10, 50),
-)
-def lock(side: Side, slot: int, kind: int, command: int, start: int, length: int) -> Any:
-    answer = fcntl.fcntl(side.fds[slot], command, struct.pack("hhqqi4x", kind, 0, start, length, 0))
-    found = struct.unpack("hhqqi4x", answer)
-    return found[:4] if command in (fcntl.F_GETLK, 36) else None
-
-
-@operation(2, a_slot, one_of(fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK))
-def lease(side: Side, slot: int, kind: int) -> Any:
-    fcntl.fcntl(side.fds[slot], fcntl.F_SETLEASE, kind)
-    found = fcntl.fcntl(side.fds[slot], fcntl.F_GETLEASE)
-    fcntl.fcntl(side.fds[slot], fcntl.F_SETLEASE, fcntl.F_UNLCK)  # nobody here would answer the signal
-    return found
-
-
-@operation(3, a_slot, one_of(fcntl.F_GETFL, fcntl.F_GETFD, 1032))
-def descriptor_flags(side: Side, slot: int, command: int) -> Any:
-    return fcntl.fcntl(side.fds[slot], command)
-
-
-@operation(2, a_slot, one_of(os.O_APPEND, os.O_NOATIME, os.O_DIRECT, 0))
-def set_descriptor_flags(side: Side, slot: int, flags: int) -> Any:
-    fcntl.fcntl(side.fds[slot], fcntl.F_SETFL, flags | os.O_NONBLOCK)
-    return fcntl.fcntl(side.fds[slot], fcntl.F_GETFL)
-
-
-@operation(2, a_slot, one_of(0x5401, 0x5421, 0x541B, 2, 0x40049409, 0x12345678))
-def ioctl(side: Side, slot: int, request: int) -> None:
-    fcntl.ioctl(side.fds[slot], request, bytes(64))
-
-
 @operation(3, a_name)
 def handles(side: Side, name: bytes) -> Any:
     """name_to_handle_at(2) and back."""
@@ -571,58 +511,6 @@ def listing_of_descriptor(side: Side, slot: int) -> Any:
 def statfs(side: Side, name: bytes) -> Any:
     found = os.statvfs(side.path(name))
     return found.f_bsize, found.f_frsize, found.f_namemax, found.f_flag & os.ST_RDONLY
-
-
-@operation(2, a_name, a_name)
-def change_directory(side: Side, name: bytes, inside: bytes) -> Any:
-    before = os.open(".", os.O_PATH)
-    try:
-        os.chdir(side.path(name))
-        return os.getcwdb().removeprefix(side.root), told(os.stat(inside))
-    finally:
-        os.fchdir(before)
-        os.close(before)
-
-
-@operation(1, a_name)
-def bind_socket(side: Side, name: bytes) -> Any:
-    before = os.open(".", os.O_PATH)
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
-        try:
-            os.chdir(side.root)  # socket names are short
-            listener.bind(name)
-            listener.listen()
-            client.connect(name)
-        finally:
-            os.fchdir(before)
-            os.close(before)
-    return True
-
-
-@operation(2, a_name, one_of(0x100, 0xFFF, 0x1000FFF, 0x80000000))
-def watch(side: Side, name: bytes, mask: int) -> None:
-    if libc.inotify_add_watch(side.watch, side.path(name), mask) < 0:
-        raise OSError(ctypes.get_errno(), "")
-
-
-@operation(3)
-def events(side: Side) -> Any:
-    found: list[tuple[int, str, bytes]] = []
-    while select.select([side.watch], [], [], 0)[0]:
-        block, at = os.read(side.watch, 65536), 0
-        while at < len(block):
-            number, mask, _, length = struct.unpack_from("iIII", block, at)
-            # A change of attributes is told where a write takes set-id bits away, but not by FUSE. Events that are
-            # alike become one, unless another has come between.
-            mask &= ~IN_ATTRIB
-            if mask & 0xFFF:
-                name = block[at + 16 : at + 16 + length].rstrip(b"\0")
-                unnamed = name == b"/" or name.startswith(b"#")  # by O_TMPFILE: tmpfs tells the number
-                event = (number, hex(mask), b"#" if unnamed else name)
-                if found[-1:] != [event]:
-                    found.append(event)
-            at += 16 + length
-    return found
 
 
 # ---- comparing ----
@@ -692,16 +580,6 @@ def moved(before: dict[bytes, Any], after: dict[bytes, Any]) -> dict[bytes, str]
     }
 
 
-def without_common_start(one: Any, other: Any) -> tuple[Any, Any]:
-    """Two lists from where they differ; anything else as it is."""
-    if not (isinstance(one, list) and isinstance(other, list)):
-        return one, other
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    return one[same:], other[same:]
-
-
 class Different(AssertionError):
     """The two sides do not agree."""
 
@@ -739,7 +617,7 @@ def play(ours: Path, theirs: Path, seed: int, steps: int, every: int = 50) -> No
             shown = f"{step}: {name}{arguments!r:.200} as {user[0]} umask {umask:03o} -> "
             log.append(f"{shown}{results[0]!r:.100}")
             if results[0] != results[1]:
-                one, other = without_common_start(*results)
+                one, other = results
                 raise Different(f"{shown}\n  mount: {one!r:.600}\n  tmpfs: {other!r:.600}")
             if timed:
                 changes = [moved(old, times(side.root)) for old, side in zip(before, sides, strict=True)]

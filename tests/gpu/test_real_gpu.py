@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -22,7 +20,7 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import unhurried, wait_until
 
 from gpufs import statistics
-from gpufs.engine import Buffer, Engine, EngineError, HostLock
+from gpufs.engine import Buffer, Engine, HostLock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(120)]
 
@@ -92,15 +90,6 @@ def test_ordinary_tools(gpu: GpufsMount, tmp_path: Path) -> None:
     run("cmp", file, gpu.device / "copy")
     run("rm", file, gpu.device / "copy")
     assert used(gpu) - before < 16 * MIB
-
-
-def test_the_devices_are_described(gpu: GpufsMount) -> None:
-    status = json.loads((gpu.path / ".gpufs" / "status").read_text())
-    assert status["driver"] == "cuda"
-    device = status["devices"][0]
-    assert "NVIDIA" in device["description"] or "fake" in device["description"]
-    assert device["pci_address"].count(":") == 2
-    assert device["health"] == "good"
 
 
 def test_memory_goes_back_to_other_programs(gpu: GpufsMount) -> None:
@@ -208,45 +197,6 @@ def test_copies_between_devices(gpu: GpufsMount, tmp_path: Path) -> None:
     run("cmp", source, gpu.path / "gpu0" / "c")
 
 
-def test_gpufs_cp_verifies(gpu: GpufsMount, tmp_path: Path) -> None:
-    """`gpufs cp` in and out, checked by reading the device's memory back."""
-    source = tmp_path / "source"
-    pattern(source, 700 * MIB + 4097)
-    program = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "gpufs"
-    summary = json.loads(run(program, "cp", "--json", "--verify", source, gpu.device / "file"))
-    assert summary["bytes"] == 700 * MIB + 4097
-    run(program, "cp", "--verify", gpu.device / "file", tmp_path / "back")
-    run("cmp", source, tmp_path / "back")
-
-
-def test_an_address_holds_still() -> None:
-    """A buffer's address is the device's own: the CUDA driver copies from it what was written through gpufs."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    with Engine("cuda") as engine, Buffer(engine) as buffer:
-        data = os.urandom(4 * MIB)
-        buffer.write(0, data)
-        address = buffer.address(64 * GIB)
-        for size in (8 * MIB, 600 * MIB, 2 * GIB):
-            buffer.allocate(0, size)
-            assert buffer.address(64 * GIB) == address
-        buffer.punch(8 * MIB, 2 * MIB)
-        context = ctypes.c_void_p()
-        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-        try:
-            assert cuda.cuCtxSetCurrent(context) == 0
-            stream = ctypes.c_void_p()
-            assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
-            back = ctypes.create_string_buffer(len(data))
-            source, count = ctypes.c_uint64(address), ctypes.c_size_t(len(data))
-            assert cuda.cuMemcpyDtoHAsync_v2(back, source, count, stream) == 0
-            assert cuda.cuStreamSynchronize(stream) == 0
-            assert back.raw == data
-            assert cuda.cuStreamDestroy_v2(stream) == 0
-        finally:
-            cuda.cuCtxSetCurrent(None)
-            cuda.cuDevicePrimaryCtxRelease_v2(0)
-
-
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
     """A directory of the host that takes what a copy writes as fast as memory does."""
@@ -315,25 +265,6 @@ def test_an_interrupt_ends_a_copy_of_fifty_gibibytes(
     one.unmount()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_a_hundred_gibibytes(gpu: GpufsMount) -> None:
-    """Most of a large device, at most 100 GiB, written and read back; every page carries its own offset."""
-    free = os.statvfs(gpu.device).f_bavail * os.statvfs(gpu.device).f_frsize
-    size = min(100 * GIB, free * 8 // 10) // (8 * 64 * MIB) * (8 * 64 * MIB)
-    file = gpu.device / "hundred"
-    file.touch()
-    worker = Path(__file__).with_name("stamped.py")
-    part = size // 8
-    for mode in ("write", "read"):
-        workers = [
-            subprocess.Popen(["python3", str(worker), mode, str(file), str(index * part), str(part)])
-            for index in range(8)
-        ]
-        assert [process.wait(240) for process in workers] == [0] * 8, mode
-    assert file.stat().st_size == size
-
-
 def moved(engine: Engine, backend: str) -> tuple[int, int]:
     found = statistics.parse(engine.statistics_read()).devices[0].counts[backend]
     return found["in"].bytes, found["out"].bytes
@@ -361,37 +292,3 @@ def test_locked_memory_goes_straight() -> None:
             buffer.read(0, data)
         assert (data == back).all()
         assert moved(engine, "locked")[0] == GIB + 200 * MIB + 2
-
-
-def test_locks_and_what_the_driver_says() -> None:
-    """Ranges that share a page, memory that is mapped for reading, and memory that somebody else has locked."""
-    numpy = pytest.importorskip("numpy")
-    cuda = ctypes.CDLL("libcuda.so.1")
-    with Engine("cuda") as engine, Buffer(engine) as buffer, tempfile.TemporaryFile() as file:
-        memory = mmap.mmap(-1, 64 * MIB)
-        array = numpy.frombuffer(memory, dtype=numpy.uint8)
-        with HostLock(engine, array[:1000]) as one, HostLock(engine, array[1000:9000]) as other:
-            assert not one.foreign
-            assert not other.foreign
-            buffer.write(0, array[:9000])
-            assert moved(engine, "locked")[0] == 9000
-        file.write(b"x" * MIB)
-        file.flush()
-        with HostLock(engine, mmap.mmap(file.fileno(), MIB, access=mmap.ACCESS_READ)) as source:
-            assert source.read_only
-        context, before = ctypes.c_void_p(), ctypes.c_void_p()
-        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-        assert cuda.cuCtxPushCurrent_v2(context) == 0
-        address = ctypes.c_void_p(array.ctypes.data)
-        assert cuda.cuMemHostRegister_v2(address, ctypes.c_size_t(64 * MIB), 1) == 0
-        with HostLock(engine, array[10 * MIB : 20 * MIB]) as foreign:
-            assert foreign.foreign
-            gauges = statistics.parse(engine.statistics_read()).gauges
-            assert gauges["locked_bytes"] == 64 * MIB  # recorded whole
-            buffer.write(0, array)
-        assert cuda.cuMemHostUnregister(address) == 0, "it was unlocked by gpufs"
-        assert cuda.cuCtxPopCurrent_v2(ctypes.byref(before)) == 0
-        assert cuda.cuDevicePrimaryCtxRelease_v2(0) == 0
-        with pytest.raises(EngineError) as refused:
-            HostLock(engine, 4096, 4096)
-        assert refused.value.errno == errno.EFAULT

@@ -20,7 +20,7 @@ import trio
 from gpufs import service
 from gpufs.client import _find
 from gpufs.client._connection import Connection
-from gpufs.client._protocol import LOAD
+from gpufs.protocol import LOAD
 from gpufs.service._backend import State
 from support import processes
 from support.processes import PATIENCE

@@ -1,32 +1,20 @@
 #include "abi/barrier.h"
 
-#include <algorithm>
-#include <array>
-#include <cstring>
 #include <string>
-#include <string_view>
+#include <system_error>
 
 #include "base/log.h"
-#include "base/thread.h"
 
 namespace gpufs {
 namespace {
 
-// An array: a string would need memory, and a thread that fails for the first time may have none.
-constinit thread_local std::array<char, 600> last_message{};  // one text a thread is what the interface promises
+thread_local std::string last_message;
 
 }  // namespace
 
 gpufs_status report(const Status& status) noexcept {
-  if (!status.ok()) {
-    std::array<char, 128> room{};
-    const std::string_view text = status.message().empty()
-                                      ? std::string_view(::strerror_r(status.error(), room.data(), room.size()))
-                                      : std::string_view(status.message());
-    const std::size_t bytes = std::min(text.size(), last_message.size() - 1);
-    std::copy_n(text.data(), bytes, last_message.data());
-    last_message[bytes] = '\0';
-  }
+  if (!status.ok())
+    last_message = status.message().empty() ? std::generic_category().message(status.error()) : status.message();
   return gpufs_status{status.error(), status.device_code()};
 }
 
@@ -34,11 +22,9 @@ gpufs_status report(const Status& status) noexcept {
 
 extern "C" {
 
-const char* gpufs_message(void) { return gpufs::last_message.data(); }
+const char* gpufs_message(void) { return gpufs::last_message.c_str(); }
 
 const char* gpufs_version(void) { return GPUFS_VERSION; }
-
-int32_t gpufs_prepare_thread(void) { return gpufs::make_room_for_own_variables() ? 0 : ENOMEM; }
 
 gpufs_status gpufs_log_configure(int fd, int level) {
   return gpufs::guarded([&] {

@@ -1,12 +1,13 @@
-// The wall that each function of the C interface stands behind: no exception passes, every failure leaves its text.
-// The text belongs to the calling thread.
-// Any thread may call it.
+// Runs the body of each C function: turns exceptions into error codes and keeps the text of a failure.
+// Ownership: the text belongs to the calling thread.
+// Thread-safe.
 #pragma once
 
 #include <cerrno>
 #include <exception>
 #include <memory>
 #include <new>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -16,32 +17,26 @@
 
 namespace gpufs {
 
-// Keeps a failure's text for gpufs_message() and gives the codes in the C interface's form.
+// Stores a failure's text for gpufs_message() and returns its codes.
 gpufs_status report(const Status& status) noexcept;
 
-// Runs `body`, which returns a Status.
+// Calls body(), which returns a Status. Running out of memory is ENOMEM, any other exception EIO.
 template <typename Body>
 gpufs_status guarded(Body&& body) noexcept {
   static_assert(std::is_same_v<std::invoke_result_t<Body>, Status>);
   try {
     return report(std::forward<Body>(body)());
   } catch (const std::bad_alloc&) {
-    return report(Status(ENOMEM, ""));  // an empty text needs no memory
+    return report(Status(ENOMEM, ""));
   } catch (const std::exception& failure) {
-    try {
-      return report(Status(EIO, std::string("internal failure: ") + failure.what()));
-    } catch (...) {
-      return report(Status(EIO, ""));
-    }
-  } catch (...) {
-    return report(Status(EIO, ""));
+    return report(Status(EIO, std::string("internal failure: ") + failure.what()));
   }
 }
 
-// The one answer to a null pointer where the interface needs one.
+// The failure of a call whose required pointer is null.
 inline Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
 
-// Runs `body` on the object behind a handle: body(T&) returns a Status. EBADF if the handle does not name a T.
+// Calls body(T&), which returns a Status, with the object of a handle. EBADF if the handle does not name a T.
 template <typename T, typename Body>
 gpufs_status with(gpufs_handle handle, Body&& body) noexcept {
   return guarded([&]() -> Status {

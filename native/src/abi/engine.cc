@@ -11,8 +11,7 @@
 #include "abi/handles.h"
 #include "async/async_engine.h"
 #include "base/log.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "gpufs.h"
 #include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
@@ -62,36 +61,29 @@ Result<std::shared_ptr<DeviceContext>> Engine::device(std::int32_t index) const 
   return devices_[static_cast<std::size_t>(index)];
 }
 
-Result<std::shared_ptr<TransferEngine>> Engine::transfers(
-    const std::function<Result<std::shared_ptr<TransferEngine>>(const Engine&)>& make) {
-  const std::lock_guard making(transfers_mutex_);
+// Returns *place, which make(*this) fills at the first call; `making` is held in the meantime.
+template <typename T>
+Result<std::shared_ptr<T>> Engine::once(std::mutex& making, std::shared_ptr<T>& place, const Maker<T>& make) {
+  const std::lock_guard alone(making);
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-    if (transfers_) return transfers_;
+    if (place) return place;
   }
-  Result<std::shared_ptr<TransferEngine>> made = make(*this);
+  Result<std::shared_ptr<T>> made = make(*this);
   if (!made.ok()) return made;
   const std::lock_guard lock(mutex_);
   if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-  transfers_ = made.value();
+  place = made.value();
   return made;
 }
 
-Result<std::shared_ptr<AsyncEngine>> Engine::operations(
-    const std::function<Result<std::shared_ptr<AsyncEngine>>(const Engine&)>& make) {
-  const std::lock_guard making(operations_mutex_);
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-    if (operations_) return operations_;
-  }
-  Result<std::shared_ptr<AsyncEngine>> made = make(*this);
-  if (!made.ok()) return made;
-  const std::lock_guard lock(mutex_);
-  if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-  operations_ = made.value();
-  return made;
+Result<std::shared_ptr<TransferEngine>> Engine::transfers(const Maker<TransferEngine>& make) {
+  return once(transfers_mutex_, transfers_, make);
+}
+
+Result<std::shared_ptr<AsyncEngine>> Engine::operations(const Maker<AsyncEngine>& make) {
+  return once(operations_mutex_, operations_, make);
 }
 
 void Engine::publish_gauges() {
@@ -318,7 +310,8 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
       // Memory that is being released is free before the buffer stops counting it.
-      memory->held_bytes = std::min(context.value()->held_bytes(), memory->total_bytes - memory->free_bytes);
+      const std::uint64_t used = memory->total_bytes - std::min(memory->free_bytes, memory->total_bytes);
+      memory->held_bytes = std::min(context.value()->held_bytes(), used);
       return {};
     }
     memory->held_bytes = context.value()->held_bytes();

@@ -49,13 +49,12 @@ class Engine {
   // Writes how things stand now beside the counters.
   void publish_gauges();
 
-  // What moves data between files and devices; made by `make` at the first use, once. ESHUTDOWN after close().
-  Result<std::shared_ptr<TransferEngine>> transfers(
-      const std::function<Result<std::shared_ptr<TransferEngine>>(const Engine&)>& make);
-
+  template <typename T>
+  using Maker = std::function<Result<std::shared_ptr<T>>(const Engine&)>;
+  // Moves data between files and devices. The first call creates it. ESHUTDOWN after close().
+  Result<std::shared_ptr<TransferEngine>> transfers(const Maker<TransferEngine>& make);
   // The same for operations on streams.
-  Result<std::shared_ptr<AsyncEngine>> operations(
-      const std::function<Result<std::shared_ptr<AsyncEngine>>(const Engine&)>& make);
+  Result<std::shared_ptr<AsyncEngine>> operations(const Maker<AsyncEngine>& make);
 
   // Work to do when the engine is closed, before its mounts and buffers go; the latest first. Run at once if it is
   // closed already.
@@ -66,6 +65,8 @@ class Engine {
 
  private:
   Engine() = default;
+  template <typename T>
+  Result<std::shared_ptr<T>> once(std::mutex& making, std::shared_ptr<T>& place, const Maker<T>& make);
 
   std::shared_ptr<Driver> driver_;
   std::shared_ptr<observe::Region> counters_;

@@ -1,14 +1,15 @@
-// The table behind gpufs_handle: numbers given to the other side of the C interface, each standing for one object.
-// One table for the process, which shares the objects' ownership; a lookup gives a shared pointer, so closing a handle
-// never destroys what another thread is using.
-// Any thread may call any function.
+// The table behind gpufs_handle: numbers that name objects on the other side of the C interface.
+// Ownership: shared. A lookup returns a shared pointer, so closing a handle never destroys an object in use.
+// Thread-safe.
 #pragma once
 
-#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <typeindex>
+#include <typeinfo>
+#include <utility>
 
 #include "base/status.h"
 #include "gpufs.h"
@@ -17,63 +18,54 @@ namespace gpufs {
 
 class HandleTable {
  public:
+  // The table of the process.
   static HandleTable& instance();
 
-  // owner: the handle of the engine or mount that this object belongs to (0: none). closing: what to do with the object
-  // when its owner is closed while the handle is still open (null: only the reference is dropped).
+  // owner: the handle of the engine or mount that the object belongs to (0: none). closing: called with the object if
+  // its owner is closed while the handle is still open.
   template <typename T>
   Result<gpufs_handle> put(std::shared_ptr<T> object, gpufs_handle owner = 0,
                            std::function<void(T&)> closing = nullptr) {
     std::function<void()> close;
     if (closing) close = [object, closing = std::move(closing)] { closing(*object); };
-    return put_entry(std::move(object), &kTag<T>, owner, std::move(close));
+    return put_entry({typeid(T), std::move(object), owner, std::move(close)});
   }
 
-  // EBADF for 0, a closed handle, a number never given out, and a handle of another type.
+  // EBADF for 0, a closed handle, a number that is not a handle, and a handle of another type.
   template <typename T>
   Result<std::shared_ptr<T>> get(gpufs_handle handle) {
-    Result<std::shared_ptr<void>> found = find(handle, &kTag<T>, /*remove=*/false);
+    Result<std::shared_ptr<void>> found = find(handle, typeid(T), /*remove=*/false);
     if (!found.ok()) return found.status();
     return std::static_pointer_cast<T>(found.take());
   }
 
-  // As get(), and the handle is closed: of several callers exactly one gets the object. `closing` does not run.
+  // As get(), and closes the handle: of several callers exactly one gets the object. Does not call `closing`.
   template <typename T>
   Result<std::shared_ptr<T>> take(gpufs_handle handle) {
-    Result<std::shared_ptr<void>> found = find(handle, &kTag<T>, /*remove=*/true);
+    Result<std::shared_ptr<void>> found = find(handle, typeid(T), /*remove=*/true);
     if (!found.ok()) return found.status();
     return std::static_pointer_cast<T>(found.take());
   }
 
-  // Closes every handle that belongs to `owner`, youngest first, and refuses new ones for it from now on: the owner's
-  // own handle must have been taken before.
+  // Closes every handle that belongs to `owner`, youngest first. The owner's own handle must have been taken before,
+  // so that no new ones are added.
   void close_owned(gpufs_handle owner);
 
  private:
-  // One object a type; its address is the type's identity.
-  template <typename T>
-  static inline constexpr char kTag = 0;
-
   struct Entry {
-    std::uint32_t generation = 1;  // counts the objects that this slot has named
-    const char* tag = nullptr;     // null: free
+    std::type_index type;
     std::shared_ptr<void> object;
-    gpufs_handle owner = 0;
-    std::uint64_t order = 0;  // of creation
+    gpufs_handle owner;
     std::function<void()> close;
   };
 
-  Result<gpufs_handle> put_entry(std::shared_ptr<void> object, const char* tag, gpufs_handle owner,
-                                 std::function<void()> close);
-  Result<std::shared_ptr<void>> find(gpufs_handle handle, const char* tag, bool remove);
-  Entry* lookup_locked(gpufs_handle handle);
-  void vacate_locked(Entry& entry, std::uint32_t index);
+  Result<gpufs_handle> put_entry(Entry entry);
+  Result<std::shared_ptr<void>> find(gpufs_handle handle, std::type_index type, bool remove);
 
-  // Guards all below; innermost: nothing is called and nothing destroyed under it.
+  // Guards all below. Innermost: nothing is called or destroyed while it is held.
   std::mutex mutex_;
-  std::vector<Entry> entries_;
-  std::vector<std::uint32_t> free_;
-  std::uint64_t next_order_ = 0;
+  std::map<gpufs_handle, Entry> entries_;
+  gpufs_handle last_ = 0;  // handles are never reused
 };
 
 }  // namespace gpufs

@@ -1,4 +1,4 @@
-// The mount, inode and file functions of the C interface: a Mount is a Session with its inode table.
+// The mount, inode and file functions of the C interface.
 
 #include <sys/socket.h>
 
@@ -21,8 +21,8 @@
 #include "device/device_context.h"
 #include "fuse/buffer_source.h"
 #include "fuse/inode_table.h"
-#include "fuse/relay_socket.h"
-#include "fuse/session.h"
+#include "fuse/mount.h"
+#include "fuse/relay.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
@@ -30,7 +30,7 @@
 namespace gpufs {
 namespace {
 
-// Longer than that a sleeping thread costs less than a spinning one, whatever the machine.
+// For longer waits sleeping costs less than spinning, whatever the machine.
 constexpr double kLongestSpin = 0.01;
 
 // The engine's devices as the inode table sees them. Keeps the contexts, not the engine.
@@ -42,7 +42,7 @@ class EngineBuffers : public fuse::BufferSource {
   Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
     if (!known(device)) return unknown(device);
     Result<std::shared_ptr<Buffer>> buffer = Buffer::create(devices_[static_cast<std::size_t>(device)]);
-    if (buffer.ok()) buffer.value()->take_ahead();  // the inode table trims it when its last writer closes it
+    if (buffer.ok()) buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
     return buffer;
   }
   Result<MemoryInfo> memory(std::int32_t device) override {
@@ -52,6 +52,9 @@ class EngineBuffers : public fuse::BufferSource {
   std::uint64_t granule(std::int32_t device) override {
     return known(device) ? devices_[static_cast<std::size_t>(device)]->info().granule : 0;
   }
+  [[nodiscard]] bool in_host_memory(std::int32_t device) const override {
+    return known(device) && devices_[static_cast<std::size_t>(device)]->info().cpu_addressable;
+  }
 
  private:
   [[nodiscard]] bool known(std::int32_t device) const { return device >= 0 && device < device_count(); }
@@ -60,14 +63,14 @@ class EngineBuffers : public fuse::BufferSource {
   const std::vector<std::shared_ptr<DeviceContext>> devices_;
 };
 
-// Copies of requests' payloads go from and to locked memory where a vendor's runtime makes them.
+// Requests' payloads are locked if a vendor's runtime copies from and to them.
 fuse::PinHooks pin_hooks(const Engine& engine) {
   const auto& devices = engine.devices();
   const std::shared_ptr<HostLocks>& locks = engine.host_locks();
   const bool mandatory = locks->policy() == LockPolicy::kMandatory;
   if (locks->policy() == LockPolicy::kOff) return {};
   if (std::all_of(devices.begin(), devices.end(), [](const auto& device) { return device->info().cpu_addressable; })) {
-    return {};  // nothing is copied by a device
+    return {};  // no device copies
   }
   return {[locks, mandatory](void* address, std::size_t bytes) -> Status {
             Status status = locks->lock(address, bytes, HostLocks::Access::kBoth, HostLocks::Owner::kMount);
@@ -78,46 +81,19 @@ fuse::PinHooks pin_hooks(const Engine& engine) {
           },
           [locks](void* address, std::size_t bytes) {
             const Status status = locks->unlock(address, bytes);
-            // ENOENT: it never was locked.
+            // ENOENT: it was never locked.
             if (!status.ok() && status.error() != ENOENT) log_warning(status.message());
           }};
 }
-
-// Shared by the handle table and by calls under way.
-class Mount {
- public:
-  static Result<std::shared_ptr<Mount>> open(const Engine& engine, UniqueFd device, UniqueFd relay,
-                                             std::uint64_t metadata_limit, const fuse::SessionOptions& options) {
-    std::shared_ptr<Mount> mount(new Mount(engine, metadata_limit));
-    if (Status status = mount->table_.start(); !status.ok()) return status;
-    fuse::SessionOptions complete = options;
-    complete.pin_hooks = pin_hooks(engine);
-    Result<std::unique_ptr<fuse::Session>> session =
-        fuse::Session::create(std::move(device), std::move(relay), mount->table_, complete);
-    if (!session.ok()) return session.status();
-    mount->session_ = session.take();
-    return mount;
-  }
-
-  [[nodiscard]] fuse::Session& session() { return *session_; }
-  [[nodiscard]] fuse::InodeTable& table() { return table_; }
-
- private:
-  Mount(const Engine& engine, std::uint64_t metadata_limit)
-      : table_(std::make_shared<EngineBuffers>(engine.devices()), metadata_limit) {}
-
-  fuse::InodeTable table_;
-  std::unique_ptr<fuse::Session> session_;  // uses the table, so it goes first
-};
 
 }  // namespace
 }  // namespace gpufs
 
 using gpufs::guarded;
 using gpufs::HandleTable;
-using gpufs::Mount;
 using gpufs::Result;
 using gpufs::Status;
+using gpufs::fuse::Mount;
 
 extern "C" {
 
@@ -142,30 +118,30 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
       return Status(EINVAL, "a negative number of threads");
     }
     if (!(options->reader_spin >= 0 && options->reader_spin <= gpufs::kLongestSpin)) {
-      return Status(EINVAL, "readers may look for a request for 0 to 0.01 seconds");
+      return Status(EINVAL, "readers may spin for 0 to 0.01 seconds");
     }
     Result<std::shared_ptr<gpufs::Engine>> owner = HandleTable::instance().get<gpufs::Engine>(engine);
     if (!owner.ok()) return owner.status();
 
-    gpufs::fuse::SessionOptions session;
-    if (options->transport != nullptr && options->transport[0] != '\0') session.transport = options->transport;
-    session.reader_threads = static_cast<std::size_t>(options->reader_threads);
-    session.worker_threads = static_cast<std::size_t>(options->worker_threads);
-    session.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
-    session.max_write = options->max_write;
-    session.mask_flags = options->mask_flags;
-    session.operations.attribute_timeout = options->attribute_timeout;
+    gpufs::fuse::MountOptions chosen;
+    if (options->transport != nullptr && options->transport[0] != '\0') chosen.transport = options->transport;
+    chosen.reader_threads = static_cast<std::size_t>(options->reader_threads);
+    chosen.worker_threads = static_cast<std::size_t>(options->worker_threads);
+    chosen.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
+    chosen.max_write = options->max_write;
+    chosen.mask_flags = options->mask_flags;
+    chosen.attribute_timeout = options->attribute_timeout;
+    chosen.metadata_bytes = options->metadata_bytes;
+    chosen.pin_hooks = gpufs::pin_hooks(*owner.value());
     Result<std::shared_ptr<gpufs::TransferEngine>> transfers = gpufs::engine_transfers(*owner.value());
     if (!transfers.ok()) return transfers.status();
-    session.transfers = transfers.take();
-    constexpr std::uint64_t kNoLimit = gpufs::fuse::InodeTable::kNoMetadataLimit;
-    const std::uint64_t metadata =
-        options->metadata_bytes == 0 ? kNoLimit : std::min(options->metadata_bytes, kNoLimit);
+    chosen.transfers = transfers.take();
+    auto buffers = std::make_shared<gpufs::EngineBuffers>(owner.value()->devices());
     Result<std::shared_ptr<Mount>> opened =
-        Mount::open(*owner.value(), std::move(device), std::move(relay), metadata, session);
+        Mount::create(std::move(device), std::move(relay), std::move(buffers), chosen);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle =
-        HandleTable::instance().put<Mount>(opened.take(), engine, [](Mount& open) { open.session().close(); });
+        HandleTable::instance().put<Mount>(opened.take(), engine, [](Mount& open) { open.close(); });
     if (!handle.ok()) return handle.status();
     *mount = handle.value();
     return {};
@@ -173,13 +149,13 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
 }
 
 gpufs_status gpufs_mount_start(gpufs_handle mount) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.session().start(); });
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.start(); });
 }
 
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fd == nullptr) return gpufs::null_argument();
-    *fd = found.session().ended_fd();
+    *fd = found.ended_fd();
     return {};
   });
 }
@@ -188,7 +164,7 @@ gpufs_status gpufs_mount_close(gpufs_handle mount) {
   return guarded([&]() -> Status {
     Result<std::shared_ptr<Mount>> taken = HandleTable::instance().take<Mount>(mount);
     if (!taken.ok()) return taken.status();
-    taken.value()->session().close();
+    taken.value()->close();
     HandleTable::instance().close_owned(mount);
     return {};
   });
@@ -197,7 +173,7 @@ gpufs_status gpufs_mount_close(gpufs_handle mount) {
 gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (needed == nullptr || (text == nullptr && capacity > 0)) return gpufs::null_argument();
-    const std::string json = found.session().statistics();
+    const std::string json = found.statistics();
     *needed = json.size() + 1;
     if (capacity < *needed) return Status(ERANGE, "the statistics need " + std::to_string(*needed) + " bytes");
     std::memcpy(text, json.c_str(), json.size() + 1);
@@ -219,7 +195,7 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
         wanted = gpufs::fuse::AccessTimes::kNever;
         break;
       default:
-        return Status(EINVAL, "no policy of access times");
+        return Status(EINVAL, "unknown policy of access times");
     }
     found.table().set_access_times(wanted, not_directories != 0);
     return {};
@@ -268,7 +244,7 @@ gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
     const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
     if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
     inode->was_written(gpufs::fuse::SetIdLoss::kExecutable);
-    return found.session().invalidate_inode(ino);
+    return found.notifier().invalidate_inode(ino);
   });
 }
 
@@ -284,7 +260,7 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::uint64_t> opened = found.session().backing_files().open(ino, fd);
+    Result<std::uint64_t> opened = found.backing_files().open(ino, fd);
     if (opened.ok()) *fh = opened.value();
     return opened.status();
   });
@@ -292,7 +268,7 @@ gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t f
 
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.session().backing_files().release(fh);
+    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.backing_files().release(fh);
     return found.table().release(fh);
   });
 }
@@ -313,13 +289,13 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
 }
 
 gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.session().invalidate_inode(ino); });
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.notifier().invalidate_inode(ino); });
 }
 
 gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (name == nullptr) return gpufs::null_argument();
-    return found.session().invalidate_entry(parent, std::string_view(name, static_cast<std::size_t>(name_bytes)));
+    return found.notifier().invalidate_entry(parent, std::string_view(name, static_cast<std::size_t>(name_bytes)));
   });
 }
 }

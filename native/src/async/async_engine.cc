@@ -137,12 +137,12 @@ bool AsyncEngine::probe(DeviceState& device) {
   Result<StreamCounter> counter = device.counters->take();
   Status status = counter.status();
   if (status.ok()) {
-    status = device.context->run([&](Device& target) -> Status {
-      Result<std::unique_ptr<Stream>> stream = target.create_stream();
-      if (!stream.ok()) return stream.status();
-      // Satisfied already; the stream's end waits for it.
-      return stream.value()->wait_for_value(counter.value().address, *counter.value().word);
-    });
+    {
+      Result<std::unique_ptr<Stream>> stream = device.context->device().create_stream();
+      status = stream.status();
+      // The value is satisfied already; destroying the stream waits for it.
+      if (status.ok()) status = stream.value()->wait_for_value(counter.value().address, *counter.value().word);
+    }
     device.counters->give_back(counter.value());
   }
   device.waits_for_values = status.ok();
@@ -156,22 +156,16 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
   Status started = start_keeper();
   if (!started.ok()) return started;
   DeviceState& state = *devices_[device];
-  std::shared_ptr<Event> passed;
-  const Status made = state.context->run([&](Device& target) -> Status {
-    Result<std::unique_ptr<Event>> event = target.create_event();
-    if (event.ok()) passed = event.take();
-    return event.status();
-  });
-  if (!made.ok()) return made.with_context("an event for a stream");
+  Result<std::unique_ptr<Event>> passed = state.context->device().create_event();
+  if (!passed.ok()) return passed.status().with_context("an event for a stream");
   StreamCounter counter;
   if (options_.stream_waits != Switch::kOff && probe(state)) {
     Result<StreamCounter> taken = state.counters->take();
     // Without one the stream is held by calls of the host.
     if (taken.ok()) counter = taken.value();
   }
-  auto added =
-      std::make_shared<OperationStream>(shared_from_this(), state.context, std::move(stream), std::move(passed),
-                                        state.counters, counter, state.holds, promises, origin);
+  auto added = std::make_shared<OperationStream>(shared_from_this(), state.context, std::move(stream), passed.take(),
+                                                 state.counters, counter, state.holds, promises, origin);
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
@@ -184,14 +178,9 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
 Result<std::shared_ptr<OperationStream>> AsyncEngine::create_stream(std::size_t device,
                                                                     const StreamPromises& promises) {
   if (device >= devices_.size()) return Status(EINVAL, "no such device");
-  std::unique_ptr<Stream> stream;
-  const Status made = devices_[device]->context->run([&](Device& target) -> Status {
-    Result<std::unique_ptr<Stream>> created = target.create_stream();
-    if (created.ok()) stream = created.take();
-    return created.status();
-  });
-  if (!made.ok()) return made;
-  return add_stream(device, std::move(stream), promises, OperationStream::Origin::kOwn);
+  Result<std::unique_ptr<Stream>> stream = devices_[device]->context->device().create_stream();
+  if (!stream.ok()) return stream.status();
+  return add_stream(device, stream.take(), promises, OperationStream::Origin::kOwn);
 }
 
 Result<std::pair<std::size_t, std::unique_ptr<Stream>>> AsyncEngine::adopt(NativeStream native, int device) const {

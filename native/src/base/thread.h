@@ -1,42 +1,23 @@
-// Starting the engine's threads: named, with every signal blocked, and without an exception when there are too many.
-// The returned std::thread is the caller's, who joins it.
-// Any thread may call it.
+// Starts the engine's threads, and marks those that must not wait.
+// Ownership: the caller joins the thread that it gets.
+// Thread-safe.
 #pragma once
 
-#include <cerrno>
 #include <functional>
-#include <new>
 #include <string>
 #include <thread>
-#include <utility>
 
 #include "base/status.h"
 
 namespace gpufs {
 
-// The C library makes room for a thread's own variables of a library that was loaded late when the thread first uses
-// one, and ends the process where there is no memory then: as in the first exception of a thread, that there is none.
-// This makes it happen now, after having made sure that there is memory. False: there is none, and nothing has
-// happened. For threads that others have started; start_thread() sees to its own.
-bool make_room_for_own_variables() noexcept;
+// Starts a thread with every signal blocked: signal handlers belong to the program that loaded the engine, and must not
+// interrupt transfers. The first 15 characters of `name` are shown. EAGAIN if the system allows no more threads.
+Result<std::thread> start_thread(const std::string& name, std::function<void()> body);
 
-Result<std::thread> start_thread_function(const std::string& name, std::function<void()> body);
-
-// Signals belong to the program that loaded the engine: its handlers must never run on a native thread, where they
-// would interrupt transfers and where Python does not expect them. name: at most 15 characters are shown.
-// EAGAIN when the system gives no more threads, ENOMEM without memory for one.
-template <typename Body>
-Result<std::thread> start_thread(const std::string& name, Body&& body) {
-  try {
-    return start_thread_function(name, std::function<void()>(std::forward<Body>(body)));
-  } catch (const std::bad_alloc&) {
-    return Status(ENOMEM, "");
-  }
-}
-
-// Threads that answer everybody must not wait for one file or device: what would wait there is EAGAIN for them (see
-// Buffer), and is done by another thread.
-void forbid_waiting();  // to the calling thread, for ever
+// A thread that serves every client must not wait for one file or device. What would wait there fails with EAGAIN on
+// such a thread (see Buffer), and another thread does it.
+void forbid_waiting();  // for the calling thread, for good
 [[nodiscard]] bool this_thread_may_wait();
 
 }  // namespace gpufs

@@ -1,6 +1,6 @@
-// A device with its worker thread and its pools: what the engine holds for each device.
-// Shared by the engine, the buffers and whoever has work under way; it keeps the driver open.
-// Any thread may call any function.
+// A device of the driver and what the engine keeps for it: pools, accounts of memory, counters.
+// Ownership: shared by the engine, the buffers and all work in progress; it keeps the driver open.
+// Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -12,71 +12,42 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
+#include "device/pool.h"
 #include "drivers/driver.h"
 #include "observe/counters.h"
 
 namespace gpufs {
 
-class EventPool;
+class Buffer;     // memory/buffer.h
 class HostLocks;  // memory/host_locks.h
 class SlabPool;   // memory/slab_pool.h
-class StreamPool;
-
-struct DeviceContextOptions {
-  std::size_t event_batch = 64;    // events created at a time
-  std::size_t event_limit = 4096;  // events that exist at most
-  std::size_t stream_batch = 4;
-  std::size_t stream_limit = 64;
-  // Of a copy within a GPU, between two looks at a cancellation. Starting and awaiting smaller ones shows: 64 MiB at a
-  // time took 1.7 times as long as in one go.
-  std::uint64_t copy_chunk_bytes = std::uint64_t{1} << 30;
-};
-
-// Who holds memory of a device that nobody uses yet.
-class AheadHolder {
- public:
-  virtual ~AheadHolder() = default;
-  // Gives it back to the device. Any thread; may wait for users of the holder's other memory, up to the deadline.
-  virtual void give_back_ahead(std::chrono::steady_clock::time_point deadline) = 0;
-};
 
 class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
  public:
-  using Work = std::function<Status(Device&)>;
-  using Callback = std::function<void(const Status&)>;
+  // Bytes of a copy within a GPU between two checks for cancellation. Smaller chunks cost time: 64 MiB at a time
+  // took 1.7 times as long as the copy in one call.
+  static constexpr std::uint64_t kCopyChunk = std::uint64_t{1} << 30;
 
-  // Starts the worker, which binds the device for life. Fails with what the thread's start or the binding gave.
+  // EINVAL: the driver has no device of this index. copy_chunk_bytes: a smaller chunk, for tests.
   static Result<std::shared_ptr<DeviceContext>> create(std::shared_ptr<Driver> driver, std::size_t index,
-                                                       const DeviceContextOptions& options = {});
-  // Runs what is queued, then ends the worker and the pools.
+                                                       std::uint64_t copy_chunk_bytes = kCopyChunk);
   ~DeviceContext();
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;
 
-  [[nodiscard]] Device& device() const { return *device_; }
+  [[nodiscard]] Device& device() const { return device_; }
   [[nodiscard]] const Driver& driver() const { return *driver_; }
-  [[nodiscard]] const DeviceInfo& info() const { return device_->info(); }
-
-  // Queues work for the worker thread, which does it in order. `done` runs exactly once, there, with the work's outcome
-  // (ESHUTDOWN, on the calling thread, after shutdown()); it may be null. Neither may throw or wait for later work.
-  void submit(Work work, Callback done);
-
-  // Does the work with the device current and waits for its end. On the calling thread itself where that is possible
-  // (it is the worker, or the driver binds nothing to threads: DeviceInfo::binds_threads), so that growing a buffer
-  // there costs no handover. Also possible after shutdown(), on the calling thread, for the last destructors.
-  Status run(const Work& work);
-
-  // Refuses new submissions, runs what is queued and ends the worker. Called by the destructor; may be called twice.
-  void shutdown();
+  [[nodiscard]] const DeviceInfo& info() const { return device_.info(); }
 
   // For streams that stand until bytes have been moved, where work of others may come behind what stands: makes all
   // that moving them needs, so that nothing has to be made then. What making it gave.
   Status prepare_to_stand();
   // Of those that may stand now: 1, -1. Meanwhile streams_stand() where that matters.
   void streams_stand(int change);
-  [[nodiscard]] bool streams_stand() const { return standing_->load(std::memory_order_relaxed) > 0; }
+  [[nodiscard]] bool streams_stand() const { return standing_.load(std::memory_order_relaxed) > 0; }
 
   // For how long somebody has waited for a piece of work of the engine's; 0: nobody waits, or it is not counted.
   [[nodiscard]] std::chrono::milliseconds awaited() const;
@@ -92,8 +63,8 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   static constexpr std::chrono::milliseconds kAlert{1000};
   static constexpr std::chrono::milliseconds kNotice{200};
 
-  [[nodiscard]] EventPool& events() const { return *events_; }
-  [[nodiscard]] StreamPool& streams() const { return *streams_; }
+  [[nodiscard]] DevicePool<Event>& events() { return events_; }
+  [[nodiscard]] DevicePool<Stream>& streams() { return streams_; }
 
   // Device memory that buffers of this engine hold. Negative changes give back.
   void account(std::int64_t bytes) { held_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
@@ -104,18 +75,12 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
 
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
-  // Memory that is taken ahead of use. hold_ahead() and drop_ahead() list and unlist a holder, account_ahead() counts
-  // what they hold. reclaim_ahead() has all of them give it back; false if nothing came of it, nor has any been given
-  // back by others since ahead_returns() was `noted`. Its caller holds no lock, pin or other thing that one of them
-  // could wait for.
-  void hold_ahead(std::weak_ptr<AheadHolder> holder, const AheadHolder* key);
-  void drop_ahead(const AheadHolder* key);
-  void account_ahead(std::int64_t bytes) {
-    ahead_bytes_.fetch_add(static_cast<std::uint64_t>(bytes), std::memory_order_relaxed);
-  }
-  [[nodiscard]] std::uint64_t ahead_bytes() const { return ahead_bytes_.load(std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t ahead_returns() const { return ahead_returns_.load(std::memory_order_acquire); }
-  bool reclaim_ahead(std::uint64_t noted);
+  // Buffers that may hold memory which Buffer::trim() releases. trim_count() counts those that were removed because
+  // they had released some, so that a caller who finds the device full knows whether trying again is worth it.
+  void add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
+  void remove_trimmable(const Buffer* key, bool released);
+  [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
+  [[nodiscard]] std::uint64_t trim_count() const { return trim_count_.load(std::memory_order_acquire); }
 
   // What is counted about this device, in memory of its own until it is told otherwise. Set once, before the context is
   // shared.
@@ -131,26 +96,22 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] HostLocks* host_locks() const { return host_locks_.get(); }
 
  private:
-  struct Worker;
+  DeviceContext(std::shared_ptr<Driver> driver, Device& device, std::uint64_t copy_chunk_bytes);
 
-  DeviceContext(std::shared_ptr<Driver> driver, Device* device, std::uint64_t copy_chunk_bytes);
-
-  std::shared_ptr<Driver> driver_;
-  Device* const device_;  // driver_'s
+  const std::shared_ptr<Driver> driver_;
+  Device& device_;  // driver_'s
   const std::uint64_t copy_chunk_bytes_;
-  std::shared_ptr<Worker> worker_;
-  std::unique_ptr<EventPool> events_;
-  std::unique_ptr<StreamPool> streams_;
+  DevicePool<Event> events_;
+  DevicePool<Stream> streams_;
   std::shared_ptr<SlabPool> slabs_;
   std::shared_ptr<HostLocks> host_locks_;
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
-  std::atomic<std::uint64_t> ahead_bytes_{0};
-  const std::shared_ptr<std::atomic<int>> standing_ = std::make_shared<std::atomic<int>>(0);
-  std::atomic<std::uint64_t> ahead_returns_{0};  // how often a holder was unlisted
+  std::atomic<int> standing_{0};
+  std::atomic<std::uint64_t> trim_count_{0};
 
-  std::mutex ahead_mutex_;  // guards ahead_holders_; a leaf
-  std::map<const AheadHolder*, std::weak_ptr<AheadHolder>> ahead_holders_;
+  mutable std::mutex trimmable_mutex_;  // guards trimmable_; a leaf
+  std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
 };
 
 }  // namespace gpufs

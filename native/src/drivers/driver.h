@@ -1,7 +1,8 @@
 // The driver interface: devices, their memory, streams and events, as the engine sees every vendor's runtime.
 // A Driver is owned by the Engine; a Device by its Driver; memory, streams and events by whoever created them,
 // and none of them may outlive their Device.
-// Threads: unless a function says "any thread", call it on a thread that bind_thread() was called on.
+// Threads: any thread may call any function unless the class says otherwise; a GPU's functions make the device current
+// for themselves and restore what was current before.
 #pragma once
 
 #include <cerrno>
@@ -35,9 +36,6 @@ struct DeviceInfo {
   bool reserve_copies = false;
   // The vendor's calls for files (io/direct_path.h) reach the memory of create_memory().
   bool files_reach_memory = true;
-  // Calls below that are not for any thread need bind_thread() first. False: every call may come from any thread, and
-  // the engine makes it where it stands instead of handing it to the device's worker.
-  bool binds_threads = true;
   // Work on one stream may come behind work on another that stands (Device::streams_stand).
   bool streams_share_queues = false;
 };

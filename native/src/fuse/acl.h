@@ -1,46 +1,29 @@
-// POSIX access control lists: their form in extended attributes, and how a list and mode bits follow each other.
-// Values; whoever holds one guards it.
-// Any thread may call any function.
+// POSIX access control lists in the form of their extended attribute (version 2, then entries, little-endian), and how
+// a list and mode bits follow each other.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
-
-#include "base/status.h"
+#include <string_view>
 
 namespace gpufs::fuse {
 
-class Acl {
- public:
-  // The value of a system.posix_acl_* attribute. EINVAL for what is no list; the order of the entries the kernel has
-  // checked.
-  static Result<Acl> parse(std::span<const std::byte> value);
-  [[nodiscard]] std::vector<std::byte> serialize() const;
-  [[nodiscard]] std::size_t bytes() const { return entries_.size() * sizeof(Entry); }  // of memory
+inline constexpr std::string_view kAccessAcl = "system.posix_acl_access";
+inline constexpr std::string_view kDefaultAcl = "system.posix_acl_default";
 
-  // True if it says no more than mode bits do.
-  [[nodiscard]] bool minimal() const;
-  // `mode` with the permission bits that the list stands for: the group's are the mask's where there is one.
-  [[nodiscard]] std::uint32_t applied_to(std::uint32_t mode) const;
-  // chmod(2): the owner's, the others' and the mask's (or the group's) entry become those of the mode.
-  void follow(std::uint32_t mode);
-  // What a new file gets of its directory's default list: neither the mode asked for nor the list gives more than the
-  // other. Changes both.
-  void inherit(std::uint32_t& mode);
+[[nodiscard]] inline bool is_acl(std::string_view name) { return name == kAccessAcl || name == kDefaultAcl; }
 
- private:
-  struct Entry {
-    std::uint16_t tag = 0;
-    std::uint16_t permissions = 0;
-    std::uint32_t id = 0;
-  };
-
-  // The entry whose permissions are the group's bits of a mode.
-  Entry& group_class();
-
-  std::vector<Entry> entries_;
-};
+// All lists begin at an address that 4 divides. The kernel has checked the order of the entries.
+[[nodiscard]] bool acl_is_valid(std::span<const std::byte> acl);
+// The functions below take valid lists only.
+// True if the list grants the same as mode bits.
+[[nodiscard]] bool acl_is_minimal(std::span<const std::byte> acl);
+// `mode` with the list's permission bits: the group's are the mask's if there is one.
+[[nodiscard]] std::uint32_t mode_with_acl(std::uint32_t mode, std::span<const std::byte> acl);
+// chmod(2): sets the entries of the owner, the others and the mask (or the group) to the mode's bits.
+void acl_follow_mode(std::span<std::byte> acl, std::uint32_t mode);
+// What a new file gets of its directory's default list: both the list and the mode grant only what both grant.
+void acl_inherit(std::span<std::byte> acl, std::uint32_t& mode);
 
 }  // namespace gpufs::fuse

@@ -12,17 +12,16 @@
 #include <utility>
 
 #include "base/log.h"
-#include "fuse/long_operation.h"
+#include "fuse/acl.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
 constexpr std::uint64_t kBlock = 4096;  // of STATFS
-constexpr std::uint32_t kPermissions = 07777;
 constexpr std::size_t kBody = sizeof(fuse_in_header);
 
-// The text at the end of a message, up to its NUL; false where there is none.
+// The text at the end of a message, up to its NUL; false if there is none.
 bool read_text(std::span<const std::byte> message, std::size_t at, std::string_view* text) {
   if (message.size() <= at) return false;
   const auto* begin = reinterpret_cast<const char*>(message.data() + at);
@@ -33,14 +32,12 @@ bool read_text(std::span<const std::byte> message, std::size_t at, std::string_v
   return true;
 }
 
-bool is_acl(std::string_view name) { return name == kAccessAcl || name == kDefaultAcl; }
-
-// What belongs to the mount itself stays as it is.
+// Inodes of the mount itself cannot be changed.
 bool is_fixed(const Inode& inode) { return inode.device() < 0; }
 
 void touch_ctime(gpufs_attributes& attributes) { set_ctime(attributes, Timestamp::now()); }
 
-ExtendedAttributes& made(std::unique_ptr<ExtendedAttributes>& extended) {
+ExtendedAttributes& created(std::unique_ptr<ExtendedAttributes>& extended) {
   if (!extended) extended = std::make_unique<ExtendedAttributes>();
   return *extended;
 }
@@ -53,7 +50,7 @@ void finish(int error, Responder& responder) {
   }
 }
 
-// The value of an attribute below kVirtualAttributes; nothing where there is none.
+// The value of an attribute below kVirtualAttributes; nothing if there is none.
 std::optional<std::string> activity_of(const Inode& inode, std::string_view name) {
   using observe::Flow;
   if (!inode.buffer()) return std::nullopt;
@@ -68,7 +65,7 @@ std::optional<std::string> activity_of(const Inode& inode, std::string_view name
   return last < observe::kBackendCount ? std::string(observe::kBackendNames[last]) : std::string();
 }
 
-// A value, or its size where the caller has no room for it yet.
+// A value, or its size if the caller asks for that (no room).
 void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder& responder) {
   if (room == 0) {
     fuse_getxattr_out out{};
@@ -76,43 +73,10 @@ void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder
     return responder.body(out);
   }
   if (value.size() > room) return responder.error(ERANGE);
-  const iovec part{const_cast<std::byte*>(value.data()), value.size()};  // sent, not written to
-  responder.data({&part, 1});
+  responder.data(value);
 }
 
 }  // namespace
-
-AttributeOperations::AttributeOperations(InodeTable& table, LongOperations& long_operations,
-                                         const OperationOptions& options)
-    : table_(table), long_operations_(long_operations), options_(options) {}
-
-void AttributeOperations::negotiated(bool acls, bool long_setxattr) {
-  acls_.store(acls);
-  long_setxattr_.store(long_setxattr);
-}
-
-bool AttributeOperations::serve(Request& request, Responder& responder) {
-  switch (request.header.opcode) {
-    case FUSE_GETATTR:
-      return getattr(request, responder);
-    case kOpcodeStatx:
-      return statx(request, responder);
-    case FUSE_SETATTR:
-      return setattr(request, responder);
-    case FUSE_STATFS:
-      return statfs(request, responder);
-    case FUSE_GETXATTR:
-      return getxattr(request, responder);
-    case FUSE_SETXATTR:
-      return setxattr(request, responder);
-    case FUSE_LISTXATTR:
-      return listxattr(request, responder);
-    case FUSE_REMOVEXATTR:
-      return removexattr(request, responder);
-    default:
-      return false;
-  }
-}
 
 // ---- attributes ----
 
@@ -120,7 +84,7 @@ template <typename T>
 void AttributeOperations::fill_validity(std::uint32_t mode, T& out) const {
   if (!may_be_cached(mode)) return;
   double whole = 0;
-  const double fraction = std::modf(options_.attribute_timeout, &whole);
+  const double fraction = std::modf(timeout_, &whole);
   out.attr_valid = static_cast<std::uint64_t>(whole);
   out.attr_valid_nsec = static_cast<std::uint32_t>(fraction * 1e9);
 }
@@ -133,35 +97,20 @@ void AttributeOperations::reply_attributes(const Inode& inode, Responder& respon
   responder.body(out);
 }
 
-bool AttributeOperations::getattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
+void AttributeOperations::getattr(const Target& inode, Request& /*request*/, Responder responder) {
   reply_attributes(*inode, responder);
-  return true;
 }
 
-bool AttributeOperations::statx(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
+void AttributeOperations::statx(const Target& inode, Request& /*request*/, Responder responder) {
   StatxOut out{};
   out.stat = statx_of(inode->attributes(), inode->birth());
   fill_validity(out.stat.mode, out);
   responder.body(out);
-  return true;
 }
 
-bool AttributeOperations::setattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  fuse_setattr_in in{};
-  if (!read_struct(request.message, kBody, &in)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  if (is_fixed(*inode)) {
-    responder.error(EPERM);
-    return true;
-  }
+void AttributeOperations::setattr(const Target& inode, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_setattr_in>();
+  if (is_fixed(*inode)) return responder.error(EPERM);
   const gpufs_attributes now = inode->attributes();
   const bool owner = (in.valid & (FATTR_UID | FATTR_GID)) != 0;
   const bool size = (in.valid & FATTR_SIZE) != 0;
@@ -185,7 +134,7 @@ bool AttributeOperations::setattr(Request& request, Responder& responder) {
   wanted.atime_ns = in.atimensec;
   wanted.mtime = static_cast<std::int64_t>(in.mtime);
   wanted.mtime_ns = in.mtimensec;
-  // The kernel takes set-id bits by FATTR_MODE, but not those that only a caller outside the group loses.
+  // The kernel clears set-id bits by FATTR_MODE, except those that only callers outside the group clear.
   SetIdLoss loss = owner && (in.valid & FATTR_MODE) == 0 ? SetIdLoss::kExecutable : SetIdLoss::kNone;
   if ((owner || size) && has_bare_set_gid(wanted.mode) && !Caller::of(request.header).keeps_set_gid_of(now.gid)) {
     loss = SetIdLoss::kAll;
@@ -193,31 +142,25 @@ bool AttributeOperations::setattr(Request& request, Responder& responder) {
   wanted.mode = mode_without_set_id(wanted.mode, loss);
   if (wanted.mode != now.mode) changes |= GPUFS_SET_MODE;
 
-  if (size && !inode->buffer()) {
-    responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
-    return true;
-  }
+  if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
   const auto apply = [this, inode, changes](gpufs_attributes attributes, Responder& reply) {
     const Status status = table_.set(inode->ino(), changes, &attributes);
     if (status.error() == EAGAIN) return false;
     if (status.ok()) {
       reply_attributes(*inode, reply);
     } else {
-      // A file that is gone from the table by now had no name and no user.
+      // A file that has left the table by now had no name and no user.
       reply.error(status.error() == ENOENT ? ESTALE : status.error());
     }
     return true;
   };
   if (!apply(wanted, responder)) {
-    long_operations_.run(*inode, std::move(responder),
-                         [apply, wanted](const Operation&, Responder& reply) { apply(wanted, reply); });
+    long_requests_.run(*inode, std::move(responder),
+                       [apply, wanted](Cancellation&, Responder& reply) { apply(wanted, reply); });
   }
-  return true;
 }
 
-bool AttributeOperations::statfs(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
+void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Responder responder) {
   const std::int32_t device = inode->device();
   const std::int32_t first = device < 0 ? 0 : device;
   const std::int32_t last = device < 0 ? table_.source().device_count() : device + 1;
@@ -227,8 +170,7 @@ bool AttributeOperations::statfs(Request& request, Responder& responder) {
     Result<MemoryInfo> memory = table_.source().memory(i);
     if (!memory.ok()) {
       log_warning("statfs failed: ", memory.status().message());
-      responder.error(memory.error());
-      return true;
+      return responder.error(memory.error());
     }
     total += memory.value().total_bytes;
     free += memory.value().free_bytes;
@@ -246,168 +188,108 @@ bool AttributeOperations::statfs(Request& request, Responder& responder) {
   out.st.files = out.st.ffree + counts.inodes;
   out.st.namelen = NAME_MAX;
   responder.body(out);
-  return true;
 }
 
 // ---- extended attributes ----
 
-bool AttributeOperations::getxattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  fuse_getxattr_in in{};
-  std::string_view name;
-  if (!read_struct(request.message, kBody, &in) || !read_text(request.message, kBody + sizeof(in), &name)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  if (name.starts_with(kVirtualAttributes)) {
-    const std::optional<std::string> text = activity_of(*inode, name);
-    if (text) {
-      reply_value(in.size, std::as_bytes(std::span(*text)), responder);
-    } else {
-      responder.error(ENODATA);
-    }
-    return true;
-  }
-  if (is_acl(name) ? !acls_.load(std::memory_order_relaxed) : attribute_name_error(name) != 0) {
-    responder.error(is_acl(name) ? EOPNOTSUPP : attribute_name_error(name));
-    return true;
-  }
-  ExtendedAttributes::Value value;
-  const bool found =
-      inode->with_extended([&](const gpufs_attributes&, const std::unique_ptr<ExtendedAttributes>& extended) {
-        if (!extended) return false;
-        if (is_acl(name)) {
-          const std::optional<Acl>& acl = name == kAccessAcl ? extended->access : extended->inherited;
-          if (acl) value = acl->serialize();
-          return acl.has_value();
-        }
-        const ExtendedAttributes::Value* const there = extended->find(name);
-        if (there != nullptr) value = *there;
-        return there != nullptr;
-      });
-  if (found) {
-    reply_value(in.size, value, responder);
-  } else {
-    responder.error(ENODATA);
-  }
-  return true;
+int AttributeOperations::name_error(std::string_view name) const {
+  if (is_acl(name)) return init_.acls() ? 0 : EOPNOTSUPP;
+  return attribute_name_error(name);
 }
 
-bool AttributeOperations::setxattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  const std::size_t fixed = long_setxattr_.load(std::memory_order_relaxed) ? sizeof(SetxattrIn) : kSetxattrShort;
+void AttributeOperations::getxattr(const Target& inode, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_getxattr_in>();
+  std::string_view name;
+  if (!read_text(request.message, kBody + sizeof(in), &name)) return responder.error(EINVAL);
+  if (name.starts_with(kVirtualAttributes)) {
+    const std::optional<std::string> text = activity_of(*inode, name);
+    if (!text) return responder.error(ENODATA);
+    return reply_value(in.size, std::as_bytes(std::span(*text)), responder);
+  }
+  if (const int error = name_error(name); error != 0) return responder.error(error);
+  std::optional<ExtendedAttributes::Value> value;
+  inode->with_extended([&](const gpufs_attributes&, const std::unique_ptr<ExtendedAttributes>& extended) {
+    const ExtendedAttributes::Value* const found = extended ? extended->find(name) : nullptr;
+    if (found != nullptr) value = *found;
+  });
+  if (!value) return responder.error(ENODATA);
+  reply_value(in.size, *value, responder);
+}
+
+void AttributeOperations::setxattr(const Target& inode, Request& request, Responder responder) {
+  const std::size_t fixed = init_.granted(kInitSetxattrExt) ? sizeof(SetxattrIn) : kSetxattrShort;
   SetxattrIn in{};
   std::string_view name;
   if (request.message.size() < kBody + fixed || !read_text(request.message, kBody + fixed, &name)) {
-    responder.error(EINVAL);
-    return true;
+    return responder.error(EINVAL);
   }
   std::memcpy(static_cast<void*>(&in), request.message.data() + kBody, fixed);
   const std::span<const std::byte> value = request.message.subspan(kBody + fixed + name.size() + 1);
-  if (value.size() != in.size) {
-    responder.error(EINVAL);
-    return true;
-  }
-  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) {
-    responder.error(EPERM);
-    return true;
-  }
-  int error = 0;
+  if (value.size() != in.size) return responder.error(EINVAL);
+  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
+  if (const int error = name_error(name); error != 0) return responder.error(error);
   if (is_acl(name)) {
-    const bool kill_set_gid = (in.setxattr_flags & kSetxattrAclKillSgid) != 0;
-    error = acls_.load(std::memory_order_relaxed) ? set_acl(*inode, name, value, kill_set_gid) : EOPNOTSUPP;
-  } else if (error = attribute_name_error(name); error == 0) {
-    const std::size_t most = name.size() + 1 + value.size() + ExtendedAttributes::kOverhead;
-    const auto change = [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
-      const Status status = made(extended).set(name, value, in.flags);
-      if (status.ok()) touch_ctime(attributes);
-      return status.error();
-    };
-    error = table_.change_metadata(*inode, most, change);
+    return finish(set_acl(*inode, name, value, (in.setxattr_flags & kSetxattrAclKillSgid) != 0), responder);
   }
-  finish(error, responder);
-  return true;
+  const std::size_t most = name.size() + 1 + value.size() + ExtendedAttributes::kOverhead;
+  const auto change = [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+    const Status status = created(extended).set(name, value, in.flags);
+    if (status.ok()) touch_ctime(attributes);
+    return status.error();
+  };
+  finish(table_.change_metadata(*inode, most, change), responder);
 }
 
 int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value,
                                  bool kill_set_gid) {
-  Result<Acl> parsed = Acl::parse(value);
-  if (!parsed.ok()) return parsed.error();
+  const ExtendedAttributes::Value list(value.begin(), value.end());
+  if (!acl_is_valid(list)) return EINVAL;
   const bool access = name == kAccessAcl;
   if (!access && !S_ISDIR(inode.kind())) return EACCES;
-  const std::size_t most = parsed.value().bytes() + ExtendedAttributes::kOverhead;
+  const std::size_t most = name.size() + 1 + list.size() + ExtendedAttributes::kOverhead;
   return table_.change_metadata(inode, most, [&](gpufs_attributes& attributes, auto& extended) {
+    if (access && acl_is_minimal(list)) {
+      if (extended) extended->remove(name);
+    } else if (const Status status = created(extended).set(name, list, 0); !status.ok()) {
+      return status.error();
+    }
     touch_ctime(attributes);
-    if (!access) {
-      made(extended).inherited = parsed.take();
-      return 0;
-    }
-    attributes.mode = parsed.value().applied_to(attributes.mode);
+    if (!access) return 0;
+    attributes.mode = mode_with_acl(attributes.mode, list);
     if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
-    if (!parsed.value().minimal()) {
-      made(extended).access = parsed.take();
-    } else if (extended) {
-      extended->access.reset();
-    }
     return 0;
   });
 }
 
-bool AttributeOperations::listxattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  fuse_getxattr_in in{};
-  if (!read_struct(request.message, kBody, &in)) {
-    responder.error(EINVAL);
-    return true;
-  }
+void AttributeOperations::listxattr(const Target& inode, Request& request, Responder responder) {
   using Extended = std::unique_ptr<ExtendedAttributes>;
-  const bool asks = inode->with_extended(
+  const bool has_trusted = inode->with_extended(
       [](const gpufs_attributes&, const Extended& extended) { return extended && extended->has_trusted(); });
-  const bool trusted = asks && Caller::of(request.header).administers();
+  const bool trusted = has_trusted && Caller::of(request.header).administers();
   const std::string names = inode->with_extended([&](const gpufs_attributes&, const Extended& extended) {
     return extended ? extended->names(trusted) : std::string();
   });
-  reply_value(in.size, std::as_bytes(std::span(names)), responder);
-  return true;
+  reply_value(request.arguments<fuse_getxattr_in>().size, std::as_bytes(std::span(names)), responder);
 }
 
-bool AttributeOperations::removexattr(Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
+void AttributeOperations::removexattr(const Target& inode, Request& request, Responder responder) {
   std::string_view name;
-  if (!read_text(request.message, kBody, &name)) {
-    responder.error(EINVAL);
-    return true;
-  }
-  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) {
-    responder.error(EPERM);
-    return true;
-  }
-  if (is_acl(name) ? !acls_.load(std::memory_order_relaxed) : attribute_name_error(name) != 0) {
-    responder.error(is_acl(name) ? EOPNOTSUPP : attribute_name_error(name));
-    return true;
-  }
+  if (!read_text(request.message, kBody, &name)) return responder.error(EINVAL);
+  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
+  if (const int error = name_error(name); error != 0) return responder.error(error);
   bool kill_set_gid = false;
   if (name == kAccessAcl) {
     const gpufs_attributes now = inode->attributes();
     kill_set_gid = (now.mode & S_ISGID) != 0 && !Caller::of(request.header).keeps_set_gid_of(now.gid);
   }
-  const int error = table_.change_metadata(
-      *inode, 0, [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
-        if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
-        if (is_acl(name)) {  // a list that is not there can be removed, too
-          if (extended) (name == kAccessAcl ? extended->access : extended->inherited).reset();
-        } else if (!extended || !extended->remove(name)) {
-          return ENODATA;
-        }
-        touch_ctime(attributes);
-        return 0;
-      });
-  finish(error, responder);
-  return true;
+  const auto change = [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
+    if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
+    const bool removed = extended && extended->remove(name);
+    if (!removed && !is_acl(name)) return ENODATA;  // removing a list that is not there succeeds
+    touch_ctime(attributes);
+    return 0;
+  };
+  finish(table_.change_metadata(*inode, 0, change), responder);
 }
 
 }  // namespace gpufs::fuse

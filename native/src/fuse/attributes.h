@@ -1,6 +1,4 @@
-// An inode's attributes, and the rules by which operations change them.
-// Values; whoever holds one guards it.
-// Any thread may call any function.
+// An inode's attributes, and the rules by which requests change them.
 #pragma once
 
 #include <linux/fuse.h>
@@ -22,7 +20,7 @@ struct Timestamp {
   friend auto operator<=>(const Timestamp&, const Timestamp&) = default;  // NOLINT(modernize-use-nullptr): no pointer
 };
 
-// Which reads set the access time, as mount options say it.
+// Which reads set the access time (mount options).
 enum class AccessTimes : std::uint8_t {
   kRelative,  // if it is not later than the last change, or a day old
   kAlways,
@@ -34,14 +32,15 @@ void set_atime(gpufs_attributes& attributes, Timestamp time);
 void set_mtime(gpufs_attributes& attributes, Timestamp time);
 void set_ctime(gpufs_attributes& attributes, Timestamp time);
 
-// What a change of a regular file's contents takes of its mode.
+// Which set-id bits a change of a regular file's contents clears.
 enum class SetIdLoss : std::uint8_t {
   kNone,
   kExecutable,  // set-user-id, and set-group-id where the group may execute
   kAll,         // set-group-id in any case
 };
 [[nodiscard]] std::uint32_t mode_without_set_id(std::uint32_t mode, SetIdLoss loss);
-// True if the mode has set-group-id without execution for the group, which only those outside the group take away.
+// True if the mode has set-group-id without execution for the group, which only changes by others than its members
+// clear.
 [[nodiscard]] bool has_bare_set_gid(std::uint32_t mode);
 
 [[nodiscard]] bool is_regular(std::uint32_t mode);
@@ -49,11 +48,11 @@ enum class SetIdLoss : std::uint8_t {
 // kernel must ask for its attributes each time.
 [[nodiscard]] bool may_be_cached(std::uint32_t mode);
 
-// Fills in all but the inode number and the flags, which stay as they are.
+// Fills in all fields except the inode number and the flags.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);
 // The same as statx(2) has it, with the time of birth.
 [[nodiscard]] Statx statx_of(const gpufs_attributes& attributes, Timestamp birth);
-// What GETATTR was answered, as an answer to STATX: it knows of no birth.
+// A reply to GETATTR as one to STATX, without a time of birth.
 [[nodiscard]] Statx statx_of(const fuse_attr& attr);
 
 }  // namespace gpufs::fuse

@@ -7,27 +7,24 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
-#include <new>
+#include <chrono>
+#include <exception>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "base/log.h"
-#include "fuse/caller.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
-// Between two looks for an INTERRUPT.
+// An INTERRUPT ends a copy between two of these.
 constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
-constexpr std::chrono::milliseconds kLook{20};
-// Between two looks whether a client is being killed: most requests are answered before the first one.
+// Between two checks whether a client is being killed: most requests are answered before the first one.
 constexpr std::chrono::seconds kGrace{1};
-// Whose transfers they are, apart from the processes that are clients of the copy service: a user's, on one file
-// system; or a server's, since when that hangs all copies from and to it do, whoever made them.
+// Which client of the transfer engine a copy counts as, apart from the processes that use the copy service: a user on
+// one file system; or a server, because if that hangs all copies from and to it do, whoever requested them.
 constexpr std::uint64_t kUserBit = std::uint64_t{1} << 61;
 constexpr std::uint64_t kServerBit = std::uint64_t{1} << 62;
 
@@ -37,8 +34,7 @@ std::uint64_t client_of(const BackingFacts& facts, std::uint32_t uid) {
   return kUserBit | (facts.device & kDeviceMask) << 32 | uid;
 }
 
-// As the kernel does for who writes without the right to keep them all: a set-gid bit without execution stays with
-// those of the group.
+// As the kernel does for writers without CAP_FSETID: members of the group keep a set-gid bit without execution.
 void drop_set_id(int fd, const Caller& writer) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) return;
@@ -50,18 +46,36 @@ void drop_set_id(int fd, const Caller& writer) {
   if (mode != (status.st_mode & 07777U)) static_cast<void>(::fchmod(fd, mode));
 }
 
-// The same after changes of which the kernel does not say whether who makes them may keep the bits.
+// The same after changes for which the kernel does not report whether the caller may keep the bits.
 void drop_set_id_unless_kept(int fd, const Caller& caller) {
   struct stat status {};
   if (::fstat(fd, &status) != 0 || (status.st_mode & (S_ISUID | S_ISGID)) == 0 || caller.keeps_set_id()) return;
   drop_set_id(fd, caller);
 }
 
-}  // namespace
+// The bytes copied; short if it was cancelled or failed after progress.
+Result<std::uint64_t> copy_files(const OpenBacking& from, const OpenBacking& to, const fuse_copy_file_range_in& in,
+                                 const Cancellation& cancellation) {
+  std::uint64_t done = 0;
+  while (done < in.len) {
+    if (cancellation.requested()) {
+      if (done > 0) break;
+      return Status(EINTR, "interrupted");
+    }
+    auto source = static_cast<off_t>(in.off_in + done);
+    auto destination = static_cast<off_t>(in.off_out + done);
+    const auto part = static_cast<std::size_t>(std::min(in.len - done, kCopyChunk));
+    const ssize_t count = ::copy_file_range(from.fd.get(), &source, to.fd.get(), &destination, part, 0);
+    if (count < 0 && errno == EINTR) continue;
+    // The kernel would remember an ENOSYS for the whole mount.
+    if (count < 0 && done == 0) return Status::from_errno(errno == ENOSYS ? EXDEV : errno, "copy_file_range");
+    if (count <= 0) break;
+    done += static_cast<std::uint64_t>(count);
+  }
+  return done;
+}
 
-BackingOperations::BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers,
-                                     LongOperations& long_operations, Statistics& statistics)
-    : table_(table), transfers_(std::move(transfers)), long_operations_(long_operations), statistics_(statistics) {}
+}  // namespace
 
 // ---- threads ----
 
@@ -73,117 +87,91 @@ BackingOperations::Answer BackingOperations::failed(int error) {
 
 template <typename T>
 BackingOperations::Answer BackingOperations::answer_of(const T& body) {
+  const auto bytes = std::as_bytes(std::span(&body, 1));
   Answer answer;
-  answer.body = std::make_unique_for_overwrite<std::byte[]>(sizeof(T));
-  answer.body_bytes = sizeof(T);
-  std::memcpy(answer.body.get(), &body, sizeof(T));
+  answer.body.assign(bytes.begin(), bytes.end());
   return answer;
 }
 
 template <typename Body>
 void BackingOperations::pass_through(const OpenBacking& open, const Request& request, Responder responder, Body body) {
-  auto flight = std::make_shared<Flight>();
-  flight->client = Caller::of(request.header);
-  flight->operation = long_operations_.cancellations().begin(responder.unique());
-  flight->responder = std::move(responder);
-  auto serve = [this, flight, body = std::move(body)](int refusal) mutable {
-    Answer answer = failed(refusal != 0 ? refusal : EINTR);
-    if (refusal == 0 && !flight->operation->cancelled) {
-      try {
-        answer = body(*flight->operation);
-      } catch (const std::bad_alloc&) {
-        answer = failed(ENOMEM);
-      }
-    }
-    const std::lock_guard lock(flight->mutex);
-    if (flight->responder.pending()) settle(*flight, answer);  // else this object may be gone
-  };
-  try {
-    {
-      const std::lock_guard lock(flights_mutex_);
-      flights_.emplace(flight.get(), flight);
-    }
-    const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open.file->facts().device};
-    Executor& executor = long_operations_.executor();
-    executor.submit(lane, nullptr, flight->operation->unique, std::move(serve));
-    // An INTERRUPT that came before it was in the queue has not found it there.
-    if (flight->operation->cancelled) static_cast<void>(executor.discard(flight->operation->unique));
-  } catch (const std::bad_alloc&) {
-    const std::lock_guard lock(flight->mutex);
-    if (flight->responder.pending()) settle(*flight, failed(ENOMEM));
+  const std::uint64_t unique = responder.unique();
+  auto pending = std::make_shared<Pending>();
+  pending->unique = unique;
+  pending->client = Caller::of(request.header);
+  pending->responder = std::move(responder);
+  {
+    const std::lock_guard lock(pending_mutex_);
+    pending_.emplace(unique, pending);
   }
+  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open.file->facts().device};
+  long_requests_.executor().submit(
+      lane, nullptr, unique, [this, pending, body = std::move(body)](int refusal, Cancellation& cancellation) mutable {
+        Answer answer = failed(refusal != 0 ? refusal : EINTR);
+        if (refusal == 0 && !cancellation.requested()) {
+          try {
+            answer = body(cancellation);
+          } catch (const std::exception&) {
+            answer = failed(ENOMEM);
+          }
+        }
+        const std::lock_guard lock(pending->mutex);
+        if (pending->responder.pending()) settle(*pending, answer);  // else this object may be gone
+      });
 }
 
 void BackingOperations::interrupted(std::uint64_t unique) {
-  std::shared_ptr<Flight> found;
+  std::shared_ptr<Pending> found;
   {
-    const std::lock_guard lock(flights_mutex_);
-    const auto place = std::ranges::find_if(
-        flights_, [unique](const auto& entry) { return entry.second->operation->unique == unique; });
-    if (place == flights_.end()) return;
+    const std::lock_guard lock(pending_mutex_);
+    const auto place = pending_.find(unique);
+    if (place == pending_.end()) return;
     found = place->second;
   }
-  watch(std::move(found));
-}
-
-void BackingOperations::watch(std::shared_ptr<Flight> flight) {
-  Executor& executor = long_operations_.executor();
-  // A job that is parked until its deadline, in a lane of its own; no memory is ever freed for it.
-  const auto deadline = std::chrono::steady_clock::now() + kGrace;
-  executor.submit(
-      {Executor::Lane::Kind::kBuffers, -1, 0}, nullptr, 0,
-      [this, &executor, deadline, flight = std::move(flight)](int refusal) -> std::optional<Executor::TimePoint> {
-        if (refusal == 0) return deadline;
-        if (refusal != ENOSPC) return std::nullopt;  // everything ends, or there is no thread to look
+  long_requests_.executor().submit_at(
+      std::chrono::steady_clock::now() + kGrace,
+      [this, pending = std::move(found)](int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
+        if (refusal != 0) return std::nullopt;
         {
-          const std::lock_guard lock(flight->mutex);
-          if (!flight->responder.pending()) return std::nullopt;
+          const std::lock_guard lock(pending->mutex);
+          if (!pending->responder.pending()) return std::nullopt;
         }
-        if (flight->client.pid != 0 && !flight->client.dying()) {
-          watch(flight);
-          return std::nullopt;
-        }
-        if (executor.discard(flight->operation->unique)) return std::nullopt;
-        const std::lock_guard lock(flight->mutex);
-        if (flight->responder.pending()) settle(*flight, failed(EINTR));
+        if (pending->client.pid != 0 && !pending->client.dying()) return std::chrono::steady_clock::now() + kGrace;
+        if (long_requests_.executor().cancel(pending->unique) == Executor::Cancelled::kEnded) return std::nullopt;
+        const std::lock_guard lock(pending->mutex);
+        if (pending->responder.pending()) settle(*pending, failed(EINTR));
         return std::nullopt;
       });
 }
 
-// With the flight's mutex held.
-void BackingOperations::settle(Flight& flight, const Answer& answer) {
+void BackingOperations::settle(Pending& pending, const Answer& answer) {
   read_bytes_.add(answer.read);
   written_bytes_.add(answer.written);
   copied_bytes_.add(answer.copied);
   statistics_.read_bytes.add(answer.read);
   statistics_.written_bytes.add(answer.written);
   statistics_.copied_bytes.add(answer.copied);
-  const iovec part{answer.body.get(), answer.body_bytes};
   if (answer.error != 0) {
-    flight.responder.error(answer.error);
+    pending.responder.error(answer.error);
   } else {
-    flight.responder.data({&part, answer.body_bytes == 0 ? std::size_t{0} : std::size_t{1}});
+    pending.responder.data(answer.body);
   }
-  // After the reply: the kernel does not use the number for another request.
-  long_operations_.cancellations().end(flight.operation->unique);
-  const std::lock_guard lock(flights_mutex_);
-  flights_.erase(&flight);
+  const std::lock_guard lock(pending_mutex_);
+  pending_.erase(pending.unique);
 }
 
 void BackingOperations::left_behind(std::size_t threads) {
   if (threads == 0) return;
   log_warning(threads, " threads hang in files of backing/ and are left behind");
   left_behind_.add(threads);
-  decltype(flights_) flights;
+  decltype(pending_) hanging;
   {
-    const std::lock_guard lock(flights_mutex_);
-    flights.swap(flights_);
+    const std::lock_guard lock(pending_mutex_);
+    hanging.swap(pending_);
   }
-  for (auto& [raw, flight] : flights) {
-    const std::lock_guard lock(flight->mutex);
-    if (!flight->responder.pending()) continue;
-    flight->responder.error(ENOTCONN);
-    long_operations_.cancellations().end(flight->operation->unique);
+  for (auto& [unique, pending] : hanging) {
+    const std::lock_guard lock(pending->mutex);
+    if (pending->responder.pending()) pending->responder.error(ENOTCONN);
   }
 }
 
@@ -198,52 +186,24 @@ void BackingOperations::write_statistics(JsonWriter& json) const {
 
 // ---- requests ----
 
-bool BackingOperations::serve(Request& request, Responder& responder) {
-  switch (request.header.opcode) {
-    case FUSE_READ:
-      return read(request, responder);
-    case FUSE_WRITE:
-      return write(request, responder);
-    case FUSE_LSEEK:
-      return lseek(request, responder);
-    case FUSE_FALLOCATE:
-      return fallocate(request, responder);
-    case FUSE_FLUSH:
-      return flush(request, responder);
-    case FUSE_FSYNC:
-      return fsync(request, responder);
-    case FUSE_COPY_FILE_RANGE:
-    case kOpcodeCopyFileRange64:
-      return copy_file_range(request, responder);
-    default:
-      return false;
-  }
-}
-
-bool BackingOperations::read(Request& request, Responder& responder) {
-  fuse_read_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || !BackingTable::is_backing(in.fh)) return false;
-  const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
-  if (!open || !valid_range(in.offset, in.size)) {
-    responder.error(open ? EINVAL : EBADF);
-    return true;
-  }
+void BackingOperations::read(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_read_in>();
+  if (!valid_range(in.offset, in.size)) return responder.error(EINVAL);
   const std::size_t wanted = std::min<std::size_t>(in.size, request.payload.size());
-  if (read_cached(*open, in, request.payload.first(wanted), responder)) return true;
-  pass_through(*open, request, std::move(responder), [open, in, wanted](const Operation&) {
+  if (read_cached(*file, in, request.payload.first(wanted), responder)) return;
+  pass_through(*file, request, std::move(responder), [file, in, wanted](const Cancellation&) {
     // The request's own memory belongs to the next request by now.
     Answer answer;
-    answer.body = std::make_unique_for_overwrite<std::byte[]>(wanted);
+    answer.body.resize(wanted);
     ssize_t count = 0;
     do {
-      count = ::pread(open->fd.get(), answer.body.get(), wanted, static_cast<off_t>(in.offset));
+      count = ::pread(file->fd.get(), answer.body.data(), wanted, static_cast<off_t>(in.offset));
     } while (count < 0 && errno == EINTR);
     if (count < 0) return failed(errno);
-    answer.body_bytes = static_cast<std::size_t>(count);
-    answer.read = answer.body_bytes;
+    answer.body.resize(static_cast<std::size_t>(count));
+    answer.read = answer.body.size();
     return answer;
   });
-  return true;
 }
 
 bool BackingOperations::read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory,
@@ -251,7 +211,7 @@ bool BackingOperations::read_cached(const OpenBacking& open, const fuse_read_in&
   if (open.file->facts().may_hang || memory.empty()) return false;
   const iovec part{memory.data(), memory.size()};
   const ssize_t count = ::preadv2(open.fd.get(), &part, 1, static_cast<off_t>(in.offset), RWF_NOWAIT);
-  // Less may be what is cached of more: a pool's thread finds out.
+  // A short count may mean that the rest is not cached.
   if (count < 0 || static_cast<std::size_t>(count) != memory.size()) return false;
   cached_reads_.add();
   read_bytes_.add(memory.size());
@@ -260,249 +220,165 @@ bool BackingOperations::read_cached(const OpenBacking& open, const fuse_read_in&
   return true;
 }
 
-bool BackingOperations::write(Request& request, Responder& responder) {
-  fuse_write_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || !BackingTable::is_backing(in.fh)) return false;
-  const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
+void BackingOperations::write(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_write_in>();
   const std::span<const std::byte> data = request.message.subspan(kWriteHeaderBytes);
-  if (!open || data.size() != in.size || !valid_range(in.offset, in.size)) {
-    responder.error(!open ? EBADF : data.size() != in.size ? EINVAL : EFBIG);
-    return true;
+  if (data.size() != in.size || !valid_range(in.offset, in.size)) {
+    return responder.error(data.size() != in.size ? EINVAL : EFBIG);
   }
-  pass_through(*open, request, std::move(responder),
-               [open, in, writer = Caller::of(request.header),
-                bytes = std::vector<std::byte>(data.begin(), data.end())](const Operation&) {
-                 // At the host's end of the file, which is not always the kernel's; pages that a mapping changed have
-                 // their place, however the handle that they come by was opened.
+  pass_through(*file, request, std::move(responder),
+               [file, in, writer = Caller::of(request.header),
+                bytes = std::vector<std::byte>(data.begin(), data.end())](const Cancellation&) {
+                 // At the host's end of the file, which can differ from the kernel's; pages that a mapping changed keep
+                 // their offset, however the handle was opened that they come by.
                  const bool append = (in.flags & O_APPEND) != 0 && (in.write_flags & FUSE_WRITE_CACHE) == 0;
                  std::size_t done = 0;
                  while (done < bytes.size()) {
                    const iovec part{const_cast<std::byte*>(bytes.data()) + done, bytes.size() - done};
-                   const ssize_t count = ::pwritev2(open->fd.get(), &part, 1, static_cast<off_t>(in.offset + done),
+                   const ssize_t count = ::pwritev2(file->fd.get(), &part, 1, static_cast<off_t>(in.offset + done),
                                                     append ? RWF_APPEND : 0);
                    if (count < 0 && errno == EINTR) continue;
                    if (count < 0 && done == 0) return failed(errno);
                    if (count <= 0) break;  // a short count; the next write meets the error again
                    done += static_cast<std::size_t>(count);
                  }
-                 if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(open->fd.get(), writer);
+                 if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(file->fd.get(), writer);
                  fuse_write_out out{};
                  out.size = static_cast<std::uint32_t>(done);
                  Answer answer = answer_of(out);
                  answer.written = done;
                  return answer;
                });
-  return true;
 }
 
-bool BackingOperations::lseek(Request& request, Responder& responder) {
-  fuse_lseek_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || !BackingTable::is_backing(in.fh)) return false;
-  const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
-  // The kernel does the others itself.
-  const bool known = in.whence == SEEK_DATA || in.whence == SEEK_HOLE;
-  if (!open || !known) {
-    responder.error(open ? EINVAL : EBADF);
-    return true;
-  }
-  if (in.offset > kMaximumOffset) {  // a negative one
-    responder.error(ENXIO);
-    return true;
-  }
-  pass_through(*open, request, std::move(responder), [open, in](const Operation&) {
-    // Moves the descriptor's position, which nobody uses.
-    const off_t found = ::lseek(open->fd.get(), static_cast<off_t>(in.offset), static_cast<int>(in.whence));
-    if (found < 0) return failed(errno);
-    fuse_lseek_out out{};
-    out.offset = static_cast<std::uint64_t>(found);
-    return answer_of(out);
-  });
-  return true;
+void BackingOperations::lseek(const File& file, Request& request, Responder responder) {
+  pass_through(
+      *file, request, std::move(responder), [file, in = request.arguments<fuse_lseek_in>()](const Cancellation&) {
+        // Moves the descriptor's position, which nothing uses.
+        const off_t found = ::lseek(file->fd.get(), static_cast<off_t>(in.offset), static_cast<int>(in.whence));
+        return found < 0 ? failed(errno) : answer_of(fuse_lseek_out{static_cast<std::uint64_t>(found)});
+      });
 }
 
-bool BackingOperations::fallocate(Request& request, Responder& responder) {
-  fuse_fallocate_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || !BackingTable::is_backing(in.fh)) return false;
-  const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
-  if (!open || !valid_range(in.offset, in.length)) {
-    responder.error(open ? EFBIG : EBADF);
-    return true;
-  }
-  pass_through(*open, request, std::move(responder), [open, in, caller = Caller::of(request.header)](const Operation&) {
-    const int outcome = ::fallocate(open->fd.get(), static_cast<int>(in.mode), static_cast<off_t>(in.offset),
-                                    static_cast<off_t>(in.length));
-    const int error = errno;
-    if (outcome == 0) drop_set_id_unless_kept(open->fd.get(), caller);
-    // The kernel remembers for the whole mount that there is no fallocate, which would end it for buffers too.
-    return failed(outcome == 0 ? 0 : error == ENOSYS ? EOPNOTSUPP : error);
-  });
-  return true;
+void BackingOperations::fallocate(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_fallocate_in>();
+  if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
+  pass_through(*file, request, std::move(responder),
+               [file, in, caller = Caller::of(request.header)](const Cancellation&) {
+                 const int outcome = ::fallocate(file->fd.get(), static_cast<int>(in.mode),
+                                                 static_cast<off_t>(in.offset), static_cast<off_t>(in.length));
+                 const int error = errno;
+                 if (outcome == 0) drop_set_id_unless_kept(file->fd.get(), caller);
+                 // After an ENOSYS the kernel never sends FALLOCATE again, for buffers neither.
+                 return failed(outcome == 0 ? 0 : error == ENOSYS ? EOPNOTSUPP : error);
+               });
 }
 
-bool BackingOperations::flush(Request& request, Responder& responder) {
-  fuse_flush_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || !BackingTable::is_backing(in.fh)) return false;
-  const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
-  if (!open) {
-    responder.error(EBADF);
-    return true;
-  }
-  if (!open->file->facts().may_hang || !open->file->facts().writable) {
-    responder.ok();
-    return true;
-  }
-  // Network file systems write back, and tell of failures, when a descriptor is closed.
-  pass_through(*open, request, std::move(responder), [open](const Operation&) {
-    const int copy = ::fcntl(open->fd.get(), F_DUPFD_CLOEXEC, 3);
+void BackingOperations::flush(const File& file, Request& request, Responder responder) {
+  const BackingFacts& facts = file->file->facts();
+  if (!facts.may_hang || !facts.writable) return responder.ok();
+  const std::uint64_t unique = responder.unique();
+  // Network file systems write back, and report failures, when a descriptor is closed.
+  pass_through(*file, request, std::move(responder), [file](const Cancellation&) {
+    const int copy = ::fcntl(file->fd.get(), F_DUPFD_CLOEXEC, 3);
     return failed(copy < 0 || ::close(copy) != 0 ? errno : 0);
   });
-  // What ends by itself is deaf to signals when its files are closed: no INTERRUPT comes.
-  if (Caller::of(request.header).dying()) interrupted(request.header.unique);
-  return true;
+  // An exiting process ignores signals when its files are closed: no INTERRUPT comes.
+  if (Caller::of(request.header).dying()) interrupted(unique);
 }
 
-bool BackingOperations::fsync(Request& request, Responder& responder) {
-  fuse_fsync_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) || !BackingTable::is_backing(in.fh)) return false;
-  const std::shared_ptr<OpenBacking> open = files_.find(in.fh);
-  if (!open) {
-    responder.error(EBADF);
-    return true;
-  }
-  pass_through(*open, request, std::move(responder), [open, in](const Operation&) {
-    int outcome = 0;
-    do {
-      outcome = (in.fsync_flags & 1U) != 0 ? ::fdatasync(open->fd.get()) : ::fsync(open->fd.get());
-    } while (outcome != 0 && errno == EINTR);
-    // As with fallocate: an ENOSYS would be remembered for the whole mount.
-    return failed(outcome == 0 ? 0 : errno == ENOSYS ? EINVAL : errno);
-  });
-  return true;
+void BackingOperations::fsync(const File& file, Request& request, Responder responder) {
+  pass_through(*file, request, std::move(responder),
+               [file, in = request.arguments<fuse_fsync_in>()](const Cancellation&) {
+                 int outcome = 0;
+                 do {
+                   outcome = (in.fsync_flags & 1U) != 0 ? ::fdatasync(file->fd.get()) : ::fsync(file->fd.get());
+                 } while (outcome != 0 && errno == EINTR);
+                 // As with fallocate: the kernel would remember an ENOSYS.
+                 return failed(outcome == 0 ? 0 : errno == ENOSYS ? EINVAL : errno);
+               });
 }
 
-bool BackingOperations::copy_file_range(Request& request, Responder& responder) {
-  const Result<CopyRequest> copy = read_copy_request(request);
-  if (!copy.ok()) return false;  // whoever's it is, the answer is the same
-  const fuse_copy_file_range_in in = copy.value().in;
-  const bool wide = copy.value().wide;
-  const bool backing_in = BackingTable::is_backing(in.fh_in);
-  const bool backing_out = BackingTable::is_backing(in.fh_out);
-  if (!backing_in && !backing_out) return false;
-  const std::shared_ptr<OpenBacking> from = backing_in ? files_.find(in.fh_in) : nullptr;
-  const std::shared_ptr<OpenBacking> to = backing_out ? files_.find(in.fh_out) : nullptr;
-  if ((backing_in && !from) || (backing_out && !to)) {
-    responder.error(EBADF);
-    return true;
-  }
-  if (from && to) {
-    pass_through(from->file->facts().may_hang ? *from : *to, request, std::move(responder),
-                 [from, to, in, wide, caller = Caller::of(request.header)](const Operation& operation) {
-                   Answer answer = copy_files(*from, *to, in, wide, operation);
-                   if (answer.copied > 0) drop_set_id_unless_kept(to->fd.get(), caller);
-                   return answer;
-                 });
-    return true;
-  }
-  const std::uint64_t other = backing_in ? in.fh_out : in.fh_in;
-  if ((other & InodeTable::kHandleBit) == 0 || !transfers_) {
-    responder.error(EXDEV);  // a file of the control plane's: the kernel then copies by reads and writes
-    return true;
-  }
-  const std::shared_ptr<OpenFile> buffer_file = table_.file(other);
-  if (!buffer_file) {
-    responder.error(EBADF);
-    return true;
-  }
-  const std::shared_ptr<OpenBacking>& backing = from ? from : to;
-  const BackingFacts& facts = backing->file->facts();
-  const bool load = from != nullptr;
-  Inode& inode = *buffer_file->inode;
+void BackingOperations::copy(const File& from, const File& to, const Request& request, const CopyRequest& copy,
+                             Responder responder) {
+  pass_through(from->file->facts().may_hang ? *from : *to, request, std::move(responder),
+               [from, to, copy, caller = Caller::of(request.header)](const Cancellation& cancellation) {
+                 const Result<std::uint64_t> copied = copy_files(*from, *to, copy.in, cancellation);
+                 if (!copied.ok()) return failed(copied.error());
+                 if (copied.value() > 0) drop_set_id_unless_kept(to->fd.get(), caller);
+                 fuse_write_out narrow{};
+                 narrow.size = static_cast<std::uint32_t>(copied.value());  // the length was clipped to 32 bits
+                 Answer answer = copy.wide ? answer_of(CopyFileRangeOut{copied.value()}) : answer_of(narrow);
+                 answer.copied = copied.value();
+                 return answer;
+               });
+}
+
+void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr<OpenFile>& buffer, bool load,
+                                         const Request& request, const CopyRequest& copy, Responder responder) {
+  if (!transfers_) return responder.error(EXDEV);
+  const BackingFacts& facts = file->file->facts();
+  Inode& inode = *buffer->inode;
   TransferRequest wanted;
   wanted.direction = load ? Direction::kLoad : Direction::kStore;
-  wanted.file = backing->file;
+  wanted.file = file->file;
   wanted.target = Target::of_buffer(inode.buffer());
-  wanted.file_offset = load ? in.off_in : in.off_out;
-  wanted.target_offset = load ? in.off_out : in.off_in;
-  wanted.bytes = in.len;
+  wanted.file_offset = load ? copy.in.off_in : copy.in.off_out;
+  wanted.target_offset = load ? copy.in.off_out : copy.in.off_in;
+  wanted.bytes = copy.in.len;
   wanted.client = client_of(facts, request.header.uid);
-  long_operations_.run_with_space(
-      {Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr, std::move(responder),
-      [this, backing, buffer_file, wanted, wide, caller = Caller::of(request.header)](const Operation& operation,
-                                                                                      Responder& reply) {
-        const Result<std::uint64_t> copied = copy_with_buffer(wanted, *buffer_file->inode, operation);
-        if (copied.ok()) {
-          if (wanted.direction == Direction::kStore && copied.value() > 0) drop_set_id_after_copy(backing, caller);
-          copied_bytes_.add(copied.value());
-          statistics_.copied_bytes.add(copied.value());
-          reply_copied(reply, wide, copied.value());
-          return 0;
-        }
-        const int error = copied.error();
-        if (error == ECANCELED) return EINTR;
-        // A file system that is full: no memory of a device helps.
-        if (error == ENOSPC && wanted.direction == Direction::kStore) {
-          reply.error(ENOSPC);
-          return 0;
-        }
-        // Programs go on by reads and writes after these, which hides what was refused or has failed.
-        if (error == EOPNOTSUPP || error == ENOSYS) {
-          log_warning("copy_file_range failed: ", copied.status().message());
-          return EIO;
-        }
-        return error;
-      });
-  return true;
+  long_requests_.run_with_space({Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr,
+                                std::move(responder),
+                                [this, file, buffer, load, wanted, wide = copy.wide,
+                                 caller = Caller::of(request.header)](Cancellation& cancellation, Responder& reply) {
+                                  const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, cancellation);
+                                  if (copied.ok()) {
+                                    if (!load && copied.value() > 0) drop_set_id_after_copy(file, caller);
+                                    copied_bytes_.add(copied.value());
+                                    statistics_.copied_bytes.add(copied.value());
+                                    reply_copied(reply, wide, copied.value());
+                                    return 0;
+                                  }
+                                  const int error = copied.error();
+                                  if (error == ECANCELED) return EINTR;
+                                  // A full file system: free memory of a device does not help.
+                                  if (error == ENOSPC && !load) {
+                                    reply.error(ENOSPC);
+                                    return 0;
+                                  }
+                                  // Programs would continue with reads and writes after these, which hides the failure.
+                                  if (error == EOPNOTSUPP || error == ENOSYS) {
+                                    log_warning("copy_file_range failed: ", copied.status().message());
+                                    return EIO;
+                                  }
+                                  return error;
+                                });
 }
 
-void BackingOperations::drop_set_id_after_copy(const std::shared_ptr<OpenBacking>& to, const Caller& caller) {
+void BackingOperations::drop_set_id_after_copy(const File& to, const Caller& caller) {
   const BackingFacts& facts = to->file->facts();
   if (!facts.may_hang) return drop_set_id_unless_kept(to->fd.get(), caller);
   if (caller.keeps_set_id()) return;
   // Its server may not answer any more: the reply to the copy does not wait for it.
   const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, facts.device};
-  long_operations_.executor().submit(lane, nullptr, 0, [to, caller](int refusal) {
+  long_requests_.executor().submit(lane, nullptr, 0, [to, caller](int refusal, Cancellation&) {
     if (refusal == 0) drop_set_id(to->fd.get(), caller);
   });
 }
 
-Result<std::uint64_t> BackingOperations::copy_with_buffer(const TransferRequest& wanted, Inode& inode,
-                                                          const Operation& operation) {
-  Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
+Result<std::uint64_t> BackingOperations::transfer(const TransferRequest& wanted, Inode& inode,
+                                                  Cancellation& cancellation) {
+  const Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
   if (!started.ok()) return started.status();
-  while (!started.value()->wait(kLook)) {
-    if (operation.cancelled) started.value()->cancel();
-  }
-  const TransferProgress done = started.value()->progress();
+  Transfer& transfer = *started.value();
+  cancellation.on_request([&transfer] { transfer.cancel(); });
+  transfer.wait();
+  cancellation.on_request(nullptr);
+  const TransferProgress done = transfer.progress();
   if (done.prefix == 0 && !done.status.ok()) return done.status;
   if (done.prefix > 0 && wanted.direction == Direction::kLoad) inode.was_written(SetIdLoss::kNone);
   if (done.prefix > 0 && wanted.direction == Direction::kStore) table_.was_read(inode);
   return done.prefix;
-}
-
-BackingOperations::Answer BackingOperations::copy_files(const OpenBacking& from, const OpenBacking& to,
-                                                        const fuse_copy_file_range_in& in, bool wide,
-                                                        const Operation& operation) {
-  std::uint64_t done = 0;
-  while (done < in.len) {
-    if (operation.cancelled) {
-      if (done > 0) break;
-      return failed(EINTR);
-    }
-    auto source = static_cast<off_t>(in.off_in + done);
-    auto destination = static_cast<off_t>(in.off_out + done);
-    const auto part = static_cast<std::size_t>(std::min(in.len - done, kCopyChunk));
-    const ssize_t count = ::copy_file_range(from.fd.get(), &source, to.fd.get(), &destination, part, 0);
-    if (count < 0 && errno == EINTR) continue;
-    // An ENOSYS would be remembered for the whole mount.
-    if (count < 0 && done == 0) return failed(errno == ENOSYS ? EXDEV : errno);
-    if (count <= 0) break;
-    done += static_cast<std::uint64_t>(count);
-  }
-  fuse_write_out narrow{};
-  narrow.size = static_cast<std::uint32_t>(done);  // of a length that was clipped to 32 bits
-  Answer answer = wide ? answer_of(CopyFileRangeOut{done}) : answer_of(narrow);
-  answer.copied = done;
-  return answer;
 }
 
 }  // namespace gpufs::fuse

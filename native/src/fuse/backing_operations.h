@@ -1,22 +1,22 @@
-// The native operations on files below backing/: passed through to the host's file on the executor, in a lane for each
-// file system, and copies between them and buffers, which the transfer engine makes.
-// Owned by the Session. A thread that hangs in a file is left behind at the end, and is not waited for when the process
-// that it serves ends.
-// serve() is called on the transport's threads and never waits for a file; any thread may call the rest.
+// Requests on open files below backing/: passed through to the host's file on the executor, in a lane for each file
+// system, and copies between them and buffers, which the transfer engine makes.
+// Ownership: the Mount's. A thread that hangs in a file is left behind at the end, and its request is answered when the
+// process that waits for it is killed.
+// The operations run on the transport's threads and never wait for a file; any thread may call the rest.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <unordered_map>
+#include <vector>
 
 #include "fuse/backing_table.h"
 #include "fuse/caller.h"
-#include "fuse/cancellation.h"
 #include "fuse/inode_table.h"
-#include "fuse/long_operation.h"
+#include "fuse/long_requests.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 #include "io/transfer_engine.h"
@@ -25,31 +25,40 @@ namespace gpufs::fuse {
 
 class BackingOperations {
  public:
-  // transfers: null where there is no engine (tests); copies with buffers are then EXDEV, which makes the kernel copy.
-  BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, LongOperations& long_operations,
-                    Statistics& statistics);
+  using File = std::shared_ptr<OpenBacking>;
+
+  // transfers: null without an engine (tests); copies with buffers are then EXDEV, which makes the kernel copy.
+  BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, LongRequests& long_requests,
+                    Statistics& statistics)
+      : table_(table), transfers_(std::move(transfers)), long_requests_(long_requests), statistics_(statistics) {}
   BackingOperations(const BackingOperations&) = delete;
   BackingOperations& operator=(const BackingOperations&) = delete;
 
-  // Answers requests on handles of backing files and returns true; others are not its affair.
-  bool serve(Request& request, Responder& responder);
+  void read(const File& file, Request& request, Responder responder);
+  void write(const File& file, Request& request, Responder responder);
+  void lseek(const File& file, Request& request, Responder responder);
+  void fallocate(const File& file, Request& request, Responder responder);
+  void flush(const File& file, Request& request, Responder responder);
+  void fsync(const File& file, Request& request, Responder responder);
+  void copy(const File& from, const File& to, const Request& request, const CopyRequest& copy, Responder responder);
+  // load: from the file to the buffer.
+  void copy_with_buffer(const File& file, const std::shared_ptr<OpenFile>& buffer, bool load, const Request& request,
+                        const CopyRequest& copy, Responder responder);
 
-  // Its INTERRUPT has come: answers a request that a thread serves, or that waits for one, EINTR once its client is
-  // being killed. Other signals end no call on a file whose bytes are under way.
+  // Its INTERRUPT has come while a thread serves the request: answers EINTR once its client is being killed. Other
+  // signals end no call on a file whose bytes are under way.
   void interrupted(std::uint64_t unique);
 
   [[nodiscard]] BackingTable& files() { return files_; }
-  // The executor has ended without so many threads, which hang in files: answers what they serve.
+  // The executor has ended without so many threads, which hang in files: answers their requests.
   void left_behind(std::size_t threads);
-  // The members of one JSON object.
   void write_statistics(JsonWriter& json) const;
 
  private:
-  // What a thread has found out. Made without anything of this object, which may be gone by then.
+  // The result of a thread's work. It depends on nothing of this object, which may be gone by then.
   struct Answer {
     int error = 0;
-    std::unique_ptr<std::byte[]> body;
-    std::size_t body_bytes = 0;
+    std::vector<std::byte> body;
     std::uint64_t read = 0;  // bytes, for the statistics
     std::uint64_t written = 0;
     std::uint64_t copied = 0;
@@ -58,41 +67,29 @@ class BackingOperations {
   template <typename T>
   static Answer answer_of(const T& body);
 
-  // A request that a thread serves, which may hang.
-  struct Flight {
-    std::shared_ptr<Operation> operation;
+  // A request whose thread may hang.
+  struct Pending {
+    std::uint64_t unique = 0;
     Caller client;
     std::mutex mutex;     // guards responder
-    Responder responder;  // not pending: answered, perhaps while its thread hangs, which then drops what it finds out
+    Responder responder;  // not pending: answered, perhaps while its thread hangs, whose result is then dropped
   };
-
-  bool read(Request& request, Responder& responder);
-  bool write(Request& request, Responder& responder);
-  bool lseek(Request& request, Responder& responder);
-  bool fallocate(Request& request, Responder& responder);
-  bool flush(Request& request, Responder& responder);
-  bool fsync(Request& request, Responder& responder);
-  bool copy_file_range(Request& request, Responder& responder);
 
   // True if the read was served without waiting, from the page cache.
   bool read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
-  // The count of a copy with the buffer of `inode`, short when `operation` was cancelled after progress.
-  Result<std::uint64_t> copy_with_buffer(const TransferRequest& wanted, Inode& inode, const Operation& operation);
-  void drop_set_id_after_copy(const std::shared_ptr<OpenBacking>& to, const Caller& caller);
-  static Answer copy_files(const OpenBacking& from, const OpenBacking& to, const fuse_copy_file_range_in& in, bool wide,
-                           const Operation& operation);
+  Result<std::uint64_t> transfer(const TransferRequest& wanted, Inode& inode, Cancellation& cancellation);
+  void drop_set_id_after_copy(const File& to, const Caller& caller);
 
-  // Runs Answer body(const Operation&) in the lane of the file, registered for INTERRUPT, and answers the request. The
-  // body owns all that it uses.
+  // Runs Answer body(const Cancellation&) in the lane of the file and answers the request. The body owns all that it
+  // uses.
   template <typename Body>
   void pass_through(const OpenBacking& open, const Request& request, Responder responder, Body body);
-  // Looks now and then whether the client is being killed, until the request is answered.
-  void watch(std::shared_ptr<Flight> flight);
-  void settle(Flight& flight, const Answer& answer);
+  // Answers with the pending request's mutex held.
+  void settle(Pending& pending, const Answer& answer);
 
   InodeTable& table_;
   const std::shared_ptr<TransferEngine> transfers_;
-  LongOperations& long_operations_;
+  LongRequests& long_requests_;
   Statistics& statistics_;
   Counter read_bytes_;
   Counter written_bytes_;
@@ -101,8 +98,8 @@ class BackingOperations {
   Counter left_behind_;
   BackingTable files_;
 
-  mutable std::mutex flights_mutex_;  // guards flights_; after a Flight's
-  std::map<const Flight*, std::shared_ptr<Flight>> flights_;
+  std::mutex pending_mutex_;  // guards pending_; after a Pending's
+  std::unordered_map<std::uint64_t, std::shared_ptr<Pending>> pending_;
 };
 
 }  // namespace gpufs::fuse

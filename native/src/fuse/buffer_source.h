@@ -1,6 +1,6 @@
 // Where the inode table gets buffers from: the engine's devices, or a test's.
-// Owned by the Mount; the inode table keeps a reference.
-// Any thread may call any function.
+// Ownership: shared with the inode table.
+// Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +21,8 @@ class BufferSource {
   virtual Result<std::shared_ptr<Buffer>> create(std::int32_t device) = 0;
   virtual Result<MemoryInfo> memory(std::int32_t device) = 0;
   virtual std::uint64_t granule(std::int32_t device) = 0;  // 0 for an unknown device
+  // Whether the CPU can read a buffer's memory in place; not for unknown devices.
+  [[nodiscard]] virtual bool in_host_memory(std::int32_t device) const = 0;
 };
 
 }  // namespace gpufs::fuse

@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <new>
 #include <string>
 #include <utility>
 
@@ -31,7 +30,7 @@ constexpr unsigned kGrowTicks = 3;            // requests waiting so often in a 
 constexpr unsigned kShrinkTicks = 50;         // a reader not needed for so long is sent to sleep
 constexpr unsigned kSleepTicks = 200;         // without a request for so long the watcher sleeps, too
 constexpr auto kKickInterval = 5ms;           // between two attempts to get a reader out of read()
-constexpr std::size_t kBulkBytes = 64 << 10;  // a message whose copying takes longer than waking somebody
+constexpr std::size_t kBulkBytes = 64 << 10;  // copying a larger message takes longer than waking a thread
 constexpr std::size_t kMinimumReaders = 4;
 constexpr std::size_t kMaximumReaders = 64;
 
@@ -40,8 +39,8 @@ std::size_t choose_readers(std::size_t asked) {
   return std::clamp<std::size_t>(std::thread::hardware_concurrency(), kMinimumReaders, kMaximumReaders);
 }
 
-// The signal that gets a reader out of a blocking read(). Its handler does nothing; it is installed once, over a
-// real-time signal that nobody in the process uses, and never removed, since a late one would end the process.
+// The signal that gets a reader out of a blocking read(). Its handler does nothing; it is installed once, for a
+// real-time signal that the process does not use, and never removed, since a late one would end the process.
 int kick_signal() {
   static const int chosen = [] {
     for (int signal = SIGRTMAX - 1; signal > SIGRTMIN; --signal) {
@@ -70,11 +69,9 @@ DeviceTransport::DeviceTransport(UniqueFd device, const DeviceTransportOptions& 
     : device_(std::move(device)),
       reader_limit_(choose_readers(options.reader_threads)),
       payload_bytes_(options.payload_bytes),
-      adaptive_(options.adaptive),
       spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
       pin_hooks_(options.pin_hooks),
       statistics_(statistics) {
-  // Where a reader has been started, or wants to sleep, nothing may fail any more.
   readers_.reserve(reader_limit_);
   parked_.reserve(reader_limit_);
 }
@@ -94,12 +91,7 @@ Status DeviceTransport::start(RequestHandler& handler) {
   return {};
 }
 
-void DeviceTransport::initialized() {
-  ready_.store(true);
-  if (!adaptive_) {
-    for (std::size_t i = 1; i < reader_limit_; ++i) allow_one_more();
-  }
-}
+void DeviceTransport::initialized() { ready_.store(true); }
 
 void DeviceTransport::stop() {
   stopping_.store(true);
@@ -110,7 +102,7 @@ void DeviceTransport::stop() {
   watch_condition_.notify_all();
   if (watcher_.joinable()) watcher_.join();
 
-  // No reader is added any more: the watcher is gone and allow_one_more() looks at stopping_ under the lock.
+  // No reader is added any more: the watcher is gone and allow_one_more() checks stopping_ under the lock.
   std::vector<std::unique_ptr<Reader>> readers;
   {
     const std::lock_guard lock(mutex_);
@@ -133,13 +125,12 @@ void DeviceTransport::close() { device_.reset(); }
 Status DeviceTransport::spawn_reader() {
   Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
   if (!memory.ok()) return memory.status();
-  std::unique_ptr<Reader> reader(new (std::nothrow) Reader(memory.take(), spin_));
-  if (!reader) return Status(ENOMEM, "");
+  auto reader = std::make_unique<Reader>(memory.take());
   Reader* raw = reader.get();
 
   const std::lock_guard lock(mutex_);
   if (stopping_.load()) return Status(ESHUTDOWN, "the mount is closing");
-  // The thread waits for the lock before its first read, so its handle is in place when stop() looks for it.
+  // The thread waits for the lock before its first read, so stop() finds its handle in place.
   Result<std::thread> thread = start_thread("gpufs-read-" + std::to_string(readers_.size()), [this, raw] {
     { const std::lock_guard started(mutex_); }
     accept_kicks();
@@ -150,7 +141,7 @@ Status DeviceTransport::spawn_reader() {
   reader->thread = thread.take();
   readers_.push_back(std::move(reader));
   ++active_;
-  complained_.store(false);
+  start_failed_.store(false);
   return {};
 }
 
@@ -164,7 +155,7 @@ void DeviceTransport::read_loop(Reader& reader) {
 }
 
 void DeviceTransport::park_if_surplus(Reader& reader) {
-  if (!adaptive_ || allowed_.load(std::memory_order_relaxed) >= reader_limit_) return;
+  if (allowed_.load(std::memory_order_relaxed) >= reader_limit_) return;
   {
     const std::lock_guard lock(mutex_);
     if (active_ <= allowed_.load() || stopping_.load()) return;
@@ -178,11 +169,14 @@ void DeviceTransport::park_if_surplus(Reader& reader) {
 bool DeviceTransport::read_one(Reader& reader) {
   const std::span<std::byte> memory = reader.memory.message();
   const ssize_t got = wait_and_read(reader, memory);
-  if (got > 0) return serve(reader, static_cast<std::size_t>(got));
+  if (got > 0) {
+    serve(reader, static_cast<std::size_t>(got));
+    return true;
+  }
   const int error = got == 0 ? ENODEV : errno;
   switch (error) {
     case EINTR:   // a kick
-    case EAGAIN:  // a descriptor that was made non-blocking elsewhere: the poll below waits
+    case EAGAIN:  // another process made the descriptor non-blocking: the poll below waits
     case ENOENT:  // the request was taken back while it was being read
       if (error == EAGAIN) {
         pollfd waiting{device_.get(), POLLIN, 0};
@@ -198,28 +192,29 @@ bool DeviceTransport::read_one(Reader& reader) {
     default:
       log_error("reading from the FUSE device failed (errno ", error, "); the mount ends");
   }
-  end_connection();
+  if (!ended_.exchange(true)) handler_->connection_ended();
   return false;
 }
 
 ssize_t DeviceTransport::wait_and_read(Reader& reader, std::span<std::byte> memory) {
   if (spin_.count() == 0) return ::read(device_.get(), memory.data(), memory.size());
   const auto start = std::chrono::steady_clock::now();
-  const std::chrono::nanoseconds window = reader.spin_policy.window();
-  if (window.count() != 0 && sleeping_.load(std::memory_order_relaxed) == 0 && !looking_.exchange(true)) {
-    look_for_request(start + window);
-    looking_.store(false);
+  const bool spins = reader.long_waits < kLongWaits;
+  if (spins && sleeping_.load(std::memory_order_relaxed) == 0 && !spinning_.exchange(true)) {
+    spin_for_request(start + spin_);
+    spinning_.store(false);
   }
   sleeping_.fetch_add(1, std::memory_order_relaxed);
   const ssize_t got = ::read(device_.get(), memory.data(), memory.size());
   const int error = errno;
   sleeping_.fetch_sub(1, std::memory_order_relaxed);
-  reader.spin_policy.waited(std::chrono::steady_clock::now() - start);
+  const bool was_long = std::chrono::steady_clock::now() - start > spin_;
+  reader.long_waits = was_long ? std::min(reader.long_waits + 1, kLongWaits) : 0;
   errno = error;
   return got;
 }
 
-void DeviceTransport::look_for_request(std::chrono::steady_clock::time_point until) {
+void DeviceTransport::spin_for_request(std::chrono::steady_clock::time_point until) {
   statistics_.spins.add();
   while (!stopping_.load(std::memory_order_relaxed) && sleeping_.load(std::memory_order_relaxed) == 0) {
     pollfd device{device_.get(), POLLIN, 0};
@@ -228,16 +223,16 @@ void DeviceTransport::look_for_request(std::chrono::steady_clock::time_point unt
       return;
     }
     if (std::chrono::steady_clock::now() >= until) return;
-    ::sched_yield();  // whoever else wants this CPU goes first
+    ::sched_yield();  // other threads on this CPU go first
   }
 }
 
-bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
+void DeviceTransport::serve(Reader& reader, std::size_t bytes) {
   const std::uint64_t before = busy_.fetch_add(kServing - (reader.bulk ? kBulk : 0), std::memory_order_relaxed);
   const std::uint64_t serving = before % kBulk + kServing;
   if (serving > busy_peak_.load(std::memory_order_relaxed)) busy_peak_.store(serving, std::memory_order_relaxed);
-  // In one total order with the watcher's own pair (sets the flag, then looks at the count): one of the two sees the
-  // other, so the watcher never sleeps through a request that could hold up the only reader.
+  // In one total order with the watcher's own pair (sets the flag, then reads the count): one of the two sees the
+  // other, so the watcher never sleeps through a request that could block the only reader.
   served_.fetch_add(1);
   if (watcher_asleep_.load()) {
     {
@@ -263,7 +258,6 @@ bool DeviceTransport::serve(Reader& reader, std::size_t bytes) {
   }
   reader.bulk = bytes >= kBulkBytes;
   busy_.fetch_add((reader.bulk ? kBulk : 0) - kServing, std::memory_order_relaxed);
-  return true;
 }
 
 void DeviceTransport::allow_one_more() {
@@ -279,15 +273,8 @@ void DeviceTransport::allow_one_more() {
       return;
     }
   }
-  const auto tried = [this]() -> Status {
-    try {
-      return spawn_reader();
-    } catch (const std::bad_alloc&) {
-      return Status(ENOMEM, "");
-    }
-  };
-  if (const Status status = tried(); !status.ok() && status.error() != ESHUTDOWN) {
-    if (!complained_.exchange(true)) log_warning("no further reader thread: ", status.message());
+  if (const Status status = spawn_reader(); !status.ok() && status.error() != ESHUTDOWN) {
+    if (!start_failed_.exchange(true)) log_warning("no further reader thread: ", status.message());
     const std::lock_guard lock(mutex_);
     allowed_.store(std::max<std::size_t>(1, active_));
   }
@@ -296,7 +283,7 @@ void DeviceTransport::allow_one_more() {
 void DeviceTransport::watch_loop() {
   std::unique_lock lock(watch_mutex_);
   while (!stopping_.load()) {
-    if (!adaptive_ || ended_.load()) {
+    if (ended_.load()) {
       watch_condition_.wait(lock, [this] { return stopping_.load(); });
       return;
     }
@@ -309,7 +296,6 @@ void DeviceTransport::watch_loop() {
     // A request that was served before a reader could see the flag is seen here.
     if (served_.load() == seen_served_) {
       watch_condition_.wait(lock, [this] { return stopping_.load() || !watcher_asleep_.load(); });
-      statistics_.watcher_wakeups.add();
     }
     watcher_asleep_.store(false);
     idle_ticks_ = 0;
@@ -331,7 +317,7 @@ bool DeviceTransport::watch_tick() {
     pollfd waiting{device_.get(), POLLIN, 0};
     backlog = ::poll(&waiting, 1, 0) == 1 && (waiting.revents & POLLIN) != 0;
   }
-  // Once is no sign: a reader may have replied and not come back yet, while its only client has asked again.
+  // Once proves nothing: a reader may have replied and not come back yet, while its only client has sent again.
   backlog_ticks_ = backlog ? backlog_ticks_ + 1 : 0;
   if (backlog_ticks_ >= kGrowTicks) {
     backlog_ticks_ = 0;
@@ -353,11 +339,6 @@ bool DeviceTransport::watch_tick() {
     window_peak_ = 0;
   }
   return idle_ticks_ < kSleepTicks;
-}
-
-void DeviceTransport::end_connection() {
-  if (ended_.exchange(true)) return;
-  handler_->connection_ended();
 }
 
 int DeviceTransport::send(std::uint64_t unique, int error, std::span<const iovec> body) {
@@ -408,7 +389,6 @@ void DeviceTransport::write_statistics(JsonWriter& json) const {
   json.number("spins", statistics_.spins.get());
   json.number("spins_won", statistics_.spins_won.get());
   json.number("watcher_ticks", statistics_.watcher_ticks.get());
-  json.number("watcher_wakeups", statistics_.watcher_wakeups.get());
 }
 
 }  // namespace gpufs::fuse

@@ -1,14 +1,16 @@
 // The transport over the device file: threads that read one /dev/fuse descriptor.
-// Owned by the Session; owns the descriptor and its threads.
-// Any thread may call send() and notify(); start(), initialized() and stop() are the Session's.
+// Ownership: the Mount's; owns the descriptor and its threads.
+// Any thread may call send() and notify(); the Mount alone calls start(), initialized() and stop().
 //
-// How many threads read. Every request wakes the reader that has waited longest, so with many of them each request
-// lands on a cold thread with cold memory ("stealing": 8 readers moved less than half of what one moved). Only
-// `allowed` readers are therefore let into read(); the others sleep outside. A watcher looks once a millisecond while
-// there is traffic: requests waiting while every reader is busy lets one more in, and a reader that was not needed for
-// a while is sent to sleep. The data path pays two counters for this and no system call. Without traffic nothing runs.
+// How many threads read. Every request wakes the reader that has waited longest, so with many readers each request runs
+// on a cold thread with cold memory (8 readers moved less than half of what one moved). Only `allowed` readers
+// therefore call read(); the others sleep outside. A watcher checks once a millisecond while there is traffic: requests
+// that wait while every reader is busy let one more in, and a reader that was not needed for a while goes to sleep. The
+// data path pays two counters for this and no system call. Without traffic nothing runs.
 //
-// Before it sleeps in read(), the one reader that is free looks for the next request for a moment: see SpinPolicy.
+// Before it sleeps in read(), the one free reader spins for the next request: to be woken costs more than serving a
+// small request, most of all in a virtual machine, and the next request of a client that works through a file comes
+// soon after the reply. Two long waits in a row end that, one short wait starts it again.
 #pragma once
 
 #include <atomic>
@@ -25,7 +27,6 @@
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "fuse/payload_memory.h"
-#include "fuse/spin_policy.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 
@@ -34,9 +35,7 @@ namespace gpufs::fuse {
 struct DeviceTransportOptions {
   std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs
   std::size_t payload_bytes = 1 << 20;  // max_write
-  bool adaptive = true;                 // false: all readers always wait in read()
-  // How long a reader may look for a request before it sleeps; none do where there is only one CPU.
-  std::chrono::nanoseconds spin{0};
+  std::chrono::nanoseconds spin{0};     // how long a reader spins before it sleeps; not with only one CPU
   PinHooks pin_hooks;
 };
 
@@ -55,37 +54,38 @@ class DeviceTransport final : public Transport {
   void write_statistics(JsonWriter& json) const override;
 
  private:
+  static constexpr unsigned kLongWaits = 2;  // in a row: a reader no longer spins
+
   struct Reader {
-    Reader(PayloadMemory payload, std::chrono::nanoseconds spin) : memory(std::move(payload)), spin_policy(spin) {}
+    explicit Reader(PayloadMemory payload) : memory(std::move(payload)) {}
     PayloadMemory memory;
-    SpinPolicy spin_policy;              // used by its thread alone
     std::counting_semaphore<4> wake{0};  // released by allow_one_more(), and once more by stop()
     std::atomic<bool> finished{false};
     std::thread thread;
-    bool bulk = false;  // its last message was large; used by its thread alone
+    // Used by its thread alone.
+    bool bulk = false;  // its last message was large
+    unsigned long_waits = kLongWaits;
   };
 
   Status spawn_reader();
   void read_loop(Reader& reader);
   // False: the connection has ended.
   bool read_one(Reader& reader);
-  // read() of the device, after a moment of looking where that pays.
+  // read() of the device, after spinning if that pays.
   ssize_t wait_and_read(Reader& reader, std::span<std::byte> memory);
-  // Looks until a request is there, the time is up, or looking is of no use.
-  void look_for_request(std::chrono::steady_clock::time_point until);
-  bool serve(Reader& reader, std::size_t bytes);
+  // Until a request is there, the time is up, or another reader sleeps in read().
+  void spin_for_request(std::chrono::steady_clock::time_point until);
+  void serve(Reader& reader, std::size_t bytes);
   void park_if_surplus(Reader& reader);
   void allow_one_more();
   void watch_loop();
-  // One look at the traffic; returns false when there has been none for long.
+  // False when there has been no traffic for long.
   bool watch_tick();
-  void end_connection();
   int write_message(std::uint64_t unique, std::int32_t error, std::span<const iovec> body);
 
-  UniqueFd device_;  // constant until close(), which nothing else may run beside
+  UniqueFd device_;  // constant until close(), which runs alone
   const std::size_t reader_limit_;
   const std::size_t payload_bytes_;
-  const bool adaptive_;
   const std::chrono::nanoseconds spin_;
   const PinHooks pin_hooks_;
   Statistics& statistics_;
@@ -93,8 +93,8 @@ class DeviceTransport final : public Transport {
 
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};
-  std::atomic<bool> complained_{false};  // in the log, that no reader can be added; once, until one could
-  std::atomic<bool> ready_{false};       // the INIT reply has been written
+  std::atomic<bool> start_failed_{false};  // logged once, until a reader could be started again
+  std::atomic<bool> ready_{false};         // the INIT reply has been written
 
   // Written by the watcher, read by every reader before each read.
   alignas(64) std::atomic<std::size_t> allowed_{1};
@@ -106,20 +106,20 @@ class DeviceTransport final : public Transport {
   alignas(64) std::atomic<std::uint64_t> busy_{0};
   std::atomic<std::uint64_t> busy_peak_{0};
   std::atomic<std::uint64_t> served_{0};
-  // Readers inside read(): while there is one, it is woken for the next request and looking for it is in vain. And
-  // whether somebody looks.
+  // Readers inside read(): while there is one, it is woken for the next request and spinning is useless. And whether a
+  // reader spins.
   alignas(64) std::atomic<std::size_t> sleeping_{0};
-  std::atomic<bool> looking_{false};
+  std::atomic<bool> spinning_{false};
   // The watcher sleeps until a reader finds this set and clears it.
   alignas(64) std::atomic<bool> watcher_asleep_{false};
 
   // Guards the lists below; nothing is called under it.
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Reader>> readers_;
-  std::vector<Reader*> parked_;  // the last one has slept for the shortest time: its memory is the warmest
+  std::vector<Reader*> parked_;  // the last one has slept for the shortest time, so its memory is the warmest
   std::size_t active_ = 0;       // readers that are not parked
 
-  // Used by the watcher alone, but for the condition, which stop() and readers signal under its mutex.
+  // Used by the watcher alone, except the condition, which stop() and readers signal under its mutex.
   std::mutex watch_mutex_;
   std::condition_variable watch_condition_;
   std::thread watcher_;

@@ -5,6 +5,8 @@
 #include <exception>
 #include <iterator>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "base/log.h"
 #include "base/thread.h"
@@ -15,78 +17,131 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kIdle{10};  // a thread that has had no job for so long ends
+constexpr std::chrono::seconds kIdle{10};  // a thread without a job for so long ends
+constexpr std::size_t kFileJobs = 8;       // of one lane; these wait for disks rather than work
+constexpr std::size_t kCopyJobs = 32;
+constexpr std::size_t kReclaimJobs = 2;
+// Most INTERRUPTs are for short requests that have already ended; only the latest can still be early.
+constexpr std::size_t kRemembered = 256;
 
 }  // namespace
 
-void Executor::submit(const Lane& lane, const void* subject, std::uint64_t id, std::unique_ptr<Job> job) {
-  statistics_.worker_jobs.add();
-  Entries mine;
-  mine.push_back(Entry{lane, subject, id, std::move(job), 0, {}, 0});
-  int refusal = 0;
-  {
-    State& state = *state_;
-    const std::lock_guard lock(state.mutex);
-    if (state.stopping) {
-      refusal = EINTR;
-    } else {
-      state.queue.splice(state.queue.end(), mine);
-      statistics_.worker_queue_peak.raise(state.queue.size());
-      provide_thread(state_);
-      if (state.threads == 0) {
-        mine.splice(mine.end(), state.queue, std::prev(state.queue.end()));
-        refusal = ENOMEM;
-      }
-    }
-  }
-  if (refusal != 0) static_cast<void>(mine.front().job->run(refusal));
+void Cancellation::request() {
+  const std::lock_guard lock(mutex_);
+  requested_ = true;
+  if (action_) action_();
 }
 
-void Executor::provide_thread(const std::shared_ptr<State>& state) {
-  const std::size_t looking = state->idle + state->coming;
+void Cancellation::on_request(std::function<void()> action) {
+  const std::lock_guard lock(mutex_);
+  action_ = std::move(action);
+  if (action_ && requested_) action_();
+}
+
+Status Executor::start() {
+  const std::lock_guard lock(state_->mutex);
+  return start_worker(state_);
+}
+
+bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
+                            std::unique_ptr<Job> job) {
+  State& state = *state_;
+  Entries mine(1);
+  Entry& entry = mine.front();
+  entry.lane = lane;
+  entry.subject = subject;
+  entry.id = id;
+  entry.job = std::move(job);
+  bool stopped = false;
+  {
+    const std::lock_guard lock(state.mutex);
+    stopped = state.stopping;
+    if (!stopped && (id == 0 || std::erase(state.early, id) == 0)) {
+      if (time) {
+        entry.deadline = *time;
+        state.parked.splice(state.parked.end(), mine);
+        wake_for_parked(state_);
+      } else {
+        ++state.submitted;
+        state.queue.splice(state.queue.end(), mine);
+        wake_for_queue(state_);
+      }
+      return true;
+    }
+  }
+  entry.cancellation->request();
+  static_cast<void>(entry.job->run(EINTR, *entry.cancellation));
+  return !stopped;
+}
+
+void Executor::wake_for_queue(const std::shared_ptr<State>& state) {
+  const std::size_t looking = state->idle + state->starting;
   std::size_t ready = 0;
   for (auto entry = state->queue.begin(); entry != state->queue.end() && ready <= looking; ++entry) {
     if (state->may_run(*entry)) ++ready;
   }
   if (ready > looking) {
-    start_thread_for(state);
+    static_cast<void>(start_worker(state));
   } else if (ready > 0) {
     state->wanted.notify_one();
   }
 }
 
-void Executor::start_thread_for(const std::shared_ptr<State>& state) {
-  // The thread takes the mutex first, so it finds itself counted.
-  Result<std::thread> thread =
-      start_thread("gpufs-work-" + std::to_string(state->threads), [state] { work_loop(state); });
-  if (thread.ok()) {
-    thread.take().detach();  // stop() waits for the count
-    ++state->threads;
-    ++state->coming;
-    state->complained = false;
-  } else if (!std::exchange(state->complained, true)) {
-    log_warning("no further worker thread: ", thread.status().message());
+void Executor::wake_for_parked(const std::shared_ptr<State>& state) {
+  if (state->parked.empty()) return;
+  if (state->idle > 0) {
+    state->wanted.notify_one();
+  } else if (state->starting == 0) {
+    static_cast<void>(start_worker(state));
   }
 }
 
-bool Executor::discard(std::uint64_t id) {
-  Entries mine;
-  {
-    State& state = *state_;
-    const std::lock_guard lock(state.mutex);
-    const auto is_it = [id](const Entry& entry) { return entry.id == id; };
-    // One that runs just now is not parked any more.
-    if (const auto found = std::ranges::find_if(state.active, is_it); found != state.active.end()) {
-      found->refusal = EINTR;
-      return false;
+Status Executor::start_worker(const std::shared_ptr<State>& state) {
+  // The thread takes the mutex first, so it finds itself counted.
+  Result<std::thread> thread =
+      start_thread("gpufs-work-" + std::to_string(state->threads), [state] { work_loop(state); });
+  if (!thread.ok()) {
+    if (!std::exchange(state->start_failed, true)) {
+      log_warning("cannot start another worker thread: ", thread.status().message());
     }
-    for (Entries* const entries : {&state.queue, &state.parked}) {
-      const auto found = std::ranges::find_if(*entries, is_it);
-      if (found != entries->end()) mine.splice(mine.end(), *entries, found);
+    return thread.status();
+  }
+  thread.take().detach();  // stop() waits for the count
+  ++state->threads;
+  ++state->starting;
+  state->start_failed = false;
+  return {};
+}
+
+Executor::Cancelled Executor::cancel(std::uint64_t id) {
+  State& state = *state_;
+  Entries mine;
+  std::shared_ptr<Cancellation> running;
+  {
+    const std::lock_guard lock(state.mutex);
+    const auto has_id = [id](const Entry& entry) { return entry.id == id; };
+    if (const auto found = std::ranges::find_if(state.active, has_id); found != state.active.end()) {
+      found->refusal = EINTR;  // it must not be parked any more
+      running = found->cancellation;
+    } else {
+      for (Entries* const entries : {&state.queue, &state.parked}) {
+        const auto entry = std::ranges::find_if(*entries, has_id);
+        if (entry != entries->end()) mine.splice(mine.end(), *entries, entry);
+      }
+      if (mine.empty()) {
+        if (state.early.size() == kRemembered) state.early.pop_front();
+        state.early.push_back(id);
+        return Cancelled::kRemembered;
+      }
     }
   }
-  for (Entry& entry : mine) static_cast<void>(entry.job->run(EINTR));
-  return !mine.empty();
+  if (running) {
+    running->request();
+    return Cancelled::kRunning;
+  }
+  mine.front().cancellation->request();
+  static_cast<void>(mine.front().job->run(EINTR, *mine.front().cancellation));
+  return Cancelled::kEnded;
 }
 
 void Executor::memory_freed(std::int32_t device) {
@@ -97,23 +152,34 @@ void Executor::memory_freed(std::int32_t device) {
     const auto next = std::next(entry);
     if (entry->lane.device == device) {
       state.queue.splice(state.queue.end(), state.parked, entry);
-      provide_thread(state_);
+      wake_for_queue(state_);
     }
     entry = next;
   }
 }
 
+std::uint64_t Executor::freed_count() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->freed;
+}
+
 std::size_t Executor::stop(std::chrono::milliseconds patience) {
   State& state = *state_;
   Entries mine;
+  std::vector<std::shared_ptr<Cancellation>> running;
   {
     const std::lock_guard lock(state.mutex);
     state.stopping = true;
     mine.splice(mine.end(), state.queue);
     mine.splice(mine.end(), state.parked);
+    for (const Entry& entry : state.active) running.push_back(entry.cancellation);
   }
   state.wanted.notify_all();
-  for (Entry& entry : mine) static_cast<void>(entry.job->run(EINTR));
+  for (const auto& cancellation : running) cancellation->request();
+  for (Entry& entry : mine) {
+    entry.cancellation->request();
+    static_cast<void>(entry.job->run(EINTR, *entry.cancellation));
+  }
 
   std::unique_lock lock(state.mutex);
   state.ended.wait(lock, [&state] {
@@ -126,7 +192,25 @@ std::size_t Executor::stop(std::chrono::milliseconds patience) {
 
 Executor::Counts Executor::counts() const {
   const std::lock_guard lock(state_->mutex);
-  return {state_->threads, state_->active.size(), state_->queue.size(), state_->parked.size()};
+  const auto timers =
+      std::ranges::count(state_->parked, Lane::Kind::kTimers, [](const Entry& e) { return e.lane.kind; });
+  return {state_->threads, state_->active.size(), state_->queue.size(),
+          state_->parked.size() - static_cast<std::size_t>(timers), state_->submitted};
+}
+
+std::size_t Executor::State::limit_of(Lane::Kind kind) const {
+  switch (kind) {
+    case Lane::Kind::kBuffers:
+      return limits.buffers;
+    case Lane::Kind::kFiles:
+      return kFileJobs;
+    case Lane::Kind::kCopies:
+      return kCopyJobs;
+    case Lane::Kind::kReclaim:
+      return kReclaimJobs;
+    default:
+      return 1;
+  }
 }
 
 bool Executor::State::may_run(const Entry& entry) const {
@@ -136,10 +220,7 @@ bool Executor::State::may_run(const Entry& entry) const {
     if (other.lane == entry.lane) ++lane;
     if (entry.subject != nullptr && other.subject == entry.subject) ++subject;
   }
-  const std::size_t limit = entry.lane.kind == Lane::Kind::kBuffers ? limits.buffers
-                            : entry.lane.kind == Lane::Kind::kFiles ? limits.files
-                                                                    : limits.copies;
-  return lane < limit && subject < limits.same_subject;
+  return lane < limit_of(entry.lane.kind) && subject < limits.same_subject;
 }
 
 Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& lock) {
@@ -148,7 +229,7 @@ Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& 
     const TimePoint now = Clock::now();
     const auto first = std::ranges::min_element(parked, {}, &Entry::deadline);
     if (first != parked.end() && first->deadline <= now) {
-      if (first->refusal == 0) first->refusal = ENOSPC;
+      if (first->refusal == 0 && first->lane.kind != Lane::Kind::kTimers) first->refusal = ENOSPC;
       active.splice(active.end(), parked, first);
       return std::prev(active.end());
     }
@@ -157,22 +238,26 @@ Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& 
       active.splice(active.end(), queue, ready);
       return std::prev(active.end());
     }
-    // While something is parked one thread stays to watch its deadline.
-    const bool needed = !parked.empty() && idle == 0;
+    // While something is parked one thread stays to watch its deadline, and one stays in any case.
+    const bool needed = threads == 1 || (!parked.empty() && idle == 0);
     if (stopping || (now >= idle_end && !needed)) return active.end();
-    TimePoint until = now < idle_end ? idle_end : first->deadline;
-    if (!parked.empty()) until = std::min(until, first->deadline);
     ++idle;
-    wanted.wait_until(lock, until);
+    if (!parked.empty()) {
+      wanted.wait_until(lock, now < idle_end ? std::min(idle_end, first->deadline) : first->deadline);
+    } else if (now < idle_end) {
+      wanted.wait_until(lock, idle_end);
+    } else {
+      wanted.wait(lock);
+    }
     --idle;
   }
 }
 
 void Executor::State::park(Entries::iterator entry, TimePoint deadline) {
   if (stopping) entry->refusal = EINTR;
-  entry->deadline = entry->refusal == 0 ? deadline : TimePoint::min();  // discarded since: to be run with that at once
+  entry->deadline = entry->refusal == 0 ? deadline : TimePoint::min();  // cancelled since: it runs with that at once
   // Memory that was freed during the attempt may have come too late for it.
-  const bool again = entry->refusal == 0 && entry->freed != freed;
+  const bool again = entry->refusal == 0 && entry->freed != freed && entry->lane.kind != Lane::Kind::kTimers;
   Entries& to = again ? queue : parked;
   to.splice(to.end(), active, entry);
 }
@@ -180,24 +265,18 @@ void Executor::State::park(Entries::iterator entry, TimePoint deadline) {
 void Executor::work_loop(const std::shared_ptr<State>& shared) {
   State& state = *shared;
   std::unique_lock lock(state.mutex);
-  --state.coming;
+  --state.starting;
   for (auto entry = state.next(lock); entry != state.active.end(); entry = state.next(lock)) {
-    if (!state.parked.empty()) {  // somebody else has to watch its deadline now
-      if (state.idle > 0) {
-        state.wanted.notify_one();
-      } else if (state.coming == 0) {
-        start_thread_for(shared);
-      }
-    }
+    wake_for_parked(shared);  // another thread has to watch the deadlines now
     entry->freed = state.freed;
     const int refusal = entry->refusal;
     Job& job = *entry->job;
     std::optional<TimePoint> deadline;
     lock.unlock();
     try {
-      deadline = job.run(refusal);
+      deadline = job.run(refusal, *entry->cancellation);
     } catch (const std::exception& failure) {
-      log_error("a worker's operation failed: ", failure.what());
+      log_error("a worker's job failed: ", failure.what());
     }
     lock.lock();
     if (refusal == 0 && deadline) {

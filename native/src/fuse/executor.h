@@ -1,39 +1,60 @@
-// Threads for requests that may take long. They start as they are needed and end when they have been idle for a while.
-// Owned by the Session; the threads share its state, so that one that hangs can be left behind.
-// Thread-safe, except stop(), which is the Session's.
+// Threads for the mount's work that may take long, with timers and cancellation.
+// Ownership: the Mount's. The threads share its state, so one that hangs can be left behind.
+// Thread-safe, except start() and stop(), which the Mount calls.
 //
-// Jobs compete in lanes: a lane has a limit of its own and never waits for another one. Jobs on the same subject (a
-// file) have a smaller limit, so that one file that makes no progress does not fill its lane. A job that finds the
-// device full holds no thread: it is parked until memory is freed or its deadline passes.
+// Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a file)
+// have a smaller limit, so a file that makes no progress does not fill its lane. A job that finds the device full holds
+// no thread: it is parked until memory is freed or its deadline passes.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <compare>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
-#include "fuse/statistics.h"
+#include "base/status.h"
 
 namespace gpufs::fuse {
+
+// Whether a job has been cancelled. Any thread may call any function.
+class Cancellation {
+ public:
+  [[nodiscard]] bool requested() const { return requested_.load(); }
+  [[nodiscard]] const std::atomic<bool>* flag() const { return &requested_; }
+  void request();
+  // Calls `action` when the cancellation is requested; at once if it has been. Null removes the action: when that
+  // returns, it is not running and never will.
+  void on_request(std::function<void()> action);
+
+ private:
+  std::atomic<bool> requested_{false};
+  std::mutex mutex_;  // guards action_, which runs under it
+  std::function<void()> action_;
+};
 
 class Executor {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  // What jobs wait for, apart from each other.
   struct Lane {
     enum class Kind : std::uint8_t {
-      kBuffers,  // memory of one device
-      kFiles,    // files of one file system of the host; these jobs may be left behind
-      kCopies,   // transfers between the two
+      kBuffers,        // memory of one device
+      kFiles,          // files of one file system of the host; these jobs may be left behind
+      kCopies,         // transfers between the two
+      kReclaim,        // freeing memory of one device
+      kNotifications,  // in their order, by one thread at a time
+      kRelay,          // likewise
+      kTimers,
     };
     Kind kind = Kind::kBuffers;
     std::int32_t device = -1;
@@ -41,44 +62,48 @@ class Executor {
     friend auto operator<=>(const Lane&, const Lane&) = default;
   };
 
-  // One operation. run() is called with 0 on a thread of the executor, or once, on any thread, with the errno that it
-  // ends with instead: EINTR after discard() and stop(), ENOMEM if no thread can be started, ENOSPC at its deadline.
-  class Job {
-   public:
-    virtual ~Job() = default;
-    // Returns nothing when it is done, or the deadline until which it waits for memory of the lane's device to be
-    // freed; it is run again then.
-    virtual std::optional<TimePoint> run(int refusal) = 0;
-  };
-
   struct Limits {
     std::size_t buffers = 64;
-    std::size_t files = 8;  // these wait for disks rather than work
-    std::size_t copies = 32;
     std::size_t same_subject = 4;
   };
 
-  Executor(const Limits& limits, Statistics& statistics) : limits_(limits), statistics_(statistics) {}
+  // A job is a function body(int refusal, Cancellation&). It runs with 0 on a thread of the executor. Or it runs once,
+  // on any thread, with the errno that it ends with instead: EINTR after cancel() and stop(), ENOSPC at its deadline.
+  // It returns nothing, or a std::optional<TimePoint>: the deadline until which it is parked and waits for memory of
+  // its lane's device; it runs again then.
+
+  explicit Executor(const Limits& limits) : state_(std::make_shared<State>(limits)) {}
   ~Executor() { stop(std::chrono::milliseconds::zero()); }
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // id: what discard() finds the job by. subject: null, or the file that the job is about.
-  void submit(const Lane& lane, const void* subject, std::uint64_t id, std::unique_ptr<Job> job);
-  // The same with a function of the refusal, which returns nothing or as Job::run().
+  // Starts the first thread, which stays: jobs wait for it if the system refuses further threads.
+  Status start();
+
+  // id: what cancel() finds the job by, or 0. subject: null, or the file that the job is about. False after stop(): the
+  // job has run with EINTR.
   template <typename Body>
-  void submit(const Lane& lane, const void* subject, std::uint64_t id, Body body) {
-    submit(lane, subject, id, std::unique_ptr<Job>(new BodyJob<Body>(std::move(body))));
+  bool submit(const Lane& lane, const void* subject, std::uint64_t id, Body body) {
+    return submit_entry(lane, subject, id, std::nullopt, std::make_unique<BodyJob<Body>>(std::move(body)));
+  }
+  // Runs the job with 0 at this time, and again at each time that it returns.
+  template <typename Body>
+  void submit_at(TimePoint time, Body body) {
+    submit_entry({Lane::Kind::kTimers, -1, 0}, nullptr, 0, time, std::make_unique<BodyJob<Body>>(std::move(body)));
   }
 
-  // Ends a job that is queued or parked; false if it is neither.
-  bool discard(std::uint64_t id);
+  // A job that is queued or parked ends now. One that runs is asked to end. For one that is not known here, the number
+  // is remembered: another thread may be about to submit it.
+  enum class Cancelled : std::uint8_t { kEnded, kRunning, kRemembered };
+  Cancelled cancel(std::uint64_t id);
 
   // Runs the parked jobs of a device again.
   void memory_freed(std::int32_t device);
+  // How often memory_freed() was called.
+  [[nodiscard]] std::uint64_t freed_count() const;
 
-  // Discards what is queued or parked and waits for what runs, for jobs of files up to `patience`; how many of these
-  // are left behind. They must use nothing that the executor's owner takes with it. May be called twice.
+  // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `patience`; returns how
+  // many of these are left behind. They must use nothing that goes away with the executor's owner. May be called twice.
   std::size_t stop(std::chrono::milliseconds patience);
 
   struct Counts {
@@ -86,21 +111,27 @@ class Executor {
     std::size_t running = 0;
     std::size_t queued = 0;
     std::size_t parked = 0;
+    std::uint64_t submitted = 0;
   };
   [[nodiscard]] Counts counts() const;
-  [[nodiscard]] const Limits& limits() const { return limits_; }
+  [[nodiscard]] const Limits& limits() const { return state_->limits; }
 
  private:
+  class Job {
+   public:
+    virtual ~Job() = default;
+    virtual std::optional<TimePoint> run(int refusal, Cancellation& cancellation) = 0;
+  };
   template <typename Body>
-  class BodyJob : public Job {
+  class BodyJob final : public Job {
    public:
     explicit BodyJob(Body body) : body_(std::move(body)) {}
-    std::optional<TimePoint> run(int refusal) override {
-      if constexpr (std::is_void_v<std::invoke_result_t<Body&, int>>) {
-        body_(refusal);
+    std::optional<TimePoint> run(int refusal, Cancellation& cancellation) override {
+      if constexpr (std::is_void_v<std::invoke_result_t<Body&, int, Cancellation&>>) {
+        body_(refusal, cancellation);
         return std::nullopt;
       } else {
-        return body_(refusal);
+        return body_(refusal, cancellation);
       }
     }
 
@@ -113,9 +144,10 @@ class Executor {
     const void* subject = nullptr;
     std::uint64_t id = 0;
     std::unique_ptr<Job> job;
-    int refusal = 0;          // what to run it with
+    std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
     TimePoint deadline;       // of a parked job
     std::uint64_t freed = 0;  // State::freed when it was last started
+    int refusal = 0;          // what it runs with next
   };
   using Entries = std::list<Entry>;
 
@@ -131,27 +163,31 @@ class Executor {
     Entries queue;
     Entries parked;
     Entries active;
+    std::deque<std::uint64_t> early;  // cancelled before they were submitted, or after they had ended
     std::size_t threads = 0;
-    std::size_t idle = 0;     // of these, those that wait
-    std::size_t coming = 0;   // and those that have been started and look at the queue next
-    std::uint64_t freed = 0;  // calls of memory_freed()
+    std::size_t idle = 0;      // of these, those that wait
+    std::size_t starting = 0;  // and those that have been started and look at the queue next
+    std::uint64_t freed = 0;
+    std::uint64_t submitted = 0;
     bool stopping = false;
-    bool complained = false;  // in the log, that no thread can be started; once, until one could
+    bool start_failed = false;  // logged once, until a thread could be started again
 
     [[nodiscard]] bool may_run(const Entry& entry) const;
-    // Moves the next job to `active`; its place, or the end of `active` where the thread has to end.
+    [[nodiscard]] std::size_t limit_of(Lane::Kind kind) const;
+    // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
     Entries::iterator next(std::unique_lock<std::mutex>& lock);
     void park(Entries::iterator entry, TimePoint deadline);
   };
 
+  bool submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
+                    std::unique_ptr<Job> job);
   static void work_loop(const std::shared_ptr<State>& state);
-  // With the mutex held: wakes or starts a thread if more jobs may run than threads come to look for them.
-  static void provide_thread(const std::shared_ptr<State>& state);
-  static void start_thread_for(const std::shared_ptr<State>& state);
+  // The following are called with the mutex held.
+  static void wake_for_queue(const std::shared_ptr<State>& state);
+  static void wake_for_parked(const std::shared_ptr<State>& state);
+  static Status start_worker(const std::shared_ptr<State>& state);
 
-  const Limits limits_;
-  Statistics& statistics_;
-  const std::shared_ptr<State> state_ = std::make_shared<State>(limits_);
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace gpufs::fuse

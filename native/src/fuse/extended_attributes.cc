@@ -31,7 +31,7 @@ Status ExtendedAttributes::set(std::string_view name, std::span<const std::byte>
   if (value.size() > kLargestValue) return Status(E2BIG, "the value is too large");
   const std::size_t names = names_bytes_ + (there ? 0 : name.size() + 1);
   const std::size_t values = values_bytes_ - (there ? found->second.size() : 0) + value.size();
-  if (names > kAllNames || names + values > kAllBytes) return Status(ENOSPC, "no room for more attributes");
+  if (names > kAllNames || names + values > kAllBytes) return Status(ENOSPC, "no space for more attributes");
   Value copy(value.begin(), value.end());
   if (there) {
     found->second = std::move(copy);
@@ -43,7 +43,7 @@ Status ExtendedAttributes::set(std::string_view name, std::span<const std::byte>
   return {};
 }
 
-const ExtendedAttributes::Value* ExtendedAttributes::find(std::string_view name) const {
+ExtendedAttributes::Value* ExtendedAttributes::find(std::string_view name) {
   const auto found = values_.find(name);
   return found == values_.end() ? nullptr : &found->second;
 }
@@ -59,11 +59,8 @@ bool ExtendedAttributes::remove(std::string_view name) {
 
 std::string ExtendedAttributes::names(bool trusted) const {
   std::string list;
-  const auto append = [&](std::string_view name) { list.append(name).push_back('\0'); };
-  if (access) append(kAccessAcl);
-  if (inherited) append(kDefaultAcl);
   for (const auto& [name, value] : values_) {
-    if (trusted || !name.starts_with(kTrusted)) append(name);
+    if (trusted || !name.starts_with(kTrusted)) list.append(name).push_back('\0');
   }
   return list;
 }
@@ -73,15 +70,11 @@ bool ExtendedAttributes::has_trusted() const {
   return first != values_.end() && first->first.starts_with(kTrusted);
 }
 
-std::size_t ExtendedAttributes::bytes() const {
-  const std::size_t lists =
-      (access ? access->bytes() + kOverhead : 0) + (inherited ? inherited->bytes() + kOverhead : 0);
-  return names_bytes_ + values_bytes_ + values_.size() * kOverhead + lists;
-}
+std::size_t ExtendedAttributes::bytes() const { return names_bytes_ + values_bytes_ + values_.size() * kOverhead; }
 
 void ExtendedAttributes::drop_capability() {
   const Value* value = find(kCapability);
-  // To the kernel an empty one is none.
+  // The kernel ignores an empty one.
   if (value != nullptr && !value->empty()) remove(kCapability);
 }
 

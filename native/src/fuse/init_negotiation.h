@@ -1,9 +1,10 @@
-// The INIT exchange between the kernel and the control plane, amended on its way in both directions: the control plane
-// is not shown what it must not take, and the kernel is asked for what the control plane cannot know.
-// Owned by the Session.
-// amend_request() and amend_reply() are called once each, in this order; the rest by any thread after amend_reply().
+// The INIT exchange between the kernel and the control plane, changed on its way in both directions: flags that the
+// control plane must not take are hidden from it, and the kernel is asked for flags that its library does not know.
+// Ownership: the Relay's.
+// amend_request() and amend_reply() are called once each, in this order; any thread may call the rest.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -19,11 +20,10 @@ class InitNegotiation {
   struct Options {
     std::uint32_t max_write = 1 << 20;  // page multiple
     std::uint64_t mask_flags = 0;       // treated as not offered
-    std::uint32_t max_background = 64;
-    std::uint32_t relay_bytes = 1 << 20;  // the largest read-ahead that a relayed file may ask for
   };
 
-  explicit InitNegotiation(const Options& options) : options_(options) {}
+  // relay_bytes: the largest read-ahead of a relayed file.
+  InitNegotiation(const Options& options, std::uint32_t relay_bytes) : options_(options), relay_bytes_(relay_bytes) {}
 
   // The kernel's request, in place. EPROTO when it cannot be understood.
   Status amend_request(std::span<std::byte> message);
@@ -31,21 +31,20 @@ class InitNegotiation {
   Status amend_reply(std::span<std::byte> message);
 
   // Flags that both sides have agreed on.
-  [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_ & flag) == flag; }
+  [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_.load() & flag) == flag; }
   // Buffers are opened for direct input and output only where such files can still be mapped.
   [[nodiscard]] bool direct_io() const { return granted(kInitDirectIoAllowMmap); }
   [[nodiscard]] bool acls() const { return granted(kInitPosixAcl); }
-  [[nodiscard]] std::uint32_t max_write() const { return max_write_; }
 
   void write_statistics(JsonWriter& json) const;
 
  private:
   const Options options_;
-  std::uint32_t kernel_minor_ = 0;
-  std::uint64_t offered_ = 0;
-  std::uint64_t granted_ = 0;
-  std::uint32_t max_write_ = 0;
-  std::uint32_t max_pages_ = 0;
+  const std::uint32_t relay_bytes_;
+  std::atomic<std::uint32_t> kernel_minor_{0};
+  std::atomic<std::uint64_t> offered_{0};
+  std::atomic<std::uint64_t> granted_{0};
+  std::atomic<std::uint32_t> max_write_{0};
 };
 
 }  // namespace gpufs::fuse

@@ -5,11 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <new>
 #include <string>
 #include <utility>
 
-#include "base/thread.h"
+#include "fuse/acl.h"
 
 namespace gpufs::fuse {
 
@@ -25,11 +24,12 @@ Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + st
 
 }  // namespace
 
-Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer)
+Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, bool in_host_memory)
     : ino_(attributes.ino),
       device_(attributes.device),
       kind_(attributes.mode & S_IFMT),
       buffer_(std::move(buffer)),
+      in_host_memory_(in_host_memory),
       birth_{attributes.ctime, attributes.ctime_ns},
       attributes_(attributes) {}
 
@@ -83,10 +83,11 @@ bool Inode::marks_group_without(const Caller& caller) const {
 
 void Inode::inherit(Inode& directory, std::uint32_t umask) {
   gpufs_attributes above{};
-  std::optional<Acl> acl;
+  ExtendedAttributes::Value list;
   directory.with_extended([&](const gpufs_attributes& theirs, const std::unique_ptr<ExtendedAttributes>& extended) {
     above = theirs;
-    if (extended) acl = extended->inherited;
+    const ExtendedAttributes::Value* const found = extended ? extended->find(kDefaultAcl) : nullptr;
+    if (found != nullptr) list = *found;
   });
   const bool is_directory = S_ISDIR(kind());
   const std::lock_guard lock(mutex_);
@@ -96,17 +97,17 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
     if (is_directory) mode |= S_ISGID;
   }
   if (S_ISLNK(kind())) return;
-  if (!acl) {
+  if (list.empty()) {
     mode &= ~(umask & kPermissions);
     return;
   }
-  const std::optional<Acl> handed_down = is_directory ? acl : std::nullopt;
-  acl->inherit(mode);
-  if (acl->minimal()) acl.reset();
-  if (!acl && !handed_down) return;
+  ExtendedAttributes::Value access = list;
+  acl_inherit(access, mode);
+  const bool minimal = acl_is_minimal(access);
+  if (minimal && !is_directory) return;
   extended_ = std::make_unique<ExtendedAttributes>();
-  extended_->access = std::move(acl);
-  extended_->inherited = handed_down;
+  if (!minimal) static_cast<void>(extended_->set(kAccessAcl, access, 0));
+  if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
 std::uint64_t Inode::metadata_locked() const {
@@ -116,28 +117,10 @@ std::uint64_t Inode::metadata_locked() const {
   return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
 }
 
-InodeTable::InodeTable(std::shared_ptr<BufferSource> source, std::uint64_t metadata_limit)
-    : source_(std::move(source)), metadata_limit_(metadata_limit) {}
-
 bool InodeTable::charge(std::uint64_t bytes) {
   if (metadata_.fetch_add(bytes) + bytes <= metadata_limit_ || bytes == 0) return true;
   metadata_.fetch_sub(bytes);
   return false;
-}
-
-InodeTable::~InodeTable() {
-  {
-    const std::lock_guard lock(orphan_mutex_);
-    closing_ = true;
-  }
-  reap_wanted_.notify_all();
-  if (reaper_.joinable()) reaper_.join();
-}
-
-Status InodeTable::start() {
-  Result<std::thread> thread = start_thread("gpufs-reap", [this] { reap_loop(); });
-  if (thread.ok()) reaper_ = thread.take();
-  return thread.status();
 }
 
 Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
@@ -151,13 +134,14 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     if (!created.ok()) return created.status();
     buffer = created.take();
   }
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer));
+  const bool in_host_memory = buffer && source_->in_host_memory(attributes.device);
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), in_host_memory);
   if (parent != 0) {
     const std::shared_ptr<Inode> directory = find(parent);
     if (!directory) return unknown_inode(parent);
     inode->inherit(*directory, umask);
   }
-  const std::uint64_t metadata = inode->metadata_locked();  // nobody else has it yet
+  const std::uint64_t metadata = inode->metadata_locked();  // not visible yet
   if (!charge(metadata)) return Status(ENOSPC, "the mount's limit for metadata");
   inode->charged_ = metadata;
   const std::unique_lock lock(inodes_mutex_);
@@ -194,7 +178,7 @@ Status InodeTable::remove(std::uint64_t ino) {
     metadata_.fetch_sub(std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
-  if (doomed) reap(std::move(inode));
+  if (doomed) free_later(std::move(inode));
   return {};
 }
 
@@ -209,7 +193,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   if (attributes->atime_ns >= kSecond || attributes->mtime_ns >= kSecond || attributes->ctime_ns >= kSecond) {
     return Status(EINVAL, "nanoseconds of a second or more");
   }
-  const std::shared_ptr<Inode> inode = find(ino);
+  std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return unknown_inode(ino);
 
   // The parts that can fail come first: a new name, and the size, which takes the buffer's locks and none of ours.
@@ -226,13 +210,15 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
     if (Status status = inode->buffer_->resize(attributes->size); !status.ok()) return status;
   }
+  bool doomed = false;
   {
     const Timestamp now = Timestamp::now();
     const std::lock_guard lock(inode->mutex_);
     gpufs_attributes& ours = inode->attributes_;
     if ((set & GPUFS_SET_MODE) != 0) {
       ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
-      if (inode->extended_ && inode->extended_->access) inode->extended_->access->follow(ours.mode);
+      ExtendedAttributes::Value* const acl = inode->extended_ ? inode->extended_->find(kAccessAcl) : nullptr;
+      if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
     }
     if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
     if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
@@ -241,9 +227,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     if ((set & GPUFS_SET_MTIME) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
     if ((set & GPUFS_SET_ATIME_NOW) != 0) set_atime(ours, now);
     if ((set & GPUFS_SET_MTIME_NOW) != 0) set_mtime(ours, now);
-    if ((set & GPUFS_SET_NLINK) != 0) {
-      if (update_orphan_locked(inode)) reap(inode);  // removed meanwhile
-    }
+    doomed = (set & GPUFS_SET_NLINK) != 0 && update_orphan_locked(inode);  // removed at the same time
     if ((set & GPUFS_SET_CTIME) != 0) {
       set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
     } else if ((set & GPUFS_SET_CTIME_NOW) != 0) {
@@ -251,6 +235,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     }
   }
   *attributes = inode->attributes();
+  if (doomed) free_later(std::move(inode));
   return {};
 }
 
@@ -268,7 +253,7 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
     fh = kHandleBit | next_file_++;
     files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{inode, writes}));
   }
-  // Last, since nothing that fails may come after it. Nobody has the handle yet.
+  // Last, since nothing that fails may come after it. The handle is not known to anyone yet.
   const std::lock_guard lock(inode->mutex_);
   ++inode->open_files_;
   if (writes) ++inode->open_writers_;
@@ -281,7 +266,7 @@ Status InodeTable::release(std::uint64_t fh) {
   {
     const std::unique_lock lock(files_mutex_);
     const auto found = files_.find(fh);
-    if (found == files_.end()) return Status(EBADF, "unknown handle");  // needs no memory: to close must not
+    if (found == files_.end()) return Status(EBADF, "unknown handle");
     file = std::move(found->second);
     files_.erase(found);
   }
@@ -293,18 +278,15 @@ Status InodeTable::release(std::uint64_t fh) {
   {
     const std::lock_guard lock(inode->mutex_);
     --inode->open_files_;
-    const bool last_writer = writes && --inode->open_writers_ == 0;
-    trims = last_writer && inode->attributes_.nlink != 0 && inode->buffer_->bytes_ahead() > 0;
+    if (writes) --inode->open_writers_;
+    // At each close without a writer: the last try may have found the buffer in use.
+    trims = inode->open_writers_ == 0 && inode->attributes_.nlink != 0 && inode->buffer_->may_trim();
     doomed = update_orphan_locked(inode);
   }
   if (doomed) {
-    reap(std::move(inode));
+    free_later(std::move(inode));
   } else if (trims) {
-    {
-      const std::lock_guard lock(orphan_mutex_);
-      trim_queue_.emplace_back(inode);
-    }
-    reap_wanted_.notify_one();
+    trim_later(inode);
   }
   return {};
 }
@@ -324,94 +306,57 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
     orphans_.erase(inode.get());  // the caller's pointer keeps it alive
     return false;
   }
-  try {
-    orphans_.emplace(inode.get(), inode);
-  } catch (const std::bad_alloc&) {  // not counted as what can be waited for; it goes all the same
-  }
+  orphans_.emplace(inode.get(), inode);
   return inode->removed_;
 }
 
-void InodeTable::reap(std::shared_ptr<Inode> inode) {
-  // Freeing gigabytes takes long: on a thread that nobody waits for. The caller's reference goes along, so that the
-  // reaper's is the last one and the memory is back when it says so.
-  try {
-    const std::lock_guard lock(orphan_mutex_);
-    reap_queue_.push_back(inode);
-    inode.reset();
-  } catch (const std::bad_alloc&) {
-    {
-      const std::lock_guard lock(orphan_mutex_);
-      orphans_.erase(inode.get());
-    }
-    const std::int32_t device = inode->device_;
-    inode.reset();  // by who asked, then
-    const std::lock_guard lock(orphan_mutex_);
-    count_reaped_locked(device);
-    return;
-  }
-  reap_wanted_.notify_one();
+void InodeTable::free_later(std::shared_ptr<Inode> inode) {
+  // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
+  const Executor::Lane lane{Executor::Lane::Kind::kReclaim, inode->device_, 0};
+  executor_.submit(lane, nullptr, 0,
+                   [this, inode = std::move(inode)](int, Cancellation&) mutable { free(std::move(inode)); });
 }
 
-void InodeTable::reap_loop() {
-  std::unique_lock lock(orphan_mutex_);
-  for (;;) {
-    reap_wanted_.wait(lock, [this] { return closing_ || !reap_queue_.empty() || !trim_queue_.empty(); });
-    if (closing_) return;  // the rest goes with the table
-    if (reap_queue_.empty()) {
-      const std::weak_ptr<Inode> closed = std::move(trim_queue_.front());
-      trim_queue_.pop_front();
-      lock.unlock();
-      std::shared_ptr<Inode> inode = closed.lock();
-      if (inode) inode->buffer_->trim();
-      lock.lock();
-      if (inode) count_reaped_locked(inode->device_);
-      lock.unlock();
-      inode.reset();  // perhaps the last one
-      lock.lock();
-      continue;
-    }
-    std::shared_ptr<Inode> inode = std::move(reap_queue_.front());
-    reap_queue_.pop_front();
+void InodeTable::free(std::shared_ptr<Inode> inode) {
+  const std::int32_t device = inode->device_;
+  std::uint64_t bytes = 0;
+  {
+    const std::lock_guard lock(orphan_mutex_);
     // Not there: it was opened again at the last moment, and comes back when that file is released.
-    const std::int32_t device = inode->device_;
-    if (orphans_.erase(inode.get()) != 0) {
-      reaping_device_ = device;
-      reaping_bytes_ = inode->buffer_->bytes_held();
-    }
-    lock.unlock();
-    inode.reset();  // frees the memory, unless an operation or somebody's view still uses it
-    lock.lock();
-    reaping_bytes_ = 0;
-    count_reaped_locked(device);
+    if (orphans_.erase(inode.get()) != 0) bytes = inode->buffer_->bytes_held();
+    freeing_[device] += bytes;
   }
-}
-
-void InodeTable::count_reaped_locked(std::int32_t device) {
-  ++reaped_;
-  if (freed_) freed_(device);
-}
-
-void InodeTable::on_reaped(std::function<void(std::int32_t)> freed) {
-  const std::lock_guard lock(orphan_mutex_);
-  freed_ = std::move(freed);
-}
-
-std::uint64_t InodeTable::orphan_bytes_locked(std::int32_t device) const {
-  std::uint64_t bytes = device < 0 || device == reaping_device_ ? reaping_bytes_ : 0;
-  for (const auto& [key, inode] : orphans_) {
-    if (device < 0 || inode->device_ == device) bytes += inode->buffer_->bytes_held();
+  inode.reset();  // frees the memory, unless a request or a view still uses it
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    freeing_[device] -= bytes;
   }
-  return bytes;
+  executor_.memory_freed(device);
+}
+
+void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
+  // Weak: once free() has reported an inode, its memory must be free.
+  executor_.submit({Executor::Lane::Kind::kReclaim, inode->device_, 0}, nullptr, 0,
+                   [this, closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
+                     std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
+                     if (!found) return;
+                     const std::int32_t device = found->device_;
+                     (void)found->buffer_->trim(std::chrono::milliseconds(0));
+                     found.reset();  // perhaps the last reference
+                     executor_.memory_freed(device);
+                   });
 }
 
 std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
   const std::lock_guard lock(orphan_mutex_);
-  return orphan_bytes_locked(device);
-}
-
-std::uint64_t InodeTable::reaped() const {
-  const std::lock_guard lock(orphan_mutex_);
-  return reaped_;
+  std::uint64_t bytes = 0;
+  for (const auto& [of, freeing] : freeing_) {
+    if (device < 0 || of == device) bytes += freeing;
+  }
+  for (const auto& [key, inode] : orphans_) {
+    if (device < 0 || inode->device_ == device) bytes += inode->buffer_->bytes_held();
+  }
+  return bytes;
 }
 
 InodeTable::Counts InodeTable::counts() const {

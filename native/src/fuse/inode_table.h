@@ -1,26 +1,24 @@
 // The attributes of every inode of a mount and its open buffers, shared by both planes: Python decides what exists,
 // READ and WRITE change times and sizes.
-// Owned by the Mount; outlives the Session. Inodes and open files are shared with the operations that use them.
-// Any thread may call any function.
+// Ownership: the Mount's; inodes and open files are shared with the requests that use them.
+// Thread-safe.
 #pragma once
 
 #include <atomic>
 #include <cerrno>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <thread>
 #include <unordered_map>
 
 #include "base/status.h"
 #include "fuse/attributes.h"
 #include "fuse/buffer_source.h"
 #include "fuse/caller.h"
+#include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
@@ -29,12 +27,15 @@ namespace gpufs::fuse {
 
 class Inode {
  public:
-  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer);
+  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, bool in_host_memory);
 
   [[nodiscard]] std::uint64_t ino() const { return ino_; }
   [[nodiscard]] std::int32_t device() const { return device_; }
-  // Null where there is no buffer; the same for the inode's life.
+  // Null without a buffer; the same for the inode's life.
   [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const { return buffer_; }
+
+  // Whether the CPU can read the buffer's memory in place.
+  [[nodiscard]] bool in_host_memory() const { return in_host_memory_; }
 
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
@@ -44,9 +45,9 @@ class Inode {
   void was_read(AccessTimes policy);
   // Modification and change time, set-id bits, the capability.
   void was_written(SetIdLoss loss);
-  // What a change of contents takes away when its caller may not keep set-id bits, as the kernel or who asks has found.
+  // What a change of contents takes away if its caller may not keep set-id bits, as the kernel has found.
   [[nodiscard]] SetIdLoss loss_by(const Caller& caller) const;
-  // The same where the kernel sees to all but set-gid that marks a group without execution, whoever the caller is.
+  // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
   [[nodiscard]] SetIdLoss bare_loss_by(const Caller& caller) const;
 
   // Runs change(attributes, extended attributes) with the inode locked.
@@ -59,18 +60,19 @@ class Inode {
  private:
   friend class InodeTable;
 
-  // What names and attributes take of memory, in both planes, at most. With the mutex held.
+  // The memory that names and attributes take in both planes, at most. With the mutex held.
   [[nodiscard]] std::uint64_t metadata_locked() const;
 
-  // Set-gid without execution for the group, and the caller is outside that group. Looks into /proc only then.
+  // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool marks_group_without(const Caller& caller) const;
-  // Before anybody else can see this inode: what a directory hands down to what is made in it.
+  // Applies what a directory passes on to a new entry; before the inode is visible.
   void inherit(Inode& directory, std::uint32_t umask);
 
   const std::uint64_t ino_;
   const std::int32_t device_;
   const std::uint32_t kind_;
   const std::shared_ptr<Buffer> buffer_;
+  const bool in_host_memory_;
   const Timestamp birth_;
 
   // Guards all below. InodeTable::orphan_mutex_ may be taken under it, nothing else.
@@ -92,35 +94,33 @@ class InodeTable {
  public:
   // Handles that the table gives have this bit; Python's own must not.
   static constexpr std::uint64_t kHandleBit = std::uint64_t{1} << 62;
+  static constexpr bool is_buffer(std::uint64_t fh) { return (fh & kHandleBit) != 0; }
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
   // Memory that an inode takes in both planes, and each of its names, however long that is: measured, and rounded up.
   static constexpr std::uint64_t kInodeBytes = 1536;
   static constexpr std::uint64_t kNameBytes = 512;
 
   // metadata_limit: bytes of memory that names and attributes may take together; above that is ENOSPC.
-  explicit InodeTable(std::shared_ptr<BufferSource> source, std::uint64_t metadata_limit = kNoMetadataLimit);
-  // No thread may use the table any more. Frees what the reaper has not come to.
-  ~InodeTable();
+  // executor: frees memory, and is stopped before the table goes.
+  InodeTable(std::shared_ptr<BufferSource> source, Executor& executor, std::uint64_t metadata_limit = kNoMetadataLimit)
+      : source_(std::move(source)), executor_(executor), metadata_limit_(metadata_limit) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
-  // Starts the reaper; before any other call.
-  Status start();
-
   // A regular file with device >= 0 gets an empty buffer. EEXIST if the inode is known.
-  // parent: the directory that a user makes it in, which gives it its group (set-gid) and its access control lists; its
-  // mode is then what the user asked for before `umask`. 0: as the attributes say. ENOENT for an unknown one.
+  // parent: the directory in which a user creates it, which determines its group (set-gid) and its access control
+  // lists; its mode is then what the user asked for before `umask`. 0: as in the attributes. ENOENT if unknown.
   Status add(const gpufs_attributes& attributes, std::uint64_t parent = 0, std::uint32_t umask = 0);
-  // The memory is freed by the reaper once nothing uses it. ENOENT if unknown.
+  // The executor frees the memory once nothing uses it. ENOENT if unknown.
   Status remove(std::uint64_t ino);
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<Inode> find(std::uint64_t ino) const;
-  // Sets the access time as the mount's options say.
+  // Sets the access time according to the mount's options.
   void was_read(Inode& inode) const;
-  // The options: for all, and whether reading a directory is no access.
+  // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
-  // Sets what `set` (GPUFS_SET_*) names, all or nothing, and fills in the attributes as they are afterwards. No time
-  // changes that it does not name. An access control list follows the mode.
+  // Sets what `set` (GPUFS_SET_*) names, all or nothing, and returns the new attributes in `attributes`. Times that it
+  // does not name stay. An access control list follows the mode.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 
   // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where `most` more
@@ -137,9 +137,9 @@ class InodeTable {
   }
   [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_limit_; }
 
-  // EISDIR and EINVAL for what has no buffer. flags: as open(2), without effect on the contents.
+  // EISDIR and EINVAL without a buffer. flags: as open(2), without effect on the contents.
   Result<std::uint64_t> open(std::uint64_t ino, int flags);
-  // EBADF if unknown. Operations under way keep the file until they end. After the last writer the reaper trims the
+  // EBADF if unknown. Requests under way keep the file until they end. After the last writer the executor trims the
   // buffer's preallocated memory.
   Status release(std::uint64_t fh);
   // Null if unknown.
@@ -147,14 +147,9 @@ class InodeTable {
 
   [[nodiscard]] BufferSource& source() const { return *source_; }
 
-  // Memory of a device that removed files still hold and will give back soon: nobody can open them again in the
-  // ordinary way, only the kernel's FORGET or the reaper is still to come. device < 0: of all devices.
+  // Memory of a device that removed files still hold and will release soon: nothing can open them again in the ordinary
+  // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
   [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
-  // Counts the times that the reaper gave memory back: note it before an attempt that may find no space.
-  [[nodiscard]] std::uint64_t reaped() const;
-  // `freed` is called with the device after each of them, on any thread; it takes no lock of the table's. Null: no
-  // more.
-  void on_reaped(std::function<void(std::int32_t)> freed);
 
   struct Counts {
     std::size_t inodes = 0;
@@ -165,18 +160,18 @@ class InodeTable {
   [[nodiscard]] Counts counts() const;
 
  private:
-  // After a change of links, open files or presence, with the inode's mutex held.
-  // True if the reaper is to free it, by reap().
+  // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
-  void reap(std::shared_ptr<Inode> inode);
-  [[nodiscard]] std::uint64_t orphan_bytes_locked(std::int32_t device) const;
-  void reap_loop();
-  void count_reaped_locked(std::int32_t device);
+  // Frees the memory on the executor, since freeing gigabytes takes long.
+  void free_later(std::shared_ptr<Inode> inode);
+  void free(std::shared_ptr<Inode> inode);
+  void trim_later(const std::shared_ptr<Inode>& inode);
 
-  // False, and nothing is charged, where that many more bytes of metadata are above the limit.
+  // False, and nothing is charged, if that many more bytes of metadata exceed the limit.
   [[nodiscard]] bool charge(std::uint64_t bytes);
 
   const std::shared_ptr<BufferSource> source_;
+  Executor& executor_;
   const std::uint64_t metadata_limit_;
   std::atomic<std::uint64_t> metadata_{0};
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
@@ -193,16 +188,8 @@ class InodeTable {
 
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
-  std::condition_variable reap_wanted_;
   std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
-  std::deque<std::shared_ptr<Inode>> reap_queue_;
-  std::deque<std::weak_ptr<Inode>> trim_queue_;  // weak: memory must be free once the reaper has counted its inode
-  std::int32_t reaping_device_ = -1;             // what the reaper is freeing just now
-  std::uint64_t reaping_bytes_ = 0;
-  std::uint64_t reaped_ = 0;
-  std::function<void(std::int32_t)> freed_;
-  bool closing_ = false;
-  std::thread reaper_;  // constant after start()
+  std::map<std::int32_t, std::uint64_t> freeing_;  // bytes that the executor is freeing, by device
 };
 
 }  // namespace gpufs::fuse

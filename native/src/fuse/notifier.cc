@@ -1,13 +1,10 @@
 #include "fuse/notifier.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <string>
 #include <utility>
 
 #include "base/log.h"
-#include "base/thread.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
@@ -15,37 +12,18 @@ namespace gpufs::fuse {
 namespace {
 
 template <typename T>
-void append(std::vector<std::byte>& bytes, const T& value) {
-  const auto* raw = reinterpret_cast<const std::byte*>(&value);
-  bytes.insert(bytes.end(), raw, raw + sizeof(T));
+std::vector<std::byte> bytes_of(const T& value) {
+  const auto bytes = std::as_bytes(std::span(&value, 1));
+  return {bytes.begin(), bytes.end()};
 }
 
 }  // namespace
 
-Status Notifier::start() {
-  Result<std::thread> thread = start_thread("gpufs-notify", [this] { write_loop(); });
-  if (thread.ok()) thread_ = thread.take();
-  return thread.status();
-}
-
-void Notifier::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-    queue_.clear();
-  }
-  wanted_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
-
 Status Notifier::invalidate_inode(std::uint64_t ino) {
   fuse_notify_inval_inode_out out{};
   out.ino = ino;
-  out.off = 0;
   out.len = 0;  // to the end
-  Notification notification{FUSE_NOTIFY_INVAL_INODE, {}};
-  append(notification.body, out);
-  return queue(std::move(notification));
+  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(out));
 }
 
 Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
@@ -56,66 +34,40 @@ Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
   fuse_notify_inval_entry_out out{};
   out.parent = parent;
   out.namelen = static_cast<std::uint32_t>(name.size());
-  Notification notification{FUSE_NOTIFY_INVAL_ENTRY, {}};
-  append(notification.body, out);
-  for (const char c : name) notification.body.push_back(static_cast<std::byte>(c));
-  notification.body.push_back(std::byte{0});
-  return queue(std::move(notification));
+  std::vector<std::byte> body = bytes_of(out);
+  const auto text = std::as_bytes(std::span(name));
+  body.insert(body.end(), text.begin(), text.end());
+  body.push_back(std::byte{0});
+  return queue(FUSE_NOTIFY_INVAL_ENTRY, std::move(body));
 }
 
 void Notifier::forward(std::span<const std::byte> message) {
   fuse_out_header header{};
-  if (!read_struct(message, 0, &header) || header.len != message.size()) {
+  const bool whole = read_struct(message, 0, &header) && header.len == message.size();
+  // STORE and RETRIEVE would put pages beside the buffers, and no file here supports POLL.
+  const bool known = header.error == FUSE_NOTIFY_INVAL_INODE || header.error == FUSE_NOTIFY_INVAL_ENTRY ||
+                     header.error == FUSE_NOTIFY_DELETE;
+  const std::span<const std::byte> body = message.subspan(whole ? sizeof(header) : message.size());
+  if (!whole || !known || !queue(header.error, {body.begin(), body.end()}).ok()) {
     statistics_.notifications_dropped.add();
-    return;
   }
-  switch (header.error) {
-    case FUSE_NOTIFY_INVAL_INODE:
-    case FUSE_NOTIFY_INVAL_ENTRY:
-    case FUSE_NOTIFY_DELETE:
-      break;
-    default:  // STORE and RETRIEVE would put pages beside the buffers, POLL has no files here
-      statistics_.notifications_dropped.add();
-      return;
-  }
-  const std::span<const std::byte> body = message.subspan(sizeof(header));
-  if (!queue({header.error, {body.begin(), body.end()}}).ok()) statistics_.notifications_dropped.add();
 }
 
-std::size_t Notifier::queued() const {
-  const std::lock_guard lock(mutex_);
-  return queue_.size();
+Status Notifier::queue(std::int32_t code, std::vector<std::byte> body) {
+  const bool queued = executor_.submit({Executor::Lane::Kind::kNotifications, -1, 0}, nullptr, 0,
+                                       [this, code, body = std::move(body)](int refusal, Cancellation&) {
+                                         if (refusal == 0) write(code, body);
+                                       });
+  return queued ? Status() : Status(ESHUTDOWN, "the mount is closing");
 }
 
-Status Notifier::queue(Notification notification) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) return Status(ESHUTDOWN, "the mount is closing");
-    // Saying it twice in a row is saying it once; one that is being written is no longer in the queue.
-    if (!queue_.empty() && queue_.back() == notification) return {};
-    queue_.push_back(std::move(notification));
-  }
-  wanted_.notify_one();
-  return {};
-}
-
-void Notifier::write_loop() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    wanted_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-    if (stopping_) return;
-    const Notification notification = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    const int error = transport_.notify(notification.code, notification.body);
-    statistics_.notifications.add();
-    // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
-    if (error != 0 && error != ENOENT && error != ENODEV && error != ENOTDIR && error != ENOTEMPTY) {
-      statistics_.notification_errors.add();
-      log_warning("the kernel refused a notification (code ", notification.code, ", errno ", error, ")");
-    }
-    lock.lock();
-  }
+void Notifier::write(std::int32_t code, std::span<const std::byte> body) {
+  const int error = transport_.notify(code, body);
+  statistics_.notifications.add();
+  // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
+  if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) return;
+  statistics_.notification_errors.add();
+  log_warning("the kernel refused a notification (code ", code, ", errno ", error, ")");
 }
 
 }  // namespace gpufs::fuse

@@ -1,94 +1,94 @@
 #include "fuse/relay.h"
 
-#include <poll.h>
 #include <sys/socket.h>
-#include <sys/timerfd.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
+#include <exception>
 #include <memory>
-#include <new>
-#include <string>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/log.h"
 #include "base/math.h"
-#include "base/reserve.h"
 #include "base/thread.h"
+#include "fuse/control_messages.h"
 #include "fuse/protocol.h"
-#include "fuse/relay_socket.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
 constexpr std::size_t kPage = 4096;
-// Headers of requests and replies, and entries that a directory's reply may exceed its size by: none, but be generous.
-constexpr std::size_t kHeaderRoom = 4096;
-// The kernel wants contiguous memory for what a message has beyond about 80 KiB, and may find none. Whoever sends tries
-// again then, but for the control plane's library with its replies: a directory is read in smaller parts.
+// A message of a megabyte, and a few small ones behind it.
+constexpr int kWantedBuffer = 4 << 20;
+// The kernel's own part of a message, generously.
+constexpr std::size_t kMessageOverhead = 4096;
+// Headers of requests and replies, generously.
+constexpr std::size_t kHeaderBytes = 4096;
+constexpr std::size_t kLargestMessage = (std::size_t{1} << 20) + kHeaderBytes;
+constexpr std::size_t kSmallestMessage = 64 << 10;
+// The kernel needs contiguous memory for a message's part beyond about 80 KiB, and may have none. The relay tries again
+// then, the control plane's library does not: so directories are read in smaller parts.
 constexpr std::size_t kDirectoryPart = 64 << 10;
-// Until what finds neither room in the socket nor memory to wait in is sent again. It will be: what waits before it is
-// sent without memory.
+// Before a message that found no contiguous memory is sent again.
 constexpr std::chrono::milliseconds kMemoryPause{5};
-// Between an INTERRUPT and the answer EINTR. Few programs expect EINTR of calls such as mkdir(2), and many get signals
-// that do not end them: so it is given only where the control plane waits for something.
+// Between an INTERRUPT and the answer EINTR. Few programs expect EINTR from calls such as mkdir(2), and many get
+// signals that do not end them: so it is given only if the control plane waits for something.
 constexpr std::chrono::seconds kInterruptGrace{2};
+// FORGETs in one relayed message: the control plane works through a message without a pause.
+constexpr std::size_t kForgetsTogether = 1024;
 
-// Requests after which the control plane has more to keep than before. Others go on while it lacks memory: it lives of
-// its reserve then, and what is removed gives memory back.
-bool keeps_memory(std::uint32_t opcode) {
-  switch (opcode) {
-    case FUSE_MKNOD:
-    case FUSE_MKDIR:
-    case FUSE_SYMLINK:
-    case FUSE_LINK:
-    case FUSE_RENAME:
-    case FUSE_RENAME2:
-    case FUSE_CREATE:
-    case FUSE_TMPFILE:
-    case FUSE_OPEN:
-    case FUSE_OPENDIR:
-      return true;
-    default:
-      return false;
-  }
-}
-
-void set_timer(int timer, std::chrono::nanoseconds delay) {
-  const auto seconds = std::chrono::floor<std::chrono::seconds>(delay);
-  itimerspec when{};
-  when.it_value = {seconds.count(), (delay - seconds).count() + 1};  // 0 would be never
-  static_cast<void>(::timerfd_settime(timer, 0, &when, nullptr));
+void raise_buffer(int socket, int forced, int ordinary) {
+  const int bytes = kWantedBuffer;
+  if (::setsockopt(socket, SOL_SOCKET, forced, &bytes, sizeof(bytes)) == 0) return;
+  static_cast<void>(::setsockopt(socket, SOL_SOCKET, ordinary, &bytes, sizeof(bytes)));  // clipped to the limit
 }
 
 }  // namespace
 
-Relay::Relay(UniqueFd socket, Statistics& statistics)
+Result<RelayPair> make_relay_pair() {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) {
+    return Status::from_errno(errno, "the socket pair between the planes");
+  }
+  for (const int end : ends) {
+    raise_buffer(end, SO_SNDBUFFORCE, SO_SNDBUF);
+    raise_buffer(end, SO_RCVBUFFORCE, SO_RCVBUF);
+  }
+  return RelayPair{UniqueFd(ends[0]), UniqueFd(ends[1])};
+}
+
+std::size_t largest_message(int socket) {
+  int bytes = 0;
+  socklen_t length = sizeof(bytes);
+  if (::getsockopt(socket, SOL_SOCKET, SO_SNDBUF, &bytes, &length) != 0 || bytes < 0) return kSmallestMessage;
+  const std::size_t limit = static_cast<std::size_t>(bytes);
+  return std::clamp(limit > kMessageOverhead ? limit - kMessageOverhead : 0, kSmallestMessage, kLargestMessage);
+}
+
+Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Notifier& notifier,
+             Executor& executor, const InitNegotiation::Options& init, Statistics& statistics)
     : socket_(std::move(socket)),
       message_limit_(largest_message(socket_.get())),
-      payload_limit_(round_down(message_limit_ - kHeaderRoom, kPage)),
+      payload_limit_(round_down(message_limit_ - kHeaderBytes, kPage)),
+      transport_(transport),
+      table_(table),
+      backing_files_(backing_files),
+      notifier_(notifier),
+      executor_(executor),
+      init_(init, static_cast<std::uint32_t>(payload_limit_)),
       statistics_(statistics) {}
 
-Status Relay::start(RelayHandler& handler) {
-  handler_ = &handler;
-  timer_ = UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-  if (!timer_.valid()) return Status::from_errno(errno, "timerfd_create");
+Status Relay::start() {
   Result<std::thread> receiver = start_thread(
-      "gpufs-relay-rx",
+      "gpufs-relay",
       [this, buffer = std::make_shared<std::vector<std::byte>>(message_limit_ + kPage)] { receive_loop(*buffer); });
-  if (!receiver.ok()) return receiver.status();
-  receiver_ = receiver.take();
-  Result<std::thread> sender = start_thread("gpufs-relay-tx", [this] { overflow_loop(); });
-  if (!sender.ok()) {
-    stop();
-    return sender.status();
-  }
-  sender_ = sender.take();
-  return {};
+  if (receiver.ok()) receiver_ = receiver.take();
+  return receiver.status();
 }
 
 void Relay::stop() {
@@ -96,43 +96,12 @@ void Relay::stop() {
     const std::lock_guard lock(send_mutex_);
     stopping_ = true;
   }
-  overflow_wanted_.notify_all();
-  if (socket_.valid()) static_cast<void>(::shutdown(socket_.get(), SHUT_RDWR));  // both threads return from their calls
+  if (socket_.valid()) static_cast<void>(::shutdown(socket_.get(), SHUT_RDWR));  // all threads return from their calls
   if (receiver_.joinable()) receiver_.join();
-  if (sender_.joinable()) sender_.join();
   die();
 }
 
-bool Relay::alive() const {
-  const std::lock_guard lock(pending_mutex_);
-  return !dead_;
-}
-
-bool Relay::interrupt(std::uint64_t unique) {
-  const std::lock_guard lock(pending_mutex_);
-  if (!pending_.contains(unique)) return false;
-  interrupted_.emplace_back(std::chrono::steady_clock::now() + kInterruptGrace, unique);
-  if (interrupted_.size() == 1) set_timer(timer_.get(), kInterruptGrace);
-  return true;
-}
-
-void Relay::answer_interrupted() {
-  std::uint64_t expirations = 0;
-  static_cast<void>(!::read(timer_.get(), &expirations, sizeof(expirations)));
-  std::vector<Responder> due;
-  {
-    const std::lock_guard lock(pending_mutex_);
-    const auto now = std::chrono::steady_clock::now();
-    for (; !interrupted_.empty() && interrupted_.front().first <= now; interrupted_.pop_front()) {
-      const auto found = pending_.find(interrupted_.front().second);
-      if (found != pending_.end()) due.push_back(std::move(found->second));
-    }
-    if (!interrupted_.empty()) set_timer(timer_.get(), interrupted_.front().first - now);
-  }
-  for (Responder& responder : due) {
-    if (responder.pending()) responder.error(EINTR);
-  }
-}
+// ---- requests ----
 
 std::span<std::byte> Relay::clip(Request& request) {
   const std::span<std::byte> whole = request.message;
@@ -179,123 +148,127 @@ Relay::Admission Relay::admit(std::uint64_t unique, Responder& responder) {
 }
 
 void Relay::forward(Request& request, Responder responder) {
+  std::vector<std::byte> memory;
+  if (const int error = adapt_request(request, init_, memory); error != 0) return responder.error(error);
   const std::uint64_t unique = request.header.unique;
   const std::span<std::byte> message = clip(request);
-  if (message.size() > message_limit_) {
-    responder.error(EMSGSIZE);
-    return;
-  }
-  if (keeps_memory(request.header.opcode) && Reserve::instance().low()) {
-    statistics_.relay_lacking.add();
-    responder.error(ENOMEM);
-    return;
-  }
-  // What the control plane keeps for a file would stay for ever if this did not arrive.
-  const bool closes = request.header.opcode == FUSE_RELEASE || request.header.opcode == FUSE_RELEASEDIR;
-  Admission admission = Admission::kDead;
-  try {
-    admission = admit(unique, responder);
-  } catch (const std::bad_alloc&) {
-    if (!closes) throw;
-    // Nobody hears how closing ended, so the kernel need not wait for it.
-    responder.error(0);
-    forward_unheard(message);
-    return;
-  }
-  if (admission == Admission::kDead) {
-    statistics_.relay_refused.add();
-    handler_->orphaned(request, responder);
-    responder.error(ENOTCONN);
-    return;
-  }
-  if (admission == Admission::kTwice) {
-    // The reply to the first one answers it.
-    statistics_.bad_requests.add();
-    log_error("the kernel sent a request twice");
-    responder.abandon();
-    return;
+  if (message.size() > message_limit_) return responder.error(EMSGSIZE);
+  switch (admit(unique, responder)) {
+    case Admission::kPending:
+      break;
+    case Admission::kDead: {
+      statistics_.relay_refused.add();
+      // A backing file can be closed without the control plane.
+      const bool closes = request.header.opcode == FUSE_RELEASE;
+      if (closes && backing_files_.release(request.arguments<fuse_release_in>().fh).ok()) return responder.ok();
+      return responder.error(ENOTCONN);
+    }
+    case Admission::kTwice:
+      // The reply to the first one answers it.
+      statistics_.bad_requests.add();
+      log_error("the kernel sent a request twice");
+      return responder.abandon();
   }
   statistics_.of(request.header.opcode).relayed.add();
-  int error = send(message);
-  for (; error == ENOMEM && closes; error = send(message)) std::this_thread::sleep_for(kMemoryPause);
-  if (error != 0) {
+  if (const int error = send(message); error != 0) {
     Responder failed = take_pending(unique);
-    if (!failed.pending()) return;
-    failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : error == ENOMEM ? ENOMEM : EIO);
+    if (failed.pending()) failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
+  }
+}
+
+void Relay::forward_forget(const Request& request) {
+  if (request.header.opcode == FUSE_FORGET) return forward_one_way(request.message);
+  fuse_batch_forget_in in{};
+  constexpr std::size_t kFirst = sizeof(fuse_in_header) + sizeof(fuse_batch_forget_in);
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in) ||
+      (request.message.size() - kFirst) / sizeof(fuse_forget_one) < in.count) {
+    statistics_.bad_requests.add();
+    return;
+  }
+  std::vector<std::byte> part;
+  for (std::size_t done = 0; done < in.count;) {
+    const std::size_t count = std::min<std::size_t>(kForgetsTogether, in.count - done);
+    part.resize(kFirst + count * sizeof(fuse_forget_one));
+    fuse_in_header header = request.header;
+    header.len = static_cast<std::uint32_t>(part.size());
+    write_struct(part, 0, header);
+    write_struct(part, sizeof(header), fuse_batch_forget_in{static_cast<std::uint32_t>(count), 0});
+    std::memcpy(part.data() + kFirst, request.message.data() + kFirst + done * sizeof(fuse_forget_one),
+                count * sizeof(fuse_forget_one));
+    forward_one_way(part);
+    done += count;
   }
 }
 
 void Relay::forward_one_way(std::span<const std::byte> message) {
   fuse_in_header header{};
-  if (!read_struct(message, 0, &header) || !alive()) return;
+  if (!read_struct(message, 0, &header)) return;
   statistics_.of(header.opcode).relayed.add();
-  // Fails otherwise only when the control plane has gone, and then nobody needs it.
-  while (send(message) == ENOMEM) {
-    // It must not be lost: what the kernel forgets is forgotten here, or never.
-    std::this_thread::sleep_for(kMemoryPause);
-  }
-}
-
-void Relay::forward_unheard(std::span<const std::byte> message) {
-  unheard_.fetch_add(1);
-  forward_one_way(message);
+  static_cast<void>(send(message));  // fails only when the control plane is gone, and then it is not needed
 }
 
 int Relay::send(std::span<const std::byte> message) {
-  std::unique_lock lock(send_mutex_);
+  const std::lock_guard lock(send_mutex_);
   if (stopping_) return EPIPE;
-  if (overflow_.empty() && !sending_overflow_) {
-    for (;;) {
-      const ssize_t sent = ::send(socket_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (sent >= 0) return 0;
-      if (errno == EINTR) continue;
-      if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) return errno;
-      break;
-    }
+  while (overflow_ == 0) {
+    const ssize_t sent = ::send(socket_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) return 0;
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) return errno;
+    break;
   }
   statistics_.relay_overflowed.add();
-  try {
-    overflow_.emplace_back(message.begin(), message.end());
-  } catch (const std::bad_alloc&) {
-    return ENOMEM;
-  }
+  ++overflow_;
   overflow_bytes_ += message.size();
-  statistics_.relay_overflow_peak.raise(overflow_bytes_);
-  lock.unlock();
-  overflow_wanted_.notify_one();
+  executor_.submit({Executor::Lane::Kind::kRelay, -1, 0}, nullptr, 0,
+                   [this, copy = std::vector<std::byte>(message.begin(), message.end())](int refusal, Cancellation&) {
+                     if (refusal == 0) send_waiting(copy);
+                   });
   return 0;
 }
 
-void Relay::overflow_loop() {
-  std::unique_lock lock(send_mutex_);
-  for (;;) {
-    overflow_wanted_.wait(lock, [this] { return stopping_ || !overflow_.empty(); });
-    if (stopping_) return;
-    const std::vector<std::byte> message = std::move(overflow_.front());
-    overflow_.pop_front();
-    overflow_bytes_ -= message.size();
-    sending_overflow_ = true;
-    lock.unlock();
-    // Waits until there is room. On another failure the receiver sees the end of the connection, too, and answers what
-    // is pending.
-    while (::send(socket_.get(), message.data(), message.size(), MSG_NOSIGNAL) < 0) {
-      if (errno == ENOBUFS || errno == ENOMEM) {
-        std::this_thread::sleep_for(kMemoryPause);
-      } else if (errno != EINTR) {
-        break;
-      }
+void Relay::send_waiting(std::span<const std::byte> message) {
+  // On other failures the receiver sees the end of the connection, too, and answers what is pending.
+  while (::send(socket_.get(), message.data(), message.size(), MSG_NOSIGNAL) < 0) {
+    if (errno == ENOBUFS || errno == ENOMEM) {
+      std::this_thread::sleep_for(kMemoryPause);
+    } else if (errno != EINTR) {
+      break;
     }
-    lock.lock();
-    sending_overflow_ = false;
   }
+  const std::lock_guard lock(send_mutex_);
+  --overflow_;
+  overflow_bytes_ -= message.size();
 }
+
+// ---- interrupts ----
+
+bool Relay::interrupt(std::uint64_t unique) {
+  {
+    const std::lock_guard lock(pending_mutex_);
+    if (!pending_.contains(unique)) return false;
+  }
+  executor_.submit_at(std::chrono::steady_clock::now() + kInterruptGrace, [this, unique](int refusal, Cancellation&) {
+    if (refusal == 0) answer_interrupted(unique);
+  });
+  return true;
+}
+
+void Relay::answer_interrupted(std::uint64_t unique) {
+  Responder responder;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    const auto found = pending_.find(unique);
+    if (found == pending_.end()) return;
+    responder = std::move(found->second);
+  }
+  if (responder.pending()) responder.error(EINTR);
+}
+
+// ---- replies ----
 
 void Relay::receive_loop(std::span<std::byte> buffer) {
   for (;;) {
-    std::array<pollfd, 2> ready{pollfd{socket_.get(), POLLIN, 0}, pollfd{timer_.get(), POLLIN, 0}};
-    if (::poll(ready.data(), ready.size(), -1) < 0) continue;
-    if (ready[1].revents != 0) answer_interrupted();
-    if (ready[0].revents == 0) continue;
     iovec part{buffer.data(), buffer.size()};
     msghdr header{};
     header.msg_iov = &part;
@@ -305,8 +278,8 @@ void Relay::receive_loop(std::span<std::byte> buffer) {
     if (got <= 0) break;
     try {
       receive(buffer.first(static_cast<std::size_t>(got)), (header.msg_flags & MSG_TRUNC) != 0);
-    } catch (const std::bad_alloc&) {  // a reply's request has been answered so
-      log_warning("no memory for a message of the control plane");
+    } catch (const std::exception& failure) {  // its responder has answered ENOMEM
+      log_warning("a message of the control plane failed: ", failure.what());
     }
   }
   {
@@ -323,52 +296,37 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
     log_error("a message of ", message.size(), " bytes from the control plane is too short");
     return;
   }
-  if (header.unique == 0) {
-    if (truncated) {
-      statistics_.relay_truncated.add();
-    } else {
-      handler_->notification(message);
-    }
-    return;
-  }
+  if (header.unique == 0) return notifier_.forward(message);
   bool answered = false;
   Responder responder = take_pending(header.unique, &answered);
+  const std::uint32_t opcode = responder.opcode();
   if (answered) {
-    if (header.error == 0 && !truncated) handler_->unheard(responder.opcode(), message);
-    return;
+    if (header.error != 0 || truncated) return;
+    return take_back(opcode, message, [this](std::span<const std::byte> request, bool needs_reply) {
+      if (needs_reply) unread_replies_.fetch_add(1);
+      forward_one_way(request);
+    });
   }
   if (!responder.pending()) {
-    if (unheard_.load() > 0) {
-      unheard_.fetch_sub(1);
+    if (unread_replies_.load() > 0) {
+      unread_replies_.fetch_sub(1);
       return;
     }
     statistics_.relay_bad_replies.add();
-    log_warning("the control plane answered a request that is not there");
+    log_warning("the control plane answered an unknown request");
     return;
   }
-  const std::uint32_t opcode = responder.opcode();
   statistics_.relay_replies.add();
-  if (truncated || header.len > message.size()) {
-    statistics_.relay_truncated.add();
-    log_error("a reply to ", opcode_name(opcode), " was too large for a message");
-    responder.error(EIO);
-    return;
-  }
-  if (header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
+  if (truncated || header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
       (header.error != 0 && header.len != sizeof(header))) {
     statistics_.relay_bad_replies.add();
-    log_error("a reply to ", opcode_name(opcode), " makes no sense");
-    responder.error(EIO);
-    return;
+    log_error("a reply to ", opcode_name(opcode), truncated ? " was too large for a message" : " makes no sense");
+    return responder.error(EIO);
   }
-  if (header.error != 0) {
-    responder.error(-header.error);
-  } else {
-    const std::span<const std::byte> body = handler_->amend(opcode, message);
-    const iovec part{const_cast<std::byte*>(body.data()), body.size()};  // sent, not written to
-    responder.data({&part, 1});
-  }
-  handler_->replied(opcode, header.error == 0);
+  if (header.error != 0) return responder.error(-header.error);
+  responder.data(adapt_reply(opcode, message, table_, init_, statx_));
+  // The other readers may start only now: the kernel sizes requests by the reply.
+  if (opcode == FUSE_INIT) transport_.initialized();
 }
 
 Responder Relay::take_pending(std::uint64_t unique, bool* answered) {
@@ -396,18 +354,14 @@ void Relay::die() {
 }
 
 void Relay::write_statistics(JsonWriter& json) const {
-  json.boolean("alive", alive());
   json.number("payload_limit", payload_limit_);
-  const Reserve& reserve = Reserve::instance();
-  json.number("reserve_bytes", reserve.bytes());
-  json.number("reserve_taken", reserve.taken());
-  json.number("reserve_uses", reserve.uses());
   {
     const std::lock_guard lock(pending_mutex_);
+    json.boolean("alive", !dead_);
     json.number("pending", pending_.size());
   }
   const std::lock_guard lock(send_mutex_);
-  json.number("overflow", overflow_.size());
+  json.number("overflow", overflow_);
   json.number("overflow_bytes", overflow_bytes_);
 }
 

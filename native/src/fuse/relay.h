@@ -1,110 +1,104 @@
-// The way to the control plane and back: requests that native code does not serve go over a socket, replies come back.
-// Owned by the Session; owns the native end of the socket.
-// Any thread may forward; replies come on the relay's own thread, which never waits for anything but the socket.
+// The connection to the control plane: requests that native code does not serve go over a socket, replies come back.
+// Ownership: the Mount's; owns the native end of the socket.
+// Any thread may forward; replies come on the relay's own thread, which waits for nothing but the socket.
 #pragma once
 
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <mutex>
 #include <span>
 #include <thread>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "fuse/backing_table.h"
+#include "fuse/executor.h"
+#include "fuse/init_negotiation.h"
+#include "fuse/inode_table.h"
+#include "fuse/notifier.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 
 namespace gpufs::fuse {
 
-// What the Session does with messages from the control plane; called on the relay's thread.
-class RelayHandler {
- public:
-  virtual ~RelayHandler() = default;
-  // A reply that fits its request, as long as its header says. It may be changed in place; the body that the kernel
-  // gets is what is returned, valid until the next call.
-  virtual std::span<const std::byte> amend(std::uint32_t opcode, std::span<std::byte> reply) = 0;
-  // The same reply has been written to the kernel.
-  virtual void replied(std::uint32_t opcode, bool success) = 0;
-  virtual void notification(std::span<const std::byte> message) = 0;
-  // A request has succeeded that was answered EINTR before: the kernel has none of what its reply hands out.
-  virtual void unheard(std::uint32_t opcode, std::span<const std::byte> reply) = 0;
-  // A request that the control plane, being gone, cannot answer any more. The responder answers ENOTCONN unless used.
-  virtual void orphaned(Request& request, Responder& responder) = 0;
+struct RelayPair {
+  UniqueFd native;
+  UniqueFd control;
 };
+
+// A SOCK_SEQPACKET pair, close-on-exec, with space for messages of a megabyte at both ends, or for as much as the
+// system allows (net.core.wmem_max).
+Result<RelayPair> make_relay_pair();
+
+// The largest message that a socket with this send buffer carries, with its header.
+[[nodiscard]] std::size_t largest_message(int socket);
 
 class Relay {
  public:
-  Relay(UniqueFd socket, Statistics& statistics);
+  Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Notifier& notifier,
+        Executor& executor, const InitNegotiation::Options& init, Statistics& statistics);
   ~Relay() { stop(); }
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
 
-  Status start(RelayHandler& handler);
-  // Answers what is pending and all that comes later with ENOTCONN, and ends the threads. May be called twice.
+  Status start();
+  // Answers what is pending and all that comes later with ENOTCONN, and ends the thread. May be called twice.
   void stop();
 
-  // A request that will have a reply. Shortened where its reply or payload would not fit into a message.
+  // A request that will have a reply. Shortened if its reply or payload would not fit into a message.
   void forward(Request& request, Responder responder);
-  // A message without a reply; dropped when the control plane is gone.
-  void forward_one_way(std::span<const std::byte> message);
-  // A request whose reply nobody needs.
-  void forward_unheard(std::span<const std::byte> message);
-  // An INTERRUPT: a request that the control plane does not answer soon is answered EINTR. A client that is killed
-  // cannot end before. False if the control plane owes no reply to it.
+  // FORGET and BATCH_FORGET, which have no reply; dropped when the control plane is gone.
+  void forward_forget(const Request& request);
+  // An INTERRUPT: if the control plane does not answer the request soon, it is answered EINTR, because a killed client
+  // cannot end before. False if the request is not pending here.
   [[nodiscard]] bool interrupt(std::uint64_t unique);
 
-  // Bytes of payload that a relayed request or reply can carry.
-  [[nodiscard]] std::size_t payload_limit() const { return payload_limit_; }
-  [[nodiscard]] bool alive() const;
+  [[nodiscard]] const InitNegotiation& init() const { return init_; }
   void write_statistics(JsonWriter& json) const;
 
  private:
-  // Whether a request waits for its reply now, with its responder; or the control plane is dead; or it waits already.
   enum class Admission { kPending, kDead, kTwice };
   Admission admit(std::uint64_t unique, Responder& responder);
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
+  void forward_one_way(std::span<const std::byte> message);
   // 0, or why it could be neither sent nor queued.
   int send(std::span<const std::byte> message);
+  void send_waiting(std::span<const std::byte> message);
   void receive_loop(std::span<std::byte> buffer);
   void receive(std::span<std::byte> message, bool truncated);
-  void overflow_loop();
-  // Answers those whose time is over, and sets the timer for the next one.
-  void answer_interrupted();
+  void answer_interrupted(std::uint64_t unique);
   void die();
-  // answered: whether it has been answered EINTR. A responder that is not pending where there is none.
+  // answered: whether it has been answered EINTR. Returns a responder that is not pending if there is none.
   Responder take_pending(std::uint64_t unique, bool* answered = nullptr);
 
   const UniqueFd socket_;
   const std::size_t message_limit_;
   const std::size_t payload_limit_;
+  Transport& transport_;
+  InodeTable& table_;
+  BackingTable& backing_files_;
+  Notifier& notifier_;
+  Executor& executor_;
+  InitNegotiation init_;
   Statistics& statistics_;
-  RelayHandler* handler_ = nullptr;  // constant once start() has been called
-  std::thread receiver_;             // the Session's start and stop alone touch these two
-  std::thread sender_;
+  std::thread receiver_;  // only start() and stop() touch it
+  StatxOut statx_{};      // used by the receiver alone
 
-  std::atomic<std::uint64_t> unheard_{0};  // replies to come of requests that were answered when they were sent
-  UniqueFd timer_;                         // a timerfd: somebody is to be answered EINTR
+  std::atomic<std::uint64_t> unread_replies_{0};  // still to come, for messages of the relay's own
 
-  // Guards the three below; no reply is written under it.
+  // Guards the two below; no reply is written under it.
   mutable std::mutex pending_mutex_;
   std::unordered_map<std::uint64_t, Responder> pending_;  // one that is not pending has been answered EINTR
-  std::deque<std::pair<std::chrono::steady_clock::time_point, std::uint64_t>> interrupted_;  // and when that is due
   bool dead_ = false;
 
-  // Guards the order of messages and all below; only sends that do not block are made under it.
+  // Guards the order of messages and all below; only sends that do not block are made under it. The executor's mutex is
+  // taken under it.
   mutable std::mutex send_mutex_;
-  std::condition_variable overflow_wanted_;
-  std::deque<std::vector<std::byte>> overflow_;
+  std::size_t overflow_ = 0;  // messages that wait on the executor: later ones must queue behind them
   std::size_t overflow_bytes_ = 0;
-  bool sending_overflow_ = false;  // its first message is on its way: later ones must queue behind it
   bool stopping_ = false;
 };
 

@@ -91,8 +91,6 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   json.close();
 
   json.open("workers");
-  json.number("jobs", statistics.worker_jobs.get());
-  json.number("queue_peak", statistics.worker_queue_peak.get());
   json.number("space_waits", statistics.space_waits.get());
   json.number("space_waits_won", statistics.space_waits_won.get());
   json.close();
@@ -100,12 +98,9 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   json.open("relay");
   json.number("replies", statistics.relay_replies.get());
   json.number("overflowed", statistics.relay_overflowed.get());
-  json.number("overflow_peak_bytes", statistics.relay_overflow_peak.get());
-  json.number("truncated", statistics.relay_truncated.get());
   json.number("bad_replies", statistics.relay_bad_replies.get());
   json.number("clipped", statistics.relay_clipped.get());
   json.number("refused", statistics.relay_refused.get());
-  json.number("lacking_memory", statistics.relay_lacking.get());
   json.close();
 
   json.open("notifications");

@@ -1,5 +1,5 @@
-// What the data plane counts: requests by opcode, bytes, errors, wake-ups, queues.
-// Owned by the Session; its parts keep a reference.
+// What the data plane counts: requests by opcode, bytes, errors, queues. And the writer of JSON objects.
+// Ownership: the Mount's; its parts keep a reference.
 // Any thread may count and read; the numbers are independent of each other.
 #pragma once
 
@@ -18,13 +18,6 @@ namespace gpufs::fuse {
 class alignas(64) Counter {
  public:
   void add(std::uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
-  void subtract(std::uint64_t amount = 1) { value_.fetch_sub(amount, std::memory_order_relaxed); }
-  // Raises the number to `value` if it is lower.
-  void raise(std::uint64_t value) {
-    std::uint64_t seen = value_.load(std::memory_order_relaxed);
-    while (seen < value && !value_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
-    }
-  }
   [[nodiscard]] std::uint64_t get() const { return value_.load(std::memory_order_relaxed); }
 
  private:
@@ -47,37 +40,31 @@ struct Statistics {
 
   Counter lost_replies;      // the kernel no longer knew the request
   Counter rejected_replies;  // refused by the kernel and replaced by EIO
-  Counter unanswered;        // requests whose handler ended without a reply: answered EIO; a fault of ours
-  Counter bad_requests;      // messages of the kernel's that made no sense
+  Counter unanswered;        // requests that their handler left without a reply: answered EIO
+  Counter bad_requests;      // malformed messages of the kernel
 
   Counter interrupts;             // all received
   Counter interrupts_cancelled;   // ended or shortened a native operation
-  Counter interrupts_remembered;  // came before their request, or after it
+  Counter interrupts_remembered;  // came before their request, or after it had ended
   Counter interrupts_relayed;
 
   Counter reader_grown;   // a further reader was let in
   Counter reader_shrunk;  // one was sent to sleep
-  Counter spins;          // looks for a request by a reader before it sleeps
-  Counter spins_won;      // that found one
+  Counter spins;          // of a reader, before it sleeps
+  Counter spins_won;      // those that found a request
   Counter watcher_ticks;
-  Counter watcher_wakeups;  // out of its deep sleep
 
-  Counter worker_jobs;
-  Counter worker_queue_peak;
   Counter space_waits;      // writes that waited for removed files' memory
   Counter space_waits_won;  // and then succeeded
 
   Counter relay_replies;
-  Counter relay_overflowed;     // messages that had to queue since the control plane was busy
-  Counter relay_overflow_peak;  // bytes
-  Counter relay_truncated;      // replies too large for a message: answered EIO
-  Counter relay_bad_replies;    // wrong length or unknown request
-  Counter relay_clipped;        // requests shortened to what the relay can carry
-  Counter relay_refused;        // requests answered since the control plane is gone
-  Counter relay_lacking;        // requests answered since the control plane lives of its reserve of memory
+  Counter relay_overflowed;   // messages that had to queue because the control plane was busy
+  Counter relay_bad_replies;  // malformed, too large, or to an unknown request
+  Counter relay_clipped;      // requests shortened to what the relay can carry
+  Counter relay_refused;      // requests answered because the control plane is gone
 
   Counter notifications;
-  Counter notification_errors;  // without ENOENT, which says that the kernel had nothing cached
+  Counter notification_errors;  // except ENOENT: the kernel had nothing cached
   Counter notifications_dropped;
 };
 

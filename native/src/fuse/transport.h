@@ -1,5 +1,5 @@
-// How requests come from the kernel and replies go back, whatever the mechanism: the operations see only this.
-// The Session owns the Transport and outlives its threads; a Request is the transport's and valid during handle().
+// How requests come from the kernel and replies go back, whatever the mechanism: the rest of the mount sees only this.
+// Ownership: the Mount owns the Transport; a Request is the transport's and valid during handle().
 // handle() runs on the transport's threads, several at a time; send() and notify() may be called on any thread.
 #pragma once
 
@@ -21,15 +21,23 @@ class Transport;
 // One request as it was read.
 struct Request {
   fuse_in_header header{};
-  // The whole message, header included, header.len bytes. Writable: what is relayed is amended in place.
+  // The whole message with its header, header.len bytes. Writable: what is relayed is changed in place.
   std::span<std::byte> message;
-  // Page-aligned memory of the transport's, max_write bytes, best effort locked and pinned for devices. The payload of
-  // a WRITE lies at its start; an operation that needs the message no longer may build its reply here.
+  // Page-aligned memory of the transport, max_write bytes, locked and pinned for devices if possible. The payload of a
+  // WRITE is at its start; once the message is no longer needed, a reply can be built here.
   std::span<std::byte> payload;
+
+  // The structure behind the header; its presence was checked when the request was dispatched.
+  template <typename T>
+  [[nodiscard]] T arguments() const {
+    T value{};
+    static_cast<void>(read_struct(message, sizeof(fuse_in_header), &value));
+    return value;
+  }
 };
 
-// The duty to answer one request exactly once. Whoever holds it must reply or pass it on; destroyed without a reply it
-// answers EIO, or ENOMEM when an exception has destroyed it, so that no client waits for ever.
+// The duty to answer one request exactly once. Its owner must reply or pass it on; destroyed without a reply it answers
+// EIO, or ENOMEM if an exception destroys it, so no client waits forever.
 class Responder {
  public:
   Responder() = default;
@@ -45,15 +53,15 @@ class Responder {
   [[nodiscard]] std::uint32_t opcode() const { return opcode_; }
   [[nodiscard]] bool pending() const { return transport_ != nullptr; }
 
-  void ok() { data({}); }
+  void ok() { deliver(0, {}); }
   void error(int error);
   void data(std::span<const iovec> body);
+  void data(std::span<const std::byte> body);
   template <typename T>
   void body(const T& value) {
-    const iovec part{const_cast<T*>(&value), sizeof(T)};  // sent, not written to
-    data({&part, 1});
+    data(std::as_bytes(std::span(&value, 1)));
   }
-  // For requests that have no reply, and for those whose connection has ended.
+  // For requests that have no reply.
   void abandon() { transport_ = nullptr; }
 
  private:
@@ -70,29 +78,29 @@ class RequestHandler {
   virtual ~RequestHandler() = default;
   // Serves the request or hands it on; must not block on a disk, a device's queue or another request.
   virtual void handle(Request& request) = 0;
-  // The connection has ended: unmounted, aborted, or failed. Called once at most, on a transport's thread.
+  // The connection has ended: unmounted, aborted or failed. Called at most once, on a thread of the transport.
   virtual void connection_ended() = 0;
 };
 
 class Transport {
  public:
-  // Pieces of one reply's body at most.
+  // The largest number of pieces in one reply's body.
   static constexpr std::size_t kMaximumPieces = 1000;
 
   virtual ~Transport() = default;
 
   [[nodiscard]] virtual const char* name() const = 0;
-  // Starts reading, with one thread until initialized() says that the INIT reply has been written.
+  // Starts reading, with one thread until initialized() reports that the INIT reply has been written.
   virtual Status start(RequestHandler& handler) = 0;
   virtual void initialized() = 0;
-  // Ends the threads, in whatever state the connection is; not to be called from handle(). May be called twice.
+  // Ends the threads, whatever the state of the connection; not to be called from handle(). May be called twice.
   virtual void stop() = 0;
-  // Closes the connection; after stop(). send() and notify() give ENODEV from then on.
+  // Closes the connection; after stop(). send() and notify() return ENODEV from then on.
   virtual void close() = 0;
 
   // One reply; 0 or the errno of the failure (ENOENT: the kernel does not know the request, ENODEV: it is gone).
   virtual int send(std::uint64_t unique, int error, std::span<const iovec> body) = 0;
-  // One notification; may block for as long as the kernel likes: call it on the notification thread only.
+  // One notification; may block as long as the kernel likes, so only the notification lane calls it.
   virtual int notify(std::int32_t code, std::span<const std::byte> body) = 0;
 
   virtual void write_statistics(JsonWriter& json) const = 0;

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "io/bounce_pool.h"
 #include "io/plan_cursor.h"
 #include "io/target_memory.h"

@@ -64,9 +64,9 @@ Result<PinnedRange> Target::pin_for_read(std::uint64_t offset, std::uint64_t byt
   return range;
 }
 
-Result<PinnedRange> Target::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Buffer::Made* made) const {
+Result<PinnedRange> Target::pin_for_write(std::uint64_t offset, std::uint64_t bytes) const {
   if (buffer_) {
-    Result<std::unique_ptr<Buffer::Pinned>> pinned = buffer_->pin_for_write(offset, bytes, made);
+    Result<std::unique_ptr<Buffer::Pinned>> pinned = buffer_->pin_for_write(offset, bytes);
     if (!pinned.ok()) return pinned.status();
     return with_pieces(pinned.take());
   }

@@ -47,8 +47,8 @@ class Target {
 
   // Clipped to size().
   [[nodiscard]] Result<PinnedRange> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;
-  // Allocates memory where a buffer has none, and adds it to `made`.
-  [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Buffer::Made* made) const;
+  // Allocates memory where a buffer has none.
+  [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes) const;
 
  private:
   std::shared_ptr<DeviceContext> device_;

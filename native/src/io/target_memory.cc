@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <iterator>
 
 #include "base/math.h"
@@ -16,6 +17,8 @@ constexpr std::uint64_t kWindowBytes = std::uint64_t{256} << 20;
 // few calls that other copies have to wait for.
 constexpr std::uint64_t kFirstStep = std::uint64_t{64} << 20;
 constexpr std::uint64_t kLargestStep = std::uint64_t{1} << 30;
+// What a failed load leaves above the buffer's size may share a piece of memory with what others use.
+constexpr std::chrono::milliseconds kTrimPatience{10};
 
 std::uint64_t end_of(const HoleRange& hole) { return hole.offset + hole.bytes; }
 
@@ -44,6 +47,7 @@ void TargetMemory::Use::end() {
 void TargetMemory::expect(std::uint64_t bytes) {
   if (!of_buffer_) return;
   noted_shrinks_ = target_.buffer()->shrinks();
+  kept_ = target_.buffer()->keep_unpublished();
   target_.buffer()->expect(offset_ + bytes);
 }
 
@@ -116,7 +120,7 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   while (start < end) {
     const std::uint64_t run_end = hole == holes_.end() ? end : std::min(end, hole->offset);
     if (start < run_end) {
-      Status status = target_.buffer()->populate(offset_ + start, run_end - start, &allocated_);
+      Status status = target_.buffer()->populate(offset_ + start, run_end - start);
       if (!status.ok()) return status;
     }
     if (hole == holes_.end()) break;
@@ -192,15 +196,7 @@ Result<TargetMemory::Window> TargetMemory::pin_window(std::uint64_t offset, std:
 
 Result<PinnedRange> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
   if (!load_) return target_.pin_for_read(offset_ + offset, bytes);
-  Buffer::Made made;
-  Result<PinnedRange> pinned = target_.pin_for_write(offset_ + offset, bytes, &made);
-  if (!made.extents.empty()) {
-    const std::lock_guard lock(mutex_);
-    if (made.shrinks > pinned_.shrinks) pinned_ = {{}, made.shrinks};
-    if (made.shrinks == pinned_.shrinks) {
-      pinned_.extents = joined(pinned_.extents, without(made.extents, pinned_.extents));
-    }
-  }
+  Result<PinnedRange> pinned = target_.pin_for_write(offset_ + offset, bytes);
   if (!pinned.ok()) return pinned;
   for (const Buffer::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) return Status(EIO, "the buffer has no memory where the load writes");
@@ -219,9 +215,9 @@ Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
   }
   const bool published = reached == 0 || buffer.publish_since(offset_ + reached, noted_shrinks_);
   const std::uint64_t kept = published ? reached : 0;
+  kept_.reset();
+  (void)buffer.trim(kTrimPatience);
   if (touched <= kept) return {};
-  buffer.release_unused(allocated_);
-  buffer.release_unused(pinned_);
   return buffer.discard_above_size(offset_ + kept, touched - kept);
 }
 
@@ -238,10 +234,13 @@ bool TargetMemory::in_use() const {
 }
 
 void TargetMemory::release() {
-  Target dropped;  // destroyed without the lock
+  Target dropped;              // destroyed without the lock
+  std::shared_ptr<void> kept;  // so is this
   const std::lock_guard lock(mutex_);
   closed_ = true;
-  if (uses_ == 0) dropped = std::exchange(target_, Target{});
+  if (uses_ > 0) return;
+  dropped = std::exchange(target_, Target{});
+  kept = std::move(kept_);
 }
 
 void TargetMemory::note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const {

@@ -104,6 +104,7 @@ class TargetMemory {
   std::uint64_t total_ = 0;
   std::uint64_t noted_shrinks_ = 0;  // of a load's buffer, before its first byte was written
   std::vector<HoleRange> holes_;
+  std::shared_ptr<void> kept_;  // a load's Buffer::keep_unpublished(), until its end
 
   // Guards all below. No call of the buffer is made under it.
   mutable std::mutex mutex_;
@@ -114,8 +115,6 @@ class TargetMemory {
   std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for
   bool allocating_ = false;
   bool pinning_ = false;
-  Buffer::Made allocated_;                   // belongs to the thread that set allocating_
-  Buffer::Made pinned_;                      // memory that pins added
   std::weak_ptr<const PinnedRange> window_;  // [window_start_, window_end_), while a thread uses it
   std::uint64_t window_start_ = 0;
   std::uint64_t window_end_ = 0;

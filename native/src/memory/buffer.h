@@ -1,8 +1,8 @@
 // A buffer: the contents of one file, as a virtual range on a device with extents of memory mapped into it.
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
-// Any thread may call any function, but for callbacks on a device's worker. Readers wait for nobody; writers for
+// Any thread may call any function, except callbacks on a device's worker. Readers wait for nobody. Writers wait for
 // growth, and for calls that take memory away, which wait until nobody uses that memory any more.
-// On a thread that must not wait (forbid_waiting()) read(), write(), gather(), copy_from() and resize() change nothing
+// On a thread that must not wait (forbid_waiting()), read(), write(), gather(), copy_from() and resize() change nothing
 // and return EAGAIN where they would have to wait for others who use the buffer. They do not reclaim memory from other
 // buffers there either, so ENOSPC may be premature.
 #pragma once
@@ -10,6 +10,7 @@
 #include <sys/uio.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,7 +24,7 @@
 
 namespace gpufs {
 
-class DeviceContext;  // device/device_context.h: a Device with its worker thread and its pools
+class DeviceContext;  // device/device_context.h: a Device, its pools and its accounts
 
 // Memory that exists: [offset, offset + bytes), whole granules.
 using Extent = MemorySpan;
@@ -38,16 +39,24 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
   [[nodiscard]] virtual std::uint64_t size() const = 0;
-  [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;  // device memory really taken, without bytes_ahead()
+  // All device memory of the buffer, with what is preallocated: st_blocks.
+  [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
   // The largest size that it may have now: kMaximumBytes, or what pin_address() promised.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
 
-  // Memory that was taken ahead of a file that grows by write(): part of nothing that anybody sees, and given back by
-  // trim(), by what makes the file smaller, and when the device runs out. Only for buffers of whose writers somebody
-  // knows when they are done: take_ahead() says so, and calls trim() then.
-  virtual void take_ahead() {}
-  virtual void trim() {}
-  [[nodiscard]] virtual std::uint64_t bytes_ahead() const { return 0; }
+  // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
+  // only for buffers whose owner calls trim() when the last writer is done. Pins for writing and populate() leave some
+  // behind, too, if what they were for fails. trim() releases all of it, except what fallocate() asked for, what writers
+  // use at the moment, and all of it while a keep_unpublished() lives. So do resize() to the same or a smaller size,
+  // and every call that finds the device full.
+  virtual void preallocate_on_growth() {}
+  // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
+  // longer than `patience`.
+  virtual bool trim(std::chrono::milliseconds /*patience*/) { return true; }
+  // False: trim() has nothing to do.
+  [[nodiscard]] virtual bool may_trim() const { return false; }
+  // For a load that publishes its size at its end: keeps the buffer, too. May be null.
+  [[nodiscard]] virtual std::shared_ptr<void> keep_unpublished() { return nullptr; }
   // The file will reach `end`: when it next needs addresses it gets enough of them, and never moves on the way. A hint.
   virtual void expect(std::uint64_t /*end*/) {}
 
@@ -66,7 +75,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
   virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
-  // The same for who holds other pins and must not wait: null where pin_for_read() might.
+  // The same for a thread that holds other pins and must not wait: null where pin_for_read() might.
   virtual std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) {
     return nullptr;
   }
@@ -76,22 +85,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
   // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
   // writers.
-  // What was not there before is added to `made` (may be null), for release_unused().
-  struct Made {
-    std::vector<Extent> extents;
-    std::uint64_t shrinks = 0;  // when the last of them was made
-  };
-  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Made* made) = 0;
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
-    return pin_for_write(offset, bytes, nullptr);
-  }
+  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   // The same in advance, without a pin.
-  virtual Status populate(std::uint64_t offset, std::uint64_t bytes, Made* made) = 0;
-  // Gives back what of it lies above the size and in no pin for writing, as long as nothing was truncated since.
-  virtual void release_unused(const Made& made) = 0;
+  virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
-  // For those who cannot hold the pins until then: nothing but false if the buffer has been made smaller since
-  // shrinks() was `noted`, which is as if that had come after them.
+  // For callers who cannot hold the pins until then: false, and nothing happens, if the buffer has been made smaller
+  // since shrinks() was `noted`; the result is as if that had come after them.
   virtual bool publish_since(std::uint64_t end, std::uint64_t noted) = 0;
   [[nodiscard]] virtual std::uint64_t shrinks() const = 0;
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
@@ -119,7 +118,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
   // Zeroes partial granules and releases whole ones.
   virtual Status punch(std::uint64_t offset, std::uint64_t bytes) = 0;
-  // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find room.
+  // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find memory.
   virtual Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
   // lseek(2) SEEK_DATA / SEEK_HOLE; ENXIO at and beyond the end. Granular: a populated granule is data.
   virtual Result<std::uint64_t> seek_data(std::uint64_t offset) = 0;
@@ -129,7 +128,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
   virtual Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                           std::uint64_t bytes, const std::atomic<bool>* cancelled) = 0;
-  // Whether that takes so short that handing it to another thread would take longer.
+  // Whether that takes less time than handing it to another thread would.
   [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
                                             std::uint64_t /*bytes*/) const {
     return false;
@@ -141,7 +140,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Descriptors of the memory for other processes: see DeviceMemory::export_memory().
   virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
 
-  // Noted by whoever moves the bytes.
+  // Noted by whatever moves the bytes.
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }
 
  private:

@@ -1,3 +1,5 @@
+// The Buffer for its readers and writers: snapshots, pins, copies by the calling thread, and where data is.
+
 #include "memory/extent_buffer.h"
 
 #include <sys/mman.h>
@@ -11,14 +13,15 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "base/thread.h"
 
 namespace gpufs {
 namespace {
 
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
 
-// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null while
-// there is no room for it.
+// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null if there
+// are no addresses for it.
 void* zeros() {
   static std::atomic<void*> area{nullptr};
   void* known = area.load(std::memory_order_acquire);
@@ -32,33 +35,58 @@ void* zeros() {
 
 }  // namespace
 
-// ---- snapshots ----
-
-ExtentBuffer::Snapshot::Snapshot(std::shared_ptr<Census> counted_in, std::shared_ptr<AddressRange> own,
-                                 Extents existing)
-    : census(std::move(counted_in)),
-      range(std::move(own)),
-      base(range ? range->base() : 0),
-      extents(std::move(existing)) {
-  const std::lock_guard lock(census->mutex);
-  ++census->snapshots;
+ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device)
+    : context_(std::move(device)), granule_(context_->info().granule) {
+  snapshot_ = make_empty_snapshot();
 }
 
-ExtentBuffer::Snapshot::Snapshot(std::shared_ptr<Census> counted_in, std::shared_ptr<SlabPool::Slot> small)
-    : census(std::move(counted_in)), slot(std::move(small)), base(slot->address()), extents{{0, slot->bytes()}} {
-  const std::lock_guard lock(census->mutex);
-  ++census->snapshots;
+ExtentBuffer::~ExtentBuffer() {
+  snapshot_.reset();
+  range_.reset();
+  memory_.reset();
+  context_->account(-static_cast<std::int64_t>(own_held_));
+  context_->remove_trimmable(this, own_held_ > 0);
+}
+
+// ---- snapshots ----
+
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing)
+    : owner(buffer), range(std::move(own)), base(range ? range->base() : 0), extents(std::move(existing)) {
+  const std::lock_guard lock(owner.state_mutex_);
+  ++owner.snapshots_;
+}
+
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<SlabPool::Slot> small)
+    : owner(buffer), slot(std::move(small)), base(slot->address()), extents{{0, slot->bytes()}} {
+  const std::lock_guard lock(owner.state_mutex_);
+  ++owner.snapshots_;
 }
 
 ExtentBuffer::Snapshot::~Snapshot() {
-  // Before anybody who waits for it goes on: the addresses are really gone then.
+  // First, so that the addresses are really gone when a waiter goes on.
   range.reset();
   slot.reset();
   {
-    const std::lock_guard lock(census->mutex);
-    --census->snapshots;
+    const std::lock_guard lock(owner.state_mutex_);
+    --owner.snapshots_;
   }
-  census->changed.notify_all();
+  owner.state_changed_.notify_all();
+}
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
+  const std::lock_guard lock(state_mutex_);
+  return snapshot_;
+}
+
+std::uint64_t ExtentBuffer::highest_locked() const {
+  std::uint64_t highest = size_.load(std::memory_order_relaxed);
+  for (const WriteLease* writer : writers_) highest = std::max(highest, writer->end_);
+  return highest;
+}
+
+std::uint64_t ExtentBuffer::limit() const {
+  const std::lock_guard lock(state_mutex_);
+  return std::min(address_limit_, kMaximumBytes);
 }
 
 // ---- pins ----
@@ -78,7 +106,7 @@ class ExtentBuffer::ReadPin : public Buffer::Pinned {
 
 class ExtentBuffer::WritePin : public Buffer::Pinned {
  public:
-  explicit WritePin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) { pieces_.reserve(1); }
+  explicit WritePin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {}
   [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
 
   const std::shared_ptr<Buffer> buffer_;  // destroyed after the lease
@@ -86,16 +114,13 @@ class ExtentBuffer::WritePin : public Buffer::Pinned {
   std::vector<Piece> pieces_;
 };
 
-void ExtentBuffer::WriteLease::drop() {
+ExtentBuffer::WriteLease::~WriteLease() {
   if (buffer_ == nullptr) return;
   {
     const std::lock_guard lock(buffer_->state_mutex_);
-    (previous_ == nullptr ? buffer_->writers_ : previous_->next_) = next_;
-    if (next_ != nullptr) next_->previous_ = previous_;
+    std::erase(buffer_->writers_, this);
   }
   buffer_->state_changed_.notify_all();
-  buffer_ = nullptr;
-  snapshot_.reset();
 }
 
 void ExtentBuffer::cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces) {
@@ -112,11 +137,6 @@ void ExtentBuffer::cut(const Snapshot& snapshot, std::uint64_t offset, std::uint
   }
 }
 
-ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
-  const std::lock_guard lock(state_mutex_);
-  return snapshot_;
-}
-
 bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) {
   std::unique_lock lock(state_mutex_);
   while (!try_read_locked(offset, bytes, lease)) {
@@ -124,11 +144,6 @@ bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadL
     state_changed_.wait(lock);
   }
   return true;
-}
-
-std::unique_lock<TimedMutex> ExtentBuffer::lock_mutation() {
-  if (this_thread_may_wait()) return std::unique_lock(mutation_mutex_);
-  return {mutation_mutex_, std::try_to_lock};
 }
 
 bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const {
@@ -139,40 +154,40 @@ bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, Re
   return true;
 }
 
-bool ExtentBuffer::try_list_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
-  if (end > write_limit_ || end > promised_) return false;
+bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
+  if (end > write_limit_ || end > address_limit_) return false;
   if (end > gate_offset_ && gate_end_ > offset) return false;
   if (!covered(snapshot_->extents, offset, end)) return false;
+  writers_.push_back(lease);
+  lease->buffer_ = this;
   lease->snapshot_ = snapshot_;
   lease->offset_ = offset;
   lease->end_ = end;
-  lease->previous_ = nullptr;
-  lease->next_ = writers_;
-  if (writers_ != nullptr) writers_->previous_ = lease;
-  writers_ = lease;
-  lease->buffer_ = this;
   return true;
 }
 
-Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease, const Growth& growth) {
+Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease, bool speculative) {
   {
     const std::lock_guard lock(state_mutex_);
-    if (try_list_locked(offset, end, lease)) return {};
+    if (try_write_locked(offset, end, lease)) return {};
   }
-  return with_reclaiming([&]() -> Status {
-    const std::unique_lock mutation = lock_mutation();
-    if (!mutation) return would_wait();
-    forget_shrunk(growth.made);
-    Status status = ensure(offset, end, growth);
+  return retry_when_full([&]() -> Status {
+    std::unique_lock mutation(mutation_mutex_, std::defer_lock);
+    if (this_thread_may_wait()) {
+      mutation.lock();
+    } else if (!mutation.try_lock()) {
+      return would_wait();
+    }
+    Status status = ensure(offset, end, speculative);
     if (!status.ok()) return status;
     const std::lock_guard lock(state_mutex_);
-    // Nobody else can have taken it away again or closed the way: that needs the mutation's mutex.
-    if (!try_list_locked(offset, end, lease)) return Status(EIO, "memory that was made is not there");
+    // Only the holder of the mutation's mutex can take it away again or close the way.
+    if (!try_write_locked(offset, end, lease)) return Status(EIO, "memory that was just populated is not there");
     return {};
   });
 }
 
-Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) const {
+Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) {
   if (add_overflows(offset, bytes, end) || *end > kMaximumBytes) {
     return Status(EFBIG, "beyond the largest size of a buffer");
   }
@@ -194,14 +209,13 @@ std::unique_ptr<Buffer::Pinned> ExtentBuffer::try_pin_for_read(std::uint64_t off
   return std::make_unique<ReadPin>(shared_from_this(), std::move(lease));
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes,
-                                                                    Made* made) {
+Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
   std::uint64_t end = 0;
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   auto pin = std::make_unique<WritePin>(shared_from_this());
   if (bytes != 0) {
-    status = acquire_write(offset, end, &pin->lease_, {.ahead = false, .made = made});
+    status = acquire_write(offset, end, &pin->lease_);
     if (!status.ok()) return status;
     pin->pieces_.push_back({pin->lease_.address(), offset, bytes});
   }
@@ -263,7 +277,7 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   if (source.empty()) return std::size_t{0};
   {
     WriteLease lease;
-    status = acquire_write(offset, end, &lease, {.ahead = true, .made = nullptr});
+    status = acquire_write(offset, end, &lease, /*speculative=*/true);
     if (!status.ok()) return status;
     status = context_->device().copy_in(lease.address(), source.data(), source.size());
     if (status.ok()) {
@@ -303,7 +317,7 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
 
 // ---- where data is ----
 
-// The memory itself is not used, so that it does not matter what the driver moves.
+// Regardless of the gate: the memory itself is not used.
 ExtentBuffer::ReadLease ExtentBuffer::whole() const {
   const std::lock_guard lock(state_mutex_);
   return {snapshot_, 0, size_.load(std::memory_order_relaxed)};

@@ -9,8 +9,7 @@
 #include <utility>
 
 #include "base/math.h"
-#include "device/event_pool.h"
-#include "device/stream_pool.h"
+#include "device/device_context.h"
 #include "memory/extent_buffer.h"
 #include "observe/trace.h"
 
@@ -68,7 +67,7 @@ class ExtentBuffer::CopyQueue {
     if (piece.address == 0 || piece.bytes != bytes || !open(chunk.get())) return false;
     {
       const std::lock_guard lock(target_.state_mutex_);
-      if (!target_.try_list_locked(offset, offset + bytes, &chunk->target)) return false;
+      if (!target_.try_write_locked(offset, offset + bytes, &chunk->target)) return false;
     }
     chunk->end = offset + bytes;
     chunk->bytes = bytes;
@@ -112,11 +111,11 @@ class ExtentBuffer::CopyQueue {
 
   bool open(Chunk* chunk) {
     if (stream_ == nullptr) {
-      Result<std::shared_ptr<Stream>> stream = target_.context_->streams().acquire_for({});
+      Result<std::shared_ptr<Stream>> stream = target_.context_->streams().acquire();
       if (!stream.ok()) return false;
       stream_ = stream.take();
     }
-    Result<std::shared_ptr<Event>> event = target_.context_->events().acquire_for({});
+    Result<std::shared_ptr<Event>> event = target_.context_->events().acquire();
     if (event.ok()) chunk->moved = event.take();
     return event.ok();
   }
@@ -243,7 +242,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       pinned = looked_at.take();
       {
         const std::lock_guard lock(state_mutex_);
-        if (try_list_locked(offset, offset + bytes, &target)) break;
+        if (try_write_locked(offset, offset + bytes, &target)) break;
       }
       // What has to be waited for is waited for without the pin.
       pinned.reset();

@@ -89,43 +89,42 @@ Result<std::shared_ptr<SlabPool::Slot>> SlabPool::take(std::uint64_t bytes) {
 }
 
 Status SlabPool::add_slab(std::size_t size_class) {
-  return context_.run([this, size_class](Device& device) -> Status {
-    const std::lock_guard memory_lock(memory_mutex_);
-    std::uint64_t offset = 0;
-    {
-      const std::lock_guard lock(mutex_);
-      if (!with_room_[size_class].empty()) return {};  // somebody was quicker
-      offset = free_offsets_.empty() ? used_end_ : *free_offsets_.begin();
-    }
-    if (memory_ == nullptr) {
-      Result<std::unique_ptr<DeviceMemory>> made = device.create_memory();
-      if (!made.ok()) return made.status();
-      // Addresses for all of the device's memory, so that slots never move.
-      const std::uint64_t bytes = std::bit_ceil(std::max(device.info().total_bytes, granule_));
-      Result<std::shared_ptr<AddressRange>> range = made.value()->reserve(bytes);
-      if (!range.ok()) return range.status();
-      memory_ = made.take();
-      range_ = range.take();
-      const std::lock_guard lock(mutex_);
-      base_ = range_->base();
-    }
-    if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no room for another slab");
-    // All that can throw comes first: memory that is populated is always known.
-    const std::size_t slots = static_cast<std::size_t>(granule_ / slot_bytes(size_class));
-    std::map<std::uint64_t, Slab> made_slab;
-    made_slab.emplace(offset,
-                      Slab{size_class, 0, 0, std::vector<bool>(slots, false), std::vector<bool>(slots, false), {}});
-    std::set<std::uint64_t> made_entry{offset};
-    Status populated = memory_->populate(offset, granule_);
-    if (!populated.ok()) return populated;
-    context_.account(static_cast<std::int64_t>(granule_));
+  Device& device = context_.device();
+  const std::lock_guard memory_lock(memory_mutex_);
+  std::uint64_t offset = 0;
+  {
     const std::lock_guard lock(mutex_);
-    slabs_.merge(made_slab);
-    with_room_[size_class].merge(made_entry);
-    free_offsets_.erase(offset);
-    used_end_ = std::max(used_end_, offset + granule_);
-    return {};
-  });
+    if (!with_room_[size_class].empty()) return {};  // somebody was quicker
+    offset = free_offsets_.empty() ? used_end_ : *free_offsets_.begin();
+  }
+  if (memory_ == nullptr) {
+    Result<std::unique_ptr<DeviceMemory>> made = device.create_memory();
+    if (!made.ok()) return made.status();
+    // Addresses for all of the device's memory, so that slots never move.
+    const std::uint64_t bytes = std::bit_ceil(std::max(device.info().total_bytes, granule_));
+    Result<std::shared_ptr<AddressRange>> range = made.value()->reserve(bytes);
+    if (!range.ok()) return range.status();
+    memory_ = made.take();
+    range_ = range.take();
+    const std::lock_guard lock(mutex_);
+    base_ = range_->base();
+  }
+  if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no room for another slab");
+  // All that can throw comes first: memory that is populated is always known.
+  const std::size_t slots = static_cast<std::size_t>(granule_ / slot_bytes(size_class));
+  std::map<std::uint64_t, Slab> made_slab;
+  made_slab.emplace(offset,
+                    Slab{size_class, 0, 0, std::vector<bool>(slots, false), std::vector<bool>(slots, false), {}});
+  std::set<std::uint64_t> made_entry{offset};
+  Status populated = memory_->populate(offset, granule_);
+  if (!populated.ok()) return populated;
+  context_.account(static_cast<std::int64_t>(granule_));
+  const std::lock_guard lock(mutex_);
+  slabs_.merge(made_slab);
+  with_room_[size_class].merge(made_entry);
+  free_offsets_.erase(offset);
+  used_end_ = std::max(used_end_, offset + granule_);
+  return {};
 }
 
 void SlabPool::give(std::uint64_t offset, std::size_t index) {

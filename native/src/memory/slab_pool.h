@@ -85,8 +85,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   const std::uint64_t granule_;
   const std::uint64_t largest_;
 
-  // Serialises the calls to memory_, which is guarded by it, as is range_. Before mutex_. Taken on the device's worker
-  // where the driver binds threads, so that nobody holds it while waiting for that worker.
+  // Serialises the calls to memory_, which is guarded by it, as is range_. Before mutex_.
   std::mutex memory_mutex_;
   std::unique_ptr<DeviceMemory> memory_;
   std::shared_ptr<AddressRange> range_;

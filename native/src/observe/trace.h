@@ -1,6 +1,6 @@
-// Traces: what each thread did when, recorded into bounded rings of its own while somebody asks for it.
-// Nobody owns it: one trace for the process, since threads serve all engines; the rings go when it is stopped.
-// Any thread may call any function; who starts, reads or stops waits for others who do.
+// Records what each thread does and when, while a trace is on. docs/traces.md has the format of the records.
+// Thread-safe: any thread may call any function. There is one trace for the process, since its threads serve all
+// engines.
 #pragma once
 
 #include <atomic>
@@ -14,11 +14,11 @@
 
 namespace gpufs::observe {
 
-// The numbers are those of the stream that trace_read() gives, see TraceRecord.
+// The values are those of the recorded stream.
 enum class TraceKind : std::uint8_t {
-  kThread = 1,  // the name of `thread`, `bytes` long, in the following records
-  kName = 2,    // the text of `name`, likewise
-  kLost = 3,    // `bytes` records of `thread` found no room
+  kThread = 1,  // the name of `thread`: `bytes` long, in the blocks that follow
+  kName = 2,    // the text of `name`, in the same form
+  kLost = 3,    // `bytes` records of `thread` were dropped
 
   // Spans of a thread: they nest.
   kMountRead = 10,
@@ -32,27 +32,26 @@ enum class TraceKind : std::uint8_t {
   kSlotWait = 18,
   kReply = 19,
 
-  // Device copies: with a lane of their own beside their thread, or within it (lane 0).
+  // Device copies, on a track of their own beside their thread's, or within it (lane 0).
   kCopyToDevice = 30,
   kCopyToHost = 31,
 
-  // Phases of a transfer, whichever threads had part in it; `id` says which.
+  // Phases of the transfer `id`, whichever threads take part in it.
   kTransfer = 40,
   kQueued = 41,
   kBind = 42,
 
-  // Phases of an asynchronous operation; `id` says which.
+  // Phases of the asynchronous operation `id`.
   kOperation = 43,   // from its submission to its end; `offset` is the program's cookie
-  kStreamWait = 44,  // until its stream has come to it; `offset` likewise
+  kStreamWait = 44,  // until its stream has come to it; `offset` is the cookie too
   kMove = 45,        // while it is a transfer, whose number is `offset`
 };
 
-// One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock; while it is recorded they
-// may be ticks (see Span), which read() translates.
+// One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock.
 struct TraceRecord {
   std::uint64_t start = 0;
   std::uint64_t end = 0;
-  std::uint64_t id = 0;  // of the transfer; of the inode for the mount's operations
+  std::uint64_t id = 0;  // of the transfer or operation; the inode for the mount's reads and writes
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
   std::uint32_t thread = 0;
@@ -63,49 +62,45 @@ struct TraceRecord {
   std::uint8_t lane = 0;
   std::int32_t device = -1;
   std::int32_t error = 0;
-  std::uint32_t in_ticks = 0;  // 0 in what read() gives
+  std::uint32_t reserved = 0;
 };
 static_assert(sizeof(TraceRecord) == 64);
 
 namespace trace {
 
-// The number of the trace that is recorded; 0: none is.
-extern std::atomic<std::uint32_t> g_running;
+extern std::atomic<bool> g_running;
 
-// The one look that tracing costs while it is off.
-[[nodiscard]] inline bool on() { return g_running.load(std::memory_order_relaxed) != 0; }
+// Whether a trace is being recorded. This check is all that tracing costs while it is off.
+[[nodiscard]] inline bool on() { return g_running.load(std::memory_order_relaxed); }
 
-// The cheapest clock that there is: ticks where they are even, else nanoseconds. Never less than in an earlier call of
-// the same thread.
-[[nodiscard]] std::uint64_t clock();
-
-// EBUSY if it is on.
+// EBUSY if a trace is being recorded already.
 Status start();
+// Drops what has not been read.
 void stop();
 
-// Moves records out, oldest first within each thread; whole ones, with the texts that belong to them before their first
-// use. Returns the bytes written, 0 when there are none now: what has ended after the call began waits for the next.
+// Moves records out, those of each thread in order, and each text before the first record that uses it. Returns the
+// bytes written, a multiple of a record's size; 0 if there are none now.
 std::size_t read(std::span<std::byte> destination);
 
-// Fills in the calling thread. Dropped, and counted, when its ring is full.
-void record(const TraceRecord& record);
+// Fills in the calling thread. A record that finds no space is dropped and counted.
+void record(TraceRecord record);
 
-// A number for a text, the same for the same text; 0 when there are too many, and while tracing is off.
+// A number for a text, the same for the same text; 0 if there are too many, and while tracing is off.
 std::uint32_t name(std::string_view text);
-// The file behind a descriptor.
+// As name(), of the path behind a descriptor.
 std::uint32_t name_of_file(int fd);
 
-// For transfers, from 1 on.
+// For transfers and operations, from 1 on.
 std::uint64_t next_id();
 
 }  // namespace trace
 
-// A span of the calling thread, from here to the end of the scope.
+// A span of the calling thread: lasts as long as the object.
 class Span {
  public:
   Span(TraceKind kind, std::int32_t device, std::uint64_t offset, std::uint64_t bytes, std::uint64_t id = 0,
        std::uint32_t name = 0)
-      : start_(trace::on() ? trace::clock() : 0),
+      : start_(trace::on() ? now_ns() : 0),
         id_(id),
         offset_(offset),
         bytes_(bytes),
@@ -122,10 +117,10 @@ class Span {
   void set_error(int error) { error_ = error; }
 
  private:
-  // Out of line, so that what is off costs no more than the look.
+  // Not inline, so that the calling code stays small.
   void finish();
 
-  const std::uint64_t start_;  // 0: off when it began
+  const std::uint64_t start_;  // 0: tracing was off
   const std::uint64_t id_;
   const std::uint64_t offset_;
   std::uint64_t bytes_;

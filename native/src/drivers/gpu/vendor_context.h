@@ -231,9 +231,6 @@ class VendorContext : public Context {
     status = call<&Functions::device_total_memory>(Purpose::kHost, &total, device_);
     if (!status.ok()) return status;
     info_.total_bytes = cap_ != 0 ? std::min<std::uint64_t>(cap_, total) : total;
-    // Every call makes the device current for itself, which is far cheaper than waking another thread: growing a file
-    // by a granule costs 50 us here.
-    info_.binds_threads = false;
     info_.streams_share_queues = true;
     info_.granule = kSmallestGranule;
     return {};

@@ -58,7 +58,6 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
   info_.total_bytes = memory_bytes;
   info_.granule = kHostGranule;
   info_.cpu_addressable = true;
-  info_.binds_threads = false;
 }
 
 Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), limit_->total() - limit_->used()}; }

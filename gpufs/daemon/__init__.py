@@ -1,0 +1,6 @@
+"""The process that serves one mount; ``python -m gpufs.daemon`` starts it.
+
+:mod:`gpufs.daemon.main` joins the parts: :mod:`gpufs.daemon.startup` (the launcher's request and the answer to it),
+:mod:`gpufs.daemon.runtime` (the directory of its socket and counters), :mod:`gpufs.daemon.logs` (the log file),
+:mod:`gpufs.daemon.supervision` (systemd, and the guard that unmounts if the daemon dies: :mod:`gpufs.daemon.guard`).
+"""

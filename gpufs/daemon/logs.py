@@ -1,0 +1,181 @@
+"""Where a daemon's log goes.
+
+Writing a line never waits, whatever it is written to: a pipe that nobody reads, a terminal that is stopped, a disk that
+is frozen. Both planes write into a pipe, which is the queue; one thread copies from there to the log. Lines that find
+the queue full are dropped and counted.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections import Counter
+from typing import Final
+
+from gpufs import engine
+from gpufs.daemon.startup import StartFailure
+
+log = logging.getLogger("gpufs.daemon")
+
+_LOG_FORMAT: Final = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+_LOG_DATE: Final = "%Y-%m-%d %H:%M:%S"
+_QUEUE_BYTES: Final = 1 << 20
+_ATOMIC_BYTES: Final = select.PIPE_BUF  # the kernel does not mix longer ones' parts with other lines
+_READ_BYTES: Final = 1 << 16
+# Seconds at the end for lines that are still in the queue.
+_END_GRACE: Final = 1.0
+# Lines that one user may cause within so many seconds.
+_USER_LINES: Final = 50
+_USER_SECONDS: Final = 10.0
+
+
+def _open_log(path: str) -> int:
+    # A pipe that nobody reads is an error (ENXIO) and not something to wait for.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
+    os.set_blocking(fd, True)
+    return fd
+
+
+class _Lines(logging.Handler):
+    """Puts lines into the queue; those that do not fit are dropped and counted.
+
+    Records with the attribute ``user`` were caused by that user's clients. Root and the owner of the mount may cause
+    any number of them, others a limited number within some seconds.
+    """
+
+    def __init__(self, queue: int) -> None:
+        super().__init__()
+        self._queue = queue
+        self._dropped = 0
+        self._trusted = (0, os.geteuid())
+        self._window = 0.0  # when counting by user began
+        self._users: Counter[int] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._over_limit(record):
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            if not self._put(self._note(f"{dropped} lines dropped: the log could not be written fast enough")):
+                self._dropped = dropped
+        self._put(record)
+
+    def _over_limit(self, record: logging.LogRecord) -> bool:
+        user = getattr(record, "user", None)
+        now = time.monotonic()
+        if now >= self._window + _USER_SECONDS:
+            self._window, users, self._users = now, self._users, Counter()
+            for number, count in users.items():
+                if count > _USER_LINES:
+                    self._put(self._note(f"{count - _USER_LINES} more lines about user {number} left out"))
+        if user is None or user in self._trusted:
+            return False
+        self._users[user] += 1
+        return self._users[user] > _USER_LINES
+
+    def _note(self, text: str) -> logging.LogRecord:
+        return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+
+    def _put(self, record: logging.LogRecord) -> bool:
+        text = self.format(record).encode(errors="surrogateescape")  # names of files are bytes
+        for line in text.split(b"\n"):
+            try:
+                os.write(self._queue, line[: _ATOMIC_BYTES - 1] + b"\n")
+            except BlockingIOError:
+                self._dropped += 1
+                return False
+        return True
+
+
+def _copy_lines(queue: int, sink: int) -> None:
+    """Until the queue's other end is closed. What cannot be written (a full disk) is lost."""
+    while data := os.read(queue, _READ_BYTES):
+        while data:
+            try:
+                data = data[os.write(sink, data) :]
+            except BlockingIOError:  # another program has made the same file non-blocking
+                select.select([], [sink], [])
+            except OSError:
+                break
+
+
+class Log:
+    """Where log lines of both planes go: a file that can be reopened, standard error, or nowhere."""
+
+    def __init__(self, path: str | None, level: str, *, foreground: bool) -> None:
+        self._path = path
+        self._level = int(getattr(logging, level.upper()))
+        self._fd = -1
+        self._queue = -1
+        self._writer: threading.Thread | None = None
+        if path is not None:
+            try:
+                self._fd = _open_log(path)
+            except OSError as failure:
+                raise StartFailure(failure.errno or errno.EIO, f"log_file: {path}: {failure.strerror}") from None
+        elif foreground:
+            self._fd = os.dup(2)
+        root = logging.getLogger()
+        for old in list(root.handlers):
+            root.removeHandler(old)
+        if self._fd >= 0:
+            self._start_writer()
+            handler = _Lines(self._queue)
+            handler.setFormatter(logging.Formatter(_LOG_FORMAT, _LOG_DATE))
+            root.addHandler(handler)
+            engine.log_configure(self._queue, self._level)
+        else:
+            root.addHandler(logging.NullHandler())
+        root.setLevel(self._level)
+
+    def _start_writer(self) -> None:
+        reader, self._queue = os.pipe()
+        os.set_blocking(self._queue, False)
+        with contextlib.suppress(OSError):  # a user's pipes may have such sizes up to a limit
+            fcntl.fcntl(self._queue, fcntl.F_SETPIPE_SZ, _QUEUE_BYTES)
+        self._writer = threading.Thread(target=_copy_lines, args=(reader, self._fd), name="gpufs-log", daemon=True)
+        # Signals are the main thread's: it holds them back while it mounts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._writer.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the log itself, -1 for nowhere."""
+        return self._fd
+
+    def reopen(self) -> None:
+        """After the file was renamed by a log rotation: continues in a new one of the old name. May block."""
+        if self._path is None:
+            return
+        try:
+            fresh = _open_log(self._path)
+        except OSError as failure:
+            log.error("the log stays in the old file: %s: %s", self._path, failure.strerror)
+            return
+        # The same descriptor number: the writer continues with it.
+        os.dup2(fresh, self._fd, inheritable=False)
+        os.close(fresh)
+
+    def close(self) -> None:
+        """Waits until the lines so far have been written, for a second at most. Later ones go nowhere."""
+        if self._writer is None:
+            return
+        engine.log_configure(-1, self._level)
+        # Closes the queue's end, and keeps its number: a native thread may be about to write there.
+        try:
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:  # there is no descriptor left: the number is given up
+            os.close(self._queue)
+        else:
+            os.dup2(null, self._queue, inheritable=False)
+            os.close(null)
+        self._writer.join(_END_GRACE)
+        self._writer = None

@@ -1,0 +1,34 @@
+"""Counters of a mount: reads them without asking the mount, also after its process was killed.
+
+A mount keeps its counters in a file that the engine maps and counts in. The process holds a lock on the file for as
+long as it lives. docs/statistics.md describes the format, and the dictionary that `parse` and the functions that read
+return, which is what ``.gpufs/stats`` and ``gpufs stats --json`` show as JSON. Nothing here needs the engine.
+"""
+
+from gpufs.statistics._files import (
+    device_of,
+    file_name,
+    find,
+    folders,
+    read,
+    read_left_behind,
+    read_mount,
+    remove_dead,
+    sweep,
+)
+from gpufs.statistics._format import VERSION, StatisticsError, parse
+
+__all__ = [
+    "VERSION",
+    "StatisticsError",
+    "device_of",
+    "file_name",
+    "find",
+    "folders",
+    "parse",
+    "read",
+    "read_left_behind",
+    "read_mount",
+    "remove_dead",
+    "sweep",
+]

@@ -1,0 +1,240 @@
+"""Files of counters in the runtime directories of users: finding, reading and removing them.
+
+Every function may meet files that another user has made: nothing is read that is too large or not the right user's.
+"""
+
+import fcntl
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from errno import EINVAL, ENOENT, EPERM
+from pathlib import Path
+from typing import Any, Final
+
+from gpufs.statistics._format import MAGIC, StatisticsError, parse
+
+_SUFFIX: Final = ".stats"
+_LARGEST: Final = 32 << 20
+_MOST_FILES: Final = 8  # of one mount
+_KEPT_SECONDS: Final = 3600.0  # of the last counters of a mount whose process died
+_KEPT_FILES: Final = 64
+_F_OFD_GETLK: Final = 36
+
+
+def file_name(pid: int, device: str) -> str:
+    """The name of the file of a mount with this device number ("0:52"), which this process serves."""
+    return f"{pid}{_ending(device)}"
+
+
+def _ending(device: str) -> str:
+    return f"-{device.replace(':', '-')}{_SUFFIX}"
+
+
+def device_of(name: str) -> str | None:
+    """The device number in a file_name(), also with the kernel's mark of a deleted file; None for other names."""
+    found = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
+    return f"{found[1]}:{found[2]}" if found else None
+
+
+def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The directories in which the files of a user's mounts may be."""
+    temporary = Path(f"/tmp/gpufs-{_outer(uid)}")
+    if uid == 0:
+        return [Path("/run/gpufs"), temporary]
+    found = [Path(f"/run/user/{uid}/gpufs"), temporary]
+    own = environ.get("XDG_RUNTIME_DIR")
+    if own and Path(own) / "gpufs" not in found:
+        found.insert(0, Path(own) / "gpufs")
+    return found
+
+
+def _outer(uid: int) -> int:
+    """A user's number outside of this user namespace: unique in /tmp, which namespaces share."""
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            for line in file:
+                inside, outside, count = map(int, line.split())
+                if inside <= uid < inside + count:
+                    return outside + uid - inside
+    except OSError:
+        pass
+    return uid
+
+
+def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Path]:
+    """The files of the mount with this device number that are the user's own, the newest first."""
+    found = []
+    for folder in folders(uid) if places is None else places:
+        for path in _listed(folder):
+            if path.name.endswith(_ending(device)):
+                status = _status(path)
+                if status is not None and status.st_uid == uid and stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    """The files of counters in a folder."""
+    try:
+        return [folder / name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+    except OSError:
+        return []
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except OSError:
+        return None
+
+
+def _open(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _is_locked(fd: int) -> bool:
+    """Whether a process holds the writer's lock on a file that is open for reading."""
+    wanted = struct.pack("hhlli", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    (kind,) = struct.unpack_from("h", fcntl.fcntl(fd, _F_OFD_GETLK, wanted))
+    return bool(kind != fcntl.F_UNLCK)
+
+
+def read(path: Path, uid: int | None = None) -> dict[str, Any]:
+    """Read the counters in a file.
+
+    Parameters
+    ----------
+    path
+        The file.
+    uid
+        The user whose file it must be; by default any.
+
+    Returns
+    -------
+    dict
+        As `parse` returns it.
+
+    Raises
+    ------
+    OSError
+        The file cannot be read, is not a regular file, or is not the user's.
+    StatisticsError
+        The file does not contain counters, or is damaged.
+    """
+    with open(path, "rb", buffering=0, opener=_open) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(EINVAL, "not a regular file", str(path))
+        if uid is not None and status.st_uid != uid:
+            raise OSError(EPERM, "the file of another user", str(path))
+        if status.st_size > _LARGEST:
+            raise StatisticsError(f"{path}: too large for a file of counters")
+        alive = _is_locked(file.fileno())
+        return parse(file.read(status.st_size), alive=alive)
+
+
+def read_mount(device: str, uid: int, mountpoint: str) -> dict[str, Any]:
+    """Read the counters of a user's mount.
+
+    Parameters
+    ----------
+    device
+        The mount's device number.
+    uid
+        The user who made it.
+    mountpoint
+        Where it is. A dead process of another place may have served a mount with the same number before.
+
+    Raises
+    ------
+    OSError
+        ENOENT if there are none.
+    StatisticsError
+        The file does not contain counters, or is damaged.
+    """
+    failure: Exception = FileNotFoundError(ENOENT, os.strerror(ENOENT))
+    newest: dict[str, Any] | None = None
+    for folder in folders(uid):  # the last is below /tmp, where another user may have made it
+        for path in find(device, uid, [folder])[:_MOST_FILES]:
+            try:
+                found = read(path, uid)
+            except (OSError, StatisticsError) as error:
+                failure = error
+                continue
+            if found["alive"]:
+                return found
+            if found["mountpoint"] == mountpoint:
+                newest = newest or found
+    if newest is None:
+        raise failure
+    return newest
+
+
+def read_left_behind(mountpoint: str, uid: int) -> dict[str, Any] | None:
+    """Read the last counters of a user's mount at this path whose process died and that is gone.
+
+    None if there are none. They stay until the user's next mount there, or for an hour.
+    """
+    newest: dict[str, Any] | None = None
+    for folder in folders(uid):
+        for path in _listed(folder):
+            try:
+                found = read(path, uid)
+            except (OSError, StatisticsError):
+                continue
+            fits = not found["alive"] and found["mountpoint"] == mountpoint
+            if fits and (newest is None or found["updated"] > newest["updated"]):
+                newest = found
+    return newest
+
+
+def remove_dead(device: str, uid: int) -> None:
+    """Remove the counters that dead processes left of a mount with this device number."""
+    for path in find(device, uid):
+        _remove_if_dead(path)
+
+
+def sweep(folder: Path, devices: Iterable[str], mountpoint: str = "") -> None:
+    """Remove what dead processes left in a folder.
+
+    Parameters
+    ----------
+    folder
+        A runtime directory.
+    devices
+        Device numbers of mounts whose counters stay.
+    mountpoint
+        Where the caller mounts. The last counters of mounts at other places stay for an hour, so that a user who wants
+        to know why a mount died does not lose them to another mount.
+    """
+    keep = tuple(map(_ending, devices))
+    kept: list[tuple[float, Path]] = []
+    for path in _listed(folder):
+        if path.name.endswith(keep):
+            continue
+        try:
+            found = read(path)
+            elsewhere = found["mountpoint"] not in (None, mountpoint)
+            if not found["alive"] and elsewhere and time.time() - found["updated"] < _KEPT_SECONDS:
+                kept.append((found["updated"], path))
+                continue
+        except OSError:
+            continue
+        except StatisticsError:
+            pass  # of another version, perhaps
+        _remove_if_dead(path)
+    for _, path in sorted(kept, reverse=True)[_KEPT_FILES:]:
+        _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    try:
+        with open(path, "rb", buffering=0, opener=_open) as file:
+            # A file whose first bytes are not there yet is of a process that is just making it.
+            if file.read(len(MAGIC)) == MAGIC and not _is_locked(file.fileno()):
+                os.unlink(path)
+    except OSError:
+        pass  # another user's, or gone

@@ -1,0 +1,198 @@
+"""The format of a file of counters (docs/statistics.md), which another user may have forged."""
+
+import json
+import struct
+from array import array
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import Any, Final
+
+VERSION: Final = 2
+MAGIC: Final = b"GPUFSTAT"
+BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable")
+FLOWS: Final = ("in", "out")
+DETAILS: Final = (
+    "failed",
+    "cancelled",
+    "abandoned",
+    "buffered_bytes",
+    "direct_bytes",
+    "hole_bytes",
+)
+ENGINE_GAUGES: Final = (
+    "transfers_active",
+    "bounce_slot_bytes",
+    "bounce_capacity_bytes",
+    "bounce_pinned_bytes",
+    "bounce_used_bytes",
+    "bounce_waits",
+    "bounce_pin_failures",
+    "request_pinned_bytes",
+    "locked_bytes",
+    "locked_ranges",
+)
+DEVICE_GAUGES: Final = (
+    "total_bytes",
+    "held_bytes",
+    "health_error",
+    "events_existing",
+    "events_idle",
+    "streams_existing",
+    "streams_idle",
+)
+_HEADER: Final = struct.Struct("=8sIIQIIIIIIII4QIIIIQQ")
+_Header = namedtuple(
+    "_Header",
+    "magic version header_bytes file_bytes devices stripes backends flows block_bytes buckets reasons pid "
+    "gauges_at device_gauges_at details_at blocks_at gauges_bytes device_gauges_bytes details_bytes text_bytes "
+    "created updated",
+)
+_TEXT: Final = 256  # offset of the text
+_LONGEST_TEXT: Final = 4096
+_SCALARS: Final = 8  # words of a block before its arrays
+_MOST_COLUMNS: Final = 1024  # reasons of refusal, buckets of a histogram
+_SECOND: Final = 1e9
+_WRAP: Final = (1 << 64) - 1
+
+
+class StatisticsError(ValueError):
+    """What was read are not counters, or of a version that this one does not understand."""
+
+
+def parse(data: bytes, *, alive: bool = True) -> dict[str, Any]:
+    """Interpret the bytes of a file of counters.
+
+    Parameters
+    ----------
+    data
+        The whole file.
+    alive
+        Whether the process that counts is alive.
+
+    Returns
+    -------
+    dict
+        The counters, as docs/statistics.md describes them.
+
+    Raises
+    ------
+    StatisticsError
+        The data is something else, damaged, or has the format of another version.
+    """
+    if len(data) < _HEADER.size or not data.startswith(MAGIC):
+        raise StatisticsError("these are not statistics of gpufs")
+    header = _Header(*_HEADER.unpack_from(data))
+    if header.version != VERSION:
+        raise StatisticsError(f"the statistics have format {header.version}, this program reads format {VERSION}")
+    words = _SCALARS + header.reasons + 2 * header.buckets
+    blocks = header.stripes * header.devices * header.backends * header.flows
+    if (
+        header.file_bytes != len(data)
+        or header.header_bytes < _TEXT + header.text_bytes
+        or header.block_bytes != 8 * words
+        or (header.backends, header.flows) != (len(BACKENDS), len(FLOWS))
+        or min(header.stripes, header.buckets) < 1
+        or max(header.reasons, header.buckets) > _MOST_COLUMNS
+        or header.text_bytes > _LONGEST_TEXT
+        or header.gauges_at + header.gauges_bytes > len(data)
+        or header.device_gauges_at + header.devices * header.device_gauges_bytes > len(data)
+        or header.details_at + header.devices * header.flows * header.details_bytes > len(data)
+        or header.blocks_at + blocks * header.block_bytes > len(data)
+        or header.gauges_bytes < 8 * len(ENGINE_GAUGES)
+        or header.device_gauges_bytes < 8 * len(DEVICE_GAUGES)
+        or header.details_bytes < 8 * len(DETAILS)
+    ):
+        raise StatisticsError("the statistics are damaged")
+    facts = _facts(data[_TEXT : _TEXT + header.text_bytes])
+    updated = header.updated / _SECOND
+    return {
+        "format": VERSION,
+        **{name: _text(facts.get(name)) for name in ("mountpoint", "version", "driver")},
+        "pid": header.pid,
+        "alive": alive,
+        "started": header.created / _SECOND,
+        "updated": updated,
+        "dead_since": None if alive else updated,
+        "gauges": _named(data, header.gauges_at, ENGINE_GAUGES),
+        "devices": _devices(data, header, facts),
+    }
+
+
+def _devices(data: bytes, header: _Header, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each device has counted, added up over the stripes."""
+    stripe_bytes = header.devices * header.backends * header.flows * header.block_bytes
+    columns = [_words(data, header.blocks_at + stripe * stripe_bytes, stripe_bytes) for stripe in range(header.stripes)]
+    totals = [sum(row) & _WRAP for row in zip(*columns, strict=True)]
+    words = header.block_bytes // 8
+    blocks = iter([totals[start : start + words] for start in range(0, len(totals), words)])
+    names = [str(name) for name in _list(facts.get("refusals"))]
+    names += [f"reason_{bit}" for bit in range(len(names), header.reasons)]
+    descriptions = [str(description) for description in _list(facts.get("devices"))]
+    return [
+        {
+            "index": index,
+            "name": f"gpu{index}",
+            "description": descriptions[index] if index < len(descriptions) else "",
+            "gauges": _named(data, header.device_gauges_at + index * header.device_gauges_bytes, DEVICE_GAUGES),
+            "backends": {
+                backend: {flow: _counts(next(blocks), header.reasons, header.buckets, names) for flow in FLOWS}
+                for backend in BACKENDS
+            },
+            "transfers": {
+                flow: _named(data, header.details_at + (index * header.flows + side) * header.details_bytes, DETAILS)
+                for side, flow in enumerate(FLOWS)
+            },
+        }
+        for index in range(header.devices)
+    ]
+
+
+def _counts(block: Sequence[int], reasons: int, buckets: int, names: Sequence[str]) -> dict[str, Any]:
+    """What one backend of a device has done in one direction."""
+    begun, operations, errors, moved, nanoseconds = block[:5]
+    refusals = block[_SCALARS : _SCALARS + reasons]
+    sizes = block[_SCALARS + reasons : _SCALARS + reasons + buckets]
+    times = block[_SCALARS + reasons + buckets :]
+    return {
+        "bytes": moved,
+        "operations": operations,
+        "errors": errors,
+        "in_flight": max(begun - operations, 0),
+        "seconds": nanoseconds / _SECOND,
+        "refusals": {names[bit]: number for bit, number in enumerate(refusals) if number},
+        "sizes": _histogram(sizes, 1),
+        "times": _histogram(times, _SECOND),
+    }
+
+
+def _histogram(numbers: Sequence[int], scale: float) -> list[list[float | None]]:
+    """The upper bound and the number of each bucket that is not empty; null bounds what is beyond all others."""
+    bounds = [(1 << place) if scale == 1 else (1 << place) / scale for place in range(len(numbers) - 1)]
+    return [[bound, number] for bound, number in zip([*bounds, None], numbers, strict=True) if number]
+
+
+def _facts(text: bytes) -> dict[str, Any]:
+    """What the text beside the counters says; nothing where it is damaged."""
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _words(data: bytes, offset: int, size: int) -> "array[int]":
+    words = array("Q")
+    words.frombytes(data[offset : offset + size])
+    return words
+
+
+def _named(data: bytes, offset: int, names: Sequence[str]) -> dict[str, int]:
+    return dict(zip(names, _words(data, offset, 8 * len(names)), strict=True))

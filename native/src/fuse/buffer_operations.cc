@@ -1,0 +1,300 @@
+#include "fuse/buffer_operations.h"
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "device/device_context.h"
+#include "observe/trace.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // an INTERRUPT ends an allocation between two
+
+// What the client gets; the driver's own message goes to the log.
+int client_error(const Status& status, const char* what) {
+  const int error = status.error();
+  if (error != ENOSPC && error != EFBIG && error != ENXIO && error != EINVAL && log_enabled(LogLevel::kWarning)) {
+    log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
+  }
+  return error;
+}
+
+// Where operations on a buffer are counted: nowhere if it is on no device.
+const observe::DeviceCounters& counters_of(const Buffer& buffer) {
+  static const observe::DeviceCounters nowhere;
+  return buffer.device() ? buffer.device()->counters() : nowhere;
+}
+
+// A write across the largest size ends there; one that begins there fails.
+Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
+  Result<std::size_t> written = buffer.write(offset, data);
+  if (written.ok() || written.error() != EFBIG) return written;
+  const std::uint64_t limit = buffer.limit();
+  if (offset >= limit || limit - offset >= data.size()) return written;
+  return buffer.write(offset, data.first(static_cast<std::size_t>(limit - offset)));
+}
+
+}  // namespace
+
+// ---- reading ----
+
+void BufferOperations::read(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_read_in>();
+  if (!valid_range(in.offset, in.size)) return responder.error(EINVAL);
+  Inode& inode = *file->inode;
+  const std::uint64_t wanted = std::min<std::uint64_t>(in.size, request.payload.size());
+  const observe::Span span(observe::TraceKind::kMountRead, inode.device(), in.offset, wanted, inode.ino());
+  if (inode.in_host_memory()) {
+    if (reply_from_memory(inode, in, wanted, responder)) return;
+  } else {
+    // The request is no longer needed, and devices copy fastest to its memory.
+    const int error = reply_from_copy(inode, in, request.payload.first(static_cast<std::size_t>(wanted)), responder);
+    if (error == 0) return;
+    if (error != EAGAIN) return responder.error(error);
+  }
+  read_later(file, in, wanted, std::move(responder));
+}
+
+bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes,
+                                         Responder& responder) {
+  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
+  const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes);
+  if (gathered.error() == EAGAIN || (gathered.ok() && gathered.value().pieces.size() > Transport::kMaximumPieces)) {
+    measured.dismiss();
+    return false;
+  }
+  if (!gathered.ok()) {
+    responder.error(client_error(gathered.status(), "read"));
+    return true;
+  }
+  note_read(inode, in, gathered.value().bytes);
+  {
+    const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, gathered.value().bytes);
+    responder.data(gathered.value().pieces);
+  }
+  measured.done(gathered.value().bytes);
+  return true;
+}
+
+int BufferOperations::reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory,
+                                      Responder& responder) {
+  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
+  const Result<std::size_t> got = [&] {
+    const observe::Span copy(observe::TraceKind::kCopyToHost, inode.device(), in.offset, memory.size());
+    return inode.buffer()->read(in.offset, memory);
+  }();
+  if (got.error() == EAGAIN) measured.dismiss();
+  if (!got.ok()) return got.error() == EAGAIN ? EAGAIN : client_error(got.status(), "read");
+  note_read(inode, in, got.value());
+  {
+    const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, got.value());
+    responder.data(std::span<const std::byte>(memory.first(got.value())));
+  }
+  measured.done(got.value());
+  return 0;
+}
+
+void BufferOperations::read_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder) {
+  long_requests_.run(*file->inode, std::move(responder),
+                     [this, file, in, memory = std::vector<std::byte>(static_cast<std::size_t>(bytes))](
+                         Cancellation&, Responder& reply) mutable {
+                       const int error = reply_from_copy(*file->inode, in, memory, reply);
+                       if (error != 0) reply.error(error);
+                     });
+}
+
+void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
+  // Before the reply: the client may ask for these numbers as soon as it has it.
+  if ((in.flags & O_NOATIME) == 0) table_.was_read(inode);
+  statistics_.read_bytes.add(bytes);
+  inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, bytes);
+}
+
+// ---- writing ----
+
+void BufferOperations::write(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_write_in>();
+  const std::span<const std::byte> data = request.message.subspan(kWriteHeaderBytes);
+  if (data.size() != in.size) {
+    statistics_.bad_requests.add();
+    return responder.error(EINVAL);
+  }
+  if (!valid_range(in.offset, in.size)) return responder.error(EFBIG);
+  if (data.empty()) return responder.body(fuse_write_out{});
+  // Where files are cached the kernel clears set-id bits itself, except those that mark a group without execution; what
+  // it writes back later has no caller.
+  Inode& inode = *file->inode;
+  const Caller caller = Caller::of(request.header);
+  SetIdLoss loss = SetIdLoss::kNone;
+  if ((in.write_flags & kWriteKillSetId) != 0) {
+    loss = inode.loss_by(caller);
+  } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
+    loss = inode.bare_loss_by(caller);
+  }
+  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kIn);
+  const observe::Span span(observe::TraceKind::kMountWrite, inode.device(), in.offset, in.size, inode.ino());
+  const Result<std::size_t> written = [&] {
+    const observe::Span copy(observe::TraceKind::kCopyToDevice, inode.device(), in.offset, in.size);
+    return write_to_limit(*inode.buffer(), in.offset, data);
+  }();
+  if (written.ok()) {
+    finish_write(*file, loss, written.value(), responder);
+    measured.done(written.value());
+    return;
+  }
+  if (written.error() != ENOSPC && written.error() != EAGAIN) {
+    return responder.error(client_error(written.status(), "write"));
+  }
+  measured.dismiss();
+  // The reader's memory is needed for the next request.
+  write_later(file, in.offset, loss, {data.begin(), data.end()}, std::move(responder));
+}
+
+void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
+  file.inode->was_written(loss);
+  statistics_.written_bytes.add(bytes);
+  file.inode->buffer()->activity().note(observe::Backend::kMount, observe::Flow::kIn, bytes);
+  fuse_write_out out{};
+  out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
+  responder.body(out);
+}
+
+void BufferOperations::write_later(const File& file, std::uint64_t offset, SetIdLoss loss, std::vector<std::byte> data,
+                                   Responder responder) {
+  // From the first attempt to the reply.
+  auto measured = std::make_unique<observe::Measured>(counters_of(*file->inode->buffer()), observe::Backend::kMount,
+                                                      observe::Flow::kIn);
+  long_requests_.run_with_space(*file->inode, std::move(responder),
+                                [this, file, offset, loss, data = std::move(data), measured = std::move(measured)](
+                                    Cancellation&, Responder& reply) {
+                                  const std::uint64_t granule = table_.source().granule(file->inode->device());
+                                  const Result<std::size_t> written =
+                                      write_what_fits(*file->inode->buffer(), granule, offset, data);
+                                  if (!written.ok()) return client_error(written.status(), "write");
+                                  finish_write(*file, loss, written.value(), reply);
+                                  measured->done(written.value());
+                                  return 0;
+                                });
+}
+
+Result<std::size_t> BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
+                                                      std::span<const std::byte> data) {
+  Result<std::size_t> all = write_to_limit(buffer, offset, data);
+  if (all.ok() || all.error() != ENOSPC || granule == 0) return all;
+  // As many granules from the front as fit: write(2) promises a short count.
+  std::size_t done = 0;
+  while (done < data.size()) {
+    const std::uint64_t at = offset + done;
+    const std::uint64_t bytes = std::min<std::uint64_t>(round_down(at, granule) + granule - at, data.size() - done);
+    Result<std::size_t> part = buffer.write(at, data.subspan(done, static_cast<std::size_t>(bytes)));
+    if (!part.ok()) {
+      if (done == 0) return part.status();
+      break;
+    }
+    done += part.value();
+  }
+  return done;
+}
+
+// ---- the rest ----
+
+void BufferOperations::lseek(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_lseek_in>();
+  Buffer& buffer = *file->inode->buffer();
+  const Result<std::uint64_t> found =
+      in.whence == SEEK_DATA ? buffer.seek_data(in.offset) : buffer.seek_hole(in.offset);
+  if (!found.ok()) return responder.error(client_error(found.status(), "lseek"));
+  responder.body(fuse_lseek_out{found.value()});
+}
+
+void BufferOperations::flush(const File& /*file*/, Request& /*request*/, Responder responder) { responder.ok(); }
+
+void BufferOperations::fallocate(const File& file, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_fallocate_in>();
+  if (in.length == 0) return responder.error(EINVAL);
+  if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
+  const SetIdLoss loss = file->inode->bare_loss_by(Caller::of(request.header));
+  long_requests_.run_with_space(*file->inode, std::move(responder),
+                                [this, file, in, loss](Cancellation& cancellation, Responder& reply) {
+                                  const Status status = allocate(*file->inode, in, cancellation);
+                                  if (!status.ok()) return client_error(status, "fallocate");
+                                  file->inode->was_written(loss);
+                                  reply.ok();
+                                  return 0;
+                                });
+}
+
+// Long ranges go in chunks, so that an INTERRUPT ends them; what has been allocated until then stays, as elsewhere.
+// A range that is larger than the free memory is one call: it fails as a whole and leaves the file as it was.
+Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const {
+  Buffer& buffer = *inode.buffer();
+  const bool keep_size = (in.mode & FALLOC_FL_KEEP_SIZE) != 0;
+  const std::uint32_t kind = in.mode & ~static_cast<std::uint32_t>(FALLOC_FL_KEEP_SIZE);
+  if (kind == FALLOC_FL_PUNCH_HOLE) {
+    if (!keep_size) return Status(EOPNOTSUPP, "punching a hole keeps the size");
+    return buffer.punch(in.offset, in.length);
+  }
+  if (kind != 0 && kind != FALLOC_FL_ZERO_RANGE) return Status(EOPNOTSUPP, "unsupported mode of fallocate");
+
+  const auto apply = [&](std::uint64_t offset, std::uint64_t bytes, bool keep) {
+    return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
+  };
+  if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
+  Result<MemoryInfo> memory = table_.source().memory(inode.device());
+  if (!memory.ok()) return memory.status();
+  if (memory.value().free_bytes < in.length) return apply(in.offset, in.length, keep_size);
+  for (std::uint64_t done = 0; done < in.length;) {
+    if (cancellation.requested()) return Status(EINTR, "interrupted");
+    const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);
+    const bool last = done + bytes == in.length;
+    if (Status status = apply(in.offset + done, bytes, keep_size || !last); !status.ok()) return status;
+    done += bytes;
+  }
+  return {};
+}
+
+void BufferOperations::copy(const File& from, const File& to, const Request& request, const CopyRequest& copy,
+                            Responder responder) {
+  const fuse_copy_file_range_in& in = copy.in;
+  const SetIdLoss loss = to->inode->bare_loss_by(Caller::of(request.header));
+  Buffer& target = *to->inode->buffer();
+  if (target.copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
+    const Result<std::uint64_t> copied =
+        target.copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr);
+    if (copied.ok()) {
+      finish_copy(*from->inode, *to->inode, loss, copied.value());
+      return reply_copied(responder, copy.wide, copied.value());
+    }
+    if (copied.error() != ENOSPC && copied.error() != EAGAIN) {
+      return responder.error(client_error(copied.status(), "copy_file_range"));
+    }
+  }
+  long_requests_.run_with_space(
+      *to->inode, std::move(responder), [this, from, to, copy, loss](Cancellation& cancellation, Responder& reply) {
+        const Result<std::uint64_t> copied = to->inode->buffer()->copy_from(
+            *from->inode->buffer(), copy.in.off_in, copy.in.off_out, copy.in.len, cancellation.flag());
+        if (copied.error() == ECANCELED) return EINTR;
+        if (!copied.ok()) return client_error(copied.status(), "copy_file_range");
+        finish_copy(*from->inode, *to->inode, loss, copied.value());
+        reply_copied(reply, copy.wide, copied.value());
+        return 0;
+      });
+}
+
+void BufferOperations::finish_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  table_.was_read(from);
+  to.was_written(loss);
+  statistics_.copied_bytes.add(bytes);
+}
+
+}  // namespace gpufs::fuse

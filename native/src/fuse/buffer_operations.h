@@ -1,0 +1,53 @@
+// Requests on open buffers: what moves bytes of device memory or asks where they are.
+// Ownership: the Mount's.
+// Called on the transport's threads, where nothing waits: what may take long goes to the executor.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fuse/inode_table.h"
+#include "fuse/long_requests.h"
+#include "fuse/statistics.h"
+#include "fuse/transport.h"
+
+namespace gpufs::fuse {
+
+class BufferOperations {
+ public:
+  using File = std::shared_ptr<OpenFile>;
+
+  BufferOperations(InodeTable& table, LongRequests& long_requests, Statistics& statistics)
+      : table_(table), long_requests_(long_requests), statistics_(statistics) {}
+
+  void read(const File& file, Request& request, Responder responder);
+  void write(const File& file, Request& request, Responder responder);
+  void lseek(const File& file, Request& request, Responder responder);
+  void fallocate(const File& file, Request& request, Responder responder);
+  // FLUSH and FSYNC: memory has nothing to write back.
+  void flush(const File& file, Request& request, Responder responder);
+  void copy(const File& from, const File& to, const Request& request, const CopyRequest& copy, Responder responder);
+
+ private:
+  // Host memory: the kernel copies the bytes straight out of it. False if another thread has to serve the request.
+  bool reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes, Responder& responder);
+  // Device memory, through host memory. An error if nothing was read; EAGAIN: another thread has to serve the request.
+  int reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
+  void read_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder);
+  void note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes);
+
+  void write_later(const File& file, std::uint64_t offset, SetIdLoss loss, std::vector<std::byte> data,
+                   Responder responder);
+  Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
+                                      std::span<const std::byte> data);
+  void finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder);
+  void finish_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t bytes);
+  Status allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const;
+
+  InodeTable& table_;
+  LongRequests& long_requests_;
+  Statistics& statistics_;
+};
+
+}  // namespace gpufs::fuse

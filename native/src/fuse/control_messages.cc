@@ -1,0 +1,229 @@
+#include "fuse/control_messages.h"
+
+#include <sys/xattr.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <string_view>
+
+#include "base/log.h"
+#include "fuse/attributes.h"
+#include "fuse/backing_table.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::size_t kIn = sizeof(fuse_in_header);
+constexpr std::size_t kOut = sizeof(fuse_out_header);
+
+// ---- requests ----
+
+// A TMPFILE is a CREATE in every field but the name, which the kernel gives as "/": no file can have that name, and the
+// control plane recognizes it.
+int tmpfile_as_create(Request& request) {
+  constexpr std::size_t kName = kIn + sizeof(fuse_create_in);
+  std::array<char, 2> name{};
+  if (request.message.size() != kName + name.size() || !read_struct(request.message, kName, &name) ||
+      name != std::array{'/', '\0'}) {
+    return EOPNOTSUPP;
+  }
+  request.header.opcode = FUSE_CREATE;
+  write_struct(request.message, 0, request.header);
+  return 0;
+}
+
+// A STATX begins as a GETATTR. (ENOSYS would end STATX for all inodes.)
+int statx_as_getattr(Request& request) {
+  if (request.message.size() < kIn + sizeof(fuse_getattr_in)) return EINVAL;
+  request.header.opcode = FUSE_GETATTR;
+  request.header.len = kIn + sizeof(fuse_getattr_in);
+  request.message = request.message.first(request.header.len);
+  write_struct(request.message, 0, request.header);
+  return 0;
+}
+
+// pyfuse3 knows the short form of SETXATTR only, and would turn XATTR_CREATE and XATTR_REPLACE into two requests,
+// between which others can come. So the flags travel as a digit before the name.
+int short_setxattr(Request& request, bool is_long, std::vector<std::byte>& memory) {
+  const std::size_t fixed = is_long ? sizeof(SetxattrIn) : kSetxattrShort;
+  if (request.message.size() < kIn + fixed) return EINVAL;
+  SetxattrIn in{};
+  std::memcpy(static_cast<void*>(&in), request.message.data() + kIn, kSetxattrShort);
+  const auto flags = static_cast<std::byte>('0' + (in.flags & (XATTR_CREATE | XATTR_REPLACE)));
+  in.flags = 0;
+
+  const std::span<const std::byte> rest = request.message.subspan(kIn + fixed);
+  memory.resize(kIn + kSetxattrShort + 1 + rest.size());
+  request.header.len = static_cast<std::uint32_t>(memory.size());
+  write_struct(memory, 0, request.header);
+  std::memcpy(memory.data() + kIn, static_cast<const void*>(&in), kSetxattrShort);
+  memory[kIn + kSetxattrShort] = flags;
+  std::ranges::copy(rest, memory.begin() + kIn + kSetxattrShort + 1);
+  request.message = memory;
+  return 0;
+}
+
+// pyfuse3 does not report for which inode a STATFS is. So it is sent as a GETXATTR without a name, which the kernel
+// allows nobody; the value is the body of the reply to STATFS.
+int statfs_as_getxattr(Request& request, std::vector<std::byte>& memory) {
+  memory.assign(kIn + sizeof(fuse_getxattr_in) + 1, std::byte{0});
+  request.header.opcode = FUSE_GETXATTR;
+  request.header.len = static_cast<std::uint32_t>(memory.size());
+  write_struct(memory, 0, request.header);
+  fuse_getxattr_in in{};
+  in.size = sizeof(fuse_statfs_out);
+  write_struct(memory, kIn, in);
+  request.message = memory;
+  return 0;
+}
+
+// ---- replies ----
+
+// What a reply hands out: entries and an open handle, by their place in the message.
+struct HandedOut {
+  bool entry = false;
+  bool directory = false;       // entries, from the beginning of the body on
+  std::size_t open_at = 0;      // 0: nothing is opened
+  std::uint32_t closed_by = 0;  // opcode
+};
+
+HandedOut handed_out_by(std::uint32_t opcode) {
+  switch (opcode) {
+    case FUSE_LOOKUP:
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_SYMLINK:
+    case FUSE_LINK:
+      return {.entry = true};
+    case FUSE_CREATE:
+    case FUSE_TMPFILE:
+      return {.entry = true, .open_at = kOut + sizeof(fuse_entry_out), .closed_by = FUSE_RELEASE};
+    case FUSE_OPEN:
+      return {.open_at = kOut, .closed_by = FUSE_RELEASE};
+    case FUSE_OPENDIR:
+      return {.open_at = kOut, .closed_by = FUSE_RELEASEDIR};
+    case FUSE_READDIRPLUS:
+      return {.directory = true};
+    default:
+      return {};
+  }
+}
+
+// Calls visit(offset, name) for each entry of a reply; entries outside directories have no name.
+template <typename Visit>
+void for_each_entry(const HandedOut& handed_out, std::span<const std::byte> message, Visit visit) {
+  if (handed_out.entry) visit(kOut, std::string_view());
+  if (!handed_out.directory) return;
+  fuse_direntplus entry{};
+  for (std::size_t at = kOut; at <= message.size() && message.size() - at >= FUSE_NAME_OFFSET_DIRENTPLUS;) {
+    std::memcpy(static_cast<void*>(&entry), message.data() + at, FUSE_NAME_OFFSET_DIRENTPLUS);
+    const std::size_t bytes = FUSE_DIRENTPLUS_SIZE(&entry);
+    if (bytes > message.size() - at) return;
+    visit(at, std::string_view(reinterpret_cast<const char*>(message.data() + at + FUSE_NAME_OFFSET_DIRENTPLUS),
+                               entry.dirent.namelen));
+    at += bytes;
+  }
+}
+
+void fill_entry(std::span<std::byte> message, std::size_t at, const InodeTable& table) {
+  fuse_entry_out entry{};
+  if (!read_struct(message, at, &entry) || entry.nodeid == 0) return;  // 0: no such name
+  const std::shared_ptr<Inode> inode = table.find(entry.nodeid);
+  if (!inode) return;
+  fill_attr(inode->attributes(), entry.attr);
+  if (!may_be_cached(entry.attr.mode)) {
+    entry.attr_valid = 0;
+    entry.attr_valid_nsec = 0;
+  }
+  write_struct(message, at, entry);
+}
+
+void set_open_flags(std::span<std::byte> message, std::size_t at, const InodeTable& table, bool direct_io) {
+  fuse_open_out out{};
+  if (!read_struct(message, at, &out)) return;
+  const std::uint32_t direct = direct_io ? kOpenDirectIo | kOpenParallelDirectWrites : 0;
+  if (InodeTable::is_buffer(out.fh) && table.file(out.fh)) {
+    // Opening a buffer shows its present content, never pages that an earlier open left in the cache.
+    out.open_flags = kOpenNoFlush | direct;
+  } else if (BackingTable::is_backing(out.fh)) {
+    // Changes of the host's file by others must show here at once.
+    out.open_flags = direct;
+  } else {
+    out.open_flags &= ~kOpenKeepCache;
+  }
+  write_struct(message, at, out);
+}
+
+}  // namespace
+
+int adapt_request(Request& request, InitNegotiation& init, std::vector<std::byte>& memory) {
+  switch (request.header.opcode) {
+    case FUSE_INIT: {
+      const Status status = init.amend_request(request.message);
+      if (!status.ok()) log_error("INIT: ", status.message());
+      return status.error();
+    }
+    case FUSE_TMPFILE:
+      return tmpfile_as_create(request);
+    case kOpcodeStatx:
+      return statx_as_getattr(request);
+    case FUSE_SETXATTR:
+      return short_setxattr(request, init.granted(kInitSetxattrExt), memory);
+    case FUSE_STATFS:
+      return statfs_as_getxattr(request, memory);
+    default:
+      return 0;
+  }
+}
+
+std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte> message, const InodeTable& table,
+                                       InitNegotiation& init, StatxOut& memory) {
+  if (opcode == FUSE_INIT) {
+    if (Status status = init.amend_reply(message); !status.ok()) log_error("INIT: ", status.message());
+  }
+  fuse_attr_out from{};
+  if (opcode == kOpcodeStatx && read_struct(message, kOut, &from)) {
+    memory = {};
+    memory.attr_valid = from.attr_valid;
+    memory.attr_valid_nsec = from.attr_valid_nsec;
+    memory.stat = statx_of(from.attr);
+    return std::as_bytes(std::span(&memory, 1));
+  }
+  const HandedOut handed_out = handed_out_by(opcode);
+  for_each_entry(handed_out, message, [&](std::size_t at, std::string_view) { fill_entry(message, at, table); });
+  if (handed_out.open_at != 0 && opcode != FUSE_OPENDIR) {
+    set_open_flags(message, handed_out.open_at, table, init.direct_io());
+  }
+  return message.subspan(kOut);
+}
+
+void take_back(std::uint32_t opcode, std::span<const std::byte> reply,
+               const std::function<void(std::span<const std::byte> message, bool needs_reply)>& send) {
+  const HandedOut handed_out = handed_out_by(opcode);
+  fuse_out_header answered{};
+  fuse_open_out open{};
+  if (read_struct(reply, 0, &answered) && handed_out.open_at != 0 && read_struct(reply, handed_out.open_at, &open)) {
+    struct {
+      fuse_in_header header;
+      fuse_release_in in;
+    } const release{{sizeof(release), handed_out.closed_by, answered.unique, 0, 0, 0, 0, 0, 0}, {open.fh, 0, 0, 0}};
+    send(std::as_bytes(std::span(&release, 1)), true);
+  }
+  for_each_entry(handed_out, reply, [&](std::size_t at, std::string_view name) {
+    fuse_entry_out entry{};
+    if (!read_struct(reply, at, &entry) || entry.nodeid == 0) return;
+    if (name == "." || name == "..") return;  // these are no references
+    struct {
+      fuse_in_header header;
+      fuse_forget_in in;
+    } const forget{{sizeof(forget), FUSE_FORGET, 0, entry.nodeid, 0, 0, 0, 0, 0}, {1}};
+    send(std::as_bytes(std::span(&forget, 1)), false);
+  });
+}
+
+}  // namespace gpufs::fuse

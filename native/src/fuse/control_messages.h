@@ -1,0 +1,32 @@
+// Messages between the kernel and the control plane, changed on their way: requests that pyfuse3 does not know become
+// ones that it knows; its replies get the attributes of the inode table and open flags that it cannot set.
+// Functions without state; the messages are the caller's.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "fuse/init_negotiation.h"
+#include "fuse/inode_table.h"
+#include "fuse/protocol.h"
+#include "fuse/transport.h"
+
+namespace gpufs::fuse {
+
+// Changes a request in place, or makes another one in `memory`. 0, or the errno to answer with.
+int adapt_request(Request& request, InitNegotiation& init, std::vector<std::byte>& memory);
+
+// Changes a successful reply in place, or makes another one in `memory`; returns the body for the kernel. A reply that
+// is too short stays as it is: the kernel judges it.
+std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte> message, const InodeTable& table,
+                                       InitNegotiation& init, StatxOut& memory);
+
+// The messages by which the control plane takes back what a successful reply handed out, for a reply that the kernel
+// never got. `needs_reply`: it will answer the message.
+void take_back(std::uint32_t opcode, std::span<const std::byte> reply,
+               const std::function<void(std::span<const std::byte> message, bool needs_reply)>& send);
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,358 @@
+#include "fuse/mount.h"
+
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/log.h"
+#include "fuse/device_transport.h"
+#include "fuse/protocol.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+constexpr std::uint32_t kPage = 4096;
+constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
+constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
+constexpr std::size_t kLargestWorkers = 256;
+// How long close() waits for threads in files of the host.
+constexpr std::chrono::milliseconds kStopPatience{200};
+
+void close_on_exec(int fd) {
+  const int flags = ::fcntl(fd, F_GETFD);
+  if (flags >= 0) static_cast<void>(::fcntl(fd, F_SETFD, flags | FD_CLOEXEC));
+}
+
+std::uint32_t max_write_of(const MountOptions& options) {
+  return options.max_write == 0 ? kDefaultMaxWrite : options.max_write;
+}
+
+Executor::Limits limits_of(const MountOptions& options) {
+  Executor::Limits limits;
+  if (options.worker_threads != 0) limits.buffers = options.worker_threads;
+  return limits;
+}
+
+DeviceTransportOptions transport_options(const MountOptions& options) {
+  return {.reader_threads = options.reader_threads,
+          .payload_bytes = max_write_of(options),
+          .spin = options.reader_spin,
+          .pin_hooks = options.pin_hooks};
+}
+
+std::uint64_t metadata_limit_of(const MountOptions& options) {
+  constexpr std::uint64_t kNoLimit = InodeTable::kNoMetadataLimit;
+  return options.metadata_bytes == 0 ? kNoLimit : std::min(options.metadata_bytes, kNoLimit);
+}
+
+}  // namespace
+
+// Who serves a request on an open file. Its handle, with which the arguments begin, says which kind of file it is.
+struct Mount::FileHandler {
+  std::uint32_t opcode;
+  std::size_t arguments;  // bytes
+  void (BufferOperations::*buffer)(const BufferOperations::File&, Request&, Responder);
+  void (BackingOperations::*backing)(const BackingOperations::File&, Request&, Responder);
+  void (Mount::*control)(Request&, Responder);  // null: relayed
+};
+
+const Mount::FileHandler* Mount::file_handler(std::uint32_t opcode) {
+  using Buffers = BufferOperations;
+  using Backing = BackingOperations;
+  static constexpr FileHandler kHandlers[] = {
+      {FUSE_READ, sizeof(fuse_read_in), &Buffers::read, &Backing::read, nullptr},
+      {FUSE_WRITE, sizeof(fuse_write_in), &Buffers::write, &Backing::write, nullptr},
+      {FUSE_FLUSH, sizeof(fuse_flush_in), &Buffers::flush, &Backing::flush, nullptr},
+      {FUSE_FSYNC, sizeof(fuse_fsync_in), &Buffers::flush, &Backing::fsync, nullptr},
+      {FUSE_LSEEK, sizeof(fuse_lseek_in), &Buffers::lseek, &Backing::lseek, &Mount::lseek_control_file},
+      {FUSE_FALLOCATE, sizeof(fuse_fallocate_in), &Buffers::fallocate, &Backing::fallocate, &Mount::refuse_fallocate},
+  };
+  const auto* const found = std::ranges::find(kHandlers, opcode, &FileHandler::opcode);
+  return found == std::end(kHandlers) ? nullptr : found;
+}
+
+// Who serves a request on an inode of the table; those on other inodes are relayed.
+struct Mount::InodeHandler {
+  std::uint32_t opcode;
+  std::size_t arguments;  // bytes
+  void (AttributeOperations::*serve)(const AttributeOperations::Target&, Request&, Responder);
+};
+
+const Mount::InodeHandler* Mount::inode_handler(std::uint32_t opcode) {
+  using Attributes = AttributeOperations;
+  static constexpr InodeHandler kHandlers[] = {
+      {FUSE_GETATTR, 0, &Attributes::getattr},
+      {kOpcodeStatx, 0, &Attributes::statx},
+      {FUSE_SETATTR, sizeof(fuse_setattr_in), &Attributes::setattr},
+      {FUSE_STATFS, 0, &Attributes::statfs},
+      {FUSE_GETXATTR, sizeof(fuse_getxattr_in), &Attributes::getxattr},
+      {FUSE_SETXATTR, kSetxattrShort, &Attributes::setxattr},
+      {FUSE_LISTXATTR, sizeof(fuse_getxattr_in), &Attributes::listxattr},
+      {FUSE_REMOVEXATTR, 0, &Attributes::removexattr},
+  };
+  const auto* const found = std::ranges::find(kHandlers, opcode, &InodeHandler::opcode);
+  return found == std::end(kHandlers) ? nullptr : found;
+}
+
+// ---- start and end ----
+
+Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<BufferSource> source,
+             const MountOptions& options)
+    : ended_(std::move(ended)),
+      executor_(limits_of(options)),
+      table_(std::move(source), executor_, metadata_limit_of(options)),
+      transport_(std::make_unique<DeviceTransport>(std::move(device), transport_options(options), statistics_)),
+      long_requests_(table_, executor_, statistics_, options.space_patience),
+      notifier_(*transport_, executor_, statistics_),
+      backing_(table_, options.transfers, long_requests_, statistics_),
+      relay_(std::move(relay), *transport_, table_, backing_.files(), notifier_, executor_,
+             {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
+      buffers_(table_, long_requests_, statistics_),
+      attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout) {}
+
+Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
+                                             const MountOptions& options) {
+  if (options.transport != "auto" && options.transport != "device") {
+    return Status(EINVAL, "unknown transport \"" + options.transport + "\"");
+  }
+  if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
+    return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
+  }
+  if (!(options.attribute_timeout >= 0 && options.attribute_timeout <= 1e9)) {
+    return Status(EINVAL, "the attribute timeout must be 0 or more seconds");
+  }
+  if (options.worker_threads > kLargestWorkers) return Status(EINVAL, "too many worker threads");
+  if (!device.valid() || !relay.valid()) return Status(EBADF, "a mount needs a FUSE device and a relay socket");
+  int type = 0;
+  socklen_t length = sizeof(type);
+  if (::getsockopt(relay.get(), SOL_SOCKET, SO_TYPE, &type, &length) != 0 || type != SOCK_SEQPACKET) {
+    return Status(EINVAL, "the relay must be a SOCK_SEQPACKET socket");
+  }
+  close_on_exec(device.get());
+  close_on_exec(relay.get());
+  UniqueFd ended(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!ended.valid()) return Status::from_errno(errno, "eventfd");
+  std::shared_ptr<Mount> mount(
+      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(source), options));
+  if (Status status = mount->executor_.start(); !status.ok()) return status;
+  return mount;
+}
+
+Status Mount::start() {
+  Status status = relay_.start();
+  if (status.ok()) status = transport_->start(*this);
+  if (!status.ok()) close();
+  return status;
+}
+
+void Mount::close() {
+  const std::lock_guard lock(close_mutex_);
+  if (closed_) return;
+  closed_ = true;
+  // The readers end last: until then every request is still answered, so none of the waits below can depend on one that
+  // is not. The control plane's requests are answered first, because a notification may wait for one of them.
+  relay_.stop();
+  backing_.left_behind(executor_.stop(kStopPatience));
+  transport_->stop();
+  transport_->close();
+  connection_ended();
+}
+
+void Mount::connection_ended() {
+  const std::uint64_t one = 1;
+  static_cast<void>(!::write(ended_.get(), &one, sizeof(one)));  // the counter cannot overflow
+}
+
+// ---- requests ----
+
+void Mount::handle(Request& request) {
+  const std::uint32_t opcode = request.header.opcode;
+  switch (opcode) {  // those without a reply
+    case FUSE_FORGET:
+    case FUSE_BATCH_FORGET:
+      return relay_.forward_forget(request);
+    case FUSE_INTERRUPT:
+      return interrupt(request);
+    case FUSE_NOTIFY_REPLY:  // to a notification that is never sent
+      return;
+    default:
+      break;
+  }
+  Responder responder(*transport_, statistics_, request.header.unique, opcode);
+  if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
+    return serve_file(*handler, request, std::move(responder));
+  }
+  if (const InodeHandler* const handler = inode_handler(opcode); handler != nullptr) {
+    if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid); inode) {
+      statistics_.of(opcode).native.add();
+      if (request.message.size() < sizeof(fuse_in_header) + handler->arguments) return responder.error(EINVAL);
+      return (attributes_.*handler->serve)(inode, request, std::move(responder));
+    }
+  }
+  switch (opcode) {
+    case FUSE_COPY_FILE_RANGE:
+    case kOpcodeCopyFileRange64:
+      return copy_file_range(request, std::move(responder));
+    case FUSE_RELEASE:
+      return release(request, std::move(responder));
+    case FUSE_IOCTL:
+      statistics_.of(opcode).native.add();
+      return responder.error(ENOTTY);
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+      note_listing(request);
+      break;
+    default:
+      break;
+  }
+  relay_.forward(request, std::move(responder));
+}
+
+void Mount::serve_file(const FileHandler& handler, Request& request, Responder responder) {
+  const bool whole = request.message.size() >= sizeof(fuse_in_header) + handler.arguments;
+  const auto fh = request.arguments<std::uint64_t>();
+  if (whole && !InodeTable::is_buffer(fh) && !BackingTable::is_backing(fh) && handler.control == nullptr) {
+    return relay_.forward(request, std::move(responder));
+  }
+  statistics_.of(handler.opcode).native.add();
+  if (!whole) return responder.error(EINVAL);
+  if (handler.opcode == FUSE_LSEEK) {
+    const auto in = request.arguments<fuse_lseek_in>();
+    if (in.whence != SEEK_DATA && in.whence != SEEK_HOLE) return responder.error(EINVAL);  // the kernel does the others
+    if (in.offset > kMaximumOffset) return responder.error(ENXIO);                         // a negative one
+  }
+  if (InodeTable::is_buffer(fh)) {
+    const std::shared_ptr<OpenFile> file = table_.file(fh);
+    return file ? (buffers_.*handler.buffer)(file, request, std::move(responder)) : responder.error(EBADF);
+  }
+  if (BackingTable::is_backing(fh)) {
+    const std::shared_ptr<OpenBacking> file = backing_.files().find(fh);
+    return file ? (backing_.*handler.backing)(file, request, std::move(responder)) : responder.error(EBADF);
+  }
+  (this->*handler.control)(request, std::move(responder));
+}
+
+void Mount::lseek_control_file(Request& request, Responder responder) {
+  // These files have no holes except the one at the end.
+  const auto in = request.arguments<fuse_lseek_in>();
+  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  if (!inode) return responder.error(EBADF);
+  const std::uint64_t size = inode->attributes().size;
+  if (in.offset >= size) return responder.error(ENXIO);
+  responder.body(fuse_lseek_out{in.whence == SEEK_DATA ? in.offset : size});
+}
+
+void Mount::refuse_fallocate(Request& /*request*/, Responder responder) { responder.error(EOPNOTSUPP); }
+
+void Mount::copy_file_range(Request& request, Responder responder) {
+  statistics_.of(request.header.opcode).native.add();
+  if (request.message.size() < sizeof(fuse_in_header) + sizeof(fuse_copy_file_range_in)) {
+    return responder.error(EINVAL);
+  }
+  const Result<CopyRequest> read = read_copy_request(request);
+  if (!read.ok()) return responder.error(read.error());
+  const CopyRequest& copy = read.value();
+  // Of each file one of the two, or none if it is the control plane's.
+  const auto buffer_of = [this](std::uint64_t fh) { return table_.file(fh); };
+  const auto backing_of = [this](std::uint64_t fh) { return backing_.files().find(fh); };
+  const std::shared_ptr<OpenFile> from = buffer_of(copy.in.fh_in);
+  const std::shared_ptr<OpenFile> to = buffer_of(copy.in.fh_out);
+  const std::shared_ptr<OpenBacking> from_backing = backing_of(copy.in.fh_in);
+  const std::shared_ptr<OpenBacking> to_backing = backing_of(copy.in.fh_out);
+  const auto is_stale = [](std::uint64_t fh, bool found) {
+    return !found && (InodeTable::is_buffer(fh) || BackingTable::is_backing(fh));
+  };
+  if (is_stale(copy.in.fh_in, from || from_backing) || is_stale(copy.in.fh_out, to || to_backing)) {
+    return responder.error(EBADF);
+  }
+  if (from && to) return buffers_.copy(from, to, request, copy, std::move(responder));
+  if (from_backing && to_backing) {
+    return backing_.copy(from_backing, to_backing, request, copy, std::move(responder));
+  }
+  if (from_backing && to) {
+    return backing_.copy_with_buffer(from_backing, to, true, request, copy, std::move(responder));
+  }
+  if (from && to_backing) {
+    return backing_.copy_with_buffer(to_backing, from, false, request, copy, std::move(responder));
+  }
+  // The kernel then copies by reads and writes. Never relayed: it would remember an ENOSYS for the whole mount.
+  responder.error(EXDEV);
+}
+
+void Mount::release(Request& request, Responder responder) {
+  // Quick: the executor frees the memory of a file that is gone. The control plane closes all but buffers.
+  const auto in = request.arguments<fuse_release_in>();
+  if (!InodeTable::is_buffer(in.fh) || !table_.release(in.fh).ok()) {
+    return relay_.forward(request, std::move(responder));
+  }
+  statistics_.of(FUSE_RELEASE).native.add();
+  responder.ok();
+}
+
+void Mount::note_listing(const Request& request) {
+  // The control plane lists, but its library does not report O_NOATIME.
+  const auto in = request.arguments<fuse_read_in>();
+  if (in.offset != 0 || (in.flags & O_NOATIME) != 0) return;
+  if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) table_.was_read(*inode);
+}
+
+void Mount::interrupt(const Request& request) {
+  statistics_.interrupts.add();
+  fuse_interrupt_in in{};
+  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
+    statistics_.bad_requests.add();
+    return;
+  }
+  if (relay_.interrupt(in.unique)) {
+    statistics_.interrupts_relayed.add();
+    return;
+  }
+  const Executor::Cancelled outcome = executor_.cancel(in.unique);
+  if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
+  (outcome == Executor::Cancelled::kRemembered ? statistics_.interrupts_remembered : statistics_.interrupts_cancelled)
+      .add();
+}
+
+std::string Mount::statistics() const {
+  JsonWriter json;
+  json.open("transport");
+  transport_->write_statistics(json);
+  json.close();
+  json.open("init");
+  relay_.init().write_statistics(json);
+  json.close();
+  json.open("control_plane");
+  relay_.write_statistics(json);
+  json.close();
+  json.open("pool");
+  const Executor::Counts jobs = executor_.counts();
+  json.number("limit", executor_.limits().buffers);
+  json.number("threads", jobs.threads);
+  json.number("running", jobs.running);
+  json.number("queued", jobs.queued);
+  json.number("waiting_for_memory", jobs.parked);
+  json.number("jobs", jobs.submitted);
+  json.close();
+  json.open("backing");
+  backing_.write_statistics(json);
+  json.close();
+  json.open("table");
+  const InodeTable::Counts counts = table_.counts();
+  json.number("inodes", counts.inodes);
+  json.number("open_files", counts.files);
+  json.number("orphans", counts.orphans);
+  json.number("metadata_bytes", counts.metadata_bytes);
+  json.number("metadata_limit", table_.metadata_limit());
+  json.number("orphan_bytes", table_.orphan_bytes(-1));
+  json.close();
+  write_statistics(statistics_, json);
+  return json.finish();
+}
+
+}  // namespace gpufs::fuse

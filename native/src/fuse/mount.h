@@ -1,0 +1,108 @@
+// One mount's data plane: the transport, the inode table, the operations, the relay and the executor put together.
+// Ownership: shared by its handle and calls under way.
+// start() and close() are the owner's, neither on a thread of the mount's; any thread may call the rest.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+#include "fuse/attribute_operations.h"
+#include "fuse/backing_operations.h"
+#include "fuse/buffer_operations.h"
+#include "fuse/buffer_source.h"
+#include "fuse/executor.h"
+#include "fuse/inode_table.h"
+#include "fuse/long_requests.h"
+#include "fuse/notifier.h"
+#include "fuse/payload_memory.h"
+#include "fuse/relay.h"
+#include "fuse/statistics.h"
+#include "fuse/transport.h"
+#include "io/transfer_engine.h"
+
+namespace gpufs::fuse {
+
+struct MountOptions {
+  std::string transport = "auto";  // "auto" or "device"
+  std::size_t reader_threads = 0;  // 0: chosen by the number of CPUs
+  std::chrono::nanoseconds reader_spin{0};
+  std::size_t worker_threads = 0;    // most for one device; 0: default
+  std::uint32_t max_write = 0;       // page multiple; 0: default
+  std::uint64_t mask_flags = 0;      // INIT flags treated as not offered
+  double attribute_timeout = 1.0;    // seconds
+  std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit
+  // How long a write that finds the device full waits for memory of removed files to come back.
+  std::chrono::milliseconds space_patience{3000};
+  PinHooks pin_hooks;
+  std::shared_ptr<TransferEngine> transfers;  // null: the kernel copies between buffers and files of the host
+};
+
+class Mount final : private RequestHandler {
+ public:
+  // Takes over both descriptors, also when it fails. EINVAL for impossible options.
+  static Result<std::shared_ptr<Mount>> create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
+                                               const MountOptions& options);
+  ~Mount() override { close(); }
+  Mount(const Mount&) = delete;
+  Mount& operator=(const Mount&) = delete;
+
+  Status start();
+
+  // Readable once the connection has ended. Valid for the mount's life.
+  [[nodiscard]] int ended_fd() const { return ended_.get(); }
+
+  // Ends everything, whatever its state: requests under way are answered, threads joined, descriptors closed. The first
+  // caller does it, others wait.
+  void close();
+
+  [[nodiscard]] InodeTable& table() { return table_; }
+  [[nodiscard]] Notifier& notifier() { return notifier_; }
+  [[nodiscard]] BackingTable& backing_files() { return backing_.files(); }
+  [[nodiscard]] std::string statistics() const;
+
+ private:
+  struct FileHandler;
+  struct InodeHandler;
+  static const FileHandler* file_handler(std::uint32_t opcode);
+  static const InodeHandler* inode_handler(std::uint32_t opcode);
+
+  Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<BufferSource> source,
+        const MountOptions& options);
+
+  void handle(Request& request) override;
+  void connection_ended() override;
+
+  void interrupt(const Request& request);
+  void serve_file(const FileHandler& handler, Request& request, Responder responder);
+  // For files of the control plane, which does not know these requests: its ENOSYS would end them on the whole mount.
+  void lseek_control_file(Request& request, Responder responder);
+  void refuse_fallocate(Request& request, Responder responder);
+  // A copy is about two files.
+  void copy_file_range(Request& request, Responder responder);
+  void release(Request& request, Responder responder);
+  void note_listing(const Request& request);
+
+  UniqueFd ended_;
+  mutable Statistics statistics_;
+  // Each uses those above it.
+  Executor executor_;
+  InodeTable table_;
+  std::unique_ptr<Transport> transport_;
+  LongRequests long_requests_;
+  Notifier notifier_;
+  BackingOperations backing_;
+  Relay relay_;
+  BufferOperations buffers_;
+  AttributeOperations attributes_;
+
+  std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
+  bool closed_ = false;
+};
+
+}  // namespace gpufs::fuse

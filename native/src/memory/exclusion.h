@@ -1,0 +1,72 @@
+// Keeps writers, or all users of a part, out of an ExtentBuffer while its memory changes.
+// Owned by the function that changes the memory, on its stack; one at a time for each buffer.
+// The thread that holds the buffer's mutation_mutex_.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+
+#include "base/thread.h"
+#include "memory/extent_buffer.h"
+
+namespace gpufs {
+
+class ExtentBuffer::Exclusion {
+ public:
+  explicit Exclusion(ExtentBuffer& buffer) : buffer_(buffer) {}
+  ~Exclusion() {
+    if (!begun_) return;
+    {
+      const std::lock_guard lock(buffer_.state_mutex_);
+      buffer_.write_limit_ = kNoLimit;
+      buffer_.publish_limit_ = kNoLimit;
+      buffer_.gate_offset_ = 0;
+      buffer_.gate_end_ = 0;
+    }
+    buffer_.state_changed_.notify_all();
+  }
+  Exclusion(const Exclusion&) = delete;
+  Exclusion& operator=(const Exclusion&) = delete;
+
+  // No write begins any more that ends above `limit`. Needs state_mutex_.
+  void limit_writers_locked(std::uint64_t limit) {
+    begun_ = true;
+    buffer_.write_limit_ = limit;
+  }
+
+  // No write begins any more, and none is in progress when this returns true. False: one is, and this thread must not
+  // wait.
+  [[nodiscard]] bool stop_writers() {
+    std::unique_lock lock(buffer_.state_mutex_);
+    limit_writers_locked(0);
+    if (!this_thread_may_wait()) return buffer_.writers_.empty();
+    buffer_.state_changed_.wait(lock, [this] { return buffer_.writers_.empty(); });
+    return true;
+  }
+
+  // Closes the gate around what the driver moves when it releases `removed`. True if that is more than `removed`. Needs
+  // both mutexes.
+  bool close_gate_locked(const Extents& removed) {
+    bool moves = false;
+    std::uint64_t start = kNoLimit;
+    std::uint64_t end = 0;
+    for (const Extent& extent : removed) {
+      const MemorySpan span = buffer_.memory_->release_span(extent.offset, extent.bytes);
+      moves = moves || span.offset < extent.offset || span.offset + span.bytes > extent.offset + extent.bytes;
+      start = std::min(start, span.offset);
+      end = std::max(end, span.offset + span.bytes);
+    }
+    if (!moves) return false;
+    begun_ = true;
+    buffer_.gate_offset_ = start;
+    buffer_.gate_end_ = end;
+    return true;
+  }
+
+ private:
+  ExtentBuffer& buffer_;
+  bool begun_ = false;
+};
+
+}  // namespace gpufs

@@ -1,0 +1,391 @@
+// What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot, addresses for others.
+//
+// When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
+// and tries again. Nothing else is given up for a caller; memory of removed files is waited for above this layer.
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "base/thread.h"
+#include "memory/exclusion.h"
+#include "memory/extent_buffer.h"
+
+namespace gpufs {
+namespace {
+
+// No reservation is smaller: a file that grows to this size moves its range once at most.
+constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
+// A growing file preallocates as much as it has, up to the most: a call of a GPU's driver costs 0.1 to 0.3 ms whatever
+// it takes, and this is 16 ms of writing at 4 GB/s. It never takes more than one part in so many of the device's free
+// memory, since releasing the unused part of a piece needs space to copy the used part to.
+constexpr std::uint64_t kMostPreallocated = std::uint64_t{64} << 20;
+constexpr std::uint64_t kFreeParts = 16;
+// A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of them.
+constexpr std::chrono::milliseconds kReclaimPatience{100};
+constexpr std::chrono::milliseconds kTrimPatience{10};
+constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released
+
+}  // namespace
+
+// ---- a full device ----
+
+Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt) {
+  for (int number = 1;; ++number) {
+    const std::uint64_t releases = context_->trim_count();
+    Status status = attempt();
+    if (status.error() != ENOSPC || number == kMostAttempts || !this_thread_may_wait()) return status;
+    if (!reclaim(releases)) return status;
+  }
+}
+
+// True once some buffer has released memory since that many had.
+bool ExtentBuffer::reclaim(std::uint64_t releases_before) {
+  const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
+  for (;;) {
+    bool busy = false;
+    for (const std::weak_ptr<Buffer>& listed : context_->trimmable()) {
+      const std::shared_ptr<Buffer> buffer = listed.lock();
+      // One that is gone is releasing all it has.
+      if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
+      if (std::chrono::steady_clock::now() >= deadline) break;
+    }
+    if (context_->trim_count() != releases_before) return true;
+    if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// ---- snapshots and accounts ----
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
+  return std::make_shared<Snapshot>(*this, range_, std::move(extents));
+}
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot() {
+  return std::make_shared<Snapshot>(*this, nullptr, Extents{});
+}
+
+void ExtentBuffer::replace(SnapshotPointer next) {
+  const std::lock_guard lock(state_mutex_);
+  // The old one is destroyed with the argument, after the lock is released.
+  snapshot_.swap(next);
+}
+
+void ExtentBuffer::account() {
+  const SnapshotPointer now = current();
+  const std::uint64_t own = total_bytes(preallocated_) + (now->slot != nullptr ? 0 : total_bytes(now->extents));
+  context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
+  own_held_ = own;
+  // The slot's slab is counted by its pool.
+  held_.store(now->slot != nullptr ? now->slot->bytes() : own, std::memory_order_release);
+}
+
+// ---- growth ----
+
+Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool speculative) {
+  if (end > address_limit_) {
+    return Status(EFBIG, "the buffer's address is promised for " + std::to_string(address_limit_) + " bytes at most");
+  }
+  if (covered(current()->extents, offset, end)) return {};
+  SlabPool* const slabs = context_->slabs();
+  if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
+    // Without a slab the file can still have memory of its own, unless the device is full.
+    Status status = ensure_slot(*slabs, end);
+    if (status.ok() || status.error() == ENOSPC || status.error() == EAGAIN) return status;
+    log_debug("a small file gets memory of its own: ", status.message());
+  }
+  return ensure_own(offset, end, end, /*fixed=*/false, speculative);
+}
+
+Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
+  Result<std::shared_ptr<SlabPool::Slot>> taken = slabs.take(end);
+  if (!taken.ok()) return taken.status();
+  const std::shared_ptr<SlabPool::Slot> slot = taken.take();
+  Exclusion exclusion(*this);
+  const std::shared_ptr<SlabPool::Slot> old = current()->slot;
+  if (old != nullptr) {
+    if (!exclusion.stop_writers()) return would_wait();
+    Status status = context_->device().copy_within(slot->address(), old->address(), old->bytes());
+    if (!status.ok()) return status;
+  }
+  replace(std::make_shared<Snapshot>(*this, slot));
+  account();
+  return {};
+}
+
+Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool fixed,
+                                bool speculative) {
+  const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
+  const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes(), granule_) : 0;
+  if (memory_ == nullptr) {
+    Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
+    if (!created.ok()) return created.status();
+    memory_ = created.take();
+  }
+  Status status = reserve_own(std::max(reserve_end, slot_end), fixed);
+  if (status.ok()) {
+    const Extents existing = slot != nullptr ? Extents{} : current()->extents;
+    Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
+    if (offset < end) {
+      const Extents wanted = holes(joined(existing, missing), round_down(offset, granule_), round_up(end, granule_));
+      missing = joined(missing, wanted);
+    }
+    if (slot != nullptr) {
+      status = leave_slot(missing);
+    } else if (!missing.empty()) {
+      status = grow_own(missing, speculative);
+    }
+  }
+  if (!status.ok()) {
+    drop_empty_memory();
+  } else if (memory_ != nullptr) {
+    context_->add_trimmable(this, weak_from_this());
+  }
+  return status;
+}
+
+// Makes all of `missing` exist, from what is preallocated and from the device.
+Status ExtentBuffer::grow_own(const Extents& missing, bool speculative) {
+  const Extents existing = current()->extents;
+  Extents preallocated = without(preallocated_, missing);
+  Extents fresh = without(missing, preallocated_);
+  if (!fresh.empty()) {
+    const std::uint64_t end = end_of(fresh);
+    const bool highest = end > end_of(existing) && end > end_of(preallocated_);
+    const std::uint64_t more = speculative && highest ? bytes_to_preallocate(end, total_bytes(existing)) : 0;
+    fresh.back().bytes += more;
+    Status status = memory_->populate(fresh);
+    if (status.error() == ENOSPC && more > 0) {
+      fresh.back().bytes -= more;
+      status = memory_->populate(fresh);
+    } else if (more > 0) {
+      preallocated = joined(preallocated, {{end, more}});
+    }
+    if (!status.ok()) return status;
+  }
+  preallocated_ = std::move(preallocated);
+  replace(make_snapshot(joined(existing, missing)));
+  account();
+  return {};
+}
+
+std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing) {
+  // Fixed memory, or addresses that are memory, could not go back.
+  if (!preallocates_ || existing == 0 || exported_ || address_limit_ != kNoLimit) return 0;
+  const Result<MemoryInfo> memory = context_->device().memory();
+  if (!memory.ok()) return 0;
+  const std::uint64_t most = std::min(kMostPreallocated, memory.value().free_bytes / kFreeParts);
+  return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
+}
+
+void ExtentBuffer::preallocate_on_growth() {
+  // Where the CPU can address the memory, what costs is the memory and not the call.
+  if (context_->info().cpu_addressable || context_->info().reserve_copies) return;
+  const std::lock_guard mutation(mutation_mutex_);
+  preallocates_ = true;
+}
+
+void ExtentBuffer::expect(std::uint64_t end) {
+  std::uint64_t before = expected_end_.load(std::memory_order_relaxed);
+  while (before < end && !expected_end_.compare_exchange_weak(before, end, std::memory_order_relaxed)) {
+  }
+}
+
+Status ExtentBuffer::reserve_own(std::uint64_t end, bool fixed) {
+  if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
+  Extents existing;
+  bool in_slot = false;
+  {
+    const SnapshotPointer now = current();
+    in_slot = now->slot != nullptr;
+    if (!in_slot) existing = now->extents;
+  }
+  const std::uint64_t existing_end = in_slot ? 0 : std::max(end_of(existing), end_of(preallocated_));
+  const std::uint64_t needed = round_up(std::max(end, existing_end), granule_);
+  const bool copies = context_->info().reserve_copies;
+  std::uint64_t wanted = needed;
+  if (!fixed) {
+    // More than the device has cannot come, whatever is expected.
+    const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
+    const std::uint64_t expected =
+        round_up(std::min(expected_end_.load(std::memory_order_relaxed), possible), granule_);
+    // Addresses cost nothing, so a growing file seldom needs new ones; where they are memory, doubling has to do.
+    wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation / 4})) * 4
+             : expected > needed ? expected
+                                 : std::bit_ceil(needed);
+    wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
+  }
+  Exclusion exclusion(*this);
+  if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
+  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted);
+  while (wanted > needed && (reserved.error() == ENOMEM || reserved.error() == ENOSPC)) {
+    wanted = std::max(needed, wanted / 2);
+    reserved = memory_->reserve(wanted);
+  }
+  // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
+  if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
+  if (!reserved.ok()) return reserved.status();
+  range_ = reserved.take();
+  // Later memory appears in the new range alone, so whatever is published from now on must show that.
+  if (!in_slot) replace(make_snapshot(std::move(existing)));
+  return {};
+}
+
+// Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
+Status ExtentBuffer::leave_slot(const Extents& missing) {
+  Status status = memory_->populate(missing);
+  if (!status.ok()) return status;
+  Exclusion exclusion(*this);
+  if (!exclusion.stop_writers()) return would_wait();
+  {
+    const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
+    status = context_->device().copy_within(range_->base(), slot->address(), slot->bytes());
+  }
+  if (!status.ok()) return status;
+  replace(make_snapshot(missing));
+  account();
+  return {};
+}
+
+void ExtentBuffer::drop_empty_memory() {
+  if (exported_ || address_limit_ != kNoLimit) return;
+  bool in_slot = false;
+  {
+    const SnapshotPointer now = current();
+    in_slot = now->slot != nullptr;
+    if (!in_slot && !now->extents.empty()) return;
+  }
+  if (!in_slot) replace(make_empty_snapshot());
+  preallocated_.clear();
+  range_.reset();
+  memory_.reset();
+  account();
+}
+
+// ---- calls that take memory ----
+
+Status ExtentBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok() || bytes == 0) return status;
+  return retry_when_full([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    return ensure(offset, end, /*speculative=*/false);
+  });
+}
+
+void ExtentBuffer::add_fallocated(std::uint64_t offset, std::uint64_t end) {
+  const std::uint64_t start = round_down(offset, granule_);
+  const Extents asked{{start, round_up(end, granule_) - start}};
+  fallocated_ = joined(fallocated_, without(asked, fallocated_));
+}
+
+Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  std::uint64_t end = 0;
+  if (bytes == 0) return Status(EINVAL, "allocating nothing");
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  return retry_when_full([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    Status allocated = ensure(offset, end, /*speculative=*/false);
+    if (allocated.ok()) keep_size ? add_fallocated(offset, end) : publish(end);
+    return allocated;
+  });
+}
+
+Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  std::uint64_t end = 0;
+  if (bytes == 0) return Status(EINVAL, "zeroing nothing");
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  return retry_when_full([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    const Extents existing = inside(current()->extents, offset, end);
+    Status zeroed = ensure(offset, end, /*speculative=*/false);
+    for (const Extent& extent : existing) {
+      if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
+    }
+    if (zeroed.ok()) keep_size ? add_fallocated(offset, end) : publish(end);
+    return zeroed;
+  });
+}
+
+Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
+  if (offset >= end) return {};
+  const SnapshotPointer now = current();
+  for (const Extent& extent : inside(now->extents, offset, end)) {
+    Status status = context_->device().zero(now->base + extent.offset, extent.bytes);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+// ---- addresses for others ----
+
+Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
+  if (maximum_bytes == 0) return Status(EINVAL, "an address for nothing");
+  if (maximum_bytes > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
+  DeviceAddress address = 0;
+  const Status status = retry_when_full([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    return fix_address(maximum_bytes, &address);
+  });
+  if (!status.ok()) return status;
+  return address;
+}
+
+Status ExtentBuffer::fix_address(std::uint64_t maximum_bytes, DeviceAddress* address) {
+  (void)release_unused(TimePoint::max());  // which could not go back later
+  if (address_limit_ == kNoLimit) {
+    {
+      const std::lock_guard lock(state_mutex_);
+      const std::uint64_t highest = highest_locked();
+      if (highest > maximum_bytes) {
+        return Status(EFBIG, "the buffer has " + std::to_string(highest) + " bytes, more than its address is to hold");
+      }
+    }
+    Status status = ensure_own(0, 0, maximum_bytes, /*fixed=*/true, /*speculative=*/false);
+    if (!status.ok()) return status;
+    // Writes that began since then, in memory that was allocated before, count too; later ones see the limit.
+    const std::lock_guard lock(state_mutex_);
+    if (highest_locked() > maximum_bytes) {
+      return Status(EFBIG, "the buffer is growing past what its address is to hold");
+    }
+    address_limit_ = maximum_bytes;
+  } else if (maximum_bytes > address_limit_) {
+    if (maximum_bytes > range_->bytes()) {
+      return Status(EFBIG, "the buffer's address is promised for " + std::to_string(address_limit_) + " bytes at most");
+    }
+    const std::lock_guard lock(state_mutex_);
+    address_limit_ = maximum_bytes;
+  }
+  memory_->fix_in_place();
+  *address = range_->base();
+  return {};
+}
+
+Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
+  Result<std::vector<ExportedMemory>> exported = Status(EIO, "");
+  const Status status = retry_when_full([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    (void)release_unused(TimePoint::max());
+    Status done = ensure_own(0, 0, 0, /*fixed=*/false, /*speculative=*/false);
+    if (!done.ok()) return done;
+    exported = memory_->export_memory();
+    done = exported.status();
+    exported_ = exported_ || done.ok();
+    if (!done.ok()) drop_empty_memory();
+    return done;
+  });
+  if (!status.ok()) return status;
+  return exported;
+}
+
+}  // namespace gpufs
