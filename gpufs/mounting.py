@@ -1,7 +1,7 @@
 """Mounting and unmounting: system calls as root, fusermount3 as a user, and the list of mounts in mountinfo.
 
-Nothing here touches a file of a mount, so nothing here can hang because a mount does. Root works on descriptors whose
-place has been checked: whoever owns a part of the path cannot redirect root by exchanging it for a symbolic link.
+Nothing here touches a file of a mount, so a mount that hangs blocks nothing here. Root works on descriptors whose place
+has been checked: the owner of a part of the path cannot redirect root by replacing it with a symbolic link.
 """
 
 import ctypes
@@ -9,9 +9,7 @@ import errno
 import os
 import re
 import select
-import shutil
 import socket
-import subprocess
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Final
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
 
-# Of the options of mount(8), those that are flags of mount(2) and may be chosen: nosuid and nodev always are.
+# The options of mount(8) that are flags of mount(2) and may be chosen; nosuid and nodev are always set.
 FLAGS: Final = {
     "ro": 1,
     "noexec": 8,
@@ -34,7 +32,7 @@ FLAGS: Final = {
     "strictatime": 1 << 24,
     "lazytime": 1 << 25,
 }
-# Those that fusermount3 takes. The others say how access times are kept, which for FUSE the daemon does.
+# The flags that fusermount3 accepts. The others are about access times, which the daemon keeps for FUSE.
 _USER_FLAGS: Final = frozenset({"ro", "noexec", "sync", "dirsync", "noatime"})
 _MS_NOSUID: Final = 2
 _MS_NODEV: Final = 4
@@ -48,7 +46,7 @@ _CLOEXEC: Final = 1  # of fsopen and fsmount
 _SET_FLAG: Final = 0  # commands of fsconfig
 _SET_STRING: Final = 1
 _CREATE: Final = 6
-_EMPTY_PATHS: Final = 0x44  # of move_mount: both descriptors are meant themselves
+_EMPTY_PATHS: Final = 0x44  # of move_mount: the descriptors themselves are the source and the target
 # FLAGS in the form that fsmount takes: attributes of one mount. Relative access times are the default.
 _ATTRIBUTES: Final = {"ro": 1, "noexec": 8, "nodiratime": 0x80, "nosymfollow": 0x200000}
 _ATTRIBUTE_NOSUID: Final = 2
@@ -60,7 +58,7 @@ _FILE_SYSTEM_FLAGS: Final = ("ro", "sync", "dirsync", "lazytime")
 _MNT_FORCE: Final = 1
 _MNT_DETACH: Final = 2
 _UMOUNT_NOFOLLOW: Final = 8
-# How a mount answers whose daemon is dead.
+# The errors of a mount whose daemon is dead.
 _DEAD: Final = (errno.ENOTCONN, errno.ECONNABORTED)
 _CONNECTIONS: Final = "/sys/fs/fuse/connections"
 _FUSERMOUNT_TIMEOUT: Final = 30.0
@@ -75,21 +73,22 @@ class MountEntry:
     """One gpufs mount, as the kernel lists it."""
 
     mountpoint: str
+    root: str  # the directory of the file system that is shown there
     device: str  # "major:minor", the st_dev of its files
     source: str
     options: str
     fstype: str
     number: int  # the mount's ID
-    flags: frozenset[str]  # of this mountpoint: rw, nosuid, relatime, ...; ro also where the file system is read-only
+    flags: frozenset[str]  # of this mountpoint: rw, nosuid, relatime, ...; ro also if the file system is read-only
 
     @property
     def identity(self) -> str:
-        """Which mount it is, whatever its options have become: no two that exist at a time have the same."""
+        """Identifies the mount, whatever its options become: no two mounts that exist at a time have the same."""
         return f"{self.number} {self.device}"
 
     @property
     def uid(self) -> int:
-        """The user who mounted it."""
+        """The user that mounted it."""
         found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
         return int(found[1]) if found else 0
 
@@ -101,13 +100,13 @@ class MountEntry:
 
 
 def _undo_escapes(text: str) -> str:
-    """A field of mountinfo, in which blanks and backslashes stand as three octal digits."""
+    """A field of mountinfo, in which blanks and backslashes are escaped as three octal digits."""
     raw = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), os.fsencode(text))
     return os.fsdecode(raw)
 
 
-def _listed(pid: str = "self") -> Iterator[MountEntry]:
-    """Every mount that a process can see, of any type, in the kernel's order."""
+def listed(pid: str = "self") -> Iterator[MountEntry]:
+    """Every mount that a process sees, of any type, in the kernel's order."""
     with open(f"/proc/{pid}/mountinfo", errors="surrogateescape", newline="\n") as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
@@ -115,6 +114,7 @@ def _listed(pid: str = "self") -> Iterator[MountEntry]:
             fstype, source, options = fields[separator + 1 : separator + 4]
             yield MountEntry(
                 _undo_escapes(fields[4]),
+                _undo_escapes(fields[3]),
                 fields[2],
                 _undo_escapes(source),
                 options,
@@ -125,24 +125,24 @@ def _listed(pid: str = "self") -> Iterator[MountEntry]:
 
 
 def mounts(pid: str = "self") -> list[MountEntry]:
-    """The gpufs mounts that a process can see, dead ones as well; of several on one mountpoint the uppermost.
+    """The gpufs mounts that a process sees, dead ones as well; of several on one mountpoint the uppermost.
 
-    OSError where ``pid`` is another's process, or has ended.
+    OSError if ``pid`` belongs to another user or has ended.
     """
     found: dict[str, MountEntry] = {}
-    for entry in _listed(pid):
+    for entry in listed(pid):
         found.pop(entry.mountpoint, None)  # each hides what was mounted there before it
         found[entry.mountpoint] = entry
     return [entry for entry in found.values() if entry.fstype == FILESYSTEM_TYPE]
 
 
 def mountpoints() -> list[str]:
-    """Where this process can see anything mounted, of whatever kind."""
-    return [entry.mountpoint for entry in _listed()]
+    """Where anything is mounted, of any type, as this process sees it."""
+    return [entry.mountpoint for entry in listed()]
 
 
 def entry_of(mountpoint: str) -> MountEntry | None:
-    """The gpufs mount at an absolute path without symbolic links, None where there is none."""
+    """The gpufs mount at an absolute path without symbolic links, None if there is none."""
     return next((entry for entry in mounts() if entry.mountpoint == mountpoint), None)
 
 
@@ -152,13 +152,13 @@ def entry_with(identity: str) -> MountEntry | None:
 
 
 def filesystem_type(device: int) -> str | None:
-    """What kind of file system has this st_dev; None where no mount shows it under that number."""
+    """The type of the file system with this st_dev; None if no mount has that number."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    return next((entry.fstype for entry in _listed() if entry.device == number), None)
+    return next((entry.fstype for entry in listed() if entry.device == number), None)
 
 
 class Changes:
-    """Tells when mounts of this process's namespace have come, gone or changed. For one thread."""
+    """Waits for changes of the mounts in this process's namespace. For one thread."""
 
     def __init__(self) -> None:
         self._file = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - as long as this object
@@ -166,12 +166,8 @@ class Changes:
         self._poll.register(self._file, select.POLLPRI)
 
     def wait(self) -> None:
-        """Returns after the next change since the last call, or since this object was made."""
+        """Returns after the next change since the last call, or since this object was created."""
         self._poll.poll()
-
-    def close(self) -> None:
-        """Not while another thread waits."""
-        self._file.close()
 
 
 def _open_device() -> int:
@@ -188,7 +184,7 @@ def _bits(flags: Collection[str]) -> ctypes.c_ulong:
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:
-    """A system call. OSError where it fails."""
+    """Makes a system call. OSError if it fails."""
     result: int = _libc.syscall(
         ctypes.c_long(number), *(ctypes.c_long(x) if isinstance(x, int) else x for x in arguments)
     )
@@ -200,20 +196,20 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
 
 def _attributes(flags: Collection[str]) -> int:
     bits = _ATTRIBUTE_NOSUID | _ATTRIBUTE_NODEV | sum(bit for name, bit in _ATTRIBUTES.items() if name in flags)
-    if "strictatime" in flags:  # as for mount(2), of several ways to keep access times the strictest counts
+    if "strictatime" in flags:  # as in mount(2), the strictest of several ways to keep access times counts
         return bits | _ATTRIBUTE_STRICTATIME
     return bits | (_ATTRIBUTE_NOATIME if "noatime" in flags else 0)
 
 
 def _number_of(fd: int) -> int:
-    """The ID of the mount that a descriptor is of; asks its file system nothing."""
+    """The ID of the mount that a descriptor belongs to. Asks the file system nothing."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["mnt_id"])
 
 
 def _open_directory(path: str) -> int:
-    """A directory for use in system calls. OSError where the path now leads elsewhere, through a symbolic link."""
+    """A descriptor of a directory. OSError if the path leads through a symbolic link by now."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != path:
@@ -225,7 +221,7 @@ def _open_directory(path: str) -> int:
 
 
 def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> tuple[int, MountEntry]:
-    """Attaches a detached mount to the directory by descriptor, and undoes that if it is not at its place then."""
+    """Attaches a new mount to the directory by descriptor; undoes that if the mount is not at its place afterwards."""
     fuse = _open_device()
     with ExitStack() as held:
         opened = held.enter_context(ExitStack())
@@ -255,15 +251,30 @@ def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Coll
             raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
         try:
             number = _number_of(mount)
-            entry = next((one for one in _listed() if one.number == number), None)
+            entry = next((one for one in listed() if one.number == number), None)
             if entry is None or entry.mountpoint != mountpoint:
                 where = "nowhere" if entry is None else entry.mountpoint
-                raise OSError(errno.EIO, f"{mountpoint}: mount failed: it was moved while mounting (to {where})")
+                raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved (to {where})")
         except BaseException:
             _libc.umount2(f"/proc/self/fd/{mount}".encode(), _MNT_DETACH)
             raise
         opened.pop_all()
         return fuse, entry
+
+
+def _fusermount(purpose: str) -> str:
+    """The path of fusermount3, the set-user-id program with which users mount. OSError if it is not installed."""
+    import shutil  # copies, which only read mountinfo, do without it
+
+    program = shutil.which("fusermount3")
+    if program is None:
+        raise OSError(errno.ENOENT, f"fusermount3 is needed to {purpose} as a user: install the package fuse3")
+    return program
+
+
+def _last_line(output: bytes, default: str) -> str:
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("fusermount3: ") if lines else default
 
 
 def _option(text: str) -> str:
@@ -273,9 +284,9 @@ def _option(text: str) -> str:
 
 def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
     """fusermount3 opens the device, mounts, and sends the descriptor over the socket that _FUSE_COMMFD names."""
-    program = shutil.which("fusermount3")
-    if program is None:
-        raise OSError(errno.ENOENT, "fusermount3 is needed to mount as a user: install the package fuse3")
+    import subprocess
+
+    program = _fusermount("mount")
     options = [f"fsname={_option(source)}", "subtype=gpufs", "default_permissions", "nosuid", "nodev"]
     options += sorted(_USER_FLAGS.intersection(flags))
     if allow_other:
@@ -297,13 +308,11 @@ def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Colle
             _, descriptors, _, _ = socket.recv_fds(ours, _DESCRIPTOR_BYTES, 1)
         except OSError:
             process.kill()
-        _, said = process.communicate()
+        _, output = process.communicate()
     if descriptors:
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
-    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
-    reason = lines[-1].removeprefix("fusermount3: ") if lines else "fusermount3 gave no descriptor"
-    raise OSError(errno.EPERM, f"{mountpoint}: {reason}")
+    raise OSError(errno.EPERM, f"{mountpoint}: {_last_line(output, 'fusermount3 gave no descriptor')}")
 
 
 def mount(
@@ -312,8 +321,8 @@ def mount(
     """Mounts an empty FUSE connection at ``mountpoint``; returns its descriptor, which is close-on-exec, and the mount.
 
     ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev; ``flags``
-    are names of FLAGS. As root by system calls, otherwise by fusermount3. OSError with one line for the user where that
-    cannot be; nothing is mounted then.
+    are names of FLAGS. Root uses system calls, other users fusermount3. On failure, an OSError with one line for the
+    user, nothing is mounted.
     """
     if os.geteuid() == 0:
         return _mount_directly(mountpoint, source, allow_other, flags)
@@ -332,7 +341,7 @@ def mount(
 
 @contextmanager
 def _opened(entry: MountEntry) -> Iterator[int]:
-    """A descriptor of the root of this very mount. OSError EINVAL where another one is mounted at its place."""
+    """A descriptor of the mount's root. OSError EINVAL if another mount has taken its place."""
     fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if _number_of(fd) != entry.number:
@@ -343,7 +352,7 @@ def _opened(entry: MountEntry) -> Iterator[int]:
 
 
 def remount(entry: MountEntry, flags: Collection[str]) -> None:
-    """Gives a mount other FLAGS; those that are not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
+    """Replaces a mount's FLAGS; those not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
     with _opened(entry) as fd:
         bits = ctypes.c_ulong(_bits(flags).value | _MS_REMOUNT)
         if _libc.mount(None, f"/proc/self/fd/{fd}".encode(), None, bits, None) != 0:
@@ -352,9 +361,9 @@ def remount(entry: MountEntry, flags: Collection[str]) -> None:
 
 
 def abort(entry: MountEntry) -> bool:
-    """Cuts a mount's connection, so that whoever waits for it gets an error. False where we may not or cannot.
+    """Cuts a mount's connection, so that every call that waits for it fails. Returns False if that is not possible.
 
-    Root and the mount's user may, where the kernel's control file system for FUSE is mounted.
+    Root and the mount's user may do it if the kernel's control file system for FUSE is mounted.
     """
     try:
         fd = os.open(f"{_CONNECTIONS}/{os.minor(entry.st_dev)}/abort", os.O_WRONLY | os.O_CLOEXEC)
@@ -368,7 +377,7 @@ def abort(entry: MountEntry) -> bool:
 
 
 def unmount_dead(entry: MountEntry) -> bool:
-    """Detaches this very mount if its daemon is dead; False where it is not, or is no longer there. OSError as unmount.
+    """Detaches this mount if its daemon is dead. False if the daemon lives or the mount is gone. OSError as unmount().
 
     Waits until a daemon that is ending has ended, or a living one has answered.
     """
@@ -382,7 +391,7 @@ def unmount_dead(entry: MountEntry) -> bool:
                     return False
             if os.geteuid() != 0:
                 unmount(entry.mountpoint, lazy=True)
-            # By the descriptor: whatever is mounted there in this moment stays.
+            # By the descriptor: another mount at the same place stays.
             elif _libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH) != 0:
                 code = ctypes.get_errno()
                 raise OSError(code, f"{entry.mountpoint}: {os.strerror(code)}")
@@ -394,19 +403,19 @@ def unmount_dead(entry: MountEntry) -> bool:
 
 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
-    """Takes a mount away. OSError, with one line: EBUSY while it is used, EPERM, EINVAL where nothing is mounted.
+    """Unmounts. OSError, with one line: EBUSY while it is used, EPERM, EINVAL if nothing is mounted.
 
-    ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, so that what
-    hangs in it ends; a user who is not root cannot do that and gets a lazy unmount instead.
+    ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, which ends calls
+    that hang; a user other than root gets a lazy unmount instead.
     """
     if os.geteuid() == 0:
         flags = _UMOUNT_NOFOLLOW | (_MNT_FORCE if force else 0) | (_MNT_DETACH if lazy else 0)
-        # By way of the directory above it: a descriptor of the mount itself would keep it busy.
+        # Through the directory above it: a descriptor of the mount itself would keep it busy.
         folder, name = os.path.split(mountpoint)
         try:
             above = _open_directory(folder)
         except OSError as failure:
-            # A process that has no descriptor left can name only the path.
+            # A process without a free descriptor can only use the path.
             if failure.errno != errno.EMFILE or _libc.umount2(os.fsencode(mountpoint), flags) != 0:
                 raise
             return
@@ -417,10 +426,9 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
         finally:
             os.close(above)
         return
-    program = shutil.which("fusermount3")
-    if program is None:
-        raise OSError(errno.ENOENT, "fusermount3 is needed to unmount as a user: install the package fuse3")
-    arguments = [program, "-u", *(["-z"] if lazy or force else []), "--", mountpoint]
+    import subprocess
+
+    arguments = [_fusermount("unmount"), "-u", *(["-z"] if lazy or force else []), "--", mountpoint]
     try:
         done = subprocess.run(
             arguments,
@@ -434,8 +442,7 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
         raise OSError(errno.ETIMEDOUT, f"{mountpoint}: fusermount3 does not end") from None
     if done.returncode == 0:
         return
-    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    reason = lines[-1] if lines else "fusermount3 failed"
+    reason = _last_line(done.stderr, "fusermount3 failed")
     for code in (errno.EBUSY, errno.EPERM, errno.EINVAL):
         if os.strerror(code).lower() in reason.lower():
             raise OSError(code, reason)

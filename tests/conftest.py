@@ -37,11 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "driver: depends on the driver; scripts/test-fakes runs it over others")
     config.addinivalue_line("markers", "complains: the daemon is expected to log warnings")
-    # Shells have what runs in the background ignore SIGINT, and nohup SIGHUP: programs that tests start would, too.
+    # Shells ignore SIGINT for background jobs, nohup ignores SIGHUP, and programs that tests start would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.umask(0o022)  # what tests make is for other users as well, whoever starts them
+    os.umask(0o022)  # other users read what tests create
     config.stash[SESSION] = Session()
     common: dict[str, Any] = {
         "deadline": None,
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Arms the watchdog a little beyond the test's own time-out: first Python has its chance, then the mount is cut."""
+    """Arms the watchdog a little beyond the test's own time-out: if that does not end the test, it aborts the mount."""
     marker = item.get_closest_marker("timeout")
     seconds = float(marker.args[0]) if marker and marker.args else float(item.config.getini("timeout") or 120)
     session = item.config.stash[SESSION]
@@ -83,7 +83,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a failed test has left open goes when its traceback goes: later tests must not fail for that as well."""
+    """After a failure, ignores warnings about open files: the traceback keeps them alive into later tests."""
     report = yield
     if report.failed:
         for kind in ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning"):
@@ -93,12 +93,12 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """The run itself. At its end no mount and no process of it may be left."""
+    """The test session. At its end no mount and no process of it may be left."""
     session: Session = request.config.stash[SESSION]
     yield session
     mounts = [str(path) for path in session.scratch.glob("mnt-*") if mounted_at(str(path))]
     assert not mounts, f"left mounted: {mounts}"
-    # A daemon's guard sees only when the daemon has ended that it is not needed any more.
+    # A guard ends shortly after its daemon.
     try:
         wait_until(lambda: not session_processes(session.name), 20, "the end of all processes")
     except AssertionError as error:
@@ -107,7 +107,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 @pytest.fixture(scope="session")
 def cached(request: pytest.FixtureRequest) -> bool:
-    """Whether the mounts' files go through the page cache, as where the kernel has no direct mappings (before 6.6)."""
+    """Whether files use the page cache, as on kernels without direct mappings (before 6.6)."""
     direct_io_allow_mmap = 1 << 36
     words = (word.partition("=") for word in request.config.getoption("--mount-option"))
     return any(name == "--mask-flags" and int(value, 0) & direct_io_allow_mmap for name, _, value in words)
@@ -120,7 +120,7 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def mount(session: Session, driver: str, pytestconfig: pytest.Config) -> Iterator[Mounter]:
-    """Makes mounts of the test's own: mount("--option", memory=..., ...) -> GpufsMount. All end with the test."""
+    """Creates mounts for one test: mount("--option", memory=..., ...) -> GpufsMount. All end with the test."""
     made: list[GpufsMount] = []
 
     def make(*options: str, **named: object) -> GpufsMount:
@@ -155,7 +155,7 @@ def shared_mount(request: pytest.FixtureRequest, _shared: SharedMount) -> Iterat
 
 @pytest.fixture(scope="session")
 def on_gpufs(request: pytest.FixtureRequest) -> bool:
-    """False where the contract tests run on another file system."""
+    """False if the contract tests run on another file system."""
     return request.config.getoption("--gpufs-root") is None
 
 

@@ -1,4 +1,4 @@
-"""Root runs the commands beside the mounts, files and processes of a user who means harm."""
+"""Root runs commands next to mounts, files and processes of a hostile user."""
 
 from __future__ import annotations
 

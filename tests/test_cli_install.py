@@ -1,4 +1,4 @@
-"""scripts/install-helpers: what it installs works, and goes again; completions and manual page are those of --help."""
+"""scripts/install-helpers: what it installs works and can be removed again."""
 
 import os
 import sys
@@ -87,7 +87,7 @@ def bash_offers(installed: Path, line: str, tmp_path: Path) -> list[str]:
 def test_bash(installed: Path, tmp_path: Path, shared_mount: GpufsMount) -> None:
     assert bash_offers(installed, "gpufs ", tmp_path) == VISIBLE
     assert bash_offers(installed, "gpufs um", tmp_path) == ["umount"]
-    assert bash_offers(installed, "gpufs mount --driver ", tmp_path) == list(config.DRIVERS)
+    assert bash_offers(installed, "gpufs mount --driver ", tmp_path) == list(config.BY_NAME["driver"].kind.choices)
     assert bash_offers(installed, "gpufs mount --driver c", tmp_path) == ["cuda"]
     assert "--allow-other" in bash_offers(installed, "gpufs mount --a", tmp_path)
     assert "--mask-flags" not in bash_offers(installed, "gpufs mount --m", tmp_path)

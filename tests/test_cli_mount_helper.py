@@ -180,5 +180,5 @@ def test_fstab_lines(tmp_path: Path, with_helpers: Callable[[str], subprocess.Co
     lines = done.stdout.splitlines()
     assert lines[:2] == ["rw", "not mounted"], done
     refused = lines.index("refused with 32")
-    assert "a directory that he may write to" in lines[refused - 1], lines
+    assert "may write to" in lines[refused - 1], lines
     assert lines[refused + 1 :] == ["noexec", "his", "Permission denied", "gone"], done

@@ -1,6 +1,6 @@
 """Where a mount may be, and what names of places may look like.
 
-What must not be mounted over is tried in a mount namespace, so that nobody else loses it where a check fails.
+Forbidden mountpoints are tried in a mount namespace, so that a failing check hides nothing from others.
 """
 
 import json
@@ -53,7 +53,7 @@ def test_all_are_unmounted_that_can_be(mount: Mounter, tmp_path: Path) -> None:
 
 
 def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
-    """A line stays a line, and no name of a directory tells a terminal what to do."""
+    """Directory names cannot break lines or control the terminal."""
     path = tmp_path / CONTROL
     assert fails(1, "status", path) == f"{tmp_path}/{SHOWN}: there is no such directory"
     path.mkdir()

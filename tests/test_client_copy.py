@@ -16,7 +16,7 @@ import pytest
 from support.copying import HOUR, MIB, FakeMount
 from support.processes import PATIENCE
 
-from gpufs import client
+from gpufs import client, mounting
 from gpufs.cli import run
 from gpufs.client import CopyError, CopyProgress, _find
 
@@ -26,7 +26,7 @@ BIG = 3 * MIB + 5
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMount]:
     mount = FakeMount()
-    monkeypatch.setattr(_find, "mount_points", lambda: [mount.mount_point()])
+    monkeypatch.setattr(mounting, "listed", lambda: [mount.entry()])
     yield mount
     mount.close()
 
@@ -282,9 +282,10 @@ def test_cp_progress_bar(fake: FakeMount, cp: Any) -> None:
 
 CHILD = """
 import sys, os
-from gpufs.client import _find
-device, folder = int(sys.argv[1]), sys.argv[2]
-_find.mount_points = lambda: [_find.MountPoint(device, "/", folder)]
+from gpufs import mounting
+number, folder = sys.argv[1:3]
+mount = mounting.MountEntry(folder, "/", number, "gpufs", "rw", mounting.FILESYSTEM_TYPE, 1, frozenset())
+mounting.listed = lambda: [mount]
 from gpufs.cli import run
 sys.exit(run(["cp", *sys.argv[3:]]))
 """
@@ -306,7 +307,7 @@ def test_cp_leaves_an_interruption_ignored_that_its_starter_ignores(fake: FakeMo
     """As shells do for what runs in the background."""
     source = fake.file("source", b"content")
     program = IN_THE_BACKGROUND + CHILD
-    words = [sys.executable, "-c", program, str(fake.device), str(fake.folder), str(source), str(fake.folder)]
+    words = [sys.executable, "-c", program, fake.entry().device, str(fake.folder), str(source), str(fake.folder)]
     with subprocess.Popen(words, stdin=-1, stdout=-1, stderr=-1, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "it copies\n"

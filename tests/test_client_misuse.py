@@ -11,14 +11,14 @@ import pytest
 from support.copying import MIB, FakeMount
 from support.processes import in_child
 
-from gpufs import client
-from gpufs.client import Cancellation, Copier, CopyError, _find
+from gpufs import client, mounting
+from gpufs.client import Cancellation, Copier, CopyError
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMount]:
     mount = FakeMount()
-    monkeypatch.setattr(_find, "mount_points", lambda: [_find.MountPoint(mount.device, "/", str(mount.folder))])
+    monkeypatch.setattr(mounting, "listed", lambda: [mount.entry()])
     yield mount
     mount.close()
 

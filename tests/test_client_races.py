@@ -33,7 +33,7 @@ def make() -> Iterator[Callable[..., FakeMount]]:
 
 
 def test_cancel_while_a_thread_still_works_for_the_copy(make: Callable[..., FakeMount]) -> None:
-    """The result comes once that thread has let go: who cancels may unmount the file's disk next."""
+    """The result comes after that thread has released the file: the caller may unmount its disk next."""
     fake = make(abandoned=600, grace=600)
     hang = fake.backend.hang = threading.Event()
     closing = fake.backend.closing = threading.Event()

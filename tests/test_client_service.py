@@ -22,7 +22,6 @@ from gpufs import protocol, service
 from gpufs.client import Cancellation
 from gpufs.client._connection import Connection
 from gpufs.protocol import Copy, Goodbye, Hello, Result
-from gpufs.service import _session
 
 READ, WRITE, BOTH = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
 
@@ -116,12 +115,6 @@ def test_offsets_and_size(fake: FakeMount) -> None:
     assert buffer.read_bytes() == b"abcde234ij"
 
 
-def test_descriptors_open_for_both_will_do(fake: FakeMount) -> None:
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with opened(source, BOTH) as host, opened(buffer, BOTH) as mount:
-        assert load(fake, host, mount).done == 4
-
-
 def test_progress_comes_while_it_runs(fake: FakeMount) -> None:
     fake.backend.delay = 0.05
     source, buffer = fake.hollow("source", 400 * MIB), fake.file("buffer", b"", fake.folder)
@@ -138,21 +131,6 @@ def test_progress_comes_while_it_runs(fake: FakeMount) -> None:
     assert len(seen) >= 3
     assert [message.moved for message in seen] == sorted(message.moved for message in seen)
     assert seen[-1].total == 400 * MIB
-
-
-def test_the_client_key_is_its_process(fake: FakeMount) -> None:
-    source, buffer = fake.file("source", b"1"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        load(fake, host, mount)
-    assert fake.backend.requests[0]["client"] == os.getpid()
-
-
-@pytest.mark.parametrize(("asked", "given"), [(None, None), ("off", "off"), ("require", "require")])
-def test_the_fastpath_option_reaches_the_engine(fake: FakeMount, asked: str | None, given: str | None) -> None:
-    source, buffer = fake.file("source", b"1"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        load(fake, host, mount, fastpath=asked)
-    assert fake.backend.requests[0]["fastpath"] == given
 
 
 # ---- failures ----
@@ -182,15 +160,6 @@ def test_a_failed_store_leaves_what_was_copied(fake: FakeMount) -> None:
     with opened(target, WRITE) as host, opened(buffer) as mount, fake.connect() as connection:
         assert connection.copy("store", host, mount).done == 2 * MIB
     assert target.stat().st_size == 2 * MIB
-
-
-def test_a_failed_store_into_a_longer_file_keeps_its_length(fake: FakeMount) -> None:
-    fake.backend.fail_at = (0, errno.ENOSPC)
-    fake.backend.sparse_tail = True
-    target, buffer = fake.file("target", b"y" * 100), fake.file("buffer", bytes(200), fake.folder)
-    with opened(target, WRITE) as host, opened(buffer) as mount, fake.connect() as connection:
-        assert connection.copy("store", host, mount).done == 0
-    assert target.read_bytes() == b"y" * 100
 
 
 def test_what_the_engine_refuses_is_the_result(fake: FakeMount) -> None:
@@ -277,13 +246,6 @@ def test_interfaces_of_the_kernel_are_no_storage(fake: FakeMount, path: str) -> 
     assert "interface of the kernel" in message
 
 
-def test_an_unlinked_host_file_can_be_copied(fake: FakeMount) -> None:
-    source, buffer = fake.file("source", b"12345"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        source.unlink()
-        assert load(fake, host, mount).done == 5
-
-
 def test_a_file_of_the_mount_without_device_memory(fake: FakeMount) -> None:
     source, buffer = fake.file("source", b"12345"), fake.file("buffer", b"", fake.folder)
     with opened(source) as host, opened(buffer, WRITE) as mount:
@@ -365,21 +327,6 @@ def test_cancel_while_the_file_does_not_open(fake: FakeMount) -> None:
     assert len(fake.backend.requests) == 1  # the hung one never started
 
 
-def test_cancel_while_everything_is_given_back(fake: FakeMount) -> None:
-    """The transfer is closed then, and its result is not yet sent."""
-    closing = fake.backend.closing = threading.Event()
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        wait_until(lambda: fake.backend.held_up == 1)  # behind the transfer, which was the first to be closed
-        protocol.send(sock, protocol.Cancel(1))
-        protocol.send(sock, Copy(2, "load"), (host, mount))
-        wait_until(lambda: len(fake.backend.requests) == 2)  # so the first message has been read
-        closing.set()
-        results = sorted((answer(sock) for _ in range(2)), key=lambda result: result.id)
-        assert [(result.id, result.error, result.done) for result in results] == [(1, 0, 4), (2, 0, 4)]
-
-
 def test_a_client_that_goes_takes_its_copies_along(fake: FakeMount) -> None:
     fake.backend.delay = 0.02
     source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
@@ -392,19 +339,6 @@ def test_a_client_that_goes_takes_its_copies_along(fake: FakeMount) -> None:
     sock.close()
     wait_until(fake.quiet)
     assert fake.service.statistics()["cancelled"] == 3
-    still_serves(make_healthy(fake))
-
-
-def test_an_exception_of_the_callers_cancels(fake: FakeMount) -> None:
-    fake.backend.delay = 0.02
-    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
-
-    def interrupt(_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with opened(source) as host, opened(buffer, WRITE) as mount, pytest.raises(KeyboardInterrupt):
-        load(fake, host, mount, interval=0.02, progress=interrupt)
-    wait_until(fake.quiet)
     still_serves(make_healthy(fake))
 
 
@@ -422,21 +356,6 @@ def test_the_end_of_the_service_cancels_and_tells(fake: FakeMount) -> None:
         assert ended.value.errno in (errno.ESHUTDOWN, errno.EPIPE, errno.ECONNRESET)
     assert not os.path.exists(fake.socket)
     assert not fake.backend.open
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_the_end_of_the_service_is_told(fake: FakeMount, busy: bool) -> None:
-    fake.backend.delay = 0.02
-    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        if busy:
-            protocol.send(sock, Copy(1, "load"), (host, mount))
-            wait_until(fake.backend.has_moved)
-        fake.stop()
-        if busy:
-            assert answer(sock).error == errno.ECANCELED
-        assert answer(sock) == Goodbye(errno.ESHUTDOWN, "the mount is ending")
-        assert answer(sock) is None
 
 
 def test_a_transfer_that_does_not_end_is_not_a_success(make: Callable[..., FakeMount]) -> None:
@@ -483,14 +402,6 @@ def test_garbage_ends_the_connection_alone(fake: FakeMount, data: bytes, greet: 
     still_serves(fake)
 
 
-def test_a_version_that_is_not_spoken(fake: FakeMount) -> None:
-    with fake.raw() as sock:
-        protocol.send(sock, Hello([99], "from the future"))
-        goodbye = answer(sock)
-    assert isinstance(goodbye, Goodbye)
-    assert goodbye.error == errno.EPROTONOSUPPORT
-
-
 @pytest.mark.parametrize("count", [0, 1, 3, 250])
 def test_the_wrong_number_of_descriptors(fake: FakeMount, count: int) -> None:
     source = fake.file("source", b"1234")
@@ -516,22 +427,6 @@ def test_a_flood_of_descriptors(fake: FakeMount) -> None:
                     socket.send_fds(sock, [protocol.encode(protocol.Cancel(9))], [host, host])
                 except OSError:
                     break
-    wait_until(lambda: open_descriptors() <= before)
-    still_serves(fake)
-
-
-def test_descriptors_that_are_never_read(fake: FakeMount) -> None:
-    """Messages in flight when the client goes."""
-    source = fake.file("source", b"1234")
-    before = open_descriptors()
-    for _ in range(20):
-        with fake.raw() as sock, opened(source) as host:
-            sock.setblocking(False)
-            try:
-                while True:
-                    socket.send_fds(sock, [protocol.encode(Hello([1], "x"))], [host, host])
-            except OSError:
-                pass
     wait_until(lambda: open_descriptors() <= before)
     still_serves(fake)
 
@@ -569,63 +464,6 @@ def test_silence_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
             goodbye = answer(sock)
             assert isinstance(goodbye, Goodbye)
             assert goodbye.error == errno.ETIMEDOUT
-
-
-def test_silence_after_a_copy_is_not_waited_for(make: Callable[..., FakeMount]) -> None:
-    """The daemon waited for the next message when the copy was still under way."""
-    fake = make(service.Limits(idle=0.5))
-    source, buffer = fake.hollow("source", 4 * MIB), fake.file("buffer", b"", fake.folder)
-    fake.backend.delay = 0.3
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        assert answer(sock).error == 0  # although it took longer
-        goodbye = answer(sock)
-        assert isinstance(goodbye, Goodbye)
-        assert goodbye.error == errno.ETIMEDOUT
-
-
-def test_a_result_that_cannot_be_sent_ends_the_connection(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system has no memory for the message: whoever waits for it is not left waiting."""
-    send = protocol.send
-
-    def failing(sock: Any, message: Any, descriptors: Any = ()) -> None:
-        if isinstance(message, Result):
-            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
-        send(sock, message, descriptors)
-
-    monkeypatch.setattr(protocol, "send", failing)
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        assert answer(sock) is None
-    monkeypatch.undo()
-    still_serves(fake)
-
-
-def test_no_memory_for_a_copy_is_its_result(fake: FakeMount) -> None:
-    fake.backend.refuse_start = MemoryError()
-    source, buffer = fake.file("source", b"1234"), fake.file("buffer", b"", fake.folder)
-    with opened(source) as host, opened(buffer, WRITE) as mount:
-        assert load(fake, host, mount).error == errno.ENOMEM
-    fake.backend.refuse_start = None
-    still_serves(fake)
-
-
-def test_a_copy_whose_end_fails_gives_everything_back(fake: FakeMount, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "the loop can watch no more descriptors")
-
-    monkeypatch.setattr(_session.Session, "_finish", fail)
-    source, buffer = fake.hollow("source", HOUR), fake.file("buffer", b"", fake.folder)
-    fake.backend.delay = 0.02
-    with greeted(fake) as sock, opened(source) as host, opened(buffer, WRITE) as mount:
-        protocol.send(sock, Copy(1, "load"), (host, mount))
-        wait_until(fake.backend.has_moved)
-        protocol.send(sock, protocol.Cancel(1))
-        assert answer(sock) is None
-    monkeypatch.undo()
-    wait_until(fake.complaints)
-    still_serves(make_healthy(fake))
 
 
 def test_a_hung_file_takes_its_clients_threads_alone(make: Callable[..., FakeMount]) -> None:
@@ -781,24 +619,6 @@ def test_a_client_that_does_not_read(make: Callable[..., FakeMount]) -> None:
     assert statistics["violations"] == 0
     assert 8 < answers < statistics["completed"]
     still_serves(make_healthy(fake))
-
-
-def test_a_storm_of_connections(fake: FakeMount) -> None:
-    def storm() -> None:
-        for _ in range(50):
-            try:
-                with fake.raw() as sock:
-                    sock.send(b"garbage")
-            except OSError:
-                pass
-
-    threads = [threading.Thread(target=storm) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wait_until(lambda: fake.service.statistics()["connections"] == 0)
-    still_serves(fake)
 
 
 def test_a_killed_client(fake: FakeMount) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpufs import config
-from gpufs.config import kinds, machine
+from gpufs.config import kinds, memory
+from gpufs.config.__main__ import page
 
 ROOT = Path(__file__).resolve().parents[1]
 NOWHERE = Path("/nonexistent/gpufs.toml")
@@ -26,7 +27,7 @@ def load(
 
 def test_page_is_up_to_date() -> None:
     """`make docs` writes it."""
-    assert (ROOT / "docs/knobs.md").read_text() == config.page()
+    assert (ROOT / "docs/knobs.md").read_text() == page()
 
 
 def test_defaults_need_no_file() -> None:
@@ -63,7 +64,6 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "metadata": "64M",
         "driver": "host",
         "log_level": "debug",
-        "transport": "device",
         "log_file": "/tmp/a.log",
         "allow_other": "true",
         "auto_unmount": "false",
@@ -271,7 +271,7 @@ GIB = 1 << 30
 
 def test_machine_without_limits(tmp_path: Path) -> None:
     root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB)
-    assert machine.memory(root) == machine.Memory(8 * GIB, 6 * GIB)
+    assert memory.memory_of_machine(root) == memory.Memory(8 * GIB, 6 * GIB)
 
 
 def test_cgroup_2_limits_count_at_every_level(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_cgroup_2_limits_count_at_every_level(tmp_path: Path) -> None:
         "sys/fs/cgroup/a/b/memory.current": "1\n",
     }
     root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files=files)
-    assert machine.memory(root) == machine.Memory(4 * GIB, 2 * GIB)
+    assert memory.memory_of_machine(root) == memory.Memory(4 * GIB, 2 * GIB)
 
 
 def test_cgroup_1_limit(tmp_path: Path) -> None:
@@ -294,17 +294,17 @@ def test_cgroup_1_limit(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{GIB}\n",
     }
     root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files=files)
-    assert machine.memory(root) == machine.Memory(2 * GIB, GIB)
+    assert memory.memory_of_machine(root) == memory.Memory(2 * GIB, GIB)
 
 
 def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 * GIB, 6 * GIB))
+    monkeypatch.setattr(memory, "memory_of_machine", lambda: memory.Memory(8 * GIB, 6 * GIB))
     assert config.host_memory(None, 0) == 3 * GIB
     assert config.host_memory(None, 7) == 3 * GIB // 7 // config.GRANULE * config.GRANULE
     assert config.host_memory(2 * GIB, 4) == 2 * GIB
     with pytest.raises(config.ConfigError, match=r"memory: 3 x 3G is more than this machine has: 8.0 GiB"):
         config.host_memory(3 * GIB, 3)
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 * GIB, 3 << 20))
+    monkeypatch.setattr(memory, "memory_of_machine", lambda: memory.Memory(8 * GIB, 3 << 20))
     with pytest.raises(config.ConfigError, match="too little for 2 devices"):
         config.host_memory(None, 2)
 

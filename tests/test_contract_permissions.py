@@ -1,4 +1,4 @@
-"""Who may do what: mode bits for plain users, umask, set-id bits, sticky and set-gid directories, ownership."""
+"""Permissions: mode bits for plain users, umask, set-id bits, sticky and set-gid directories, ownership."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def world(session: Session, driver: str) -> Iterator[World]:
 
 @pytest.fixture
 def calm(world: World) -> Iterator[World]:
-    """What a test's copy held is given back, and the mount goes on."""
+    """Everything that the copy held is released, and the mount goes on."""
     empty = world.held()
     yield world
     wait_until(world.at_rest, 10, "the end of the copy")

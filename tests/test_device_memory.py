@@ -1,4 +1,4 @@
-"""Device memory that cannot be given back: nothing is lost, and every device works on."""
+"""Device memory that cannot be released: nothing is lost, and every device keeps working."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from support.processes import errno_of
 
 pytestmark = pytest.mark.driver
 
-MOST_FILES = 300  # a GPU with more addresses than these can take only has fewer left afterwards
+MOST_FILES = 300  # a real GPU may have more addresses than these files can take
 
 
 def use_up_addresses(mount: GpufsMount) -> list[str]:
-    """Sparse files, until even a small one gets no addresses of the device or there are MOST_FILES. Their names."""
+    """Creates sparse files until the device has no addresses left, or MOST_FILES; returns their names."""
     paths: list[str] = []
     size = 1 << 46
     while size >= 16 * MIB and len(paths) < MOST_FILES:
@@ -38,7 +38,7 @@ def punch(fd: int, offset: int, size: int) -> None:
 
 
 def test_punching_without_addresses_to_copy_through(mount: Mounter) -> None:
-    """A part of a piece of memory goes back by way of other addresses; without any it stays, and can be used again."""
+    """Releasing part of a piece of memory needs other addresses; without any it stays, and can be used again."""
     one = mount(memory=1024 * MIB)
     content = bytearray(noise(64 * MIB))
     file = one.device / "file"

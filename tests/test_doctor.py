@@ -1,4 +1,4 @@
-"""gpufs doctor: what it makes of machines of all kinds, shown to it by faked ones, and that it works on this one."""
+"""gpufs doctor on simulated machines and on this one."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def amd_gpu(capability: int) -> str:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[..., Environment]:
-    """A machine on which everything is as it should be, and what differs: files by path (None: not there)."""
+    """A machine without problems, except for the given files (by path; None: missing) and facts."""
 
     def make(files: dict[str, str | None] | None = None, **facts: Any) -> Environment:
         wanted: dict[str, str | None] = {
@@ -119,7 +119,7 @@ def test_each_finding(
     state: str,
     text: str,
 ) -> None:
-    """And where something is wrong, what to do about it."""
+    """Every problem comes with advice."""
     environment = machine(files, **facts)
     found = one(checks.examine(environment, []), name)
     assert found.state == state
@@ -202,7 +202,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_as_a_plain_user() -> None:
-    """It says so where that user cannot mount, and does not fail."""
+    """It reports if that user cannot mount."""
     with plain_user() as environment:
         program, environment = user_gpufs(environment)
         done = run(

@@ -171,8 +171,8 @@ def test_arrays_are_released(host: engine.Engine, file: engine.BackingFile, vers
             buffer.write(0, array)  # type: ignore[arg-type]
             file.read_future(array).result(60)
     gc.collect()
-    # The thread of futures has told of the last one, and lets go of it.
-    wait_until(lambda: sys.getrefcount(array) <= before, 10, "nobody but the test to hold the array")
+    # The thread of futures releases the last one a moment after it is done.
+    wait_until(lambda: sys.getrefcount(array) <= before, 10, "the array to be released")
     assert sys.getrefcount(array.keep) <= 3
 
 

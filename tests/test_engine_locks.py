@@ -1,4 +1,4 @@
-"""Locked host memory from Python: arrays, addresses, policies; and over fake GPUs, whose records say what was done."""
+"""Locked host memory from Python: arrays and policies, and over fake GPUs that record calls."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_what_another_library_locked(tmp_path: Path, fake: str) -> None:
                 try:
                     engine.HostLock(gpu, data[: 2 * MIB])
                 except engine.EngineError as error:
-                    assert error.errno == errno.EEXIST and "somebody else" in str(error), error
+                    assert error.errno == errno.EEXIST and "another library" in str(error), error
                 else:
                     raise AssertionError("it was locked")
                 assert calls()[1] == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import stat
 import tempfile
@@ -218,19 +217,6 @@ def test_writes_drop_set_id_bits(both: tuple[Path, Path]) -> None:
         assert stat.S_IMODE((there / name).stat().st_mode) == 0o777
 
 
-def test_a_copy_from_a_buffer_drops_set_id_bits(backed: GpufsMount, both: tuple[Path, Path]) -> None:
-    """By who may not keep them, also where another has opened the file for him."""
-    shown, there = both
-    (backed.device / "source").write_bytes(b"source")
-    (there / "file").touch()
-    (there / "file").chmod(0o6644)
-    with (backed.device / "source").open("rb") as source, (shown / "file").open("wb") as file:
-        assert as_nobody(lambda: os.copy_file_range(source.fileno(), file.fileno(), 6, 0, 0)) == 6
-    assert (there / "file").read_bytes() == b"source"
-    assert oct((there / "file").stat().st_mode & 0o7777) == "0o644"
-    (backed.device / "source").unlink()
-
-
 def test_between_what_does_not_belong_together(backed: GpufsMount, both: tuple[Path, Path]) -> None:
     shown, there = both
     (there / "file").write_bytes(b"1")
@@ -303,25 +289,6 @@ def test_descriptors_go_with_the_kernels_references(backed: GpufsMount, both: tu
     wait_until(lambda: Snapshot.of(backed.pid).descriptors <= before + 10, 10, "forgotten inodes")
 
 
-def test_more_files_than_descriptors(session: Session, driver: str, tmp_path: Path) -> None:
-    """Files that are not open are found again by their names."""
-    names = [f"d{n // 100}/f{n}" for n in range(1000)]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    with GpufsMount(session, "--backing", f"data={tmp_path}", driver=driver) as mount:
-        shown = mount.path / "backing" / "data"
-        limit = Snapshot.of(mount.pid).descriptors + 600
-        resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (limit, limit))
-        with (shown / names[0]).open() as file:
-            for _ in range(2):
-                found = sorted(path.relative_to(shown).as_posix() for path in shown.rglob("f*") if path.stat().st_size)
-                assert found == sorted(names)
-            assert os.readlink(f"/proc/self/fd/{file.fileno()}") == str(shown / names[0])
-            assert file.read() == names[0]
-        assert [(shown / name).read_text() for name in names] == names
-
-
 @pytest.mark.parametrize("name", ["a,b", "back\\slash", "both\\,", "ends\\"])
 def test_any_path_can_be_shown(session: Session, driver: str, tmp_path: Path, name: str) -> None:
     words = [f"first={tmp_path / name}", f"second={tmp_path}:ro"]
@@ -334,15 +301,6 @@ def test_any_path_can_be_shown(session: Session, driver: str, tmp_path: Path, na
     with GpufsMount(session, "--backing", words[0], "--backing", words[1], driver=driver) as mount:
         assert (mount.path / "backing" / "first" / "file").read_bytes() == b"there"
         assert name in os.listdir(mount.path / "backing" / "second")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a=/tmp\\", "a=/t\\mp", "a=/tmp\\\\,a=/tmp", "", "x", "=/tmp", "a/b=/tmp", "..=/tmp", "a=/tmp,a=/var", "a="],
-)
-def test_bad_words(text: str) -> None:
-    with pytest.raises(config.ConfigError):
-        config.load({"backing": text}, {})
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:

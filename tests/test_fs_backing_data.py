@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,6 @@ from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session
 from support.processes import (
-    NOBODY,
     as_nobody,
     errno_of,
     in_child,
@@ -145,32 +143,6 @@ def copy(source: Path, target: Path, count: int, source_at: int = 0, target_at: 
 # ---- who serves ----
 
 
-def test_native_threads_serve_the_bytes(disk: Place) -> None:
-    shown = disk.file("file", noise(3 * MIB))
-    before, asked = served(disk.mount), {x: relayed(disk.mount, x) for x in ("read", "write", "fsync", "lseek")}
-    with open(shown, "r+b", buffering=0) as file:
-        assert_same(file.read(3 * MIB), noise(3 * MIB))
-        assert os.pwrite(file.fileno(), bytes(100 * KIB), 5) == 100 * KIB
-        os.fsync(file.fileno())
-        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 0
-    after = served(disk.mount)
-    assert after["read_bytes"] - before["read_bytes"] == 3 * MIB
-    assert after["written_bytes"] - before["written_bytes"] == 100 * KIB
-    # What lies below .gpufs is the control plane's, and reading the status is a read.
-    assert relayed(disk.mount, "write") == asked["write"]
-    assert relayed(disk.mount, "fsync") == asked["fsync"]
-    assert relayed(disk.mount, "lseek") == asked["lseek"]
-
-
-def test_cached_bytes_are_read_without_a_hand_over(memory: Place) -> None:
-    """Of a file in memory or in the page cache; whatever the kernel can do there, the bytes are right."""
-    shown = memory.file("file", noise(2 * MIB + 5))
-    before = served(memory.mount)
-    assert_same(shown.read_bytes(), noise(2 * MIB + 5))
-    after = served(memory.mount)
-    assert after["read_bytes"] - before["read_bytes"] == 2 * MIB + 5
-
-
 def test_plain_cp_goes_by_the_engine(disk: Place) -> None:
     shown = disk.file("source", noise(9 * MIB + 3))
     before_load, before_store = counters(disk.mount, "load"), counters(disk.mount, "store")
@@ -231,17 +203,6 @@ def test_unaligned_requests_are_split(disk: Place, driver: str, start: int, size
     after = counters(disk.mount, "store")
     assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (last - first, edges)
     assert_same((disk.there / "stored").read_bytes(), bytes(start) + data[start : start + size])
-
-
-def test_memory_that_lies_otherwise_than_the_file_goes_by_fallback(disk: Place, driver: str) -> None:
-    skip_without_fastpath(disk.there, driver)
-    shown, buffer = disk.file("file", noise(2 * MIB)), disk.mount.device / "buffer"
-    before = counters(disk.mount, "load")
-    assert copy(shown, buffer, 2 * MIB, 0, 3) == 2 * MIB
-    after = counters(disk.mount, "load")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (0, 2 * MIB)
-    assert after["refusals"]["memory_unaligned"] == before["refusals"].get("memory_unaligned", 0) + 1
-    assert_same(buffer.read_bytes(), bytes(3) + noise(2 * MIB))
 
 
 def test_files_in_memory_go_by_fallback(memory: Place) -> None:
@@ -325,14 +286,6 @@ def test_a_mapping_of_a_file_open_for_appending_keeps_its_place(disk: Place) -> 
     assert (disk.there / "file").read_bytes() == bytes(10) + b"here" + bytes(2 * PAGE - 14)
 
 
-def test_truncation_by_opening(disk: Place) -> None:
-    shown = disk.file("file", noise(MIB))
-    with open(shown, "wb") as file:
-        assert (disk.there / "file").stat().st_size == 0
-        file.write(b"new")
-    assert (disk.there / "file").read_bytes() == b"new"
-
-
 def test_direct_io_of_the_client(disk: Place) -> None:
     """Is the client's affair: no alignment is asked for below, and every one is right."""
     shown = disk.file("file", noise(MIB))
@@ -361,48 +314,6 @@ def access_modes(mount: GpufsMount, path: Path) -> set[int]:
                 if not flags & os.O_PATH:
                     found.add(flags & os.O_ACCMODE)
     return found
-
-
-@pytest.mark.parametrize("created", [True, False], ids=["created", "opened"])
-def test_a_file_in_memory_is_open_for_both_where_the_caller_may(memory: Place, created: bool) -> None:
-    """What is opened for writing alone, as cp does: the engine can write its pages side by side only by a mapping.
-
-    The caller cannot read by it all the same.
-    """
-    if not created:
-        memory.file("file", noise(PAGE))
-    fd = os.open(memory.shown / "file", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        assert access_modes(memory.mount, memory.there / "file") == {os.O_RDWR}
-        assert os.pwrite(fd, b"written", 0) == 7
-        assert errno_of(os.pread, fd, 7, 0) == errno.EBADF
-        assert errno_of(mmap.mmap, fd, 7) == errno.EACCES
-    finally:
-        os.close(fd)
-    assert (memory.there / "file").read_bytes() == b"written"
-    wait_until(lambda: not access_modes(memory.mount, memory.there / "file"), 10, "the file to be closed")
-
-
-def test_a_file_that_the_caller_may_not_read_is_open_for_writing_alone(memory: Place) -> None:
-    memory.file("blind", noise(PAGE))
-    (memory.there / "blind").chmod(0o622)
-    user = os.fork()
-    if user == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            os.open(memory.shown / "blind", os.O_WRONLY)
-            signal.pause()
-        finally:
-            os._exit(1)
-    try:
-        wait_until(lambda: access_modes(memory.mount, memory.there / "blind"), 20, "the file to be open")
-        time.sleep(0.1)  # for whatever else might be opened
-        assert access_modes(memory.mount, memory.there / "blind") == {os.O_WRONLY}
-    finally:
-        os.kill(user, signal.SIGKILL)
-        os.waitpid(user, 0)
 
 
 def test_files_that_may_only_be_read(disk: Place) -> None:
@@ -710,23 +621,5 @@ def test_hung_servers_hold_up_nobody_else(mount: Mounter) -> None:
             second.release()
             for child in children:
                 os.waitpid(child, 0)
-        one.complaints()
-        one.wait_ended(30, code=None)
-
-
-def test_a_question_that_hangs_does_not_hold_up_the_end(mount: Mounter) -> None:
-    """The mount has gone, and what still waits for an answer of a host's server is left behind."""
-    with HangingMount(operations=["open"]) as server:
-        one = mount("--backing", f"net={server.path}")
-        waiting = Path(f"/sys/fs/fuse/connections/{os.minor(server.path.stat().st_dev)}/waiting")
-        children = start_children(1, lambda _: errno_of(os.open, one.path / "backing" / "net" / "file", os.O_RDONLY))
-        try:
-            wait_until(lambda: int(waiting.read_text()) > 0, 20, "the opening to hang")
-            one.signal(signal.SIGTERM)
-            wait_until(lambda: "has ended" in one.log.read_text(), 15, "the mount to end")
-            assert not one.mounted()
-        finally:
-            server.release()
-            wait_children(children)
         one.complaints()
         one.wait_ended(30, code=None)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pyfuse3
 import pytest
+from support.control_plane import control_plane
 from support.fake_table import FakeTable
 
-from gpufs.fs.backing import BackingOperations
-from gpufs.fs.host_inodes import Backing, look_up
-from gpufs.fs.tree import Tree, error
+from gpufs.fs.backing import Share
+from gpufs.fs.backing.inodes import look_up
+from gpufs.fs.errors import error
+from gpufs.fs.tree import Tree
 
 
 async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,9 +24,7 @@ async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, mo
         (tmp_path / name).touch()
     table = FakeTable()
     tree = Tree(table, 1, uid=0, gid=0, control_files={})
-    options: dict[str, Any] = {"entry_timeout": 1, "attribute_timeout": 1}
-    backings = [Backing("data", str(tmp_path), read_only=False)]
-    operations = BackingOperations(tree, table, backings=backings, device=0, uid=0, gid=0, **options)
+    operations = control_plane(tree, table, [Share("data", str(tmp_path), read_only=False)])
     context: Any = pyfuse3.RequestContext.__new__(pyfuse3.RequestContext)
     replied: list[tuple[bytes, int, int]] = []
 
@@ -44,7 +44,7 @@ async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, mo
             raise error(errno.EIO)
         return look_up(directory, path)
 
-    monkeypatch.setattr("gpufs.fs.backing.look_up", failing)
+    monkeypatch.setattr("gpufs.fs.backing.open_files.look_up", failing)
     token: Any = None
     await operations.readdir(handle, 0, token)
     assert [name for name, _, _ in replied] == [b".", b"..", order[0].encode()]
@@ -55,4 +55,3 @@ async def test_a_listing_that_fails_midway_keeps_no_reference(tmp_path: Path, mo
     await operations.forget([(ino, 1)])
     assert ino not in tree.nodes
     await operations.releasedir(handle)
-    operations.close()

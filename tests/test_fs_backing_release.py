@@ -1,21 +1,26 @@
-"""What is open below backing/ is given back whatever fails on the way."""
+"""Calls below backing/: their limits, and that everything open is closed whatever fails on the way."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pyfuse3
 import pytest
 import trio
+import trio.testing
+from support.control_plane import control_plane
 from support.fake_table import FakeTable
 from support.processes import PATIENCE
 
-from gpufs.fs.backing import BackingOperations
-from gpufs.fs.host_inodes import Backing
-from gpufs.fs.tree import Tree, error
+from gpufs.fs.backing import Share, calls
+from gpufs.fs.backing.inodes import HostInodes
+from gpufs.fs.backing.open_files import OpenDirectory, OpenFile
+from gpufs.fs.errors import error
+from gpufs.fs.tree import Tree
 
 
 class Table(FakeTable):
@@ -34,16 +39,7 @@ class World:
         (shown / "file").touch()
         self.table = Table()
         tree = Tree(self.table, 1, uid=0, gid=0, control_files={})
-        options: dict[str, Any] = {"entry_timeout": 1, "attribute_timeout": 1}
-        self.operations = BackingOperations(
-            tree,
-            self.table,
-            backings=[Backing("data", str(shown), read_only=False)],
-            device=0,
-            uid=os.geteuid(),
-            gid=os.getegid(),
-            **options,
-        )
+        self.operations = control_plane(tree, self.table, [Share("data", str(shown), read_only=False)])
         self.directory = tree.lookup(1, b"backing").ino
 
     async def open(self) -> None:
@@ -52,9 +48,12 @@ class World:
         found = await self.operations.lookup(share.st_ino, b"file", context)
         self.file = (await self.operations.open(found.st_ino, os.O_RDWR, context)).fh
         self.listing = await self.operations.opendir(share.st_ino, context)
-        _, _, kept = self.operations._open_files[self.file]
-        assert kept is not None
-        self.descriptors = {kept, self.operations._listed[self.listing].fd}
+        handles = self.operations._handles
+        file, listing = handles.get(self.file), handles.get(self.listing)
+        assert isinstance(file, OpenFile)
+        assert isinstance(listing, OpenDirectory)
+        assert file.fd is not None
+        self.descriptors = {file.fd, listing.fd}
 
     async def close(self, planned: pytest.MonkeyPatch, failure: OSError | None = None) -> None:
         """What the kernel asks for in the end; both descriptors are closed then, which may tell of a failure."""
@@ -73,7 +72,6 @@ class World:
         with trio.fail_after(PATIENCE):
             while self.descriptors or self.table.open_files:  # noqa: ASYNC110 - no event says so
                 await trio.sleep(0.01)
-        self.operations.close()
 
 
 @pytest.fixture
@@ -101,3 +99,28 @@ async def test_without_a_thread_it_is_released_later(world: World, monkeypatch: 
     with monkeypatch.context() as planned:
         planned.setattr(trio.to_thread, "run_sync", refuse)
         await world.close(planned)
+
+
+async def test_other_users_leave_calls_for_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_CALLS_OF_A_USER", 2), ("_CALLS", 5), ("_RESERVED_CALLS", 1)):
+        monkeypatch.setattr(calls, name, value)
+    inodes = HostInodes({}, 0, lambda parent, name: None)
+    found = os.open(tmp_path, os.O_PATH), os.stat(tmp_path)
+    node = inodes.meet(found, Share("data", str(tmp_path), read_only=False), None)
+    host_calls, answered = calls.HostCalls(inodes), threading.Event()
+
+    async def call(uid: int) -> None:
+        await host_calls.run(uid, node, lambda: answered.wait(PATIENCE))
+
+    async with trio.open_nursery() as nursery:
+        for uid in (1001, 1001, 1002, 1002):
+            nursery.start_soon(call, uid)
+        await trio.testing.wait_all_tasks_blocked()
+        for uid in (1001, 1003):
+            with pytest.raises(OSError) as refused:
+                await call(uid)
+            assert refused.value.errno == errno.EBUSY
+        nursery.start_soon(call, 0)
+        await trio.testing.wait_all_tasks_blocked()
+        answered.set()
+    inodes.close()

@@ -1,4 +1,4 @@
-"""A daemon that fails at any step of its start says so and leaves nothing; a signal at any step ends it cleanly."""
+"""A failure at any step of a daemon's start is reported and leaves nothing behind; a signal ends it cleanly."""
 
 import errno
 import json
@@ -60,7 +60,6 @@ def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], st
         "mountpoint": mountpoint,
         "source": "gpufs",
         "config": {"driver": "host", "devices": 1, "memory": 64 << 20},
-        "foreground": False,
     }
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(patch=patch), mountpoint, str(answers_end)],
@@ -87,11 +86,11 @@ STEPS = {
     "io": "engine.io_configure = fail",
     "relay": "engine.relay_pair = crash",
     "mount": "mounting.mount = fail",
-    "mountinfo": "mounting._listed = lambda: iter(())",
+    "mountinfo": "mounting.listed = lambda: iter(())",
     "mountinfo that cannot be read": (
         "old = mounting.mount\n"
         "def mount(*arguments, **named):\n"
-        "    mounting._listed = fail\n"
+        "    mounting.listed = fail\n"
         "    return old(*arguments, **named)\n"
         "mounting.mount = mount"
     ),
@@ -128,7 +127,7 @@ def test_a_signal_during_the_start_unmounts(mountpoint: str, step: str) -> None:
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 @pytest.mark.parametrize("step", ["mounting.unmount", "pyfuse3.close"])
 def test_more_signals_at_any_step_of_the_end_do_no_harm(mountpoint: str, step: str, number: str) -> None:
-    """After the first one nobody waits for them, and all is taken apart in peace."""
+    """Further signals do not disturb a clean end."""
     patch = (
         f"old, old_exit = {step}, supervision.Guard.__exit__\n"
         "def more():\n"
@@ -173,7 +172,7 @@ def test_a_mount_that_does_not_answer_is_a_failure(mountpoint: str) -> None:
 
 
 def test_of_two_for_one_place_the_second_is_refused(mountpoint: str, tmp_path: Path) -> None:
-    """It has seen nothing there; when its turn comes, the first one's mount stands there."""
+    """Both check the mountpoint before either has mounted."""
     wait = (
         "import fcntl, time\n"
         "from pathlib import Path\n"

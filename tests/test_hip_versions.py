@@ -1,4 +1,4 @@
-"""Versions of AMD's runtime that lack functions: a mount does without them, or says in one line what is missing."""
+"""Old versions of AMD's runtime: a mount works without optional functions, and names required ones."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_gpufs_umount_by_force(busy: tuple[GpufsMount, int]) -> None:
 
 
 def test_an_aborted_connection_ends_the_daemon(busy: tuple[GpufsMount, int]) -> None:
-    """What an administrator does to a mount that hangs: fusectl's abort."""
+    """By fusectl's abort, as an administrator ends a hung mount."""
     mounted, fd = busy
     minor = mounted_at(str(mounted.path))[0][0]
     Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
@@ -156,7 +156,7 @@ def test_a_copy_is_interrupted(mount: Mounter, number: signal.Signals, reference
 
 
 def test_signals_all_the_time(mount: Mounter) -> None:
-    """A process that is shot with a handled signal every millisecond still reads and writes what it should."""
+    """A process that handles a signal every millisecond still reads and writes correct data."""
     mounted = mount(memory=1 << 30)
 
     def work() -> int:
@@ -246,7 +246,7 @@ def cycles(mount: Mounter, count: int) -> None:
         mounted.unmount()
         assert str(mounted.path) not in " ".join(session_processes(mounted.session.name).values())
     now = Snapshot.of(os.getpid())
-    # Garbage and idle threads of earlier tests may have gone meanwhile.
+    # Earlier tests may have left garbage and idle threads, which can end now.
     assert now.descriptors <= ours.descriptors
     assert now.threads <= ours.threads
     assert now.memfds <= ours.memfds
@@ -257,7 +257,7 @@ def test_cycles_of_mounting_leave_nothing(mount: Mounter) -> None:
 
 
 def test_a_daemon_holds_nothing_of_its_starter(mount: Mounter, tmp_path: Path) -> None:
-    """Descriptors that were open in the shell that mounted do not live on in the daemon, nor in its guard."""
+    """Neither the daemon nor its guard inherits descriptors of the shell that mounted."""
     with open(tmp_path / "held", "w") as held:
         os.set_inheritable(held.fileno(), True)
         mountpoint = tmp_path / "mnt"

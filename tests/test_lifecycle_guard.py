@@ -1,4 +1,4 @@
-"""A daemon that dies: its mount is taken away, that one alone, and the process that does so is gone after every end."""
+"""The guard unmounts a dead daemon's mount and no other, and ends with its daemon."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_mount_that_hides_ours_stays(mount: Mounter) -> None:
 
 
 def test_a_later_mount_stays(mount: Mounter) -> None:
-    """Ours was detached, lives on in an open file, and its daemon dies when somebody else has mounted there."""
+    """A detached mount is still in use, and its daemon dies after another mount was made at the same place."""
     mounted = mount()
     (pid,) = guards(mounted)
     fd = os.open(mounted.device / "held", os.O_RDWR | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""What options make of a mount: read-only, noexec, and places such as containers in which little else is."""
+"""Mount options: read-only, noexec, access times; and mounts in minimal containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain users: mounting through fusermount3, and who may come in."""
+"""Plain users: mounting through fusermount3, and access by other users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names and attributes take of the daemon's memory, and the limit of it (--metadata)."""
+"""The daemon's memory for names and attributes, and its limit (--metadata)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ KINDS = [files, long_names, links, symlinks, directories, attributes, small_attr
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_limit_holds(mount: Mounter, kind: Callable[[Path, int], None]) -> None:
-    """The daemon grows by no more than the limit, and what is removed can be had again."""
+    """The daemon grows by no more than the limit, and removed entries free their memory."""
     mounted = mount("--metadata", "8M")
     assert metadata(mounted)[1] == 8 * MIB
     place = mounted.device / "place"

@@ -317,7 +317,7 @@ class Files(RuleBasedStateMachine):
 
 @pytest.mark.driver
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("examples", [150, pytest.param(450, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(450, marks=pytest.mark.slow)])
 def test_files_behave_as_their_model(root: Path, examples: int) -> None:
     Files.root = root
     run_state_machine_as_test(Files, settings=settings(max_examples=examples, stateful_step_count=50))

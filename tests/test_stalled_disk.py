@@ -1,4 +1,4 @@
-"""What a disk that makes no progress, or a device that is full, may hold up: what needs it, and nothing else."""
+"""A stalled disk or a full device holds up only the calls that need it."""
 
 import errno
 import json
@@ -74,7 +74,7 @@ def disk(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def frozen(place: Path) -> Iterator[None]:
-    """Thaws also if this process is killed, and after five minutes."""
+    """Freezes the file system. It thaws also if this process is killed, or after five minutes."""
     script = 'fsfreeze -f "$0" && echo frozen; read -t 300; fsfreeze -u "$0"'
     with subprocess.Popen(
         ["bash", "-c", script, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -101,7 +101,7 @@ def blocked_threads(pid: int) -> int:
 
 
 def use(file: Path) -> None:
-    """All that must go on."""
+    """Calls that must not wait for the disk."""
     assert file.stat().st_size == 0
     with opened(file, os.O_RDWR) as fd:
         fallocate(fd, 0, 0, 3 * MIB)
@@ -141,7 +141,7 @@ def test_a_stalled_disk_holds_up_only_what_needs_it(mount: Mounter, tmp_path: Pa
             ]
             wait_until(lambda: blocked_threads(one.pid) >= STALLED, PATIENCE, "the copies to stall")
             emptied = [Background(partial(os.ftruncate, source, 0)) for source in sources]
-            time.sleep(0.5)  # until they have come, which nothing shows if they hold up the mount
+            time.sleep(0.5)  # until the mount has the requests, which nothing else shows
 
             Background(lambda: use(second / "idle")).wait("another device")
             Background(lambda: use(first / "idle")).wait("another file of the device")
@@ -157,7 +157,7 @@ def test_a_stalled_disk_holds_up_only_what_needs_it(mount: Mounter, tmp_path: Pa
 
 
 def fill(fd: int) -> None:
-    """Takes all memory of the file's device."""
+    """Allocates all memory of the file's device."""
     step = 2 * MIB
     for offset in range(0, 1 << 40, step):
         try:
@@ -168,7 +168,7 @@ def fill(fd: int) -> None:
             return
 
 
-def test_writers_that_wait_for_memory_hold_up_nobody(mount: Mounter) -> None:
+def test_writers_that_wait_for_memory_hold_up_no_others(mount: Mounter) -> None:
     with mount(devices=2, memory=32 * MIB) as one:
         first, second = one.path / "gpu0", one.path / "gpu1"
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The counters of a mount: counted right, readable from outside, after the daemon's death too, and by Prometheus."""
+"""The counters of a mount: what is counted, and reading them from outside, after its death and by Prometheus."""
 
 import errno
 import json
@@ -85,7 +85,7 @@ def test_the_file_has_what_the_engine_counts(tmp_path: Path) -> None:
     assert (dead["alive"], dead["dead_since"]) == (False, dead["updated"])
 
 
-def test_a_file_that_cannot_be_made_costs_no_engine(tmp_path: Path) -> None:
+def test_an_engine_opens_without_its_file(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "counters"
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(path)) as opened:
         assert statistics.parse(opened.statistics_read())["devices"][0]["gauges"]["total_bytes"] == 64 * MIB
@@ -110,7 +110,7 @@ def test_a_description_has_a_limit(host: engine.Engine) -> None:
     ],
 )
 def test_damage_is_noticed(host: engine.Engine, damage: Callable[[bytes], bytes]) -> None:
-    """Any of the header's numbers; the process's number alone may be anything."""
+    """In each number of the header except for the process's."""
     data = host.statistics_read()
     broken = damage(data)
     try:
@@ -126,7 +126,7 @@ def test_another_version_is_named(host: engine.Engine) -> None:
         statistics.parse(data[:8] + struct.pack("=I", 99) + data[12:])
 
 
-def test_what_is_no_file_of_counters_is_left_alone(tmp_path: Path) -> None:
+def test_sweeping_leaves_other_files_alone(tmp_path: Path) -> None:
     (tmp_path / "1-0-9.stats").write_text("mine")
     os.mkfifo(tmp_path / "2-0-9.stats")
     (tmp_path / "3-0-9.stats").symlink_to(tmp_path / "1-0-9.stats")
@@ -137,7 +137,7 @@ def test_what_is_no_file_of_counters_is_left_alone(tmp_path: Path) -> None:
             statistics.read(path)
 
 
-def test_sweeping_removes_the_dead_alone(host: engine.Engine, tmp_path: Path) -> None:
+def test_sweeping_removes_files_of_dead_processes(host: engine.Engine, tmp_path: Path) -> None:
     dead = tmp_path / "dead"
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(dead)):
         pass
@@ -150,7 +150,7 @@ def test_sweeping_removes_the_dead_alone(host: engine.Engine, tmp_path: Path) ->
 
 
 def test_the_last_counters_stay_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of mounts elsewhere; not too many of them."""
+    """Of mounts at other places, and a limited number of them."""
 
     def dead(number: int, facts: dict[str, Any]) -> None:
         path = tmp_path / f"{number}-0-{number}.stats"
@@ -205,7 +205,7 @@ def test_a_mount_counts_reads_and_writes(mount: Mounter) -> None:
 
 
 def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
-    """What each of them has moved, and nothing else, by every way of asking."""
+    """Every interface shows exactly what the processes have moved."""
     count, size, piece = 4, 3 * MIB, 64 * KIB
     own = mount(memory=64 * MIB)
     for number in range(count):
@@ -241,7 +241,7 @@ def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
     "facts", [b"5", b'{"devices": 5, "refusals": {}}', b'{"devices": null}', b"[]", b'{"a": "\xff"}']
 )
 def test_a_description_that_is_damaged(host: engine.Engine, facts: bytes) -> None:
-    """The numbers are read all the same."""
+    """The numbers are read nevertheless."""
     host.statistics_describe({"devices": ["x" * 60], "refusals": ["y" * 60]})
     data = bytearray(host.statistics_read())
     (size,) = struct.unpack_from("=I", data, 100)
@@ -305,8 +305,8 @@ def test_killed_and_still_there(mount: Mounter) -> None:
     assert not path.exists()
 
 
-def test_killed_and_taken_away(mount: Mounter) -> None:
-    """The mount of a dead daemon goes at once; its counters are still found by the mountpoint. A user's own."""
+def test_killed_and_unmounted(mount: Mounter) -> None:
+    """The mount of a dead daemon is removed; its counters are still found by the mountpoint, for a plain user too."""
     with plain_user() as base:
         program, environment = user_gpufs(base)
         as_user: dict[str, Any] = {"env": environment, "user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
@@ -325,7 +325,7 @@ def test_killed_and_taken_away(mount: Mounter) -> None:
         assert counted(found, "mount", "in")["bytes"] == MIB
         assert "is dead since" in run(*program, "stats", own.path, **as_user).stdout
         mount(user=(program, environment)).unmount()
-        assert not shown()["alive"]  # another mount is no reason to forget
+        assert not shown()["alive"]  # another mount does not remove them
 
 
 @pytest.mark.parametrize("how", ["unmount", "terminate"])
@@ -340,8 +340,8 @@ def test_gone_after_a_clean_end(mount: Mounter, how: str) -> None:
     assert not path.exists()
 
 
-def test_a_later_mount_sweeps_up(mount: Mounter) -> None:
-    """A dead mount that was unmounted by others leaves its counters to the next daemon there, not to others."""
+def test_a_later_mount_removes_them(mount: Mounter) -> None:
+    """The counters of a dead mount stay until the next daemon at the same place."""
     own = mount("--no-auto-unmount")
     path = counters_of(own)
     own.signal(signal.SIGKILL)
@@ -424,7 +424,7 @@ def test_watching_shows_rates_and_ends_quietly(mount: Mounter) -> None:
         (["--watch=much", "/"], "is not a number of seconds"),
     ],
 )
-def test_wrong_words(words: list[str], message: str) -> None:
+def test_wrong_arguments(words: list[str], message: str) -> None:
     done = run(*GPUFS, "stats", *words, check=False)
     assert done.returncode in (1, 2)
     assert message in done.stderr

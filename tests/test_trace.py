@@ -1,4 +1,4 @@
-"""gpufs trace: what it records, that the file is right in itself, and that it gets in nobody's way."""
+"""gpufs trace: what it records, that the file is consistent, and its failures."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 @contextlib.contextmanager
 def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT) -> Iterator[subprocess.Popen[str]]:
-    """A recorder that is known to record; interrupted at the end, unless it has ended by itself."""
+    """A recorder that is recording; interrupted at the end, unless it has ended."""
     recorder = subprocess.Popen([*GPUFS, "trace", str(mount.path), "-o", str(path)], stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: records(recorder.pid) or recorder.poll() is not None, 30, "the recording to begin")
@@ -42,14 +42,14 @@ def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT
 
 
 def records(process: int) -> bool:
-    """Whether a process records, found without opening the file: that would begin a recording of one's own."""
+    """Whether a process records, found without opening the file, which would begin a recording."""
     with contextlib.suppress(OSError):
         return any(link.endswith(".gpufs/trace") for link in links_of(process).values())
     return False
 
 
 def busy(mount: GpufsMount) -> bool:
-    """Whether somebody records."""
+    """Whether a recording is in progress."""
     try:
         os.close(os.open(mount.path / ".gpufs/trace", os.O_RDONLY))
     except OSError as error:
@@ -60,13 +60,13 @@ def busy(mount: GpufsMount) -> bool:
 
 
 def moved(mount: GpufsMount) -> dict[str, int]:
-    """Bytes that the mount has counted, each after its spans were recorded."""
+    """Bytes that the mount has counted, which it does after it has recorded their spans."""
     found = json.loads((mount.path / ".gpufs/stats").read_bytes())
     return {flow: counts["bytes"] for flow, counts in found["devices"][0]["backends"]["mount"].items()}
 
 
 def checked(path: Path) -> list[Event]:
-    """The spans of a trace, after a strict look at the whole of it."""
+    """The spans of a trace, after a strict check of the whole file."""
     text = path.read_text()
     content = json.loads(text)
     assert set(content) == {"displayTimeUnit", "traceEvents", "otherData"}
@@ -230,7 +230,7 @@ def test_one_at_a_time(mount: Mounter, tmp_path: Path) -> None:
     assert not (tmp_path / "two.json").exists()
 
 
-def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> None:
+def test_killing_the_recorder_ends_the_recording(mount: Mounter, tmp_path: Path) -> None:
     own = mount()
     recorder = subprocess.Popen([*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace.json")])
     try:
@@ -242,7 +242,7 @@ def test_a_killed_recorder_leaves_nothing_on(mount: Mounter, tmp_path: Path) -> 
 
 
 def test_a_read_takes_a_part(mount: Mounter) -> None:
-    """Of 64 KiB at most, whole records, however much is asked for; the next goes on behind it."""
+    """A read returns at most 64 KiB of whole records; the next one continues after them."""
     own = mount()
     (own.device / "file").write_bytes(b"1234")
     fd = os.open(own.path / ".gpufs/trace", os.O_RDONLY)
@@ -259,7 +259,7 @@ def test_a_read_takes_a_part(mount: Mounter) -> None:
 
 
 def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
-    """What was recorded until then is written."""
+    """What was recorded before is written."""
     own = mount()
     path = tmp_path / "trace.json"
     recorder = subprocess.Popen(
@@ -299,7 +299,7 @@ def test_the_mount_ends_first(mount: Mounter, tmp_path: Path) -> None:
         (["/", "-o", ""], "an empty name"),
     ],
 )
-def test_wrong_words(words: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_arguments(words: list[str], message: str, tmp_path: Path) -> None:
     done = run(*GPUFS, "trace", *words, check=False, cwd=tmp_path)
     assert done.returncode in (1, 2)
     assert message in done.stderr
@@ -307,8 +307,8 @@ def test_wrong_words(words: list[str], message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_output_that_cannot_be(mount: Mounter, tmp_path: Path) -> None:
-    """It is named, whatever it is that does not take it."""
+def test_an_output_that_cannot_be_written(mount: Mounter, tmp_path: Path) -> None:
+    """The error names it."""
     own = mount()
     (tmp_path / "folder").mkdir()
     words = {tmp_path / "missing/file": "No such file or directory", tmp_path / "folder": "Is a directory"}
@@ -321,7 +321,7 @@ def test_an_output_that_cannot_be(mount: Mounter, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_no_room_to_put_records_aside(mount: Mounter, tmp_path: Path) -> None:
+def test_no_space_for_the_records(mount: Mounter, tmp_path: Path) -> None:
     own = mount()
     folder = tmp_path / "small"
     folder.mkdir()
@@ -346,7 +346,7 @@ def test_no_room_to_put_records_aside(mount: Mounter, tmp_path: Path) -> None:
 # ---- the records ----
 
 
-def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
+def test_nothing_is_recorded_without_a_trace(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(MIB))
 
     def load() -> None:

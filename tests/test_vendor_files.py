@@ -1,4 +1,4 @@
-"""The vendors' calls for files as the fastpath of real mounts, over fakes of their libraries, which record them."""
+"""The vendors' file calls as the fastpath of real mounts, over fake libraries that record them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def copy_range(source: Path, target: Path, count: int, at: int = 0) -> int:
 
 
 def test_plain_cp_both_ways(make: Maker, vendor: Vendor) -> None:
-    """No byte by way of the host: the calls cover the file, and the other way has moved none."""
+    """The recorded calls cover the file; the fallback moves no byte."""
     one = make()
     (one.there / "source").write_bytes(noise(4 * MIB))
     run("cp", one.shown / "source", one.mount.device / "copied")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 __all__ = ["main", "run"]
 
-# How writing fails. Of what a command does otherwise, failures without a name are not of these.
+# Errors of writing to standard output. Other failures with these codes name a file.
 _OUTPUT = (EBADF, EDQUOT, EFBIG, EIO, ENOSPC)
 
 
@@ -22,7 +22,7 @@ def _one_line(text: str) -> str:
 def run(arguments: Sequence[str] | None = None, *, begin: Callable[[], object] = lambda: None) -> int:
     """Runs the command line (the process's own by default) and returns its exit code.
 
-    ``begin`` is called when KeyboardInterrupt can be seen to.
+    ``begin`` is called once a KeyboardInterrupt would be handled.
 
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
     130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
@@ -33,13 +33,13 @@ def run(arguments: Sequence[str] | None = None, *, begin: Callable[[], object] =
         _streams.open_closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="surrogateescape")  # names of files are bytes; show them as they are
+            stream.reconfigure(errors="surrogateescape")  # file names are bytes
     words = list(sys.argv[1:] if arguments is None else arguments)
     return _guarded(lambda: _run_program(words), begin)
 
 
 def _run_program(words: list[str]) -> Any:
-    """The command by way of click."""
+    """Runs the command with click."""
     import click
 
     from gpufs.cli._errors import complain
@@ -51,7 +51,7 @@ def _run_program(words: list[str]) -> Any:
         print(error.format_message(), file=sys.stderr)
         return 2
     except click.UsageError as error:
-        # Of an option that lacks its value click does not say whose it is.
+        # click does not name the command if an option lacks its value.
         named = f"gpufs {words[0]}" if words and words[0] in program.list_commands(click.Context(program)) else "gpufs"
         command = error.ctx.command_path if error.ctx else named
         complain(f"{_one_line(error.format_message())} (see {command} --help)")
@@ -59,7 +59,7 @@ def _run_program(words: list[str]) -> Any:
     except click.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:
-        from gpufs.config import ConfigError  # which a command without configuration does not load
+        from gpufs.config import ConfigError  # imported late: `gpufs cp` does not need it
 
         if not isinstance(error, ConfigError):
             raise
@@ -68,7 +68,7 @@ def _run_program(words: list[str]) -> Any:
 
 
 def _guarded(work: Callable[[], Any], begin: Callable[[], object]) -> int:
-    """The exit code of a command; whatever comes out of it becomes a line and a code."""
+    """Runs a command; every exception becomes one line on standard error and an exit code."""
     from gpufs.cli._errors import Failure, complain
 
     try:
@@ -83,10 +83,10 @@ def _guarded(work: Callable[[], Any], begin: Callable[[], object]) -> int:
         complain("interrupted")
         return 130
     except BrokenPipeError:
-        _let_output_go()
-        return 1  # whoever reads our output has enough of it
+        _discard_output()
+        return 1  # the reader has closed the pipe
     except OSError as error:
-        _let_output_go()
+        _discard_output()
         if error.filename is None and error.errno in _OUTPUT:
             complain(f"standard output: {error.strerror}")
             return 1
@@ -94,15 +94,15 @@ def _guarded(work: Callable[[], Any], begin: Callable[[], object]) -> int:
         complain(f"{_one_line(error.strerror or str(error))}{where}")
         _log_exception()
         return 1
-    except Exception as error:  # noqa: BLE001 - the last guard: a user sees a line, not a traceback
+    except Exception as error:  # noqa: BLE001 - users see one line, not a traceback
         text = _one_line(f"{type(error).__name__}: {error}")
         complain(f"internal error: {text} (GPUFS_LOG_LEVEL=debug shows more)")
         _log_exception()
         return 1
 
 
-def _let_output_go() -> None:
-    """Where standard output cannot be written, nothing is written to it when the interpreter ends, either."""
+def _discard_output() -> None:
+    """Redirects standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -112,7 +112,7 @@ def _let_output_go() -> None:
 
 
 def _log_exception() -> None:
-    """The traceback of what was caught, for those who asked for it."""
+    """Prints the traceback if GPUFS_LOG_LEVEL is debug."""
     if os.environ.get("GPUFS_LOG_LEVEL") == "debug":
         import traceback
 
@@ -120,8 +120,8 @@ def _log_exception() -> None:
 
 
 def main() -> NoReturn:
-    """The entry point. Ctrl-C while modules are still loaded, or when all is done, ends the process without a word."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not ignored, as by nohup
+    """The entry point. Ctrl-C while modules are loaded, or after the command, ends the process without a message."""
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as nohup does
 
     def heed(handler: Any) -> None:
         if heeded:

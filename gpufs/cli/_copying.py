@@ -1,16 +1,18 @@
-"""What `gpufs cp` does: walks the sources, has threads copy the files, and reports."""
+"""`gpufs cp`: threads copy the files that a walk finds; results are printed and collected."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
@@ -18,17 +20,14 @@ from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResu
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import size_text
 
-if TYPE_CHECKING:
-    from gpufs.cli._cp_progress import Bar
-
-_QUEUED_FILES: Final = 64  # their directories are open
+_QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
-# How long an interrupted copy may take to leave a consistent destination: more than a connection waits for a daemon.
+# Time for an interrupted copy to leave a consistent destination. Longer than a connection waits for a daemon.
 _INTERRUPT_SECONDS: Final = 10.0
 
 
 def copy(names: list[str], options: dict[str, Any]) -> int:
-    """Runs the command with its options; returns the exit code. Failure when nothing can be done."""
+    """Runs the command and returns its exit code. Raises Failure if no copy can start."""
     recursive = options["recursive"] or options["archive"]
     preserve = options["preserve"] or options["archive"]
     show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
@@ -43,7 +42,7 @@ def copy(names: list[str], options: dict[str, Any]) -> int:
         print(json_text(run.summary()))
         sys.stdout.flush()
     if run.signal is not None:
-        # As cp: a program that waits for this one sees that a signal ended it.
+        # As with cp, the parent sees that a signal ended this process.
         signal.signal(run.signal, signal.SIG_DFL)
         os.kill(os.getpid(), run.signal)
     if run.output_error is not None:
@@ -60,39 +59,52 @@ def _add(counts: dict[str, int], more: dict[str, int]) -> None:
         counts[name] = counts.get(name, 0) + count
 
 
-class _Tally:
-    """What all threads have done. The lock guards everything in it."""
+class _Bar:
+    """A progress line on standard error. Lines are printed above it. Thread-safe."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.total = 0  # bytes of the files found so far
-        self.moved: dict[int, int] = {}  # bytes of the files under way, by thread
-        self.paths: dict[int, dict[str, int]] = {}  # of these, by thread
-        self.done = 0  # bytes of the files that have ended
-        self.done_paths: dict[str, int] = {}
-        self.name = ""
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
 
-    def now(self) -> tuple[int, int, dict[str, int], str]:
-        """Bytes moved and found, bytes by path, and what is going on."""
-        with self.lock:
-            paths = dict(self.done_paths)
-            for part in self.paths.values():
-                _add(paths, part)
-            return self.done + sum(self.moved.values()), self.total, paths, self.name
+    def show(self, moved: int, total: int, name: str) -> None:
+        """Draws the line again."""
+        rate = size_text(moved / max(time.monotonic() - self._began, 1e-9))
+        line = f"{size_text(moved)} of {size_text(total)}  {rate}/s  {printable(name)}"
+        self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+
+    def print(self, line: str, stream: Any) -> None:
+        """Prints a line above the progress."""
+        self._write("\r\x1b[K")
+        with self._lock:
+            print(line, file=stream, flush=True)
+
+    def end(self) -> None:
+        """Leaves the line as it is and starts the next one."""
+        self._write("\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            with self._lock:
+                print(text, end="", file=sys.stderr, flush=True)
+        except OSError:
+            pass  # nobody watches
 
 
 class _Run:
-    """One run of the command: walks the sources, has files copied by threads, and keeps the books."""
+    """One run of the command."""
 
     def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
         self._copier = copier
         self._verbose: bool = options["verbose"]
-        self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: standard output is JSON alone
-        self._show = show
+        self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
+        self._bar = _Bar() if show else None
         self._cancel = Cancellation()
         self._queue: SimpleQueue[Item | None] = SimpleQueue()
-        self._tally = _Tally()
-        self._bar: Bar | None = None
+        self._lock = threading.Lock()  # guards the next four
+        self._total = 0  # bytes of the files found so far
+        self._done = 0  # bytes of the files that have ended
+        self._moved: dict[str, int] = {}  # bytes of the files in progress, by source
+        self._current = ""  # for the progress line
         self._walk = Walk(
             self._cancel,
             recursive=recursive,
@@ -110,50 +122,47 @@ class _Run:
         self.output_error: OSError | None = None  # of standard output
 
     def copy(self, named: list[tuple[str, Entry]], jobs: int) -> None:
-        """Copies everything; errors are printed and kept."""
+        """Copies everything. Errors are printed and collected."""
         previous = {
             number: signal.signal(number, self._interrupt)
             for number in (signal.SIGINT, signal.SIGTERM)
-            if signal.getsignal(number) != signal.SIG_IGN  # as shells have what runs in the background ignore SIGINT
+            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
         }
         try:
-            if self._show:
-                from gpufs.cli._cp_progress import Bar
-
-                with Bar() as self._bar:
-                    self._copy_all(named, jobs)
-            else:
-                self._copy_all(named, jobs)
+            workers = self._start(jobs)
+            for source, destination in named:
+                self._walk.find(source, destination)
+            for _ in workers:
+                self._put(None)
+            self._wait(workers)
+            self._refresh()
         finally:
+            if self._bar is not None:
+                self._bar.end()
             self._seconds = time.monotonic() - self._began
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _copy_all(self, named: list[tuple[str, Entry]], jobs: int) -> None:
+    def _start(self, jobs: int) -> list[threading.Thread]:
         workers: list[threading.Thread] = []
-        for number in range(jobs):
-            worker = threading.Thread(target=self._work, args=(number,), daemon=True)
+        for _ in range(jobs):
+            worker = threading.Thread(target=self._work, daemon=True)
             try:
                 worker.start()
             except RuntimeError:
                 if not workers:
                     raise Failure("cp: no thread can be started (ulimit -u)") from None
-                break  # fewer will do
+                break  # fewer threads are enough
             workers.append(worker)
-        for source, destination in named:
-            self._walk.find(source, destination)
-        for _ in workers:
-            self._put(None)
-        self._wait(workers)
-        self._refresh()  # as it has become
+        return workers
 
     def _found(self, item: Item) -> None:
-        with self._tally.lock:
-            self._tally.total += item.size
+        with self._lock:
+            self._total += item.size
         self._put(item)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:  # the second one: now
+        if self.signal is not None:  # the second signal ends the process at once
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = number
@@ -168,12 +177,11 @@ class _Run:
                 if self._cancel.cancelled:
                     deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
                 if time.monotonic() > deadline:
-                    # They hang in a file system; they end with the process, as far as that can be.
                     self._error("", None, errno.ETIMEDOUT, "a copy does not end: its file system does not answer")
                     return
 
     def _put(self, item: Item | None) -> None:
-        # Once it is cancelled nobody may take anything from there any more, for all hang.
+        # After a cancellation the queue may never shrink: all threads can be blocked in a file system.
         while self._queue.qsize() >= _QUEUED_FILES and not self._cancel.cancelled:
             time.sleep(_REFRESH)
             self._refresh()
@@ -181,64 +189,59 @@ class _Run:
 
     def _refresh(self) -> None:
         if self._bar is not None:
-            self._bar.show(*self._tally.now())
+            with self._lock:
+                state = (self._done + sum(self._moved.values()), self._total, self._current)
+            self._bar.show(*state)
 
     # ---- threads ----
 
-    def _work(self, number: int) -> None:
+    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
                 if not self._cancel.cancelled:
-                    self._copy_one(number, item)
+                    self._copy_one(item)
             finally:
                 self._walk.release(item.folder)
 
-    def _copy_one(self, number: int, item: Item) -> None:
-        tally = self._tally
-        name = os.path.basename(item.source.path)
+    def _copy_one(self, item: Item) -> None:
+        source, destination = item.source.path, item.destination.path
 
         def report(progress: CopyProgress) -> None:
-            with tally.lock:
+            with self._lock:
+                self._current = source if progress.phase == "copy" else f"verifying {source}"
                 if progress.phase == "copy":
-                    tally.moved[number], tally.paths[number] = progress.moved, progress.paths
-                else:
-                    tally.name = f"verifying {name}"
+                    self._moved[source] = progress.moved
 
-        with tally.lock:
-            tally.name = name
-        done, paths = 0, {}
+        done = 0
         try:
-            progress = report if self._show else None
+            progress = report if self._bar is not None else None
             result = self._copier.copy_entry(item.source, item.destination, progress=progress, cancel=self._cancel)
-            done, paths = result.bytes, result.paths
+            done = result.bytes
             self._copied(result)
         except CopyError as error:
             done = error.bytes_done
-            self._failed(item.source.path, item.destination.path, error)
-        except Exception as error:  # noqa: BLE001 - the other files are copied all the same
-            text = f"{type(error).__name__}: {error}"
-            self._error(item.source.path, item.destination.path, errno.EIO, text)
-        with tally.lock:
-            tally.moved.pop(number, None)
-            tally.paths.pop(number, None)
-            tally.done += done
-            _add(tally.done_paths, paths)
+            self._failed(source, destination, error)
+        except Exception as error:  # noqa: BLE001 - the other files are still copied
+            self._error(source, destination, errno.EIO, f"{type(error).__name__}: {error}")
+        with self._lock:
+            self._current = source
+            self._moved.pop(source, None)
+            self._done += done
 
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)
         if self._verbose:
             served = ", ".join(f"{path} {size_text(count)}" for path, count in result.paths.items()) or "empty"
-            rate = f"{size_text(result.bytes / max(result.seconds, 1e-9))}/s"
-            self._print(
-                f"{result.source} -> {result.destination}: {size_text(result.bytes)}, {rate} ({served})", self._lines
-            )
+            rate = size_text(result.bytes / max(result.seconds, 1e-9))
+            text = f"{result.source} -> {result.destination}: {size_text(result.bytes)}, {rate}/s ({served})"
+            self._print(text, self._lines)
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:
         if error.errno == errno.ECANCELED and self._cancel.cancelled:
             text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
             self._error(source, destination, errno.ECANCELED, text, error)
-            return
-        self._error(source, destination, error.errno or errno.EIO, str(error), error, whole=True)
+        else:
+            self._error(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)
 
     def _error(
         self,
@@ -248,9 +251,9 @@ class _Run:
         text: str,
         error: CopyError | None = None,
         *,
-        whole: bool = False,
+        names_files: bool = False,
     ) -> None:
-        """Prints one line and keeps it; ``whole``: the text names the files itself."""
+        """Prints and collects one error. ``names_files``: its text already names the files."""
         self.errors.append(
             {
                 "source": source,
@@ -262,22 +265,21 @@ class _Run:
                 "device_code": error.device_code if error else 0,
             }
         )
-        where = " -> ".join(name for name in (source, destination) if name)
-        self._print(f"gpufs cp: {text}" if whole or not where else f"gpufs cp: {where}: {text}", sys.stderr)
+        where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
+        self._print(f"gpufs cp: {where}: {text}" if where else f"gpufs cp: {text}", sys.stderr)
 
     def _print(self, line: str, stream: Any) -> None:
-        line = printable(line)
         try:
             if self._bar is not None:
-                self._bar.print(line, stream)
+                self._bar.print(printable(line), stream)
             else:
-                print(line, file=stream, flush=True)
+                print(printable(line), file=stream, flush=True)
         except OSError as error:
             if stream is sys.stdout:
-                self.output_error = error  # the copies are worth having without it
+                self.output_error = error  # reported after the copies
 
     def summary(self) -> dict[str, Any]:
-        """What --json prints. Sizes in bytes, times in seconds."""
+        """The output of --json. Sizes are in bytes, times in seconds."""
         total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
         methods: dict[str, int] = {}
         paths: dict[str, int] = {}
@@ -296,18 +298,6 @@ class _Run:
             "paths": paths,
             "refusals": sorted(refusals),
             "interrupted": self.signal is not None,
-            "copies": [
-                {
-                    "source": result.source,
-                    "destination": result.destination,
-                    "bytes": result.bytes,
-                    "seconds": result.seconds,
-                    "method": result.method,
-                    "paths": result.paths,
-                    "refusals": list(result.refusals),
-                    "sha256": result.sha256,
-                }
-                for result in self.results
-            ],
+            "copies": [asdict(result) for result in self.results],
             "errors": self.errors,
         }

@@ -1,8 +1,8 @@
-"""What `gpufs cp` has to copy: the names that sources get, and the trees below them, by the rules of cp(1).
+"""The directory walk of `gpufs cp`, by the rules of cp(1).
 
 Directories, symbolic links and special files are created here; regular files are passed on to be copied. Below the
-names that the user has given, nothing is looked up by path: each directory is open, and links in it are not followed.
-So renaming files or replacing them by links there cannot lead the copy out of its trees.
+names given by the user nothing is looked up by path: each directory is open, and symbolic links are not followed. So
+another user who renames files or replaces them by links cannot lead the copy out of its trees.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from gpufs.cli._errors import Failure
 from gpufs.client import Cancellation, _find
@@ -24,10 +24,8 @@ from gpufs.client._outcome import text_of
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Report(Protocol):
-    """Records what could not be copied: source, destination where that matters, errno and text."""
-
-    def __call__(self, source: str, destination: str | None, number: int, text: str) -> None: ...
+# Records a failure: source, destination if that matters, errno, text.
+Report: TypeAlias = Callable[[str, str | None, int, str], None]
 
 
 @dataclass
@@ -56,9 +54,9 @@ class Item:
 
 @contextmanager
 def targets(sources: Sequence[str], destination: str, *, follow: bool) -> Iterator[list[tuple[str, Entry]]]:
-    """The entry that each source gets, by the rules of cp(1). Failure where they allow none.
+    """The destination of each source, by the rules of cp(1). Failure if they allow none.
 
-    A directory is open until the context ends. ``follow``: a link with the name of a copy leads to the file to write.
+    A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
     """
     if not destination or not all(sources):
         raise Failure("cp: an empty name is given where a file belongs", 2)
@@ -86,9 +84,9 @@ def targets(sources: Sequence[str], destination: str, *, follow: bool) -> Iterat
 
 
 class Walk:
-    """One walk over the sources. ``found`` is called with each file to copy, and may wait.
+    """One walk over the sources. Calls ``found`` with each file to copy, which may wait.
 
-    Thread-safe: release() alone.
+    Thread-safe: release() only.
     """
 
     def __init__(
@@ -109,12 +107,12 @@ class Walk:
         self._found = found
         self._warn = warn
         self._report = report
-        self._made: dict[str, str] = {}  # destination: what it was made from
+        self._made: dict[str, str] = {}  # destination: its source
         self._lock = threading.Lock()  # guards the users of all folders
-        self.skipped = 0  # files left alone because they exist
+        self.skipped = 0  # existing files, with --no-clobber
 
     def find(self, name: str, destination: Entry) -> None:
-        """Walks over one source, and all that is below it."""
+        """Walks one source and everything below it."""
         if self._cancel.cancelled:
             return
         source = Entry.of(name, follow=not self._recursive)
@@ -123,7 +121,7 @@ class Walk:
         except OSError as error:
             self._fail(name, None, error)
             return
-        copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks its ends itself
+        copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks these
         if stat.S_ISDIR(status.st_mode) and not self._recursive:
             self._report(name, None, errno.EISDIR, "is a directory (-r copies it)")
         elif not copied and not _on_a_mount(status.st_dev, destination):
@@ -136,7 +134,7 @@ class Walk:
             self._find_in_directory(source, destination)
 
     def release(self, folder: Folder | None) -> None:
-        """One use less. The last one sets a directory's attributes, now that nothing more is written into it."""
+        """Drops a reference. The last one sets the directory's attributes: nothing more is written into it."""
         while folder is not None:
             with self._lock:
                 folder.users -= 1
@@ -195,7 +193,7 @@ class Walk:
             self._fail(source.path, destination.path, error)
 
     def _find_in_directory(self, source: Entry, destination: Entry) -> None:
-        """Creates the directory and walks over everything in it."""
+        """Creates the directory and walks everything in it."""
         created: set[tuple[int, int]] = set()
         pending: list[tuple[Entry, Entry, Folder | None]] = [(source, destination, None)]
         while pending:
@@ -240,10 +238,7 @@ class Walk:
     def _open_folder(
         self, source: Entry, destination: Entry, parent: Folder | None, created: set[tuple[int, int]]
     ) -> Folder:
-        """Opens a directory of the source, and its copy, which is created where it does not exist.
-
-        OSError, with the name that failed where that is not the source's.
-        """
+        """Opens a directory of the source, and its copy, which is created if it does not exist."""
         try:
             fd = os.open(source.name, os.O_RDONLY | _DIRECTORY, dir_fd=source.directory)
         except OSError as error:
@@ -265,7 +260,7 @@ class Walk:
 
     def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
         """The directory, as an O_PATH descriptor, and whether it was created."""
-        # The copy must be able to write there, whatever the mode will be in the end.
+        # The copy must be able to write there, whatever the final mode is.
         allowed = stat.S_IRWXU if self._preserve else 0o1777
         try:
             os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
@@ -291,7 +286,7 @@ class Walk:
         self._make(destination, status, lambda: os.symlink(target, destination.name, dir_fd=destination.directory))
 
     def _copy_special(self, destination: Entry, status: os.stat_result) -> None:
-        """A FIFO, socket or device: what it is, and nothing that is in it."""
+        """Creates a FIFO, socket or device node."""
         mode = status.st_mode & ~0o7000
         self._make(
             destination,
@@ -300,7 +295,7 @@ class Walk:
         )
 
     def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
-        """Creates what is not a regular file. As cp(1), replaces an existing file unless it is the source itself."""
+        """Creates a link or special file. As cp(1), replaces an existing file unless it is the source itself."""
         entry = Entry(destination.path, destination.name, destination.directory, follow=False)
         try:
             create()

@@ -1,4 +1,4 @@
-"""What only the engine can tell, for `gpufs doctor`: run as a process of its own, it prints one JSON object.
+"""Asks the engine on behalf of `gpufs doctor`: a separate process that prints one JSON object.
 
 Usage: python -m gpufs.cli._doctor_probe driver NAME | path PATH
 """
@@ -45,7 +45,7 @@ def _path(path: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the answer; the exit code is 0 in any case that has one."""
+    """Prints the answer and returns 0, also for an error."""
     kind, name = arguments
     try:
         answer = _driver(name) if kind == "driver" else _path(name)

@@ -1,4 +1,4 @@
-"""Starts the process that serves a mount, and leaves nothing behind where it does not come up."""
+"""Starts the daemon of a mount. A failed start leaves nothing behind."""
 
 import json
 import os
@@ -8,109 +8,79 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 from gpufs import mounting
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._python import python_module
+from gpufs.daemon.startup import MountRequest
 
 DAEMON = tuple(python_module("gpufs.daemon"))
 _GRACE = 3.0  # seconds between asking a process to end and ending it
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the process is told, as JSON on its standard input."""
-
-    mountpoint: str
-    source: str  # what mount(8) and df(1) show as the device
-    config: dict[str, Any]  # a value for each knob
-    foreground: bool = False
-    flags: tuple[str, ...] = ()  # names of mounting.FLAGS
-
-    def encode(self) -> bytes:
-        """The JSON object."""
-        fields = {
-            "mountpoint": self.mountpoint,
-            "source": self.source,
-            "config": self.config,
-            "foreground": self.foreground,
-            "flags": self.flags,
-        }
-        return json.dumps(fields).encode()
-
-
-def run_in_foreground(request: Request) -> NoReturn:
-    """Becomes the process that serves the mount."""
-    with tempfile.TemporaryFile() as file:  # as standard input; unlike a pipe it takes any length
+def run_in_foreground(request: MountRequest) -> NoReturn:
+    """Replaces this process by the daemon."""
+    with tempfile.TemporaryFile() as file:  # unlike a pipe it takes any length
         file.write(request.encode())
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    os.chdir("/")  # as in the background: relative entries of the module search path do not name the user's directory
+    os.chdir("/")  # so that relative entries of the module search path do not name the user's directory
     os.execv(DAEMON[0], [*DAEMON, request.mountpoint])
 
 
-def launch(request: Request, timeout: float) -> dict[str, Any]:
-    """Starts the process in a session of its own and returns its answer once the mount answers.
+def launch(request: MountRequest, timeout: float) -> dict[str, Any]:
+    """Starts the daemon in its own session and returns its answer once the mount works.
 
-    Failure when it says that it cannot, ends, or does not answer within ``timeout`` seconds; then, and when we are
-    interrupted, it has ended and nothing is mounted.
+    Failure if it reports an error, ends, or does not answer within ``timeout`` seconds. Then, and if this process is
+    interrupted, the daemon has ended and nothing is mounted.
     """
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
-    # A signal that comes while the process is being started waits until there is somebody to end.
+    # A signal during the start is delayed until there is a process to end.
     early: list[int] = []
     previous = {
         number: signal.signal(number, lambda caught, _: early.append(caught))
         for number in (signal.SIGTERM, signal.SIGINT)
-        if number == signal.SIGTERM or callable(signal.getsignal(number))  # an ignored SIGINT stays so
+        if number == signal.SIGTERM or callable(signal.getsignal(number))  # an ignored SIGINT stays ignored
     }
-    with tempfile.TemporaryFile() as errors, _restored(previous):
-        process = subprocess.Popen(
-            [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            cwd="/",
-            pass_fds=(daemon_end,),
-            start_new_session=True,
-        )
-        came_up = False
-        try:
-            os.close(daemon_end)
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-            if signal.SIGINT in previous:
-                signal.signal(signal.SIGINT, previous[signal.SIGINT])
-            for number in early:
-                signal.raise_signal(number)
-            assert process.stdin is not None
-            try:
-                process.stdin.write(request.encode())
-                process.stdin.close()
-            except BrokenPipeError:
-                pass  # it has ended; its answer, or the lack of one, says why
-            answer = _answer(process, answer_end, errors, timeout)
-            came_up = True
-            process.returncode = 0  # it lives on; it is not ours to wait for
-            return answer
-        finally:
-            os.close(answer_end)
-            if not came_up:
-                for number in previous:
-                    signal.signal(number, signal.SIG_IGN)  # one more must not keep us from leaving nothing behind
-                _end(process)
-                _unmount_left_over(request.mountpoint)
-
-
-@contextmanager
-def _restored(handlers: "dict[signal.Signals, Any]") -> Iterator[None]:
-    """Sets these handlers of signals at the end."""
     try:
-        yield
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd="/",
+                pass_fds=(daemon_end,),
+                start_new_session=True,
+            )
+            came_up = False
+            try:
+                os.close(daemon_end)
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+                if signal.SIGINT in previous:
+                    signal.signal(signal.SIGINT, previous[signal.SIGINT])
+                for number in early:
+                    signal.raise_signal(number)
+                assert process.stdin is not None
+                try:
+                    process.stdin.write(request.encode())
+                    process.stdin.close()
+                except BrokenPipeError:
+                    pass  # it has ended; its answer gives the reason
+                answer = _answer(process, answer_end, errors, timeout)
+                came_up = True
+                process.returncode = 0  # the daemon lives on: Popen must not wait for it
+                return answer
+            finally:
+                os.close(answer_end)
+                if not came_up:
+                    for number in previous:
+                        signal.signal(number, signal.SIG_IGN)  # another signal must not interrupt the cleanup
+                    _end(process)
+                    _unmount_left_over(request.mountpoint)
     finally:
-        for number, handler in handlers.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -129,10 +99,10 @@ def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], time
     try:
         answer = json.loads(line)
     except ValueError:
-        raise Failure(f"the mount's process ended without an answer{_how(process)}{_last_line(errors)}") from None
+        raise Failure(f"the daemon ended without an answer{_how(process)}{_last_line(errors)}") from None
     if not isinstance(answer, dict) or not answer.get("ok"):
         text = answer.get("message") if isinstance(answer, dict) else None
-        raise Failure(str(text or "the mount's process gave no reason"))
+        raise Failure(str(text or "the daemon gave no reason"))
     return answer
 
 
@@ -154,7 +124,7 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process and what it started: all that is in its session's process group."""
+    """Ends the process and its whole process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -166,7 +136,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             continue
         if number == signal.SIGTERM:
             try:
-                os.killpg(process.pid, signal.SIGKILL)  # helpers that it left
+                os.killpg(process.pid, signal.SIGKILL)  # its children
             except ProcessLookupError:
                 pass
         return
@@ -177,5 +147,5 @@ def _unmount_left_over(mountpoint: str) -> None:
         try:
             mounting.unmount(mountpoint, force=True, lazy=True)
         except OSError as error:
-            if mounting.entry_of(mountpoint) is not None:  # else its process was faster
+            if mounting.entry_of(mountpoint) is not None:  # otherwise the daemon has unmounted
                 complain(f"{mountpoint} is still mounted: {error.strerror}")

@@ -8,7 +8,7 @@ from click.shell_completion import CompletionItem
 
 from gpufs import __version__
 
-# name: the module that has it as `command`
+# name: the module that defines `command`
 COMMANDS: Final = {
     "mount": "gpufs.cli.mount",
     "umount": "gpufs.cli.umount",
@@ -23,7 +23,7 @@ COMMANDS: Final = {
 
 
 class _Commands(click.Group):
-    """Loads the module of a command when it is asked for."""
+    """Loads a command's module when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -40,25 +40,25 @@ class _Commands(click.Group):
 def program() -> None:
     """GPU memory as files.
 
-    `gpufs mount DIR` shows every GPU as a directory below DIR; a file there is device memory. Where there is no GPU,
-    host memory stands in. Exit codes: 0 success, 1 failure (one line on standard error says why), 2 a wrong command
-    line or configuration.
+    `gpufs mount DIR` shows every GPU as a directory below DIR; a file there is device memory. Without a GPU it uses
+    host memory. Exit codes: 0 success, 1 failure (one line on standard error gives the reason), 2 a wrong command line
+    or configuration.
     """
 
 
 def rewrite_for_mount(arguments: list[str]) -> list[str]:
-    """The arguments; where mount(8) calls us as `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), those of mount-helper."""
+    """The arguments. A call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), becomes one of mount-helper."""
     if len(arguments) >= 3 and "-o" in arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return ["mount-helper", *arguments]
     return arguments
 
 
-# Not click.Path: that asks for the attributes of what it is given, and a mount that hangs would never answer.
+# Not click.Path, which calls stat(2): that never returns for a mount that hangs.
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Has a shell offer names of files."""
+    """Shell completion of file names."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Has a shell offer names of directories."""
+    """Shell completion of directory names."""
     return [CompletionItem(incomplete, type="dir")]

@@ -1,4 +1,4 @@
-"""Where a mount may be: a directory of the user's that nothing depends on."""
+"""Checks that a directory may become a mountpoint."""
 
 import os
 import stat
@@ -10,15 +10,15 @@ from gpufs import mounting
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
 
-_PATIENCE: Final = 5.0  # seconds for the answer of a mount that is in the way
-# What the mount's own process, and whoever is to unmount it, must go on finding.
+_PATIENCE: Final = 5.0  # seconds for the answer of a mount at the same path
+# Directories that the daemon and `gpufs umount` need.
 _NEEDED: Final = ("/bin", "/dev", "/etc", "/lib", "/proc", "/run", "/sbin", "/sys", "/usr")
-# Directories that the kernel makes, and that programs look into for what it says.
+# File systems of the kernel's interfaces.
 _KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
 
 
 def check(path: str, mountpoint: str) -> None:
-    """Failure where nothing can or should be mounted; ``path`` is the user's word for ``mountpoint``."""
+    """Failure if nothing may be mounted there. ``path``: the mountpoint as the user wrote it, for messages."""
     if any(entry.mountpoint == mountpoint for entry in mounting.mounts()):
         raise Failure(f"{path}: {_how_it_is_mounted(mountpoint)}")
     try:
@@ -32,13 +32,13 @@ def check(path: str, mountpoint: str) -> None:
     if hidden := _hidden(mountpoint):
         raise Failure(f"{path}: a mount there would hide {hidden}, which gpufs needs: mount on a directory of your own")
     if (kind := mounting.filesystem_type(status.st_dev)) in _KERNELS:
-        raise Failure(f"{path}: is on a {kind} of the kernel's: mount on a directory of your own")
+        raise Failure(f"{path}: is on a {kind} file system: mount on a directory of your own")
     if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
-        raise Failure(f"{path}: {os.strerror(EACCES)} (a user can only mount on a directory that he may write to)")
+        raise Failure(f"{path}: {os.strerror(EACCES)} (plain users mount only on directories that they may write to)")
 
 
 def _hidden(mountpoint: str) -> str | None:
-    """What gpufs needs and would not find any more; None where there is nothing of it."""
+    """A directory that gpufs needs and a mount there would hide, or None."""
     program = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     prefix = mountpoint.rstrip("/") + "/"
     for name in (*_NEEDED, program, sys.prefix, sys.base_prefix):
@@ -49,10 +49,10 @@ def _hidden(mountpoint: str) -> str | None:
 
 
 def _how_it_is_mounted(mountpoint: str) -> str:
-    # Asked for a file: what is known about the root may still be in the kernel's cache.
+    # A file: the kernel may answer for the root from its cache.
     (answer,) = _mounts.read_files([os.path.join(mountpoint, ".gpufs/version")], _PATIENCE)
     if isinstance(answer, OSError) and answer.errno in (ENOTCONN, ECONNABORTED):
-        return f"a gpufs whose process has died is mounted there: gpufs umount {mountpoint} cleans up"
+        return f"a gpufs whose daemon has died is mounted there: gpufs umount {mountpoint} cleans up"
     if isinstance(answer, OSError) and answer.errno == ETIMEDOUT:
         return f"a gpufs that does not answer is mounted there: gpufs umount --force {mountpoint} ends it"
     return "gpufs is mounted there already"

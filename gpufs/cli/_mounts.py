@@ -1,4 +1,4 @@
-"""The mounts of this machine and the processes that serve them, found without waiting for any of them."""
+"""Finds the mounts of this machine and their daemons, without waiting for any of them."""
 
 import functools
 import os
@@ -13,14 +13,13 @@ from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
 
 STATUS_FILE: Final = ".gpufs/status"
-_MOST_BYTES: Final = 4 << 20  # of one answer; a mount of many devices has a tenth of that to say
+_MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
 
 
 def absolute(path: str) -> str:
-    """The path without symbolic links, except that a mount which does not answer is never asked.
+    """The path without symbolic links. Does not access a mount at the path itself, which may never answer.
 
-    The kernel may wait for ever for the attributes of a mount's root; those of the directory above it come from
-    another file system. Failure for an empty path, and a relative one where the current directory is gone.
+    Failure for an empty path, and for a relative one if the current directory has been removed.
     """
     if not path:
         raise Failure("an empty name is given where a directory belongs", 2)
@@ -38,7 +37,7 @@ def absolute(path: str) -> str:
 
 
 def find(path: str) -> "mounting.MountEntry":
-    """The gpufs mount at a path. Failure where there is none."""
+    """The gpufs mount at a path. Failure if there is none."""
     mountpoint = absolute(path)
     mounts = mounting.mounts()
     for entry in mounts:
@@ -46,14 +45,14 @@ def find(path: str) -> "mounting.MountEntry":
             return entry
     for entry in mounts:
         if mountpoint.startswith(entry.mountpoint.rstrip("/") + "/"):
-            raise Failure(f"{path}: lies in the mount at {entry.mountpoint}: name that")
+            raise Failure(f"{path}: is inside the mount at {entry.mountpoint}: give that path")
     if not os.path.lexists(mountpoint):
         raise Failure(f"{path}: there is no such directory")
     raise Failure(f"{path}: no gpufs is mounted there (gpufs status lists those that are)")
 
 
 def is_trusted(entry: mounting.MountEntry) -> bool:
-    """Whether root or the caller mounted it, and no other user."""
+    """Whether root or the caller mounted it."""
     return entry.uid in (0, os.geteuid())
 
 
@@ -63,11 +62,11 @@ def trusted_first(entries: Sequence[mounting.MountEntry]) -> list[mounting.Mount
 
 
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
-    """The processes that serve a mountpoint, also those that hang or have lost their mount, as far as we may look.
+    """The daemons of a mountpoint that this user may inspect, including those that hang or have lost their mount.
 
-    A process counts if it belongs to the user who mounted, has /dev/fuse open, and was started for this mountpoint: any
-    user can start one whose command line looks like a daemon's. With the ``entry`` of a mount: the processes that serve
-    this mount, since an earlier one at the same place may still be in use. Without it: the caller's own processes.
+    A daemon belongs to the user who mounted and has /dev/fuse open: the command line alone proves nothing, since any
+    user can imitate it. With the ``entry`` of a mount: only its daemons, and not that of an earlier mount at the same
+    path, which may still be in use. Without it: only processes of the caller.
     """
     wanted = os.fsencode(mountpoint)
     uid = os.geteuid() if entry is None else entry.uid
@@ -83,7 +82,7 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
             held = [os.readlink(f"/proc/{name}/fd/{fd}") for fd in os.listdir(f"/proc/{name}/fd")]
         except OSError:
             continue
-        # Its counters' file is named after the mount; there is none where the runtime directory could not be written.
+        # The file of its counters is named after the mount. It is missing if the runtime directory is not writable.
         served = {device for link in held if (device := statistics.device_of(os.path.basename(link)))}
         if mounting.FUSE_DEVICE in held and (entry is None or not served or entry.device in served):
             found.append(int(name))
@@ -91,39 +90,15 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
 
 
 def _same_namespace(pid: str) -> bool:
-    """Whether a process sees our mounts, as far as we may know."""
+    """Whether a process shares our mount namespace. True if that is hidden from us."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
     except OSError:
         return True
 
 
-def other_places(device: str) -> list[str]:
-    """Where else a mount is, by its device number: bound to other paths, or copied into other mount namespaces.
-
-    Paths for our own namespace, "PATH in the mount namespace of NAME (PID)" for one process of each other one, as far
-    as we may look.
-    """
-    found = []
-    seen = set()
-    for pid in ["self", *filter(str.isdigit, os.listdir("/proc"))]:
-        try:
-            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
-            if namespace in seen:
-                continue
-            paths = [entry.mountpoint for entry in mounting.mounts(pid) if entry.device == device]
-            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
-                name = file.read().strip()
-        except OSError:
-            continue
-        seen.add(namespace)
-        where = "" if pid == "self" else f" in the mount namespace of {name} ({pid})"
-        found += [path + where for path in paths]
-    return found
-
-
 def users(mountpoint: str, most: int = 5) -> list[str]:
-    """What keeps a mount busy, as far as we may look: mounts below it, and other processes, as "name (pid)"."""
+    """What keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
     found = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -151,7 +126,7 @@ def _points_below(link: str, prefix: str) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, by a signal or a debugger: no other signal reaches it, save SIGKILL."""
+    """Whether a process is stopped by a signal or a debugger. It then handles no signal except SIGKILL."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
@@ -160,7 +135,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
-    """Waits until the processes have ended; returns those that have not when the time (in seconds) is over."""
+    """Waits up to ``timeout`` seconds until the processes have ended; returns those that have not."""
     deadline = time.monotonic() + timeout
     left = []
     for pid in pids:
@@ -179,12 +154,12 @@ def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
 
 
 def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
-    """The contents of files that may never answer, all asked at once; OSError ETIMEDOUT for those that do not."""
+    """Reads files in parallel that may never answer. OSError ETIMEDOUT for those that do not."""
     return ask([functools.partial(content_of, path) for path in paths], timeout)
 
 
 def content_of(path: str) -> bytes:
-    """The content of a file. OSError, also EFBIG for one that is larger than any of gpufs'."""
+    """The content of a file. OSError EFBIG if it is larger than any file of gpufs."""
     content = b""
     with open(path, "rb", buffering=0) as file:
         while part := file.read(_MOST_BYTES):
@@ -195,12 +170,12 @@ def content_of(path: str) -> bytes:
 
 
 def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes | OSError]:
-    """The answers, or the OSErrors raised, of functions that may never return.
+    """Calls functions in parallel that may never return; their answers, or the OSErrors that they raised.
 
-    ETIMEDOUT for those that do not return, EFBIG for answers that are too long. Each runs in a process of its own, all
-    at once: a process that waits for a hung mount cannot always be ended, not even by SIGKILL, and this one must be.
+    ETIMEDOUT for those that do not return, EFBIG for answers that are too long. Each runs in its own process: a process
+    that waits for a hung mount may not even end after SIGKILL, but this command must.
     """
-    readers: dict[int, tuple[int, int]] = {}  # by the pipe from it: which question, and the process
+    readers: dict[int, tuple[int, int]] = {}  # pipe: index of the question, process
     said = [bytearray() for _ in questions]
     results: list[bytes | OSError] = [OSError(ETIMEDOUT, os.strerror(ETIMEDOUT)) for _ in questions]
     deadline = time.monotonic() + timeout
@@ -209,7 +184,7 @@ def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes 
         for place, question in enumerate(questions):
             try:
                 source, sink = os.pipe2(os.O_CLOEXEC)
-            except OSError as error:  # another user may have very many mounts
+            except OSError as error:  # too many mounts of other users
                 results[place] = error
                 continue
             try:
@@ -223,7 +198,7 @@ def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes 
                 try:
                     _answer(question, sink)
                 finally:
-                    os._exit(0)  # also where it is interrupted: what comes behind this is the parent's
+                    os._exit(0)  # also after an exception: the rest is the parent's
             os.close(sink)
             readers[source] = (place, pid)
             poll.register(source, select.POLLIN)
@@ -244,7 +219,7 @@ def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes 
                 os.waitpid(pid, 0)
                 code = said[place][0] if said[place] else ENOTCONN
                 results[place] = OSError(code, os.strerror(code)) if code else bytes(said[place][1:])
-    finally:  # also where we are interrupted
+    finally:  # also after KeyboardInterrupt
         for source, (_, pid) in readers.items():
             os.close(source)
             _end(pid)
@@ -252,14 +227,14 @@ def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes 
 
 
 def _end(pid: int) -> None:
-    """Ends a child of ours, as far as that can be, and does not wait for it."""
+    """Kills a child without waiting for its end."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, os.WNOHANG)
 
 
 def _answer(question: Callable[[], bytes], sink: int) -> None:
-    """In the child: sends the errno as a byte, then the answer."""
-    os.closerange(0, 3)  # it may outlive the command, whose output others read to its end
+    """In the child: writes the errno as a byte, then the answer."""
+    os.closerange(0, 3)  # it may outlive the command, whose output must end
     try:
         message = b"\0" + question()
     except OSError as error:

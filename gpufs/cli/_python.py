@@ -1,9 +1,9 @@
-"""How a command starts another module of gpufs as a process of its own."""
+"""Starts another module of gpufs as a process."""
 
 import sys
 
-# Never with the current directory in the module search path: it may belong to anybody. What this process was started
-# without (the environment's PYTHON variables, the user's own packages) its children do without as well.
+# Never with the current directory in the module search path: another user may own it. The child ignores PYTHON
+# variables and the user's own packages if this process does.
 _OPTIONS = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
 
 

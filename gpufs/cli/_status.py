@@ -1,4 +1,4 @@
-"""What the mounts say about themselves, and what is known about those that do not answer."""
+"""The status of mounts, as they report it, or as far as it is known without them."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _STATES: Final = {
     EPERM: "no permission",
     ETIMEDOUT: "no answer",
 }
-# What the commands show of a status; there may be more in it.
+# The part of a status that the commands show.
 _USED: Final = record(
     started=TIME,
     devices=items(record(name=text, total_bytes=SIZE, held_bytes=SIZE, free_bytes=SIZE)),

@@ -5,16 +5,16 @@ import sys
 
 
 def open_closed() -> None:
-    """Gives each closed standard stream something to be.
+    """Opens /dev/null for each closed standard stream.
 
-    Without that the next file that is opened gets its number, and what is meant for the terminal goes there. Output
-    that is wanted fails as it should: standard output cannot be written. Messages have nowhere to go and are lost.
+    Otherwise the next file that is opened gets its number and receives the output. Writing to standard output fails,
+    as it should; messages are lost.
     """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest free number is this one. Children get it as they would get any standard stream.
+            # This is the lowest free number. Children inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_WRONLY if fd == 2 else os.O_RDONLY), True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)

@@ -1,4 +1,4 @@
-"""Checks what a mount says about itself before a command uses it: its daemon may be another user's program."""
+"""Validates what a mount reports about itself: its daemon may be another user's program."""
 
 import json
 from collections.abc import Callable
@@ -42,11 +42,11 @@ def record(**checks: Check) -> Check:
 
 
 SIZE: Final = numeric(1 << 64)
-TIME: Final = numeric(1 << 36)  # seconds since 1970 that a calendar can show
+TIME: Final = numeric(1 << 36)  # seconds since 1970
 
 
 def parse(content: bytes, check: Check) -> dict[str, Any]:
-    """The JSON object in ``content``. ValueError, with the reason, for one that does not pass the check."""
+    """The JSON object in ``content``. ValueError with the reason if it does not pass the check."""
     try:
         said = json.loads(content)
     except RecursionError:
@@ -54,8 +54,8 @@ def parse(content: bytes, check: Check) -> dict[str, Any]:
     if not _is_shallow(said, _MOST_LEVELS):
         raise ValueError("it is nested too deeply")
     if not isinstance(said, dict) or not check(said):
-        raise ValueError("a value is missing or of the wrong kind")
-    json.dumps(said, ensure_ascii=False).encode(errors="surrogateescape")  # ValueError for what cannot be printed
+        raise ValueError("a value is missing or has the wrong type")
+    json.dumps(said, ensure_ascii=False).encode(errors="surrogateescape")  # ValueError for lone surrogates
     return said
 
 

@@ -8,7 +8,7 @@ from gpufs.cli._main import complete_files
 
 
 class _CopyCommand(click.Command):
-    """Refers to cp(1) for its other options."""
+    """Refers to cp(1) for options that it lacks."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -19,7 +19,7 @@ class _CopyCommand(click.Command):
 
 def _refuse(error: click.NoSuchOption) -> NoReturn:
     similar = f", did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ";"
-    text = f"there is no option {error.option_name}{similar} cp(1) has more: from backing/ of a mount it is as fast"
+    text = f"there is no option {error.option_name}{similar} cp(1) has more, and from backing/ of a mount it is as fast"
     raise click.UsageError(text, error.ctx) from None
 
 
@@ -30,16 +30,14 @@ def _refuse(error: click.NoSuchOption) -> NoReturn:
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
 @click.option("--partial", is_flag=True, help="Keep a new file whose copy failed or was interrupted.")
-@click.option(
-    "--verify", is_flag=True, help="Read both files again and compare them by SHA-256; with --fsync from disk."
-)
-@click.option("--fsync", is_flag=True, help="Write files of the host to their disk before the end.")
+@click.option("--verify", is_flag=True, help="Read both files again and compare their SHA-256; with --fsync from disk.")
+@click.option("--fsync", is_flag=True, help="Write files of the host to disk before the command ends.")
 @click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files copied at once, 1 to 16.")
 @click.option(
     "--fastpath",
     type=click.Choice(["auto", "off", "require"]),
     default="auto",
-    help="Copies between file and device without the host's memory: auto is as the mount is configured.",
+    help="Bypass host memory. auto: as the mount is configured.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
 @click.option("--json", is_flag=True, help="Print what was copied, and how, as a JSON object.")
@@ -49,10 +47,9 @@ def _refuse(error: click.NoSuchOption) -> NoReturn:
 def command(names: tuple[str, ...], **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.
 
-    One side is on a gpufs mount, or both are. The files of the host may be anywhere: they are opened by this command,
-    with your rights, and the mount's daemon moves the bytes. A copy that fails or is interrupted removes the new file;
-    of an existing one the old content is gone by then, and it holds what was copied. Exit codes: 0 all copied, 1 not
-    all, 2 wrong options.
+    At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
+    the bytes. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old content and
+    holds what was copied. Exit codes: 0 all copied, 1 not all, 2 wrong options.
     """
     if len(names) == 1:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())

@@ -18,7 +18,7 @@ from gpufs.cli._output import bytes_text, json_text, table
 def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
     """Show the memory of each device.
 
-    Of all mounts, or of the MOUNTPOINTs.
+    Of all mounts, or of the given MOUNTPOINTs.
     """
     timeout: float = settings("df", arguments)["status_timeout"]
     entries = [_mounts.find(path) for path in mountpoints] if mountpoints else _mounts.trusted_first(mounting.mounts())
@@ -34,7 +34,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
     for status in silent:
         complain(f"{status['mountpoint']}: {status['error']}")
     if mountpoints and silent:
-        raise Failure(f"{len(silent)} of {len(found)} mounts did not tell")
+        raise Failure(f"{len(silent)} of {len(found)} mounts did not answer")
 
 
 def _device(status: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:

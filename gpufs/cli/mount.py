@@ -1,10 +1,10 @@
-"""gpufs mount: starts a mount and returns when it answers."""
+"""gpufs mount: starts a daemon and returns when its mount works."""
 
 import os
 import shutil
 import sys
 from errno import EACCES, ENODEV, ENXIO
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -12,9 +12,10 @@ from gpufs import config
 from gpufs.cli import _mountpoint, _mounts
 from gpufs.cli._errors import Failure, complain, failed
 from gpufs.cli._knobs import knob_options, settings
-from gpufs.cli._launch import Request, launch, run_in_foreground
+from gpufs.cli._launch import launch, run_in_foreground
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import origin, parse
+from gpufs.daemon.startup import MountRequest
 
 FUSE_DEVICE = "/dev/fuse"
 
@@ -26,15 +27,14 @@ FUSE_DEVICE = "/dev/fuse"
     "options",
     multiple=True,
     metavar="OPTIONS",
-    help="Options as mount(8) has them, separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
+    help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
 )
 @knob_options("mount")
 def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None:
     """Mount the devices' memory at MOUNTPOINT.
 
     MOUNTPOINT is a directory. Below it each device is a directory, gpu0, gpu1, ...; a file there is memory of that
-    device. The mount is served by a process of its own; this command returns when it answers, or fails and leaves
-    nothing behind.
+    device. A daemon serves the mount; this command returns when the mount works, or fails and leaves nothing behind.
     """
     given = parse(",".join(options))
     if given.remount:
@@ -51,24 +51,19 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
 
 
 def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tuple[str, ...] = ()) -> None:
-    """Mounts at a path. Failure or ConfigError, one line each, where that cannot be."""
+    """Mounts at a path. Raises Failure or ConfigError, with one line each."""
     mountpoint = _mounts.absolute(path)
     _mountpoint.check(path, mountpoint)
     _check_fuse(allow_other=chosen["allow_other"])
     if chosen["driver"] == "host":
         config.host_memory(chosen["memory"], chosen["devices"])
-    foreground = bool(chosen["foreground"])
-    request = Request(mountpoint, source, dict(chosen.values), foreground, flags)
-    if foreground:
-        _become(request)
+    request = MountRequest(mountpoint, source, dict(chosen.values), flags)
+    if request.foreground:
+        sys.stdout.flush()
+        run_in_foreground(request)
     answer = launch(request, chosen["mount_timeout"])
     for note in answer.get("notes", ()):
         complain(note)
-
-
-def _become(request: Request) -> NoReturn:
-    sys.stdout.flush()
-    run_in_foreground(request)
 
 
 def _check_fuse(*, allow_other: bool) -> None:
@@ -76,7 +71,7 @@ def _check_fuse(*, allow_other: bool) -> None:
         fd = os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         raise Failure(
-            f"there is no {FUSE_DEVICE}: this kernel or container offers no FUSE (as root: modprobe fuse)"
+            f"there is no {FUSE_DEVICE}: this kernel or container has no FUSE (as root: modprobe fuse)"
         ) from None
     except OSError as error:
         if error.errno in (ENODEV, ENXIO):
@@ -88,7 +83,7 @@ def _check_fuse(*, allow_other: bool) -> None:
     if not shutil.which("fusermount3"):
         raise Failure("fusermount3 is needed to mount as a user: install the package fuse3")
     if allow_other and not _users_may_allow_other():
-        raise Failure("--allow-other is for root alone here, as long as /etc/fuse.conf does not say user_allow_other")
+        raise Failure("only root may use --allow-other: /etc/fuse.conf does not contain user_allow_other")
 
 
 def _users_may_allow_other() -> bool:

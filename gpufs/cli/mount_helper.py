@@ -19,10 +19,10 @@ from gpufs.cli._untrusted import parse as parse_answer
 from gpufs.cli._untrusted import record
 from gpufs.cli.mount import mount
 
-# Exit codes of mount(8), which hands on ours.
+# Exit codes of mount(8), which returns ours.
 _WRONG_USE: Final = 1
 _FAILED: Final = 32
-_PATIENCE: Final = 5.0  # seconds for the answer of a mount that is to be changed
+_PATIENCE: Final = 5.0  # seconds for the answer of the mount to change
 
 
 @click.command(name="mount-helper", hidden=True)
@@ -30,19 +30,19 @@ _PATIENCE: Final = 5.0  # seconds for the answer of a mount that is to be change
 @click.argument("mountpoint")
 @click.option("-o", "options", multiple=True, metavar="OPTIONS", help="Mount options, separated by commas.")
 @click.option("-t", "kind", metavar="TYPE", help="Ignored.")
-@click.option("-N", "namespace", metavar="NAMESPACE", help="Ignored: mount(8) has changed to it.")
+@click.option("-N", "namespace", metavar="NAMESPACE", help="Ignored: mount(8) has entered it.")
 @click.option("-s", "sloppy", is_flag=True, help="Tolerate unknown options.")
 @click.option("-f", "fake", is_flag=True, help="Check the options, mount nothing.")
 @click.option("-n", "no_mtab", is_flag=True, help="Ignored.")
 @click.option("-v", "verbose", is_flag=True, help="Ignored.")
 def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool, fake: bool, **_: Any) -> None:
-    """Mount at MOUNTPOINT as mount(8) asks for it.
+    """Mount at MOUNTPOINT, called by mount(8).
 
     The OPTIONS are the knobs by name (memory=4G,driver=host,allow_other), config=FILE, and mount's own. Exit codes are
     those of mount(8): 1 wrong options, 32 failure.
     """
     try:
-        if mountpoint.startswith("/dev/fd/"):  # what mount.fuse3 makes of it
+        if mountpoint.startswith("/dev/fd/"):  # passed by mount.fuse3 for drop_privileges
             parse("drop_privileges")
         given = parse(",".join(options), sloppy=sloppy)
         chosen = settings("mount", given.knobs, said_by=origin)
@@ -59,7 +59,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
 
 
 def _remount(path: str, given: Options, chosen: config.Settings) -> None:
-    """Changes the flags of a mount. What its daemon was started with stays, and may only be named as it is."""
+    """Changes the flags of a mount. Knobs cannot change: they may only be given with their present values."""
     entry = _mounts.find(path)
     if os.geteuid() != 0:
         raise Failure(f"{path}: only root may remount; unmount it and mount it again")

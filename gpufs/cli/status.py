@@ -19,8 +19,8 @@ from gpufs.cli._output import bytes_text, json_text, table
 def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
     """Show the mounts of this machine.
 
-    All of them in a list, or MOUNTPOINT in detail. A mount that is dead or does not answer is shown as such; of another
-    user's, what permissions allow.
+    Lists all of them, or shows MOUNTPOINT in detail. Mounts that are dead or do not answer are marked; of other users'
+    mounts it shows what permissions allow.
     """
     timeout: float = settings("status", arguments)["status_timeout"]
     if mountpoint is None:

@@ -1,4 +1,4 @@
-"""gpufs umount: ends a mount and waits for its process."""
+"""gpufs umount: ends a mount and waits for its daemon."""
 
 import functools
 import os
@@ -13,19 +13,21 @@ from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
 
-_GRACE = 5.0  # seconds that a process which was asked to end has for that
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 @click.command(name="umount")
 @click.argument("mountpoints", metavar="MOUNTPOINT...", nargs=-1, required=True, shell_complete=complete_mounts)
-@click.option("--force", is_flag=True, help="End what runs: open files fail from now on. Also for a mount that hangs.")
-@click.option("--lazy", is_flag=True, help="Detach it now; it ends when the last user has gone. Does not wait.")
+@click.option(
+    "--force", is_flag=True, help="Unmount even if in use: open files fail from now on. Also ends a mount that hangs."
+)
+@click.option("--lazy", is_flag=True, help="Detach the mount now; it ends when nobody uses it any more. Does not wait.")
 @knob_options("umount")
 def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: Any) -> int:
-    """Unmount MOUNTPOINT and wait for the end of its process.
+    """Unmount MOUNTPOINT and wait for the end of its daemon.
 
-    The files in it are gone then: they are memory. Refused while somebody uses it, unless --force or --lazy is given.
-    A mount whose process has died is cleaned up.
+    Its files are gone then: they are memory. Refused while the mount is in use, unless --force or --lazy is given.
+    Cleans up a mount whose daemon has died.
     """
     timeout: float = settings("umount", arguments)["umount_timeout"]
     code = 0
@@ -33,14 +35,14 @@ def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: 
         try:
             umount(mountpoint, force=force, lazy=lazy, timeout=timeout)
         except Failure as failure:
-            # One that stays is no reason to leave the others.
+            # The others are unmounted all the same.
             complain(str(failure))
             code = code or failure.code
     return code
 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
-    """Unmounts one mountpoint. Failure, with one line, where that cannot be."""
+    """Unmounts one mountpoint. Raises Failure."""
     try:
         entry = _mounts.find(path)
     except Failure as missing:
@@ -50,7 +52,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     pids = _mounts.daemons(mountpoint, entry)
     if force:
         _signal(pids, signal.SIGTERM)
-        # One that is stopped cannot hear it.
+        # A stopped process does not handle SIGTERM.
         _mounts.wait_for_end([pid for pid in pids if not _mounts.is_stopped(pid)], min(_GRACE, timeout))
         if _is_mounted(mountpoint):
             mounting.abort(entry)
@@ -59,14 +61,12 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         _unmount(mountpoint, force=False, lazy=lazy)
     if lazy and not force:
         return
-    # By force its connection is cut and its files are gone: there is nothing left that it could lose.
+    # After --force the connection is aborted and the files are gone: SIGKILL loses nothing.
     left = _kill(pids, timeout) if force else _mounts.wait_for_end(pids, timeout)
-    # By another process: the folder is the mount's user's, and may be on a file system that does not answer.
+    # In another process: the user who mounted owns the folder, and its file system may not answer.
     _mounts.ask([functools.partial(_forget_counters, entry)], timeout)
     if left:
         text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
-        if places := _mounts.other_places(entry.device):
-            text += f", for the mount is also at {', '.join(places)}"
         raise Failure(text if force else f"{text} (--force ends it)")
 
 
@@ -76,7 +76,7 @@ def _forget_counters(entry: mounting.MountEntry) -> bytes:
 
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
-    """Where no mount can be seen: the process of one that lives on elsewhere. ``missing`` without such a process."""
+    """Ends the daemon of a mount that is no longer visible. Raises ``missing`` if there is none."""
     pids = _mounts.daemons(_mounts.absolute(path))
     if not force:
         pids = _mounts.wait_for_end(pids, min(_GRACE, timeout))
@@ -84,7 +84,7 @@ def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) 
         raise missing
     if not force:
         raise Failure(
-            f"{path}: no gpufs is mounted there any more, but {_named(pids)} serves one that was and is still in use "
+            f"{path}: no gpufs is mounted there any more, but {_named(pids)} serves a detached mount in use "
             "(--force ends it)"
         )
     _signal(pids, signal.SIGTERM)
@@ -97,11 +97,11 @@ def _named(pids: list[int]) -> str:
 
 
 def _kill(pids: list[int], timeout: float) -> list[int]:
-    """Ends processes that were asked to end, those that are stopped at once. Returns those that it did not end."""
+    """Waits for processes that got SIGTERM, then sends SIGKILL. Returns those that have still not ended."""
     left = [pid for pid in pids if _mounts.is_stopped(pid)]
     left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
     _signal(left, signal.SIGKILL)
-    return _mounts.wait_for_end(left, max(_GRACE, timeout))  # the system may be long about freeing its memory
+    return _mounts.wait_for_end(left, max(_GRACE, timeout))  # freeing its memory can take long
 
 
 def _is_mounted(mountpoint: str) -> bool:
@@ -113,7 +113,7 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
         mounting.unmount(mountpoint, force=force, lazy=lazy)
     except OSError as error:
         if error.errno == EBUSY and force and not lazy:
-            # Its connection has been cut; who still stands in it only keeps the name busy.
+            # The connection is aborted; a working directory there only keeps the name busy.
             _unmount(mountpoint, force=True, lazy=True)
             return
         if error.errno == EBUSY:
@@ -121,7 +121,7 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
             by = f" by {', '.join(users)}" if users else ""
             raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
         if error.errno == EINVAL and not _is_mounted(mountpoint):
-            return  # somebody else was faster
+            return  # another process has unmounted it
         if error.errno == EPERM:
             raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
         raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
@@ -135,5 +135,5 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
             pass
         except PermissionError:
             raise Failure(
-                f"process {pid} serves the mount and is another user's: only he and root may end it"
+                f"process {pid} serves the mount and belongs to another user: only that user and root may end it"
             ) from None

@@ -22,8 +22,8 @@ from typing import Final, Literal, Self
 from gpufs.client import _ends, _find
 from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._ends import Entry
-from gpufs.client._find import MountPoint
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
+from gpufs.mounting import MountEntry
 from gpufs.protocol import LOAD, STORE, Progress, statx
 
 Fastpath = Literal["auto", "off", "require"]
@@ -275,7 +275,7 @@ class Copier:
         if not answered:
             job.through_mount()
 
-    def _connection(self, device: int, mounts: list[MountPoint]) -> Connection | None:
+    def _connection(self, device: int, mounts: list[MountEntry]) -> Connection | None:
         """A connection to a mount's daemon; None where there is none to be had and the mount serves without."""
         with self._lock:
             idle = self._idle.get(device, [])
@@ -302,7 +302,7 @@ class Copier:
         if not known and self._notice is not None:
             why = failure.strerror or str(failure)
             self._notice(
-                f"{mounts[0].path}: its copy service cannot be reached ({why}): copying through the mount instead"
+                f"{mounts[0].mountpoint}: its copy service cannot be reached ({why}): copying through the mount instead"
             )
         return None
 
@@ -322,7 +322,7 @@ def _close_quietly(fd: int) -> None:
         pass
 
 
-_Mounts = dict[int, list[MountPoint]]  # by st_dev
+_Mounts = dict[int, list[MountEntry]]  # by st_dev
 
 
 class _Job:
@@ -381,8 +381,8 @@ class _Job:
         """The directory of the mount that the destination lies in, such as gpu0; "" where that is not known."""
         path = os.readlink(_ends.path_of(self.destination_fd))
         for mount in self.mounts.get(self.after.st_dev, []):
-            if path.startswith(mount.path.rstrip("/") + "/"):
-                inside = mount.root + "/" + path.removeprefix(mount.path)
+            if path.startswith(mount.mountpoint.rstrip("/") + "/"):
+                inside = mount.root + "/" + path.removeprefix(mount.mountpoint)
                 return next(filter(None, inside.split("/")), "")
         return ""
 

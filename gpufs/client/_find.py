@@ -1,4 +1,4 @@
-"""From a file on a mount to the socket of the mount's daemon."""
+"""Finds the socket of the daemon that serves a mount, and connects to it."""
 
 from __future__ import annotations
 
@@ -6,62 +6,30 @@ import errno
 import os
 import socket
 import struct
-from dataclasses import dataclass
 from typing import Final
 
-FILE_SYSTEM: Final = "fuse.gpufs"
+from gpufs import mounting
+from gpufs.mounting import MountEntry
+
 SOCKET_FILE: Final = ".gpufs/socket"
 _CONNECT_SECONDS: Final = 15.0
 _PATH_MAX: Final = 4096
 
 
-@dataclass(frozen=True)
-class MountPoint:
-    """One place where a gpufs is mounted. ``device``: as st_dev of its files. ``root``: the directory shown there."""
-
-    device: int
-    root: str
-    path: str
-
-
-def _unescape(text: str) -> str:
-    first, *rest = text.split("\\")  # a space is \040
-    return first + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
-
-
-def mount_points() -> list[MountPoint]:
-    """Where gpufs is mounted, as this process sees it; asks no mount anything."""
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        for line in file:
-            before, _, after = line.rstrip("\n").partition(" - ")
-            words = before.split(" ")
-            if after.split(" ")[0] != FILE_SYSTEM:
-                continue
-            major, minor = map(int, words[2].split(":"))
-            found.append(
-                MountPoint(
-                    os.makedev(major, minor),
-                    _unescape(words[3]),
-                    _unescape(words[4]),
-                )
-            )
+def mounts_by_device() -> dict[int, list[MountEntry]]:
+    """The places where gpufs is mounted by st_dev of their files. Asks no mount anything."""
+    found: dict[int, list[MountEntry]] = {}
+    for entry in mounting.listed():
+        if entry.fstype == mounting.FILESYSTEM_TYPE:
+            found.setdefault(entry.st_dev, []).append(entry)
     return found
 
 
-def mounts_by_device() -> dict[int, list[MountPoint]]:
-    """The mounts by st_dev of their files."""
-    found: dict[int, list[MountPoint]] = {}
-    for entry in mount_points():
-        found.setdefault(entry.device, []).append(entry)
-    return found
-
-
-def connect(device: int, mounts: list[MountPoint]) -> socket.socket:
+def connect(device: int, mounts: list[MountEntry]) -> socket.socket:
     """A connection to the daemon of the mount with this st_dev.
 
-    OSError, with a text that says why, where it cannot be had: the mount's root is not visible here, there is no such
-    service, its socket may not be used by others (EACCES), or it is neither ours nor root's (EPERM).
+    OSError, with the reason as its text: the mount's root is not visible here, there is no such service, its socket is
+    closed to others (EACCES), or it is neither ours nor root's (EPERM).
     """
     for entry in mounts:
         if entry.root != "/":
@@ -72,9 +40,9 @@ def connect(device: int, mounts: list[MountPoint]) -> socket.socket:
     raise OSError(errno.ENOENT, "the root of the mount is not visible here")
 
 
-def _socket_path(entry: MountPoint, device: int) -> str | None:
-    """What the mount says, None where something else has been mounted over it."""
-    fd = os.open(os.path.join(entry.path, SOCKET_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _socket_path(entry: MountEntry, device: int) -> str | None:
+    """The path that the mount names, None if something else is mounted over it."""
+    fd = os.open(os.path.join(entry.mountpoint, SOCKET_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if os.fstat(fd).st_dev != device:
             return None
@@ -84,7 +52,7 @@ def _socket_path(entry: MountPoint, device: int) -> str | None:
 
 
 def _trusted(uid: int) -> bool:
-    """Whether a daemon of this user may have our descriptors: it could keep one, and write to our file at any time."""
+    """Whether a daemon of this user may get our descriptors: it could keep one and write to our file at any time."""
     return uid in (0, os.geteuid())
 
 
@@ -102,7 +70,7 @@ def _connect(path: str) -> socket.socket:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
         peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if not _trusted(peer[1]):
-            raise OSError(errno.EPERM, f"it is user {peer[1]}'s, who must not have our descriptors")
+            raise OSError(errno.EPERM, f"it belongs to user {peer[1]}, who must not have our descriptors")
         return sock
     except BaseException:
         sock.close()

@@ -1,4 +1,4 @@
-"""How the text of a value is read: sizes, times, numbers, words, paths; and what is said where it is not understood."""
+"""The kinds of values that knobs have: how each is parsed from text, and what is allowed."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the text of a value is read. ``parse`` raises ValueError for what is not allowed."""
+    """A kind of value. ``parse`` raises ValueError for a text that is not allowed."""
 
     allowed: str  # ends the sentence "... is not allowed: "
     metavar: str
     parse: Callable[[str], Any]
-    choices: tuple[str, ...] = ()  # where these words are all that is allowed
+    choices: tuple[str, ...] = ()  # if only these words are allowed
 
 
 def size_text(size: int) -> str:
@@ -54,6 +54,11 @@ def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False
     if power_of_two:
         allowed += ", a power of two"
     return Kind(allowed, "SIZE", parse)
+
+
+def duration_text(seconds: float) -> str:
+    """A time as the text that a duration knob reads, for example "100us"."""
+    return f"{seconds * 1e6:g}us" if 0 < seconds < 1e-3 else f"{seconds:g}s"
 
 
 def integer(least: int, most: int) -> Kind:
@@ -117,18 +122,18 @@ def _parse_path(text: str) -> str:
         raise ValueError(text)
     try:
         return str(Path(text).expanduser().absolute())
-    except RuntimeError:  # ~ of somebody who is not known here
+    except RuntimeError:  # ~ of an unknown user
         raise ValueError(text) from None
 
 
 def join_backings(words: Sequence[str]) -> str:
-    """Several directories to show, each NAME=DIR or NAME=DIR:ro with whatever DIR has in it, as one setting."""
+    """Joins several directories to show, each NAME=DIR or NAME=DIR:ro, to one setting; DIR may contain anything."""
     return ",".join(word.replace("\\", "\\\\").replace(",", "\\,") for word in words)
 
 
 def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
     shown: list[tuple[str, str, bool]] = []
-    # What stands after a backslash stands for itself.
+    # A backslash escapes the character after it.
     parts = [re.sub(r"\\(.)", r"\1", part, flags=re.S) for part in re.findall(r"(?:^|,)((?:\\.|[^,\\])*)", text, re.S)]
     if join_backings(parts) != text:  # a backslash before nothing, or before what needs none
         raise ValueError(text)

@@ -1,8 +1,8 @@
-"""Where a daemon's log goes.
+"""The daemon's log.
 
-Writing a line never waits, whatever it is written to: a pipe that nobody reads, a terminal that is stopped, a disk that
-is frozen. Both planes write into a pipe, which is the queue; one thread copies from there to the log. Lines that find
-the queue full are dropped and counted.
+Logging a line never blocks, not even if nobody reads the pipe behind it, its terminal is stopped or its disk is frozen.
+Both planes write into a pipe that serves as a queue; one thread copies from there to the log. Lines that find the queue
+full are dropped and counted.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ log = logging.getLogger("gpufs.daemon")
 _LOG_FORMAT: Final = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 _LOG_DATE: Final = "%Y-%m-%d %H:%M:%S"
 _QUEUE_BYTES: Final = 1 << 20
-_ATOMIC_BYTES: Final = select.PIPE_BUF  # the kernel does not mix longer ones' parts with other lines
+_ATOMIC_BYTES: Final = select.PIPE_BUF  # up to here the kernel does not interleave writes
 _READ_BYTES: Final = 1 << 16
 # Seconds at the end for lines that are still in the queue.
 _END_GRACE: Final = 1.0
-# Lines that one user may cause within so many seconds.
+# Lines that one user may cause, and within how many seconds.
 _USER_LINES: Final = 50
 _USER_SECONDS: Final = 10.0
 
 
 def _open_log(path: str) -> int:
-    # A pipe that nobody reads is an error (ENXIO) and not something to wait for.
+    # A FIFO that nobody reads is an error (ENXIO) and does not block.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
     os.set_blocking(fd, True)
     return fd
 
 
 class _Lines(logging.Handler):
-    """Puts lines into the queue; those that do not fit are dropped and counted.
+    """Writes lines to the queue; those that do not fit are dropped and counted.
 
-    Records with the attribute ``user`` were caused by that user's clients. Root and the owner of the mount may cause
-    any number of them, others a limited number within some seconds.
+    Records with the attribute ``user`` were caused by that user's clients. Root and the mount's owner may cause any
+    number of them, other users a limited number within some seconds.
     """
 
     def __init__(self, queue: int) -> None:
@@ -53,7 +53,7 @@ class _Lines(logging.Handler):
         self._queue = queue
         self._dropped = 0
         self._trusted = (0, os.geteuid())
-        self._window = 0.0  # when counting by user began
+        self._window = 0.0  # when the current count began
         self._users: Counter[int] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -61,7 +61,7 @@ class _Lines(logging.Handler):
             return
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            if not self._put(self._note(f"{dropped} lines dropped: the log could not be written fast enough")):
+            if not self._put(self._note(f"{dropped} lines dropped: the log is too slow")):
                 self._dropped = dropped
         self._put(record)
 
@@ -72,7 +72,7 @@ class _Lines(logging.Handler):
             self._window, users, self._users = now, self._users, Counter()
             for number, count in users.items():
                 if count > _USER_LINES:
-                    self._put(self._note(f"{count - _USER_LINES} more lines about user {number} left out"))
+                    self._put(self._note(f"{count - _USER_LINES} more lines about user {number} dropped"))
         if user is None or user in self._trusted:
             return False
         self._users[user] += 1
@@ -82,7 +82,7 @@ class _Lines(logging.Handler):
         return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
 
     def _put(self, record: logging.LogRecord) -> bool:
-        text = self.format(record).encode(errors="surrogateescape")  # names of files are bytes
+        text = self.format(record).encode(errors="surrogateescape")  # file names are bytes
         for line in text.split(b"\n"):
             try:
                 os.write(self._queue, line[: _ATOMIC_BYTES - 1] + b"\n")
@@ -105,7 +105,7 @@ def _copy_lines(queue: int, sink: int) -> None:
 
 
 class Log:
-    """Where log lines of both planes go: a file that can be reopened, standard error, or nowhere."""
+    """The destination of both planes' log lines: a file that can be reopened, standard error, or nothing."""
 
     def __init__(self, path: str | None, level: str, *, foreground: bool) -> None:
         self._path = path
@@ -136,10 +136,10 @@ class Log:
     def _start_writer(self) -> None:
         reader, self._queue = os.pipe()
         os.set_blocking(self._queue, False)
-        with contextlib.suppress(OSError):  # a user's pipes may have such sizes up to a limit
+        with contextlib.suppress(OSError):  # a user may have only so many large pipes
             fcntl.fcntl(self._queue, fcntl.F_SETPIPE_SZ, _QUEUE_BYTES)
         self._writer = threading.Thread(target=_copy_lines, args=(reader, self._fd), name="gpufs-log", daemon=True)
-        # Signals are the main thread's: it holds them back while it mounts.
+        # The main thread handles the signals: it blocks them while it mounts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._writer.start()
@@ -148,31 +148,31 @@ class Log:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the log itself, -1 for nowhere."""
+        """The descriptor of the log itself, -1 if there is none."""
         return self._fd
 
     def reopen(self) -> None:
-        """After the file was renamed by a log rotation: continues in a new one of the old name. May block."""
+        """After a log rotation renamed the file: continues in a new file of the old name. May block."""
         if self._path is None:
             return
         try:
             fresh = _open_log(self._path)
         except OSError as failure:
-            log.error("the log stays in the old file: %s: %s", self._path, failure.strerror)
+            log.error("cannot reopen the log, which stays in the old file: %s: %s", self._path, failure.strerror)
             return
-        # The same descriptor number: the writer continues with it.
+        # The writer keeps using the same descriptor number.
         os.dup2(fresh, self._fd, inheritable=False)
         os.close(fresh)
 
     def close(self) -> None:
-        """Waits until the lines so far have been written, for a second at most. Later ones go nowhere."""
+        """Waits at most a second until the queued lines are written. Later lines are dropped."""
         if self._writer is None:
             return
         engine.log_configure(-1, self._level)
-        # Closes the queue's end, and keeps its number: a native thread may be about to write there.
+        # Closes the queue's end but keeps its number, because a native thread may be about to write there.
         try:
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError:  # there is no descriptor left: the number is given up
+        except OSError:  # no descriptor is left: give the number up
             os.close(self._queue)
         else:
             os.dup2(null, self._queue, inheritable=False)

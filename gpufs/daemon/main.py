@@ -1,15 +1,16 @@
-"""The process that serves one mount: puts the parts together, and takes them apart again whatever happens.
+"""The process that serves one mount: it builds the parts in order and takes them apart again whatever happens.
 
-Started by ``gpufs mount`` as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with one
-JSON object on standard input: mountpoint, source, config (a value for each knob), foreground. With ``--answer-fd`` it
-answers one JSON line there once the mount answers requests, {"ok": true, ...}, or {"error": errno, "message": text}.
+``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with a
+:class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line there:
+{"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}.
 
-How it ends: when the mount is unmounted, by whomever, or by SIGTERM or SIGINT. A signal cancels running copies and
-unmounts; a mount that is in use is detached, and what is open in it fails from then on. SIGHUP reopens the log file.
-Should it die otherwise, its guard takes the mount away (gpufs/daemon/guard.py).
+It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
+a mount that is in use is detached, and calls on its open files fail from then on. SIGHUP reopens the log file. If the
+daemon dies in another way, its guard unmounts (gpufs/daemon/guard.py).
 """
 
 import argparse
+import ctypes
 import errno
 import fcntl
 import functools
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pyfuse3
@@ -29,41 +31,47 @@ import trio
 
 from gpufs import config, engine, mounting, service
 from gpufs._version import __version__
-from gpufs.daemon import heap, loop, supervision, threads
+from gpufs.daemon import supervision, threads
 from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
-from gpufs.daemon.startup import Answer, Request, StartFailure
-from gpufs.fs.backing import BackingOperations
+from gpufs.daemon.startup import Answer, MountRequest, StartFailure
+from gpufs.fs.backing import BackingHandler, Share
 from gpufs.fs.control import MountStatistics, MountStatus, version_text
-from gpufs.fs.host_inodes import Backing
-from gpufs.fs.operations import Operations
+from gpufs.fs.dispatch import Operations
+from gpufs.fs.handles import Handles
+from gpufs.fs.names import NamesHandler
+from gpufs.fs.replies import Replies
 from gpufs.fs.tree import Tree
 
 log = logging.getLogger("gpufs.daemon")
 
 # The drivers that `auto` tries, in this order.
 _AUTOMATIC = ("cuda", "hip", "host")
-# Seconds at the end: for copies that were cancelled, and until a mount in use is detached instead of unmounted.
+# Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
+# memory are answered even if all of those block. A waiting task takes some 20 KiB.
+_TASKS = 10_000
+# Seconds at the end: for cancelled copies, and until a mount in use is detached instead of unmounted.
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
-# Seconds at the end for requests that are being answered. Those that wait for a server that hangs are left behind.
+# Seconds at the end for requests in progress. Those that wait for a server that hangs are abandoned.
 _REQUESTS_GRACE = 2.0
-# Seconds for a log file to be reopened, until the mount goes on without that.
+# Seconds to reopen the log file.
 _REOPEN_GRACE = 5.0
-# Seconds for another one who is mounting at the same place.
+# Seconds to wait for another daemon that is mounting at the same place.
 _LOCK_PATIENCE = 5.0
 _BUSY_PAUSE = 0.05
-# Seconds until the next attempt to wait for other mount flags, where no thread can be started.
+# Seconds until the daemon watches the mount's flags again after it found no thread or descriptor.
 _FLAGS_PAUSE = 1.0
-# Seconds between two looks whether many files have gone.
-_HEAP_INTERVAL = 2.0
-# They end the mount, or reopen the log file. Held back until there is somebody to see to them: one that came between
-# mounting and that would end the process with its default action, and leave a dead mount.
+# Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
+_TRIM_SECONDS = 5.0
+_TRIM_INODES = 1000
+# These signals end the mount or reopen the log file. They are blocked until their handler runs: a default action right
+# after mounting would end the process and leave a dead mount.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, str, list[str]]:
-    """The engine, the name of its driver, and what the user should know about the choice."""
+    """The engine, the name of its driver, and notes for the user about the choice."""
     reasons = []
     for driver in _AUTOMATIC if wanted == "auto" else (wanted,):
         try:
@@ -90,24 +98,28 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
             if failure.errno == errno.ENODEV:
                 text += "; gpufs doctor says what to do"
             raise StartFailure(failure.errno or errno.EIO, text) from None
-        notes = (
-            [f"no GPU was found ({'; '.join(reasons)}): host memory is used"] if driver == "host" and reasons else []
-        )
+        notes = []
+        if driver == "host" and reasons:
+            notes.append(f"no GPU was found ({'; '.join(reasons)}): host memory is used")
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
-            notes.append(f"no file that the mount holds or writes can have more than {largest} bytes (ulimit -f)")
+            notes.append(f"files on the mount cannot exceed {largest} bytes (ulimit -f)")
         return opened, driver, notes
     raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
 
 def _set_limits(*, core_dumps: bool) -> None:
-    """Many descriptors, for each buffer may have some; files of any size; a core file only where it is wanted.
+    """Raises the limits on descriptors and file sizes, and forbids core files unless they are wanted.
 
-    The size of files: the host driver's devices are made of some, and the kernel holds each client to its own limit.
-    The devices' memory and what moves through pinned memory are in no core file: their mappings are marked so.
+    The host driver's devices are files, and the kernel applies each client's own limit on file sizes. Core files never
+    contain device memory or pinned memory: those mappings are excluded.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        largest = max(most, int(Path("/proc/sys/fs/nr_open").read_text()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
+    except (OSError, ValueError):  # without CAP_SYS_RESOURCE
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -118,7 +130,7 @@ def _set_limits(*, core_dumps: bool) -> None:
 
 
 def _set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozenset[str] = frozenset()) -> None:
-    """Has access times kept as a mount's flags say: the kernel leaves those of FUSE to the daemon."""
+    """Follows the mount's flags for access times, which the kernel leaves to the daemon for FUSE."""
     if "noatime" in shown or "ro" in shown:
         policy = engine.NOATIME
     elif "relatime" in shown and "strictatime" not in asked:
@@ -128,13 +140,8 @@ def _set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozens
     mount.set_access_times(policy, not_directories="nodiratime" in shown | asked)
 
 
-def _is_there(entry: mounting.MountEntry) -> bool:
-    """Whether this very mount can be seen; also true where mountinfo cannot be read, so that unmounting it is tried."""
-    return _now(entry) is not None
-
-
 def _now(entry: mounting.MountEntry) -> mounting.MountEntry | None:
-    """This very mount where it is now, None if it is gone or hidden. The old entry where mountinfo cannot be read."""
+    """The mount's present entry, None if it is gone or hidden. The old entry if mountinfo cannot be read."""
     try:
         return mounting.entry_with(entry.identity)
     except OSError:
@@ -143,9 +150,9 @@ def _now(entry: mounting.MountEntry) -> mounting.MountEntry | None:
 
 @contextmanager
 def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
-    """Of two that are started for one place at once, the second finds the first one's mount. StartFailure for it."""
+    """StartFailure if another daemon mounts here first, also if both were started at the same time."""
     with ExitStack() as held:
-        with suppress(OSError):  # that cannot be opened, or locked
+        with suppress(OSError):  # the directory cannot be opened or locked
             directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, directory)
             deadline = time.monotonic() + _LOCK_PATIENCE
@@ -153,7 +160,7 @@ def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
                 try:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:  # a lock that stays is somebody's for his own reasons
+                except BlockingIOError:  # a lock that stays has nothing to do with gpufs
                     time.sleep(_BUSY_PAUSE)
         if mounting.entry_of(mountpoint) is not None:
             raise StartFailure(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
@@ -167,11 +174,11 @@ def _is_readable(fd: int) -> bool:
 
 
 @contextmanager
-def _mounted(request: Request, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
-    """The descriptor of a fresh mount and its entry; it is unmounted at the end, however that comes.
+def _mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
+    """Mounts; yields the descriptor of the connection and the mount's entry. Always unmounts at the end.
 
     ``has_ended``: whether the kernel has ended the connection. The mount is dead or gone then, and the kernel may have
-    given its numbers to another one, which answers.
+    reused its numbers for another mount.
     """
     try:
         with _nobody_else_mounts(request.mountpoint):
@@ -182,7 +189,7 @@ def _mounted(request: Request, has_ended: Callable[[], bool]) -> Iterator[tuple[
                 flags=request.flags,
             )
     except OSError as failure:
-        raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
+        raise StartFailure.of(failure) from None
     try:
         yield fd, entry
     finally:
@@ -193,22 +200,31 @@ def _mounted(request: Request, has_ended: Callable[[], bool]) -> Iterator[tuple[
                 else:
                     mounting.unmount(now.mountpoint, lazy=True)
             except OSError as failure:
-                if _is_there(entry):  # else another process has unmounted it
+                if _now(entry) is not None:  # else another process has unmounted it
                     log.warning("%s", failure.strerror or failure)
 
 
 def _refuse_itself(path: str, mountpoint: str) -> None:
-    """StartFailure where a directory to show below backing/ will be the mount, which cannot be asked by itself."""
+    """StartFailure if a directory to show below backing/ will be inside the mount."""
     if os.path.commonpath((os.path.realpath(path), mountpoint)) == mountpoint:
-        raise StartFailure(
-            errno.EDEADLK, f"backing: {path}: is the mountpoint or below it: the mount cannot show itself"
-        )
+        raise StartFailure(errno.EDEADLK, f"backing: {path} is the mountpoint or below it; a mount cannot show itself")
+
+
+def _raise_plainly(failures: BaseExceptionGroup[BaseException]) -> None:
+    """Raises what the user gets one line about, if that is among the failures: no start, or no memory."""
+    if failures.split(StartFailure)[0] is not None:
+        found: BaseException = failures
+        while isinstance(found, BaseExceptionGroup):
+            found = next(iter((found.subgroup(StartFailure) or found).exceptions))
+        raise found from None
+    if failures.subgroup(lambda one: isinstance(one, MemoryError) or getattr(one, "errno", 0) == errno.ENOMEM):
+        raise MemoryError from None
 
 
 class Daemon:
     """One mount, from its engine to its end."""
 
-    def __init__(self, request: Request, answer: Answer, logs: Log) -> None:
+    def __init__(self, request: MountRequest, answer: Answer, logs: Log) -> None:
         self._request = request
         self._answer = answer
         self._log = logs
@@ -217,10 +233,10 @@ class Daemon:
         self._serving = trio.CancelScope()  # around the loop that answers requests
         self._manager = supervision.ServiceManager()
         self._ended = False  # whether the kernel has ended the connection
-        self._early: list[int] = []  # signals that have come before anybody waited for them
+        self._early: list[int] = []  # signals that came before the loop waited for them
 
     def run(self) -> None:
-        """Serves the mount until it ends. StartFailure where it does not come up."""
+        """Serves the mount until it ends. StartFailure if it cannot be started."""
         values = self._request.config
         for _, path, _ in values["backing"] or ():
             _refuse_itself(path, self._request.mountpoint)
@@ -235,13 +251,13 @@ class Daemon:
                 engine.io_configure(opened, **config.io_options(values))
                 relay_fd, control_fd = engine.relay_pair()
             except engine.EngineError as failure:
-                raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
+                raise StartFailure.of(failure) from None
             control = parts.enter_context(ExitStack())
             control.callback(os.close, control_fd)
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             for number in _SIGNALS:
-                # Threads that a vendor's library has started may take them all the same: they are seen to later. And
-                # when the mount is on its way out one more must not end the process before all is taken apart.
+                # A vendor library's threads may receive them all the same: note them for later. And while the mount
+                # ends, another signal must not end the process before everything is taken apart.
                 signal.signal(number, lambda early, _: self._early.append(early))
             guard = None
             if values["auto_unmount"]:
@@ -265,38 +281,36 @@ class Daemon:
                     max_write=values["max_write"],
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],
-                    transport=values["transport"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
                 )
             except engine.EngineError as failure:
-                raise StartFailure(failure.errno or errno.EIO, failure.strerror or str(failure)) from None
+                raise StartFailure.of(failure) from None
             parts.callback(mount.close)
-            # A plain user's program for mounting has no words for some.
+            # fusermount3, which mounts for plain users, does not take all flags.
             _set_access_times(mount, entry.flags, frozenset(self._request.flags) if os.geteuid() != 0 else frozenset())
             socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
-            operations = self._build(opened, mount, driver, socket_path, entry)
+            operations, tree = self._build(opened, mount, driver, socket_path, entry)
             pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
             control.pop_all()  # from here on libfuse's session closes the descriptor
             parts.callback(pyfuse3.close, unmount=False)
-            parts.callback(mount.close)  # first of the two: its other end does not vanish beneath the data plane
+            parts.callback(mount.close)  # before pyfuse3.close(), which closes the other end of the data plane's socket
             mount.start()
             log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, driver)
             try:
-                trio.run(self._serve, mount, operations, entry, socket_path, driver, len(opened.devices), notes)
+                trio.run(self._serve, mount, tree, entry, socket_path, driver, len(opened.devices), notes)
             except BaseExceptionGroup as failures:
-                started = failures.subgroup(StartFailure)
-                if started is None:
-                    raise
-                raise started.exceptions[0] from None
+                _raise_plainly(failures)
+                raise
             finally:
                 self._ended = _is_readable(mount.ended_fd)
                 for number in _SIGNALS:
-                    signal.signal(number, signal.SIG_IGN)  # also while the interpreter ends
+                    signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
         log.info("the mount at %s has ended", self._request.mountpoint)
 
     def _build(
         self, opened: engine.Engine, mount: engine.Mount, driver: str, socket_path: str, entry: mounting.MountEntry
-    ) -> Operations:
+    ) -> tuple[Operations, Tree]:
+        """The control plane's answers to requests, and the tree of names that they are about."""
         values = self._request.config
         status = MountStatus(
             mountpoint=self._request.mountpoint,
@@ -309,7 +323,7 @@ class Daemon:
             io=opened.io_statistics,
         )
         counted = MountStatistics(opened, self._request.mountpoint, driver)
-        contents: dict[str, Callable[[int], bytes]] = {  # for the user who opens the file
+        contents: dict[str, Callable[[int], bytes]] = {  # by the user that opens the file
             "version": lambda _: version_text(),
             "status": status.as_bytes,
             "stats": lambda _: counted.as_bytes(),
@@ -321,36 +335,29 @@ class Daemon:
             len(opened.devices),
             uid=os.geteuid(),
             gid=os.getegid(),
-            # Like a tmpfs: where others are let in they may use it, each for himself.
+            # As on tmpfs: every user who is let in may create files.
             device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
             control_files=contents,
             streams={"trace": engine.Trace},
         )
-
-        options = {
-            "entry_timeout": values["entry_timeout"],
-            "attribute_timeout": values["attribute_timeout"],
-        }
+        handles = Handles()
+        replies = Replies(values["entry_timeout"], values["attribute_timeout"])
+        names = NamesHandler(tree, mount, handles, replies)
         if not values["backing"]:
-            return Operations(tree, mount, **options)
+            return Operations(mount, handles, names), tree
+        shares = [Share(*one) for one in values["backing"]]
+        ids = {"uid": os.geteuid(), "gid": os.getegid()}
         try:
-            return BackingOperations(
-                tree,
-                mount,
-                backings=[Backing(*one) for one in values["backing"]],
-                device=entry.st_dev,
-                uid=os.geteuid(),
-                gid=os.getegid(),
-                **options,
-            )
+            backing = BackingHandler(tree, mount, handles, replies, shares, device=entry.st_dev, **ids)
         except OSError as failure:
             path = os.fsdecode(failure.filename) if failure.filename else "backing"
-            raise StartFailure(failure.errno or errno.EIO, f"backing: {path}: {failure.strerror}") from None
+            raise StartFailure.of(failure, f"backing: {path}: ") from None
+        return Operations(mount, handles, names, backing), tree
 
     async def _serve(
         self,
         mount: engine.Mount,
-        operations: Operations,
+        tree: Tree,
         entry: mounting.MountEntry,
         socket_path: str,
         driver: str,
@@ -361,14 +368,14 @@ class Daemon:
             copies = trio.CancelScope()
             nursery.start_soon(self._watch_signals, copies, entry)
             nursery.start_soon(self._watch_end, mount, copies)
-            nursery.start_soon(loop.keep, self._watch_flags, mount, entry)
+            nursery.start_soon(self._watch_flags, mount, entry)
             nursery.start_soon(self._copies, copies, mount, entry, socket_path)
-            nursery.start_soon(self._tell_launcher, mount, entry, driver, devices, notes)
-            nursery.start_soon(loop.keep, self._publish, mount.engine)
-            nursery.start_soon(loop.keep, self._give_back_memory, operations)
-            nursery.start_soon(loop.keep, self._keep_watchdog)
+            nursery.start_soon(self._answer_launcher, mount, entry, driver, devices, notes)
+            nursery.start_soon(self._publish_statistics, mount.engine)
+            nursery.start_soon(self._trim_heap, tree)
+            nursery.start_soon(self._feed_watchdog)
             with self._serving:
-                await loop.serve()
+                await pyfuse3.main(max_tasks=_TASKS)
             copies.cancel()
             nursery.cancel_scope.cancel()
 
@@ -381,31 +388,29 @@ class Daemon:
                     self._service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            mount,
+                            service.ServedMount(mount),
                             path=socket_path,
                             device=entry.st_dev,
                             allow_other=bool(self._request.config["allow_other"]),
                         )
                     )
                 except OSError as failure:
-                    # The mount is worth having without it.
+                    # The mount is useful without it.
                     log.error("no copy service: %s: %s", socket_path, failure.strerror)
         self._copies_ended.set()
 
-    async def _tell_launcher(
+    async def _answer_launcher(
         self, mount: engine.Mount, entry: mounting.MountEntry, driver: str, devices: int, notes: list[str]
     ) -> None:
         try:
-            # The kernel's first question comes back only once both planes work.
+            # The kernel's first request is answered only if both planes work.
             await threads.run(lambda: os.stat(os.path.join(entry.mountpoint, "gpu0")), abandon_on_cancel=True)
         except OSError as failure:
-            if not _is_there(entry):
-                return  # unmounted meanwhile, by a signal or by somebody else: nothing has failed
-            raise StartFailure(
-                failure.errno or errno.EIO, f"{entry.mountpoint}: mounted, but does not answer: {failure.strerror}"
-            ) from None
+            if _now(entry) is None:
+                return  # it was unmounted at the same time: nothing has failed
+            raise StartFailure.of(failure, f"{entry.mountpoint}: mounted, but does not answer: ") from None
         if not self._request.foreground:
-            # Before the answer: whoever has it may count on that nothing of its own is held.
+            # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             for number in (0, 1, 2):
                 os.dup2(self._log.fd if number == 2 and self._log.fd >= 0 else null, number)
@@ -423,30 +428,32 @@ class Daemon:
                 }
             )
         except OSError:
-            log.error("whoever asked for the mount has gone: it ends")
+            log.error("the launcher has gone: the mount ends")
             await self._unmount(entry)
             return
         await self._manager.ready(f"serves {self._request.mountpoint}")
         if self._request.foreground and notes:
-            threads.in_background(functools.partial(_print_remarks, notes))
+            threads.in_background(functools.partial(_print_notes, notes))
 
-    async def _publish(self, opened: engine.Engine) -> None:
-        """Writes how things stand beside the counters, from time to time."""
+    async def _publish_statistics(self, opened: engine.Engine) -> None:
+        """Writes the gauges to the counters' file from time to time."""
         while True:
             opened.statistics_publish()
             await trio.sleep(self._request.config["stats_interval"])
 
-    async def _give_back_memory(self, operations: Operations) -> None:
-        """What the C library keeps of files that are gone goes back to the system."""
-        spare = heap.Shrinking(operations.inodes_gone)
-        while True:
-            await trio.sleep(_HEAP_INTERVAL)
-            if spare.due():
-                with suppress(OSError):  # no thread can be started: it can wait until more files have gone
-                    await threads.run(heap.release)
+    async def _trim_heap(self, tree: Tree) -> None:
+        """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        most = 0
+        while trim is not None:
+            await trio.sleep(_TRIM_SECONDS)
+            most = max(most, len(tree.nodes))
+            if most >= _TRIM_INODES and len(tree.nodes) < most // 2:
+                most = len(tree.nodes)
+                trim(0)
 
-    async def _keep_watchdog(self) -> None:
-        """Tells the service manager that the control plane runs, where it wants to know."""
+    async def _feed_watchdog(self) -> None:
+        """Reports to the service manager that the control plane runs, if it wants to know."""
         while self._manager.watchdog_seconds:
             await self._manager.alive()
             await trio.sleep(self._manager.watchdog_seconds / 2)
@@ -459,33 +466,33 @@ class Daemon:
             async for number in arriving:
                 if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
                     await self._manager.reloading()
-                    with trio.move_on_after(_REOPEN_GRACE):  # its disk may be frozen
+                    with trio.move_on_after(_REOPEN_GRACE), suppress(OSError):  # its disk may be frozen
                         await threads.run(self._log.reopen, abandon_on_cancel=True)
-                    log.info("SIGHUP: the log goes on here")
+                    log.info("SIGHUP: the log continues here")
                     await self._manager.ready(f"serves {self._request.mountpoint}")
                     continue
                 log.info("%s: the mount ends", signal.Signals(number).name)
                 await self._manager.stopping(f"unmounts {self._request.mountpoint}")
                 copies.cancel()
-                # Clients get their results and close their files while the mount still answers.
+                # Clients get their results and close their files while the mount answers.
                 with trio.move_on_after(_COPIES_GRACE):
                     await self._copies_ended.wait()
                 await self._unmount(entry)
-                self._take_no_more()
+                self._stop_serving()
                 return
 
     async def _watch_flags(self, mount: engine.Mount, entry: mounting.MountEntry) -> None:
-        """A remount may change which reads set access times."""
+        """Follows remounts, which may change which reads set access times."""
         changes = mounting.Changes()
         seen = True
         while True:
             try:
                 if seen:
-                    # Left behind at the end: the unmounting itself lets it go.
+                    # Abandoned at the end: unmounting wakes the thread up.
                     await threads.run(changes.wait, abandon_on_cancel=True)
                 seen = False
                 now = mounting.entry_with(entry.identity)
-            except OSError:  # no thread, no descriptor, no memory: what has changed is looked at later
+            except OSError:  # no thread or descriptor is free: look again later
                 await trio.sleep(_FLAGS_PAUSE)
                 continue
             seen = True
@@ -497,15 +504,15 @@ class Daemon:
         await trio.lowlevel.wait_readable(mount.ended_fd)
         log.info("unmounted")
         copies.cancel()
-        self._take_no_more()
+        self._stop_serving()
 
-    def _take_no_more(self) -> None:
-        """The loop that answers requests ends, with what it has begun, soon."""
+    def _stop_serving(self) -> None:
+        """Ends the loop that answers requests once those in progress are answered, or soon."""
         pyfuse3.terminate()
         self._serving.deadline = min(self._serving.deadline, trio.current_time() + _REQUESTS_GRACE)
 
     async def _unmount(self, entry: mounting.MountEntry) -> None:
-        """In peace, or by detaching where it stays in use. What else stands there now stays."""
+        """Unmounts, or detaches the mount if it stays in use. Other mounts at the same place stay."""
         deadline = trio.current_time() + _BUSY_GRACE
         while (now := _now(entry)) is not None:
             lazy = trio.current_time() >= deadline
@@ -516,7 +523,7 @@ class Daemon:
                 return
             except OSError as failure:
                 if failure.errno != errno.EBUSY or lazy:
-                    if _is_there(entry):  # else another process has unmounted it
+                    if _now(entry) is not None:  # else another process has unmounted it
                         log.warning("%s", failure.strerror or failure)
                     return
             await trio.sleep(_BUSY_PAUSE)
@@ -533,21 +540,25 @@ def main(arguments: list[str] | None = None) -> int:
     answer = Answer(chosen.answer_fd)
     logs = None
     try:
-        request = Request.read(chosen.mountpoint)
+        request = MountRequest.read()
         _set_limits(core_dumps=bool(request.config["core_dumps"]))
         logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
         os.umask(0)
         Daemon(request, answer, logs).run()
     except StartFailure as failure:
-        _say(answer, failure.errno, failure.message)
+        _report(answer, failure.errno, failure.message)
+        return 1
+    except MemoryError:
+        log.error("out of memory: the mount ends")
+        _report(answer, errno.ENOMEM, "out of memory")
         return 1
     except OSError as failure:
         log.exception("the mount failed")
-        _say(answer, failure.errno or errno.EIO, str(failure))
+        _report(answer, failure.errno or errno.EIO, str(failure))
         return 1
     except Exception as failure:
         log.exception("the mount failed")
-        _say(answer, errno.EIO, f"internal failure: {failure}")
+        _report(answer, errno.EIO, f"internal failure: {failure}")
         return 1
     finally:
         if logs is not None:
@@ -555,16 +566,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _print_remarks(notes: list[str]) -> None:
-    """On a thread: standard error may be a pipe that nobody reads. By write(2), so that the exit waits for no lock."""
+def _print_notes(notes: list[str]) -> None:
+    """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
     with suppress(OSError):
         os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
 
 
-def _say(answer: Answer, code: int, message: str) -> None:
-    """Tells the launcher, or in the foreground the user, why there is no mount."""
+def _report(answer: Answer, code: int, message: str) -> None:
+    """Reports to the launcher, or to the user if it runs in the foreground, why there is no mount."""
     try:
         if not answer.give({"error": code, "message": message}):
             print(f"gpufs: {message}", file=sys.stderr)
     except OSError:
-        pass  # whoever asked has gone
+        pass  # the launcher has gone

@@ -1,4 +1,4 @@
-"""The directory in which a daemon has its socket and its counters while it runs."""
+"""The directory that holds a daemon's socket and counters while it runs."""
 
 import errno
 import logging
@@ -13,10 +13,10 @@ log = logging.getLogger("gpufs.daemon")
 
 
 def runtime_directory(*, allow_other: bool) -> str:
-    """Where this user's sockets are, made if need be. StartFailure where no place for it can be had.
+    """The directory of this user's sockets, created if necessary. StartFailure if no place for it is usable.
 
-    Everybody may pass through it with ``allow_other``, since the socket then has to be found by others. Root's is below
-    /run; the others are for containers without it, and for who is root in a user namespace alone.
+    With ``allow_other`` everybody may search it, because other users must find the socket. Root's is below /run; the
+    other places serve containers without /run and the root of a user namespace.
     """
     uid = os.geteuid()
     parent = os.environ.get("XDG_RUNTIME_DIR")
@@ -39,22 +39,22 @@ def runtime_directory(*, allow_other: bool) -> str:
 
 
 def _own_directory(path: str, mode: int, *, chmod: bool) -> None:
-    """Makes a directory, or finds one of this user's there. OSError with its name where neither can be."""
+    """Creates a directory or accepts one that this user owns. OSError, with its name, if neither is possible."""
     try:
         os.mkdir(path, mode)
     except FileExistsError:
         pass
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, "belongs to somebody else: remove it or set XDG_RUNTIME_DIR", path)
+        raise OSError(errno.EPERM, "belongs to another user: remove it or set XDG_RUNTIME_DIR", path)
     if stat.S_IMODE(found.st_mode) & 0o777 != mode and chmod:
         os.chmod(path, mode)
 
 
 class CountersFile:
-    """The file that the mount's counters live in. Left behind by a process that is killed, removed at every other end.
+    """The file with the mount's counters. A killed daemon leaves it; every other end removes it.
 
-    The engine makes it before there is a mount to name it after.
+    The engine creates it before the mount exists after which it is named.
     """
 
     def __init__(self, folder: str, mountpoint: str) -> None:
@@ -63,18 +63,18 @@ class CountersFile:
         statistics.sweep(Path(folder), [entry.device for entry in mounting.mounts()], mountpoint)
 
     def belongs_to(self, device: str) -> None:
-        """The mount has this device number, "major:minor"."""
+        """Renames it after the mount's device number, "major:minor"."""
         path = os.path.join(self._folder, statistics.file_name(os.getpid(), device))
         try:
             os.rename(self.path, path)
         except OSError as failure:
-            log.warning("the counters cannot be read from outside: %s: %s", path, failure.strerror)
+            log.warning("other programs cannot read the counters: %s: %s", path, failure.strerror)
         else:
             self.path = path
 
     def remove(self) -> None:
-        """Takes it away, if it is there."""
+        """Removes it if it exists."""
         try:
             os.unlink(self.path)
         except OSError:
-            pass  # never made
+            pass  # it was never created

@@ -1,54 +1,67 @@
-"""What a daemon is told by its launcher, and what it answers: once it serves the mount, or why it does not."""
+"""The launcher's request to mount, and the daemon's answer to it."""
 
 import errno
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpufs import config, mounting
 
 
 class StartFailure(Exception):
-    """The mount cannot come up: an errno and one line for the user."""
+    """The mount cannot be started: an errno and one line for the user."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.errno = code
         self.message = message
 
+    @classmethod
+    def of(cls, failure: OSError, prefix: str = "") -> "StartFailure":
+        """The failure that an OSError describes."""
+        return cls(failure.errno or errno.EIO, prefix + (failure.strerror or str(failure)))
+
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What the launcher wants."""
+class MountRequest:
+    """What to mount and where. Travels as one JSON object on the daemon's standard input."""
 
     mountpoint: str
-    source: str
-    config: dict[str, Any]
-    foreground: bool
+    source: str  # what mount(8) and df(1) show as the device
+    config: dict[str, Any]  # a value for each knob
     flags: tuple[str, ...] = ()  # names of mounting.FLAGS
 
+    @property
+    def foreground(self) -> bool:
+        """Whether the daemon keeps the launcher's terminal."""
+        return bool(self.config["foreground"])
+
+    def encode(self) -> bytes:
+        """The JSON object."""
+        return json.dumps(asdict(self)).encode()
+
     @classmethod
-    def read(cls, mountpoint: str) -> "Request":
-        """From standard input. StartFailure where that is not what a launcher sends."""
+    def read(cls) -> "MountRequest":
+        """Reads the request from standard input. StartFailure if that is not what a launcher sends."""
         try:
-            said = json.loads(sys.stdin.buffer.read())
-            values = {name: said["config"].get(name, knob.default) for name, knob in config.BY_NAME.items()}
-            flags = tuple(name for name in mounting.FLAGS if name in said.get("flags", ()))
-            return cls(mountpoint, str(said.get("source", "gpufs")), values, bool(said.get("foreground")), flags)
-        except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise StartFailure(errno.EINVAL, f"the daemon was not told what to mount: {failure}") from None
+            request = cls(**json.loads(sys.stdin.buffer.read()))
+            defaults = {name: knob.default for name, knob in config.BY_NAME.items()}
+            flags = tuple(name for name in mounting.FLAGS if name in request.flags)
+            return cls(request.mountpoint, request.source, defaults | request.config, flags)
+        except (ValueError, TypeError) as failure:
+            raise StartFailure(errno.EINVAL, f"the daemon got no valid request: {failure}") from None
 
 
 class Answer:
-    """The line that the launcher waits for; given once."""
+    """The line that the launcher waits for. It is given at most once."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def give(self, fields: dict[str, Any]) -> bool:
-        """False where nobody waits for it (any more). OSError where the launcher has gone."""
+        """Returns False if no launcher waits for it (any more). OSError if the launcher has gone."""
         if self._fd is None:
             return False
         fd, self._fd = self._fd, None

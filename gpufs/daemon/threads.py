@@ -1,54 +1,39 @@
-"""Threads of the control plane, for calls that may block: also when the system gives no more of them.
+"""Threads of trio's loop for calls that may block, also when the system has no thread left to start."""
 
-For trio's loop alone.
-"""
-
-import errno
 from collections.abc import Callable
+from errno import ENOMEM
 from typing import Final, TypeVar
 
 import trio
 
 T = TypeVar("T")
-# Seconds between two attempts to start a thread for work that cannot be refused.
-_PAUSE: Final = 0.5
+_RETRY_SECONDS: Final = 0.5
+_NO_THREAD: Final = "can't start new thread"  # the text of CPython's RuntimeError
 
 
 async def run(
     work: Callable[[], T], *, abandon_on_cancel: bool = False, limiter: trio.CapacityLimiter | None = None
 ) -> T:
-    """As trio.to_thread.run_sync; OSError ENOMEM, and ``work`` is not run, without a thread or memory for one."""
-    began = False
-
-    def noted() -> T:
-        nonlocal began
-        began = True
-        return work()
-
+    """Like trio.to_thread.run_sync, but raises OSError ENOMEM if no thread can be started."""
     try:
-        return await trio.to_thread.run_sync(noted, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
-    except RuntimeError:
-        if began:
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+    except RuntimeError as failure:
+        if str(failure) != _NO_THREAD:
             raise
-        raise OSError(errno.ENOMEM, "no thread can be started") from None
+        raise OSError(ENOMEM, "no thread can be started") from None
 
 
-def in_background(work: Callable[[], None]) -> None:
-    """Runs work that may block for ever on a thread that nobody waits for; later where none can be started now."""
-    try:
-        _start(work)
-    except RuntimeError:
-        trio.lowlevel.spawn_system_task(_start_later, work)
+def in_background(work: Callable[[], None], limiter: trio.CapacityLimiter | None = None) -> None:
+    """Runs work that may block forever and raises nothing. Nobody waits for it; the daemon's end abandons it.
+
+    Without a ``limiter`` it gets a thread of its own.
+    """
+    trio.lowlevel.spawn_system_task(_run_until_started, work, limiter or trio.CapacityLimiter(1))
 
 
-def _start(work: Callable[[], None]) -> None:
-    trio.lowlevel.start_thread_soon(work, lambda outcome: None)
-
-
-async def _start_later(work: Callable[[], None]) -> None:
+async def _run_until_started(work: Callable[[], None], limiter: trio.CapacityLimiter) -> None:
     while True:
-        await trio.sleep(_PAUSE)
         try:
-            return _start(work)
-        except RuntimeError:
-            continue
+            return await run(work, abandon_on_cancel=True, limiter=limiter)
+        except OSError:  # no thread now
+            await trio.sleep(_RETRY_SECONDS)

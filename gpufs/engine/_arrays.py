@@ -115,7 +115,10 @@ def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[Dev
     if engine.driver == "cuda" and isinstance(memory, SupportsCudaArrayInterface):
         return _from_cuda_array(engine, memory, writable), memory
     if isinstance(memory, SupportsDLPack):
-        return _from_dlpack(engine, memory, writable=writable)
+        if _DRIVER_OF.get(_dlpack_kind(memory)) != engine.driver:
+            raise ValueError(f"memory: the array is not on a device of the {engine.driver} driver")
+        device, array = _read_dlpack(memory, writable=writable)
+        return DeviceRange(device, array.address, array.bytes), array.keep
     raise TypeError(f"memory: {type(memory).__name__} is neither a Buffer nor an array on a device")
 
 
@@ -168,7 +171,7 @@ def _from_cuda_array(engine: Engine, memory: SupportsCudaArrayInterface, writabl
 
 @dataclass(frozen=True, slots=True)
 class HostRange:
-    """Host memory of an object; ``keep`` keeps it alive."""
+    """Memory of an object, usually of the host; ``keep`` keeps it alive."""
 
     address: int
     bytes: int
@@ -194,8 +197,7 @@ def host_range(memory: Any, *, writable: bool) -> HostRange:
             raise
         if _dlpack_kind(memory) not in _HOST_KINDS:
             raise ValueError("memory: the array is not in host memory") from None
-        found = _read_dlpack(memory, writable=writable)
-        return HostRange(found.address, found.bytes, found.read_only, found.capsule)
+        return _read_dlpack(memory, writable=writable)[1]
     return HostRange(int(ffi.cast("uintptr_t", view)), len(view), not writable and not _is_writable(memory), view)
 
 
@@ -208,17 +210,6 @@ def _is_writable(memory: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """An array by DLPack, and the capsule that keeps it alive."""
-
-    device: int
-    address: int
-    bytes: int
-    read_only: bool
-    capsule: object
-
-
 def _dlpack_kind(memory: SupportsDLPack) -> int:
     try:
         kind, _ = memory.__dlpack_device__()
@@ -227,17 +218,11 @@ def _dlpack_kind(memory: SupportsDLPack) -> int:
         raise ValueError(f"memory: {type(memory).__name__}.__dlpack_device__() is not understood: {error}") from error
 
 
-def _from_dlpack(engine: Engine, memory: SupportsDLPack, *, writable: bool) -> tuple[DeviceRange, object]:
-    if _DRIVER_OF.get(_dlpack_kind(memory)) != engine.driver:
-        raise ValueError(f"memory: the array is not on a device of the {engine.driver} driver")
-    found = _read_dlpack(memory, writable=writable)
-    return DeviceRange(found.device, found.address, found.bytes), found.capsule
+def _read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRange]:
+    """Return the device and the memory of an array, by a capsule of version 1 or of before versions.
 
-
-def _read_dlpack(memory: SupportsDLPack, *, writable: bool) -> _Tensor:
-    """Read a capsule of version 1, or of before versions, which cannot mark what is read-only.
-
-    The capsule is not consumed, so it frees what it holds when it is collected, after the transfer.
+    The latter cannot mark what is read-only. The capsule is not consumed: it frees what it holds when it is collected,
+    after the transfer.
     """
     import ctypes
 
@@ -297,4 +282,4 @@ def _read_dlpack(memory: SupportsDLPack, *, writable: bool) -> _Tensor:
     size = -(-_check_contiguous(shape, strides, 1) * bits // 8)
     # The device of pinned host memory is the GPU that it was pinned for.
     device = 0 if tensor.device_type in _HOST_KINDS else int(tensor.device_id)
-    return _Tensor(device, int(tensor.data or 0) + int(tensor.byte_offset), size, read_only, capsule)
+    return device, HostRange(int(tensor.data or 0) + int(tensor.byte_offset), size, read_only, capsule)

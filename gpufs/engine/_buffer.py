@@ -199,7 +199,7 @@ class Buffer(Handle):
         Raises
         ------
         EngineError
-            ENXIO if ``offset`` is past the end, or there is no data behind it.
+            ENXIO if ``offset`` is past the end, or no data follows it.
         """
         found = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))

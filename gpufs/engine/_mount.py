@@ -183,8 +183,8 @@ class Mount(Handle):
         """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
 
         ``parent``: the directory in which a user creates it, which passes on its group and access control lists; the
-        mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as in
-        ``attributes``.
+        mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as
+        in ``attributes``.
         """
         status = lib.gpufs_inode_add(self._handle, _pack(attributes), parent, umask)
         if status.error:

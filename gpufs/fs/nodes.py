@@ -6,10 +6,8 @@ keep it there. Only the trio thread touches nodes.
 
 import stat
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Protocol
 
 _cookie = attrgetter("cookie")
 
@@ -67,38 +65,6 @@ class Special(Node):
     __slots__ = ()
 
 
-class ControlFile(Node):
-    """A read-only file whose content ``produce`` makes at each open, for the user who opens it."""
-
-    __slots__ = ("produce",)
-
-    def __init__(self, ino: int, produce: Callable[[int], bytes]) -> None:
-        super().__init__(ino, stat.S_IFREG, -1)
-        self.fixed = True
-        self.produce = produce
-
-
-class Stream(Protocol):
-    """What somebody reads from a StreamFile that he has open."""
-
-    def read(self, size: int) -> bytes:
-        """What there is now, at most ``size`` bytes; b"" where there is nothing yet."""
-
-    def close(self) -> None:
-        """The reader has gone."""
-
-
-class StreamFile(Node):
-    """A file that is read as long as somebody likes: each opening starts what ``begin`` makes."""
-
-    __slots__ = ("begin",)
-
-    def __init__(self, ino: int, begin: Callable[[], Stream]) -> None:
-        super().__init__(ino, stat.S_IFREG, -1)
-        self.fixed = True
-        self.begin = begin
-
-
 class Entry:
     """A name in a directory. ``node`` is None once the name is gone."""
 
@@ -141,11 +107,7 @@ class Directory(Node):
             entry = Entry(self._next_cookie, name, node)
             self._next_cookie += 1
             self._order.append(entry)
-            try:
-                self.entries[name] = entry
-            except MemoryError:
-                self._order.pop()
-                raise
+            self.entries[name] = entry
         else:
             if isinstance(entry.node, Directory):
                 self.subdirectories -= 1
@@ -162,15 +124,13 @@ class Directory(Node):
         entry.node = None
         self._gaps += 1
         if self._gaps > 64 and self._gaps * 2 > len(self._order):
-            with suppress(MemoryError):  # the gaps can wait
-                self._order = [kept for kept in self._order if kept.node is not None]
-                self._gaps = 0
+            self._order = [kept for kept in self._order if kept.node is not None]
+            self._gaps = 0
 
     def rename(self, old: bytes, new: bytes) -> None:
         """Another name, which none has, for an entry; its place in the listing stays. KeyError if there is no such."""
-        entry = self.entries[old]
-        self.entries[new] = entry  # first: without memory it stays what it was
-        del self.entries[old]
+        entry = self.entries.pop(old)
+        self.entries[new] = entry
         entry.name = new
         if entry.node is not None:
             entry.node.parent = self

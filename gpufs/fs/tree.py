@@ -10,13 +10,14 @@ or link between devices (EXDEV).
 """
 
 import errno
-import os
 import stat
 import time
 from collections.abc import Callable
 
 from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
-from gpufs.fs.nodes import BufferFile, ControlFile, Directory, Node, Special, Stream, StreamFile, Symlink
+from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
+from gpufs.fs.errors import error
+from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
 from gpufs.fs.table import InodeTable
 
 ROOT_INODE = 1
@@ -31,11 +32,6 @@ _NOTHING = Attributes()
 _SECOND = 1_000_000_000
 _RENAME_FLAGS = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
-
-
-def error(code: int) -> OSError:
-    """The OSError of an errno, ready to be raised."""
-    return OSError(code, os.strerror(code))
 
 
 def check_name(name: bytes) -> None:
@@ -67,7 +63,7 @@ class Tree:
         gid: int,
         device_mode: int = 0o755,
         control_files: dict[str, Callable[[int], bytes]],
-        streams: dict[str, Callable[[], Stream]] | None = None,
+        streams: dict[str, Callable[[], ControlStream]] | None = None,
     ) -> None:
         self._table = table
         self._next_ino = ROOT_INODE + 1
@@ -81,13 +77,13 @@ class Tree:
             directory.fixed = True
         self._add(self.root, 0o555, uid, gid, nlink=3 + devices)
         self.root.names = 1
-        self._place(self.root, b".gpufs", control, 0o555, uid, gid)
+        self.place(self.root, b".gpufs", control, 0o555, uid, gid)
         for name, produce in control_files.items():
-            self._place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
+            self.place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
         for name, begin in (streams or {}).items():
-            self._place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
+            self.place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
         for index, gpu in enumerate(gpus):
-            self._place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
+            self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
 
     # ---- finding ----
 
@@ -191,12 +187,7 @@ class Tree:
         except OSError:
             node.names -= 1
             raise
-        try:
-            directory.attach(name, node)
-        except MemoryError:
-            node.names -= 1
-            self._tell_links(node)
-            raise
+        directory.attach(name, node)
         if isinstance(node, BufferFile):
             node.unnamed = False
         self._touch(directory)
@@ -286,16 +277,10 @@ class Tree:
             whiteout = Special(self._take_ino(), stat.S_IFCHR, source_directory.device)
             self._add(whiteout, 0, uid, gid, nlink=1, parent=source_directory.ino)
         in_place = target is None and target_directory is source_directory and not flags & RENAME_WHITEOUT
-        try:
-            if in_place:  # nobody who lists the directory meanwhile misses the file or sees it twice
-                source_directory.rename(old_name, new_name)
-            else:
-                # Attached before detached where they are one directory: the order of two names in it does not matter.
-                target_directory.attach(new_name, node)
-        except MemoryError:
-            if whiteout is not None:
-                self._drop_if_unused(whiteout)
-            raise
+        if in_place:
+            source_directory.rename(old_name, new_name)
+        else:
+            target_directory.attach(new_name, node)
         if whiteout is not None:
             source_directory.attach(old_name, whiteout)
             whiteout.names = 1
@@ -316,11 +301,6 @@ class Tree:
         return target
 
     # ---- inside ----
-
-    @property
-    def inodes_made(self) -> int:
-        """How many there have been, from some number on."""
-        return self._next_ino
 
     def _take_ino(self) -> int:
         ino = self._next_ino
@@ -396,15 +376,11 @@ class Tree:
         """Adds a new node as a user asked for it."""
         nlink = 2 if isinstance(node, Directory) else 1
         self._add(node, mode, uid, gid, nlink=nlink, size=size, rdev=rdev, parent=directory.ino, umask=umask)
-        try:
-            directory.attach(name, node)
-        except MemoryError:
-            self._drop_if_unused(node)
-            raise
+        directory.attach(name, node)
         node.names = 1
         self._touch(directory, links=isinstance(node, Directory))
 
-    def _place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
+    def place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
         """Adds a node of the mount's own."""
         self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1)
         directory.attach(name, node)

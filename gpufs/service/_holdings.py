@@ -1,26 +1,31 @@
-"""What a request holds: descriptors and objects of the engine, given back exactly once, never while in use.
+"""What a copy holds: descriptors and objects of the engine, each closed exactly once and never while in use.
 
-Closing and everything done with them can block for as long as a file's server likes, so it happens on threads that the
-loop may have stopped waiting for. Such a thread must not see its descriptor's number closed, and reused, by others.
+Using and closing them can block for as long as a file's server likes, so it happens on threads that the loop may have
+abandoned. Such a thread must not find its descriptor's number closed, and reused, by others.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from gpufs.service._backend import Closable
+
+class Closable(Protocol):
+    """Something that must be closed once."""
+
+    def close(self) -> None: ...
+
 
 T = TypeVar("T", bound=Closable)
 
 
 class Abandoned(Exception):
-    """The request is over; the thread that still worked for it ends with this."""
+    """The copy is over; a thread that still works for it ends with this."""
 
 
 class Holdings:
-    """The things of one request. Any thread may call; use() and drop() may block on the closing."""
+    """What one copy holds. Any thread may call; use() and drop() may block while they close things."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below; nothing is closed under it
@@ -31,18 +36,17 @@ class Holdings:
 
     def hold_descriptor(self, fd: int) -> "Descriptor":
         """Takes over an open descriptor."""
-        descriptor = Descriptor(fd)
-        return self.hold(descriptor)
+        return self.hold(Descriptor(fd))
 
     def hold(self, item: T) -> T:
-        """Takes over an object; its close() runs at the end, the youngest object's first."""
+        """Takes over an object. Its close() runs at the end, in reverse order."""
         with self._lock:
             self._closers.append(item.close)
         return item
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """While this runs nothing is given back. Abandoned if all has been dropped before."""
+        """Nothing is closed inside of this context. Abandoned if everything has been dropped."""
         with self._lock:
             if self._dropped:
                 raise Abandoned
@@ -56,12 +60,12 @@ class Holdings:
 
     @property
     def in_use(self) -> bool:
-        """Whether a thread works with what is held at this moment."""
+        """Whether a thread is using what is held."""
         with self._lock:
             return self._users > 0
 
     def drop(self, then: Callable[[], None]) -> None:
-        """Gives everything back, now or when the last user has gone; calls ``then`` after that, on whatever thread."""
+        """Closes everything, now or when the last use ends, and then calls ``then``, on any thread."""
         with self._lock:
             self._dropped = True
             self._then = then
@@ -77,8 +81,8 @@ class Holdings:
             for close in reversed(closers):
                 try:
                     close()
-                except (OSError, MemoryError):
-                    pass  # a descriptor is gone whatever close says; the data's fate was the result's to tell
+                except OSError:
+                    pass  # the descriptor is closed all the same; the result has reported what became of the data
         finally:
             if then is not None:
                 then()

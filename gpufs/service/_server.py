@@ -11,17 +11,14 @@ import struct
 import time
 from collections import Counter
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
 from gpufs import protocol
-from gpufs.service._backend import Backend, EngineBackend
+from gpufs.service._client import ClientConnection, Counters, Peer
 from gpufs.service._limits import Limits
-from gpufs.service._session import Counters, Peer, Session
-
-if TYPE_CHECKING:
-    from gpufs import engine
+from gpufs.service._mount import ServedMount
 
 log = logging.getLogger(__name__)
 
@@ -31,27 +28,27 @@ _REFUSALS = 16
 _REFUSAL_PAUSE = 0.005
 # Bad connections of a user are counted for so many seconds.
 _BAD_SECONDS = 10.0
-# Names of sockets, and for how many seconds one may stand there before its daemon listens.
+# The names of sockets, and for how many seconds one may exist before its daemon listens.
 _NAME = re.compile(r"\d+-\d+-\d+\.socket")
 _NEW = 60.0
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Service:
-    """A running service, as :func:`serve` hands it out."""
+    """A running service; :func:`serve` hands it out."""
 
-    def __init__(self, backend: Backend, device: int, limits: Limits) -> None:
-        self._backend = backend
+    def __init__(self, mount: ServedMount, device: int, limits: Limits) -> None:
+        self._mount = mount
         self._device = device
         self._limits = limits
         self._counters = Counters()
         self._users: Counter[int] = Counter()  # connections of each user
-        self._strangers = 0  # connections of all users but root and this process's own
+        self._strangers = 0  # connections of all users except root and this process's own
         self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
         self._bad_since = 0.0
 
     def statistics(self) -> dict[str, Any]:
-        """Counters since the start, and what runs now; sizes in bytes. May be called from any thread."""
+        """Counters since the start, and what runs now; sizes in bytes. Any thread may call."""
         counters = {field.name: getattr(self._counters, field.name) for field in fields(self._counters)}
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
 
@@ -71,10 +68,6 @@ class Service:
                     elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM):
                         raise
                     continue
-                except MemoryError:
-                    log.error("no client can be accepted: %s", os.strerror(errno.ENOMEM))
-                    await trio.sleep(1)
-                    continue
                 number += 1
                 peer = _peer_of(sock)
                 if self._over_limit(peer.uid):
@@ -91,7 +84,7 @@ class Service:
                 await trio.lowlevel.checkpoint()
 
     def _over_limit(self, uid: int) -> bool:
-        """Whether a user may have no more connections now. What other users do limits neither root nor the owner."""
+        """Whether a user may not connect now. Other users' connections limit neither root nor the owner."""
         if self._users[uid] >= self._limits.connections_per_user:
             return True
         if _trusted(uid):
@@ -103,11 +96,9 @@ class Service:
 
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
         try:
-            session = Session(sock, peer, number, self._backend, self._device, self._limits, self._counters)
-            if not await session.run():
+            client = ClientConnection(sock, peer, number, self._mount, self._device, self._limits, self._counters)
+            if not await client.run():
                 self._bad[peer.uid] += 1
-        except MemoryError:
-            log.warning("connection %d (%s) ended: there was no memory", number, peer, extra={"user": peer.uid})
         except Exception:
             # A failure in one connection must not end the mount.
             log.exception("connection %d (%s) failed", number, peer, extra={"user": peer.uid})
@@ -138,7 +129,7 @@ def _reject(sock: socket.socket) -> None:
 
 
 def _listen(path: str, *, allow_other: bool) -> socket.socket:
-    """A listening socket at a path; one that a dead daemon left there goes."""
+    """A listening socket at a path; replaces one that a dead daemon left there."""
     try:
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
@@ -147,7 +138,7 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         listener.bind(path)
-        # Nobody can connect before listen(), so the mode is in force from the first moment on.
+        # Nobody can connect before listen(), so the mode is always in force.
         os.chmod(path, 0o666 if allow_other else 0o600)
         listener.listen(_BACKLOG)
     except BaseException:
@@ -159,7 +150,7 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
 def sweep(folder: str) -> None:
     """Removes the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
 
-    One without its daemon's counters beside it is asked whether somebody listens, unless it is new.
+    If its daemon's counters are not beside it, and it is not new, a connection attempt tells whether anybody listens.
     """
     try:
         names = set(os.listdir(folder))
@@ -179,36 +170,11 @@ def sweep(folder: str) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         except OSError:
-            pass  # somebody else was faster
-
-
-async def serve_backend(
-    backend: Backend,
-    *,
-    path: str,
-    device: int,
-    allow_other: bool = False,
-    limits: Limits | None = None,
-    task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """As :func:`serve`, over any :class:`Backend`."""
-    service = Service(backend, device, limits or Limits())
-    with _listen(path, allow_other=allow_other) as listener:
-        created = os.lstat(path)
-        try:
-            task_status.started(service)
-            await service._run(listener)
-        finally:
-            # Another daemon may have taken the name meanwhile.
-            try:
-                if os.path.samestat(created, os.lstat(path)):
-                    os.unlink(path)
-            except OSError:
-                pass
+            pass  # another process was faster
 
 
 async def serve(
-    mount: "engine.Mount",
+    mount: ServedMount,
     *,
     path: str,
     device: int,
@@ -218,11 +184,19 @@ async def serve(
 ) -> None:
     """Serves copies for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
-    ``mount``: a :class:`gpufs.engine.Mount`, which must be open until this returns. ``path``: where the socket goes, at
-    most 107 bytes, for its owner alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found
-    without asking the mount. When cancelled, copies under way are cancelled, their clients told, and their files left
-    with the size that was really copied; that takes a few seconds at most. OSError when the socket cannot be made.
+    The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
+    alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount. When
+    this is cancelled, copies in progress are cancelled, their clients get results, and their files have the size that
+    was really copied; that takes a few seconds at most. OSError if the socket cannot be created.
     """
-    await serve_backend(
-        EngineBackend(mount), path=path, device=device, allow_other=allow_other, limits=limits, task_status=task_status
-    )
+    service = Service(mount, device, limits or Limits())
+    with _listen(path, allow_other=allow_other) as listener:
+        created = os.lstat(path)
+        try:
+            task_status.started(service)
+            await service._run(listener)
+        finally:
+            # Another daemon may have taken the name by now.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(created, os.lstat(path)):
+                    os.unlink(path)

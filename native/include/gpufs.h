@@ -43,30 +43,30 @@ gpufs_status gpufs_log_configure(int fd, int level);
 
 /* ---- engine and devices ---- */
 
-/* How the HIP driver takes a buffer's memory. PLAIN: by one hipMalloc, which the fastpath reaches; it grows by a copy.
- * VIRTUAL: in ranges of addresses, which the fastpath does not reach. AUTO: PLAIN where the kernel can move files to
- * and from the device. Where the runtime's ranges do not work memory is always plain. */
+/* How the HIP driver allocates a buffer's memory. PLAIN: by one hipMalloc, which the fastpath reaches; it grows by a
+ * copy. VIRTUAL: in ranges of addresses, which the fastpath does not reach. AUTO: PLAIN if the kernel can move files to
+ * and from the device. Memory is always plain if the runtime's ranges do not work. */
 enum { GPUFS_HIP_MEMORY_AUTO = 0, GPUFS_HIP_MEMORY_VIRTUAL = 1, GPUFS_HIP_MEMORY_PLAIN = 2 };
 
-/* Host memory that is not locked, when it is copied from or to (gpufs_buffer_read, gpufs_buffer_write), and the memory
- * of a mount's requests. AUTO: requests' where possible, others never. OFF: none. MANDATORY: for the time of the copy,
- * and what cannot be locked fails. */
+/* Whether the engine locks host memory for copies (gpufs_buffer_read, gpufs_buffer_write) and the memory of a mount's
+ * requests. AUTO: only that of requests, if possible. OFF: none. MANDATORY: both, for the time of a copy, which fails if
+ * its memory cannot be locked. */
 enum { GPUFS_LOCK_AUTO = 0, GPUFS_LOCK_OFF = 1, GPUFS_LOCK_MANDATORY = 2 };
 
 typedef struct {
   const char* driver;    /* "host", "cuda", "hip" */
   int32_t devices;       /* host: how many to simulate; others: how many to use, 0 for all */
   uint64_t memory_bytes; /* cap for each device, 0 for the driver's default (host has none: EINVAL) */
-  /* Files up to this size share slabs of device memory instead of taking a granule each; 0: none do. At most 1 MiB. */
+  /* Buffers up to this size share slabs of device memory instead of taking a granule each; 0: none. At most 1 MiB. */
   uint64_t slab_file_bytes;
-  /* Where the counters live, so that they outlive the process; NULL or "": in its own memory. Made anew, mode 0600, and
-   * locked for as long as the engine lives; where it cannot be made the log says so and memory serves. Its format:
-   * docs/statistics.md. */
+  /* The file for the counters, which outlives the process; NULL or "": private memory. The file is replaced, has mode
+   * 0600, and is locked while the engine lives. If it cannot be created the engine logs that and uses private memory.
+   * docs/statistics.md has its format. */
   const char* statistics_path;
-  /* GPUs: how long device memory that was given back is kept for whoever takes as much next; 0: not at all. */
+  /* GPUs: how long released device memory is cached for the next buffer; 0: no cache. */
   uint32_t keep_freed_ms;
-  int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without being asked for */
-  int32_t hip_memory;  /* GPUFS_HIP_MEMORY_AUTO, _VIRTUAL or _PLAIN; other drivers: of no effect */
+  int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without a request */
+  int32_t hip_memory;  /* GPUFS_HIP_MEMORY_AUTO, _VIRTUAL or _PLAIN; other drivers: no effect */
 } gpufs_engine_options;
 
 typedef struct {
@@ -75,7 +75,7 @@ typedef struct {
   int32_t index;
   int32_t numa_node; /* -1: unknown */
   uint64_t total_bytes;
-  uint64_t granule; /* bytes in which memory is taken */
+  uint64_t granule; /* bytes in which memory is allocated */
   int32_t cpu_addressable;
   int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
 } gpufs_device_info;
@@ -89,25 +89,25 @@ typedef struct {
 } gpufs_device_memory;
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine);
-/* Closes every buffer and mount of the engine that is still open, then the devices. ETIMEDOUT: it is closed, but a
- * device did not get done what operations and transfers waited for. What of their memory is the program's own must stay
- * as it is until the process ends. */
+/* Closes every open buffer and mount of the engine, then the devices. ETIMEDOUT: the engine is closed, but a device did
+ * not finish what operations and transfers waited for. Memory of the program that they use must stay allocated until the
+ * process ends. */
 gpufs_status gpufs_engine_close(gpufs_handle engine);
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory);
 
-/* The counters of the engine, in the format of docs/statistics.md, whether they live in a file or not. */
-/* What they are about, in words: a JSON object, EFBIG beyond 3840 bytes. */
+/* The counters of the engine, in a file or not, have the format of docs/statistics.md. */
+/* Stores a description of them, a JSON object. EFBIG beyond 3840 bytes. */
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json);
-/* Writes how things stand now (memory, pools, the time) beside the counters: call it every second or so. */
+/* Writes the gauges (memory, pools) and the time beside the counters. Call it about every second. */
 gpufs_status gpufs_statistics_publish(gpufs_handle engine);
-/* Publishes, and copies all of it to data. ERANGE with *needed set when capacity is too small. */
+/* Publishes, and copies everything to data. ERANGE with *needed set if capacity is too small. */
 gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed);
 
-/* What the process's threads do, recorded from start to stop; the records' format: docs/traces.md. EBUSY if started. */
+/* Starts to record what the process's threads do, in the format of docs/traces.md. EBUSY if it was started already. */
 gpufs_status gpufs_trace_start(void);
-/* What has not been read is dropped. */
+/* Stops, and drops what has not been read. */
 gpufs_status gpufs_trace_stop(void);
 /* Moves records out; *bytes is a multiple of 64, and 0 when there are none now. */
 gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes);

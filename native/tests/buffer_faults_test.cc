@@ -73,7 +73,7 @@ TEST_P(BufferFaultsTest, CreateOrReserveFails) {
   prepare(3 * kMiB);
   plan->reserve.at(1, 100, ENOMEM);
   EXPECT_EQ(buffer->write(std::uint64_t{1} << 35, pattern(10, 1)).error(), ENOSPC);
-  EXPECT_GT(plan->reserve.calls(), 1);  // it had tried with less
+  EXPECT_GT(plan->reserve.calls(), 1);  // it tried less, too
   plan->reserve.clear();
   expect_unchanged();
   plan->reserve.at(1, 2, ENOMEM);
@@ -87,15 +87,7 @@ TEST_P(BufferFaultsTest, AWriteFailsHalfWay) {
   const Result<std::size_t> count = buffer->write(100, pattern(kMiB, 2));
   EXPECT_EQ(count.error(), EIO);
   EXPECT_EQ(count.status().device_code(), 700);
-  held = buffer->bytes_held();  // memory that was made for it may stay
-  expect_unchanged();
-}
-
-TEST_P(BufferFaultsTest, AReadFails) {
-  prepare(100);
-  plan->copy_out.at(1);
-  std::vector<std::byte> into(100);
-  EXPECT_EQ(buffer->read(0, into).error(), EIO);
+  held = buffer->bytes_held();  // memory that was taken for it may stay until trim()
   expect_unchanged();
 }
 

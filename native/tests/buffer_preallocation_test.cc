@@ -1,5 +1,5 @@
-// Memory above a buffer's size: preallocation by growing files, what fallocate() asked for, what failed loads leave, and
-// who gets it back when.
+// Memory above a buffer's size: preallocation by growing files, what fallocate() asked for, what failed loads leave,
+// and who gets it back when.
 
 #include <gtest/gtest.h>
 
@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "buffer_fixture.h"
 
 namespace gpufs::testing {
@@ -46,6 +47,15 @@ class BufferPreallocationTest : public BufferFixture {
     for (std::uint64_t at = 0; at < buffer.size(); at += kMiB) {
       ASSERT_TRUE(same_bytes(contents(buffer, at, kMiB), block(at))) << at;
     }
+  }
+  // Whether reading has to wait for somebody.
+  static bool would_wait(Buffer& buffer) {
+    int error = 0;
+    std::thread([&] {
+      forbid_waiting();
+      error = buffer.pin_for_read(0, 1).error();
+    }).join();
+    return error == EAGAIN;
   }
   // Beyond the granules of its contents.
   static std::uint64_t preallocated(Buffer& buffer) {
@@ -217,7 +227,7 @@ TEST_F(BufferPreallocationTest, AStalledUserKeepsOnlyItsOwnFile) {
   EXPECT_EQ(preallocated(*stalled), kept - kGranule);
   // Nor does a call wait that takes memory away and itself waits for the user.
   std::thread punching([&] { EXPECT_TRUE(stalled->punch(0, kGranule).ok()); });
-  while (stalled->try_pin_for_read(0, 1) != nullptr) std::this_thread::yield();
+  while (!would_wait(*stalled)) std::this_thread::yield();
   EXPECT_FALSE(stalled->trim(kNoPatience));
   pin.value().reset();
   punching.join();

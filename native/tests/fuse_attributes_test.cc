@@ -69,46 +69,11 @@ class AttributesTest : public MountTest {
   std::uint32_t mode(std::uint64_t ino) { return table->find(ino)->attributes().mode; }
 };
 
-TEST_F(AttributesTest, Getattr) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(1000, 1));
-  const fuse_attr_out out = kernel->call(FUSE_GETATTR, 2, bytes_of(fuse_getattr_in{})).as<fuse_attr_out>();
-  EXPECT_EQ(out.attr_valid, 1U);
-  EXPECT_EQ(out.attr_valid_nsec, 500'000'000U);
-  EXPECT_EQ(out.attr.ino, 2U);
-  EXPECT_EQ(out.attr.size, 1000U);
-  EXPECT_EQ(out.attr.blocks, FakeDevice::kGranule / 512);
-  EXPECT_EQ(out.attr.mode, S_IFREG | 0644U);
-  EXPECT_EQ(out.attr.nlink, 1U);
-  EXPECT_EQ(out.attr.uid, 1000U);
-  EXPECT_EQ(out.attr.blksize, 1U << 20);
-}
-
 TEST_F(AttributesTest, GetattrOfAnUnknownInodeIsRelayed) {
   const std::uint64_t unique = kernel->send(FUSE_GETATTR, 99, bytes_of(fuse_getattr_in{}));
   control->expect(FUSE_GETATTR);
   control->reply(unique, ENOENT);
   EXPECT_EQ(kernel->wait(unique).error(), ENOENT);
-}
-
-TEST_F(AttributesTest, Statfs) {
-  const std::uint64_t fh = add_file(2);
-  ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0755, -1)).ok());
-  kernel->write(2, fh, 0, pattern(FakeDevice::kGranule, 1));
-  const fuse_statfs_out file = kernel->call(FUSE_STATFS, 2, {}).as<fuse_statfs_out>();
-  EXPECT_EQ(file.st.blocks * file.st.frsize, 64U << 20);
-  EXPECT_EQ(file.st.bfree * file.st.frsize, (64U << 20) - FakeDevice::kGranule);
-  EXPECT_EQ(file.st.bavail, file.st.bfree);
-  EXPECT_EQ(file.st.namelen, 255U);
-  const fuse_statfs_out all = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();  // no device: all of them
-  EXPECT_EQ(all.st.blocks * all.st.frsize, 128U << 20);
-
-  // What a removed file still holds counts as used.
-  ASSERT_TRUE(table->release(fh).ok());
-  gpufs_attributes gone{};
-  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
-  const fuse_statfs_out after = kernel->call(FUSE_STATFS, 1, {}).as<fuse_statfs_out>();
-  EXPECT_EQ(after.st.bfree, all.st.bfree);
 }
 
 TEST_F(AttributesTest, StatxKnowsTheBirth) {
@@ -128,36 +93,7 @@ TEST_F(AttributesTest, StatxKnowsTheBirth) {
   EXPECT_EQ(out.stat.ino, 2U);
 }
 
-TEST_F(AttributesTest, Setattr) {
-  const std::uint64_t fh = add_file(2, S_IFREG | 06755);
-  kernel->write(2, fh, 0, pattern(5000, 1));
-  fuse_attr_out out = change(2, FATTR_UID | FATTR_GID, [](fuse_setattr_in& in) { in.uid = 7, in.gid = 8; });
-  EXPECT_EQ(out.attr.uid, 7U);
-  EXPECT_EQ(out.attr.gid, 8U);
-  EXPECT_EQ(out.attr.mode, S_IFREG | 0755U);
-  EXPECT_EQ(out.attr.size, 5000U);
-  EXPECT_EQ(out.attr_valid, 1U);
-  out = change(2, FATTR_ATIME | FATTR_MTIME, [](fuse_setattr_in& in) { in.atime = 5, in.mtime = 6, in.mtimensec = 7; });
-  EXPECT_EQ(out.attr.atime, 5U);
-  EXPECT_EQ(out.attr.mtime, 6U);
-  EXPECT_EQ(out.attr.mtimensec, 7U);
-  out = change(2, FATTR_ATIME | FATTR_ATIME_NOW, [](fuse_setattr_in&) {});
-  EXPECT_GT(out.attr.atime, 1'000'000U);
-  EXPECT_EQ(out.attr.mtime, 6U);
-  out = change(2, FATTR_SIZE, [](fuse_setattr_in& in) { in.size = 10; });
-  EXPECT_EQ(out.attr.size, 10U);
-  EXPECT_GT(out.attr.mtime, 1'000'000U);
-  EXPECT_FALSE(control->receive(kQuiet));
-}
-
-TEST_F(AttributesTest, ALargeFileIsCutByAWorker) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(1 << 20, 1));
-  kernel->write(2, fh, 1 << 20, pattern(1 << 20, 1));
-  EXPECT_EQ(change(2, FATTR_SIZE, [](fuse_setattr_in& in) { in.size = 1; }).attr.size, 1U);
-}
-
-TEST_F(AttributesTest, WhatSetattrRefuses) {
+TEST_F(AttributesTest, RefusedSetattrs) {
   ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0555, -1)).ok());
   ASSERT_TRUE(table->add(file_attributes(2, S_IFDIR | 0755)).ok());
   ASSERT_TRUE(table->add(file_attributes(3)).ok());
@@ -191,28 +127,7 @@ TEST_F(AttributesTest, WritesAcrossTheLargestSizeAreCutShort) {
   EXPECT_EQ(kernel->write(2, fh, FakeBuffer::kMaximum, pattern(100, 1)).error(), EFBIG);
 }
 
-TEST_F(AttributesTest, ExtendedAttributes) {
-  add_file(2);
-  EXPECT_EQ(get(2, "user.a").error(), ENODATA);
-  EXPECT_EQ(list(2), "");
-  EXPECT_EQ(set(2, "user.a", text("value")), 0);
-  EXPECT_EQ(set(2, "security.x", text("label")), 0);
-  EXPECT_EQ(set(2, "user.empty", {}), 0);
-  EXPECT_EQ(get(2, "user.a").body, text("value"));
-  EXPECT_EQ(get(2, "user.a", 0).as<fuse_getxattr_out>().size, 5U);
-  EXPECT_EQ(get(2, "user.a", 4).error(), ERANGE);
-  EXPECT_EQ(get(2, "user.empty").body.size(), 0U);
-  EXPECT_EQ(list(2), std::string("security.x\0user.a\0user.empty\0", 29));
-  EXPECT_EQ(set(2, "user.a", text("w"), XATTR_CREATE), EEXIST);
-  EXPECT_EQ(set(2, "user.b", text("w"), XATTR_REPLACE), ENODATA);
-  EXPECT_EQ(set(2, "user.a", text("w"), XATTR_CREATE | XATTR_REPLACE), EEXIST);
-  EXPECT_EQ(set(2, "user.b", text("w"), XATTR_CREATE | XATTR_REPLACE), ENODATA);
-  EXPECT_EQ(remove(2, "user.a"), 0);
-  EXPECT_EQ(remove(2, "user.a"), ENODATA);
-  EXPECT_EQ(get(2, "user.a").error(), ENODATA);
-}
-
-TEST_F(AttributesTest, WhatExtendedAttributesRefuse) {
+TEST_F(AttributesTest, RefusedExtendedAttributes) {
   add_file(2);
   ASSERT_TRUE(table->add(file_attributes(1, S_IFDIR | 0555, -1)).ok());
   EXPECT_EQ(set(2, "nonsense.a", {}), EOPNOTSUPP);
@@ -230,46 +145,6 @@ TEST_F(AttributesTest, WhatExtendedAttributesRefuse) {
   EXPECT_EQ(kernel->call(FUSE_GETXATTR, 2, bytes_of(fuse_getxattr_in{})).error(), EINVAL);  // without a name
   EXPECT_EQ(kernel->call(FUSE_SETXATTR, 2, Bytes(20)).error(), EINVAL);
   EXPECT_FALSE(control->receive(kQuiet));
-}
-
-TEST_F(AttributesTest, TrustedAttributesAreListedForAdministratorsAlone) {
-  add_file(2);
-  EXPECT_EQ(set(2, "trusted.t", text("1")), 0);
-  EXPECT_EQ(list(2), "");  // nobody knows who asks
-  if (::geteuid() == 0) {
-    const std::string found = list(2, static_cast<std::uint32_t>(::getpid()));
-    EXPECT_TRUE(found.empty() || found == std::string("trusted.t\0", 10));  // empty: in a user namespace
-  }
-}
-
-TEST_F(AttributesTest, WhatHasBeenMovedOfAFile) {
-  const std::uint64_t fh = add_file(2);
-  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
-  EXPECT_EQ(get(2, "user.gpufs.last_backend").body, Bytes());
-  kernel->write(2, fh, 0, pattern(10, 1));
-  EXPECT_EQ(get(2, "user.gpufs.bytes_written").body, text("10"));
-  EXPECT_EQ(get(2, "user.gpufs.last_backend").body, text("mount"));
-  EXPECT_EQ(get(2, "user.gpufs.address").error(), ENODATA);
-  EXPECT_EQ(get(3, "user.gpufs.reads").error(), ENODATA);
-  EXPECT_FALSE(control->receive(kQuiet));
-}
-
-TEST_F(AttributesTest, UnknownInodesAreTheControlPlanes) {
-  Bytes body = bytes_of(fuse_getxattr_in{100, 0});
-  append_text(body, "security.capability");
-  const std::uint64_t unique = kernel->send(FUSE_GETXATTR, 99, body);
-  control->expect(FUSE_GETXATTR);
-  control->reply(unique, ENODATA);
-  EXPECT_EQ(kernel->wait(unique).error(), ENODATA);
-}
-
-TEST_F(AttributesTest, AWriteTakesTheCapability) {
-  const std::uint64_t fh = add_file(2);
-  EXPECT_EQ(set(2, "security.capability", text("any")), 0);
-  kernel->read(2, fh, 0, 10);
-  EXPECT_EQ(get(2, "security.capability").error(), 0);
-  kernel->write(2, fh, 0, pattern(10, 1));
-  EXPECT_EQ(get(2, "security.capability").error(), ENODATA);
 }
 
 TEST_F(AttributesTest, AnAccessListAndTheModeFollowEachOther) {
@@ -296,31 +171,7 @@ TEST_F(AttributesTest, AnAccessListAndTheModeFollowEachOther) {
   }
 }
 
-TEST_F(AttributesTest, ADirectoryHandsItsListDown) {
-  ASSERT_TRUE(table->add(file_attributes(10, S_IFDIR | 02755)).ok());
-  const Bytes list = acl({{1, 7}, {2, 7, 1000}, {4, 5}, {16, 7}, {32, 5}});
-  EXPECT_EQ(set(10, "system.posix_acl_default", list), 0);
-  EXPECT_EQ(mode(10), S_IFDIR | 02755U);
-  gpufs_attributes file = file_attributes(11, S_IFREG | 0666);
-  file.gid = 5;
-  ASSERT_TRUE(table->add(file, 10, 0077).ok());
-  EXPECT_EQ(mode(11), S_IFREG | 0664U);  // no umask where there is a list
-  EXPECT_EQ(table->find(11)->attributes().gid, 1000U);
-  EXPECT_EQ(get(11, "system.posix_acl_access").body, acl({{1, 6}, {2, 7, 1000}, {4, 5}, {16, 6}, {32, 4}}));
-  EXPECT_EQ(get(11, "system.posix_acl_default").error(), ENODATA);
-  ASSERT_TRUE(table->add(file_attributes(12, S_IFDIR | 0700), 10, 0077).ok());
-  EXPECT_EQ(mode(12), S_IFDIR | 02700U);
-  EXPECT_EQ(get(12, "system.posix_acl_default").body, list);
-  ASSERT_TRUE(table->add(file_attributes(13, S_IFLNK | 0777), 10, 0077).ok());
-  EXPECT_EQ(mode(13), S_IFLNK | 0777U);
-  EXPECT_EQ(get(13, "system.posix_acl_access").error(), ENODATA);
-  EXPECT_EQ(remove(10, "system.posix_acl_default"), 0);
-  ASSERT_TRUE(table->add(file_attributes(14, S_IFREG | 0666), 10, 0027).ok());
-  EXPECT_EQ(mode(14), S_IFREG | 0640U);
-  EXPECT_EQ(table->add(file_attributes(15), 99).error(), ENOENT);
-}
-
-TEST_F(AttributesTest, WithoutTheKernelsChecksThereAreNoLists) {
+TEST_F(AttributesTest, AccessListsNeedTheKernelsChecks) {
   TearDown();
   open();
   initialize(kKernelFlags & ~kInitPosixAcl);

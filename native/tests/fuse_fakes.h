@@ -400,8 +400,7 @@ class FakeKernel {
   std::uint64_t send(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) {
     const std::uint64_t unique = next_unique();
     std::uint64_t fh = 0;
-    if (opcode == FUSE_FLUSH && read_struct(std::span<const std::byte>(body), 0, &fh) &&
-        (fh & InodeTable::kHandleBit) != 0) {
+    if (opcode == FUSE_FLUSH && read_struct(std::span<const std::byte>(body), 0, &fh) && (fh & kBufferHandle) != 0) {
       ADD_FAILURE() << "the kernel sends no FLUSH for a buffer: it is opened with FOPEN_NOFLUSH";
     }
     send_raw(message(opcode, unique, nodeid, body));

@@ -11,7 +11,7 @@ using InitTest = MountTest;
 
 std::uint64_t flags_of(const fuse_init_out& out) { return out.flags | (std::uint64_t{out.flags2} << 32); }
 
-TEST_F(InitTest, AddsWhatTheKernelOffers) {
+TEST_F(InitTest, RequestsFlagsThatTheKernelOffers) {
   open();
   const fuse_init_out out = initialize();
   const std::uint64_t flags = flags_of(out);
@@ -25,7 +25,7 @@ TEST_F(InitTest, AddsWhatTheKernelOffers) {
   EXPECT_GT(out.congestion_threshold, 0);
 }
 
-TEST_F(InitTest, HidesWhatTheControlPlaneMustNotTake) {
+TEST_F(InitTest, HidesFlagsThatTheControlPlaneMustNotTake) {
   open();
   const std::uint64_t flags = flags_of(initialize());
   for (const std::uint64_t flag : {kInitSpliceRead, kInitSpliceWrite, kInitSpliceMove, kInitHandleKillpriv,
@@ -68,13 +68,6 @@ TEST_F(InitTest, MaskedFlagsCountAsNotOffered) {
   EXPECT_EQ(flags & kInitParallelDirops, kInitParallelDirops);
 }
 
-TEST_F(InitTest, WithoutTheExtensionTheUpperHalfIsNotMeant) {
-  open();
-  const fuse_init_out out = initialize(kKernelFlags & ~kInitExtended);
-  EXPECT_EQ(out.flags2, 0U);
-  EXPECT_EQ(out.flags & kInitExtended, 0U);
-}
-
 TEST_F(InitTest, MaskingTheExtensionMasksTheUpperHalf) {
   MountOptions options;
   options.mask_flags = kInitExtended;
@@ -105,14 +98,6 @@ TEST_F(InitTest, LargerWritesByOption) {
   EXPECT_EQ(out.max_pages, 1024);
 }
 
-TEST_F(InitTest, ErrorsPassThrough) {
-  open();
-  const std::uint64_t unique = kernel->send(FUSE_INIT, 0, bytes_of(init_request(kKernelFlags)));
-  control->expect(FUSE_INIT);
-  control->reply(unique, EPROTO);
-  EXPECT_EQ(kernel->wait(unique).error(), EPROTO);
-}
-
 TEST_F(InitTest, AnotherMajorProtocolIsRefused) {
   open();
   fuse_init_in in = init_request(0);
@@ -121,7 +106,7 @@ TEST_F(InitTest, AnotherMajorProtocolIsRefused) {
   EXPECT_EQ(kernel->call(FUSE_INIT, 0, {}).error(), EPROTO);
 }
 
-TEST_F(InitTest, OptionsThatMakeNoSense) {
+TEST_F(InitTest, InvalidOptionsAreRefused) {
   const auto attempt = [&](const MountOptions& options) {
     Result<RelayPair> device = make_relay_pair();
     Result<RelayPair> relay = make_relay_pair();

@@ -1,4 +1,4 @@
-// The inode table: attributes, open files, and the memory of files that are no more.
+// The inode table: attributes, open files, and the memory of removed files.
 
 #include <gtest/gtest.h>
 
@@ -28,29 +28,6 @@ class InodeTableTest : public ::testing::Test {
   InodeTable table{source, executor};
 };
 
-TEST_F(InodeTableTest, SizesAreTheBuffers) {
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  EXPECT_EQ(table.add(file_attributes(2)).error(), EEXIST);
-  EXPECT_EQ(table.find(2)->attributes().size, 0U);
-  write(2, 100'000);
-  const gpufs_attributes attributes = table.find(2)->attributes();
-  EXPECT_EQ(attributes.size, 100'000U);
-  EXPECT_EQ(attributes.blocks, 2 * FakeDevice::kGranule / 512);
-}
-
-TEST_F(InodeTableTest, WhatHasNoBufferKeepsItsNumbers) {
-  gpufs_attributes directory = file_attributes(1, S_IFDIR | 0755, -1);
-  directory.size = 4096;
-  ASSERT_TRUE(table.add(directory).ok());
-  EXPECT_EQ(table.find(1)->attributes().size, 4096U);
-  directory.size = 77;
-  ASSERT_TRUE(table.set(1, GPUFS_SET_SIZE, &directory).ok());
-  EXPECT_EQ(table.find(1)->attributes().size, 77U);
-  EXPECT_EQ(table.open(1, O_RDONLY).error(), EISDIR);
-  ASSERT_TRUE(table.add(file_attributes(3, S_IFREG | 0444, -1)).ok());  // a control file
-  EXPECT_EQ(table.open(3, O_RDONLY).error(), EINVAL);
-}
-
 TEST_F(InodeTableTest, BadArguments) {
   EXPECT_EQ(table.add(file_attributes(0)).error(), EINVAL);
   EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, 2)).error(), EINVAL);
@@ -63,47 +40,8 @@ TEST_F(InodeTableTest, BadArguments) {
   attributes.mtime_ns = 1'000'000'000;
   EXPECT_EQ(table.set(2, GPUFS_SET_MTIME, &attributes).error(), EINVAL);
   EXPECT_EQ(table.open(9, O_RDONLY).error(), ENOENT);
-  EXPECT_EQ(table.release(InodeTable::kHandleBit | 77).error(), EBADF);
+  EXPECT_EQ(table.release(kBufferHandle | 77).error(), EBADF);
   EXPECT_EQ(table.file(1), nullptr);
-}
-
-TEST_F(InodeTableTest, SetChangesWhatItNames) {
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  gpufs_attributes attributes{};
-  attributes.mode = S_IFDIR | 04755;  // the type stays
-  attributes.uid = 7;
-  ASSERT_TRUE(table.set(2, GPUFS_SET_MODE | GPUFS_SET_UID, &attributes).ok());
-  EXPECT_EQ(attributes.mode, S_IFREG | 04755U);
-  EXPECT_EQ(attributes.uid, 7U);
-  EXPECT_EQ(attributes.gid, 1000U);
-  EXPECT_EQ(attributes.mtime, 1'000'000);
-  EXPECT_EQ(attributes.ctime, 1'000'000);
-
-  attributes = {};
-  attributes.mtime = 5;
-  attributes.mtime_ns = 6;
-  attributes.ctime = 9;
-  ASSERT_TRUE(table.set(2, GPUFS_SET_MTIME | GPUFS_SET_CTIME, &attributes).ok());
-  EXPECT_EQ(attributes.mtime, 5);
-  EXPECT_EQ(attributes.mtime_ns, 6U);
-  EXPECT_EQ(attributes.ctime, 9);
-  ASSERT_TRUE(table.set(2, GPUFS_SET_ATIME_NOW | GPUFS_SET_CTIME, &attributes).ok());
-  EXPECT_GT(attributes.atime, 1'000'000);
-  EXPECT_EQ(attributes.ctime, 9);
-}
-
-TEST_F(InodeTableTest, ASizeChangesNoTimeThatIsNotNamed) {
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  gpufs_attributes attributes{};
-  attributes.size = 12345;
-  ASSERT_TRUE(table.set(2, GPUFS_SET_SIZE, &attributes).ok());
-  EXPECT_EQ(attributes.size, 12345U);
-  EXPECT_EQ(attributes.blocks, 0U);
-  EXPECT_EQ(attributes.mtime, 1'000'000);
-  attributes.size = 1;
-  attributes.mtime = 3;
-  ASSERT_TRUE(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MTIME, &attributes).ok());
-  EXPECT_EQ(attributes.mtime, 3);
 }
 
 TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
@@ -113,49 +51,6 @@ TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
   attributes.mode = 0;
   EXPECT_EQ(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MODE, &attributes).error(), EFBIG);
   EXPECT_EQ(table.find(2)->attributes().mode, S_IFREG | 0644U);
-}
-
-TEST_F(InodeTableTest, AccessTimeByTheRelatimeRule) {
-  gpufs_attributes attributes = file_attributes(2);
-  attributes.atime = attributes.mtime - 1;
-  ASSERT_TRUE(table.add(attributes).ok());
-  const std::shared_ptr<Inode> inode = table.find(2);
-  inode->was_read(AccessTimes::kRelative);
-  const gpufs_attributes first = inode->attributes();
-  EXPECT_GT(first.atime, 1'000'000);
-  inode->was_read(AccessTimes::kRelative);  // later than the last change already
-  const gpufs_attributes second = inode->attributes();
-  EXPECT_EQ(second.atime, first.atime);
-  EXPECT_EQ(second.atime_ns, first.atime_ns);
-  inode->was_written(SetIdLoss::kNone);
-  inode->was_read(AccessTimes::kRelative);
-  const gpufs_attributes third = inode->attributes();
-  EXPECT_TRUE(third.atime > first.atime || third.atime_ns != first.atime_ns);
-
-  gpufs_attributes old = file_attributes(3);
-  old.mtime = old.ctime = 1;
-  old.atime = 2;  // later than the changes, but a day old
-  ASSERT_TRUE(table.add(old).ok());
-  table.find(3)->was_read(AccessTimes::kRelative);
-  EXPECT_GT(table.find(3)->attributes().atime, 2);
-}
-
-TEST_F(InodeTableTest, SetIdBits) {
-  constexpr SetIdLoss kOrdinary = SetIdLoss::kExecutable;
-  EXPECT_EQ(mode_without_set_id(S_IFREG | 06755, kOrdinary), S_IFREG | 0755U);
-  EXPECT_EQ(mode_without_set_id(S_IFREG | 06745, kOrdinary), S_IFREG | 02745U);  // no execution: it is no set-id bit
-  EXPECT_EQ(mode_without_set_id(S_IFREG | 06745, SetIdLoss::kAll), S_IFREG | 0745U);
-  EXPECT_EQ(mode_without_set_id(S_IFREG | 06755, SetIdLoss::kNone), S_IFREG | 06755U);
-  EXPECT_EQ(mode_without_set_id(S_IFDIR | 06755, SetIdLoss::kAll), S_IFDIR | 06755U);
-}
-
-TEST_F(InodeTableTest, Handles) {
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  Result<std::uint64_t> fh = table.open(2, O_WRONLY);
-  ASSERT_TRUE(fh.ok());
-  EXPECT_NE(fh.value() & InodeTable::kHandleBit, 0U);
-  EXPECT_TRUE(table.release(fh.value()).ok());
-  EXPECT_EQ(table.release(fh.value()).error(), EBADF);
 }
 
 TEST_F(InodeTableTest, AnUnlinkedOpenFileLivesUntilItIsClosed) {

@@ -1,11 +1,10 @@
-// The device transport's readers, the duty to reply, and the small parts that the session is made of.
+// The device transport's readers, the duty to reply, and notifications.
 
 #include <gtest/gtest.h>
 
 #include "base/cpus.h"
 #include "fuse/device_transport.h"
 #include "fuse/executor.h"
-#include "fuse/long_requests.h"
 #include "fuse/notifier.h"
 #include "fuse_fakes.h"
 #include "io/transfer_threads.h"
@@ -13,7 +12,7 @@
 namespace gpufs::fuse {
 namespace {
 
-// Records what is sent and answers as it is told.
+// Records messages and returns planned outcomes.
 class FakeTransport : public Transport {
  public:
   struct Sent {
@@ -65,14 +64,14 @@ TEST(ResponderTest, RepliesOnce) {
   EXPECT_EQ(statistics.of(FUSE_READ).errors.get(), 1U);
 }
 
-TEST(ResponderTest, AnswersWhenNobodyDid) {
+TEST(ResponderTest, AnswersEioIfDestroyedWithoutAReply) {
   FakeTransport transport;
   Statistics statistics;
   {
     Responder first(transport, statistics, 10, FUSE_READ);
     Responder second(std::move(first));
     Responder third(transport, statistics, 12, FUSE_READ);
-    third = std::move(second);  // 12 loses its holder
+    third = std::move(second);  // 12 loses its owner
   }
   ASSERT_EQ(transport.sent.size(), 2U);
   EXPECT_EQ(transport.sent[0].unique, 12U);
@@ -81,7 +80,7 @@ TEST(ResponderTest, AnswersWhenNobodyDid) {
   EXPECT_EQ(statistics.unanswered.get(), 2U);
 }
 
-TEST(ResponderTest, ReplacesWhatTheKernelRefuses) {
+TEST(ResponderTest, ReplacesRepliesThatTheKernelRefuses) {
   FakeTransport transport;
   Statistics statistics;
   transport.outcomes = {EINVAL, 0};
@@ -100,7 +99,7 @@ TEST(ResponderTest, ReplacesWhatTheKernelRefuses) {
   EXPECT_EQ(transport.sent.back().error, EIO);
 }
 
-TEST(NotifierTest, ABlockedNotificationBlocksNobody) {
+TEST(NotifierTest, ABlockedNotificationBlocksNoOtherThread) {
   FakeTransport transport;
   Statistics statistics;
   Executor executor{Executor::Limits{}};
@@ -117,202 +116,6 @@ TEST(NotifierTest, ABlockedNotificationBlocksNobody) {
   EXPECT_EQ(statistics.notification_errors.get(), 1U);  // EINVAL alone is one
   executor.stop(0ms);
   EXPECT_EQ(notifier.invalidate_inode(4).error(), ESHUTDOWN);
-}
-
-const Executor::Lane kFirst{Executor::Lane::Kind::kBuffers, 0, 0};
-const Executor::Lane kSecond{Executor::Lane::Kind::kBuffers, 1, 0};
-
-TEST(ExecutorTest, EveryJobRunsOnce) {
-  Executor executor(Executor::Limits{.buffers = 3});
-  std::atomic<int> ran{0};
-  std::atomic<int> discarded{0};
-  Gate gate;
-  gate.close();
-  for (std::uint64_t i = 1; i <= 20; ++i) {
-    executor.submit(kFirst, nullptr, i, [&](int refusal, Cancellation&) {
-      if (refusal != 0) {
-        ++discarded;
-        return;
-      }
-      gate.pass();
-      ++ran;
-    });
-  }
-  ASSERT_TRUE(gate.wait_for_visitors(3));
-  EXPECT_EQ(executor.counts().running, 3U);
-  EXPECT_EQ(executor.cancel(20), Executor::Cancelled::kEnded);
-  EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
-  EXPECT_EQ(discarded, 1);
-  std::thread opener([&] {
-    std::this_thread::sleep_for(20ms);
-    gate.open();
-  });
-  EXPECT_EQ(executor.stop(0ms), 0U);
-  opener.join();
-  EXPECT_EQ(ran + discarded, 20);
-  EXPECT_GE(ran, 3);
-  EXPECT_FALSE(executor.submit(kFirst, nullptr, 99, [&](int refusal, Cancellation&) { EXPECT_EQ(refusal, EINTR); }));
-}
-
-TEST(ExecutorTest, ThrowingJobsDoNotEndTheWorker) {
-  Executor executor(Executor::Limits{.buffers = 1});
-  std::atomic<bool> after{false};
-  executor.submit(kFirst, nullptr, 1, [](int, Cancellation&) { throw std::bad_alloc(); });
-  executor.submit(kFirst, nullptr, 2, [&](int, Cancellation&) { after = true; });
-  EXPECT_TRUE(eventually([&] { return after.load(); }));
-}
-
-TEST(ExecutorTest, ALaneThatIsFullHoldsUpNoOther) {
-  Executor executor(Executor::Limits{.buffers = 2});
-  Gate gate;
-  gate.close();
-  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, nullptr, i, [&](int, Cancellation&) { gate.pass(); });
-  ASSERT_TRUE(gate.wait_for_visitors(2));
-  std::atomic<bool> other{false};
-  executor.submit(kSecond, nullptr, 10, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  gate.open();
-}
-
-TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
-  Executor executor(Executor::Limits{.buffers = 3, .same_subject = 2});
-  Gate gate;
-  gate.close();
-  const int subject = 0;
-  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, &subject, i, [&](int, Cancellation&) { gate.pass(); });
-  ASSERT_TRUE(gate.wait_for_visitors(2));
-  std::atomic<bool> other{false};
-  executor.submit(kFirst, &other, 10, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  gate.open();
-}
-
-// A job that waits for memory the first `tries` times.
-auto waiting_job(std::atomic<int>& runs, std::atomic<int>& refused, int tries, std::chrono::milliseconds patience) {
-  return [&runs, &refused, tries, deadline = std::chrono::steady_clock::now() + patience](
-             int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
-    if (refusal != 0) {
-      refused = refusal;
-      return std::nullopt;
-    }
-    return ++runs <= tries ? std::optional(deadline) : std::nullopt;
-  };
-}
-
-TEST(ExecutorTest, JobsThatWaitForMemoryHoldNoThread) {
-  Executor executor(Executor::Limits{.buffers = 1});
-  std::atomic<int> runs{0};
-  std::atomic<int> refused{0};
-  executor.submit(kFirst, nullptr, 1, waiting_job(runs, refused, 2, kPatience));
-  ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
-  std::atomic<bool> other{false};
-  executor.submit(kFirst, nullptr, 2, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  executor.memory_freed(1);  // of another device
-  EXPECT_EQ(executor.counts().parked, 1U);
-  executor.memory_freed(0);
-  EXPECT_TRUE(eventually([&] { return runs == 2 && executor.counts().parked == 1; }));
-  executor.memory_freed(0);
-  EXPECT_TRUE(eventually([&] { return runs == 3; }));
-  EXPECT_EQ(refused, 0);
-}
-
-TEST(ExecutorTest, WaitingForMemoryEndsAtTheDeadlineAndWhenDiscarded) {
-  Executor executor(Executor::Limits{});
-  std::atomic<int> runs{0};
-  std::atomic<int> late{0};
-  std::atomic<int> discarded{0};
-  std::atomic<int> stopped{0};
-  executor.submit(kFirst, nullptr, 1, waiting_job(runs, late, 99, 30ms));
-  EXPECT_TRUE(eventually([&] { return late == ENOSPC; }));
-  executor.submit(kFirst, nullptr, 2, waiting_job(runs, discarded, 99, kPatience));
-  ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
-  EXPECT_EQ(executor.cancel(2), Executor::Cancelled::kEnded);
-  EXPECT_EQ(discarded, EINTR);
-  executor.submit(kFirst, nullptr, 3, waiting_job(runs, stopped, 99, kPatience));
-  executor.stop(0ms);
-  EXPECT_EQ(stopped, EINTR);
-}
-
-TEST(ExecutorTest, AJobThatIsDiscardedWhileItRunsIsNotParked) {
-  Executor executor(Executor::Limits{});
-  Gate gate;
-  gate.close();
-  std::atomic<int> refused{0};
-  executor.submit(kFirst, nullptr, 1, [&](int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
-    refused = refusal;
-    if (refusal != 0) return std::nullopt;
-    gate.pass();
-    return std::chrono::steady_clock::now() + kPatience;
-  });
-  ASSERT_TRUE(gate.wait_for_visitors(1));
-  EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
-  gate.open();
-  EXPECT_TRUE(eventually([&] { return refused == EINTR; }));
-}
-
-TEST(ExecutorTest, FilesThatHangAreLeftBehind) {
-  const auto gate = std::make_shared<Gate>();
-  gate->close();
-  const auto over = std::make_shared<std::atomic<bool>>(false);
-  {
-    Executor executor(Executor::Limits{});
-    executor.submit({Executor::Lane::Kind::kFiles, -1, 7}, nullptr, 1, [gate, over](int, Cancellation&) {
-      gate->pass();
-      *over = true;
-    });
-    ASSERT_TRUE(gate->wait_for_visitors(1));
-    EXPECT_EQ(executor.stop(20ms), 1U);
-  }
-  gate->open();
-  EXPECT_TRUE(eventually([&] { return over->load(); }));
-}
-
-TEST(ExecutorTest, AJobThatIsCancelledBeforeItIsSubmittedEndsAtOnce) {
-  Executor executor(Executor::Limits{});
-  EXPECT_EQ(executor.cancel(10), Executor::Cancelled::kRemembered);
-  int refused = 0;
-  executor.submit(kFirst, nullptr, 10, [&](int refusal, Cancellation&) { refused = refusal; });
-  EXPECT_EQ(refused, EINTR);
-  std::atomic<bool> ran{false};
-  executor.submit(kFirst, nullptr, 10, [&](int refusal, Cancellation&) { ran = refusal == 0; });  // only that one
-  EXPECT_TRUE(eventually([&] { return ran.load(); }));
-}
-
-TEST(ExecutorTest, ACancelledJobHearsOfItWhileItRuns) {
-  Executor executor(Executor::Limits{});
-  Gate gate;
-  gate.close();
-  std::atomic<int> actions{0};
-  std::atomic<bool> over{false};
-  executor.submit(kFirst, nullptr, 1, [&](int, Cancellation& cancellation) {
-    cancellation.on_request([&] { ++actions; });
-    gate.pass(cancellation.flag());
-    cancellation.on_request(nullptr);
-    cancellation.request();
-    over = true;
-  });
-  ASSERT_TRUE(gate.wait_for_visitors(1));
-  EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
-  EXPECT_TRUE(eventually([&] { return over.load(); }));
-  EXPECT_EQ(actions, 1);
-}
-
-TEST(ExecutorTest, TimersRunAtTheirTimesUntilTheyEnd) {
-  Executor executor(Executor::Limits{});
-  std::atomic<int> runs{0};
-  const auto start = std::chrono::steady_clock::now();
-  executor.submit_at(start + 20ms, [&](int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
-    EXPECT_EQ(refusal, 0);
-    EXPECT_GE(std::chrono::steady_clock::now(), start + 20ms);
-    if (++runs == 3) return std::nullopt;
-    return std::chrono::steady_clock::now() + 1ms;
-  });
-  EXPECT_TRUE(eventually([&] { return runs == 3; }));
-  std::atomic<int> refused{0};
-  executor.submit_at(start + kPatience, [&](int refusal, Cancellation&) { refused = refusal; });
-  executor.stop(0ms);
-  EXPECT_EQ(refused, EINTR);
 }
 
 TEST(JsonWriterTest, EscapesAndNests) {
@@ -425,7 +228,7 @@ TEST_F(DeviceTransportTest, StopsWhileAReaderSpins) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(50));
 }
 
-TEST_F(DeviceTransportTest, ABusyReaderLeavesNobodyWaiting) {
+TEST_F(DeviceTransportTest, ABusyReaderDelaysNoOtherRequest) {
   start(4);
   handler.gate.close();
   std::vector<std::uint64_t> uniques;

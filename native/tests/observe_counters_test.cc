@@ -1,16 +1,13 @@
-// The counters: buckets, stripes, their layout in a file, and that they can be read from outside.
+// The counters: buckets, stripes, and their file.
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -54,7 +51,7 @@ class CountersTest : public ::testing::Test {
   std::string folder_;
 };
 
-TEST(Buckets, AreHalfOpenPowersOfTwo) {
+TEST(Buckets, ArePowersOfTwo) {
   EXPECT_EQ(bucket_of(0), 0U);
   EXPECT_EQ(bucket_of(1), 0U);
   EXPECT_EQ(bucket_of(2), 1U);
@@ -72,7 +69,7 @@ TEST(Buckets, AreHalfOpenPowersOfTwo) {
   }
 }
 
-TEST_F(CountersTest, NothingIsLostBetweenThreads) {
+TEST_F(CountersTest, ThreadsLoseNoCounts) {
   const std::shared_ptr<Region> region = make();
   const DeviceCounters counters(region, 1);
   constexpr int kThreads = 40;  // more than there are stripes
@@ -95,7 +92,7 @@ TEST_F(CountersTest, NothingIsLostBetweenThreads) {
   EXPECT_EQ(region->sum(0, Backend::kMount, Flow::kOut, &Block::started), 0U);
 }
 
-TEST_F(CountersTest, MeasuredCountsOnceWhateverHappens) {
+TEST_F(CountersTest, MeasuredCountsEachOperationOnce) {
   const std::shared_ptr<Region> region = make(1);
   const DeviceCounters counters(region, 0);
   const auto sum = [&](Counter Block::*member) { return region->sum(0, Backend::kFastpath, Flow::kIn, member); };
@@ -123,7 +120,7 @@ TEST_F(CountersTest, MeasuredCountsOnceWhateverHappens) {
   nowhere.refuse(Backend::kMount, Flow::kIn, 1);
 }
 
-TEST_F(CountersTest, TheFileIsPrivateAndLockedForAsLongAsTheProcessHasIt) {
+TEST_F(CountersTest, TheFileIsPrivateAndLockedWhileTheRegionLives) {
   std::shared_ptr<Region> region = make();
   struct stat status {};
   ASSERT_EQ(::stat(path.c_str(), &status), 0);
@@ -138,42 +135,13 @@ TEST_F(CountersTest, TheFileIsPrivateAndLockedForAsLongAsTheProcessHasIt) {
   EXPECT_FALSE(locked());
 }
 
-TEST_F(CountersTest, WhatAKilledProcessCountedIsThere) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    Result<std::shared_ptr<Region>> made = Region::create(1, path);
-    if (!made.ok()) ::_exit(1);
-    const DeviceCounters counters(made.value(), 0);
-    counters.begin(Backend::kMount, Flow::kIn);
-    counters.end(Backend::kMount, Flow::kIn, 12345, false, 99);
-    ::kill(::getpid(), SIGKILL);
-  }
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  ASSERT_TRUE(WIFSIGNALED(status));
-  EXPECT_FALSE(locked());
-  const std::string left = contents();
-  ASSERT_GT(left.size(), sizeof(Header));
-  Header header;
-  std::memcpy(static_cast<void*>(&header), left.data(), sizeof(header));
-  EXPECT_EQ(header.process, static_cast<std::uint32_t>(child));
-  std::uint64_t bytes = 0;
-  for (std::size_t stripe = 0; stripe < header.stripes; ++stripe) {
-    const std::size_t block = stripe * kBackendCount * kFlowCount;  // of the mount, in
-    std::uint64_t part = 0;
-    std::memcpy(&part, left.data() + header.blocks_offset + block * sizeof(Block) + offsetof(Block, bytes), 8);
-    bytes += part;
-  }
-  EXPECT_EQ(bytes, 12345U);
-}
-
-TEST_F(CountersTest, OneThatIsLeftOverIsReplaced) {
+TEST_F(CountersTest, AnOldFileIsReplaced) {
   { std::ofstream(path) << "something else"; }
   const std::shared_ptr<Region> region = make();
   EXPECT_EQ(contents().substr(0, 8), "GPUFSTAT");
 }
 
-TEST_F(CountersTest, SaysWhyThereIsNoFile) {
+TEST_F(CountersTest, TheErrorNamesTheFile) {
   Result<std::shared_ptr<Region>> made = Region::create(1, path + "/below");
   ASSERT_FALSE(made.ok());
   EXPECT_EQ(made.error(), ENOENT);

@@ -1,8 +1,8 @@
-"""What every campaign runs in: a mount of its own, an empty directory on it, and a check that the daemon lost nothing.
+"""Runs a campaign on its own mount and checks that the daemon leaks nothing.
 
 After a campaign its files are removed, and the daemon must hold what it held before: descriptors, threads, inodes, open
-files and device memory exactly, its own memory but for what the allocators keep back. Both looks are taken after the
-same warm-up, so that threads which start when they are first needed do not count as lost.
+files and device memory exactly, its own memory up to what the allocators keep. Both measurements follow the same
+warm-up, so that threads started on demand do not count as leaks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from support.data import GIB, MIB
 from support.mounting import GpufsMount, Session
 from support.processes import Snapshot, run, wait_until
 
-# What the interpreter and malloc may keep of memory that was in use, a few seconds later: a tree of 50,000 files takes
-# more.
+# Memory that the interpreter and malloc may keep. A tree of 50,000 files takes more.
 RESIDENT_SLACK = 48 * MIB
 SETTLE_SECONDS = 30.0
 
@@ -167,7 +166,7 @@ def run_campaign(session: Session, name: str, campaign: Campaign, *, quick: bool
 
 
 def _settled(mount: GpufsMount, settled: Callable[[Held], bool]) -> Held:
-    """What the daemon holds once memory that is being given back has been given back; or as it is after a while."""
+    """What the daemon holds once freed memory has been returned, or after a time-out."""
 
     def is_settled() -> bool:
         _forget_names()

@@ -1,4 +1,4 @@
-"""Four processes on one file: whoever reads a block sees the last version that was written before, whole.
+"""Four processes on one file: every reader sees the last version of a block, whole.
 
 Each process owns a quarter of the blocks and alone writes them: number of the block and a version, repeated over the
 whole block. All read all. A reader who sees version n of a block must never see an older one afterwards, its writer

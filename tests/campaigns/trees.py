@@ -1,4 +1,4 @@
-"""Trees of many small files, in and out: contents, modes, times, links and attributes must survive both ways."""
+"""Copies trees of many small files in and out: contents, modes, times, links and attributes must survive."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def acting_as(user: tuple[int, int, tuple[int, ...]], umask: int) -> Iterator[No
 
 
 def told(found: os.stat_result) -> tuple[Any, ...]:
-    """What two file systems must agree on: not numbers of inodes and devices, nor the size of a directory."""
+    """The attributes that must agree: not the numbers of inodes and devices, nor the size of a directory."""
     size = 0 if stat.S_ISDIR(found.st_mode) else found.st_size
     return (oct(found.st_mode), found.st_nlink, found.st_uid, found.st_gid, size, found.st_rdev)
 
@@ -305,7 +305,7 @@ def chmod_descriptor(side: Side, slot: int, mode: int) -> None:
 
 
 def ask_tmpfs_alone(found: os.stat_result, uid: int, gid: int) -> None:
-    """OSError where chown(2) is to change nothing of somebody else's file, and tmpfs alone is asked for its mode."""
+    """OSError for chown(2) calls that change nothing: the kernel passes them to tmpfs, but not to FUSE."""
     marked = found.st_mode & (stat.S_ISGID | stat.S_IXGRP) == stat.S_ISGID
     if (uid, gid) == (-1, -1) and marked and os.geteuid() not in (0, found.st_uid):
         raise OSError(errno.ENODATA, "")
@@ -342,7 +342,7 @@ def utimensat(side: Side, name: bytes, atime: tuple[int, int], mtime: tuple[int,
 @operation(5, a_name, one_of(0, 1, 5000, 65536, 70_000, 3 * MIB, -1, 2**63 - 1))
 def truncate(side: Side, name: bytes, size: int) -> None:
     if size == 2**63 - 1:
-        size = -(2**63)  # the largest size is another: see the contract
+        size = -(2**63)  # the largest size differs: see the contract
     os.truncate(side.path(name), size)
 
 
@@ -410,7 +410,7 @@ def copy_file_range(side: Side, source: int, target: int, at: int, to: int, leng
 
 
 def source_of(side: Side, slot: int, target: int) -> int:
-    """The descriptor, where both sides do the same with it.
+    """The descriptor. OSError if the two sides would behave differently.
 
     From the end of a file nothing is asked of a FUSE file system, which then counts no access. And tmpfs puts its own
     pages into a pipe: what comes from a file and goes there changes on the way.
@@ -503,7 +503,7 @@ def listing(side: Side, name: bytes) -> Any:
 
 @operation(2, a_slot)
 def listing_of_descriptor(side: Side, slot: int) -> Any:
-    os.lseek(side.fds[slot], 0, os.SEEK_SET)  # what other positions mean is each file system's own
+    os.lseek(side.fds[slot], 0, os.SEEK_SET)  # other positions differ between file systems
     return sorted(os.listdir(side.fds[slot]))
 
 
@@ -519,7 +519,7 @@ def statfs(side: Side, name: bytes) -> Any:
 def attribute(path: bytes, name: str) -> bytes | int | None:
     try:
         return os.getxattr(path, name, follow_symlinks=False)
-    except OSError as failure:  # capabilities that the kernel cannot make out
+    except OSError as failure:  # capabilities that the kernel cannot parse
         return failure.errno
 
 
@@ -562,7 +562,7 @@ def times(root: bytes) -> dict[bytes, tuple[int, int, int, int]]:
 
 
 def settled_times(root: bytes) -> dict[bytes, tuple[int, int, int, int]]:
-    """Once every access would set the access time, which otherwise depends on ticks of the clock."""
+    """The times after a reset, so that every access changes the access time, whatever the clock's tick."""
     for path in sorted(times(root)):
         os.utime(root + path, ns=(1, 2), follow_symlinks=False)
     time.sleep(TICK)
@@ -570,7 +570,7 @@ def settled_times(root: bytes) -> dict[bytes, tuple[int, int, int, int]]:
 
 
 def moved(before: dict[bytes, Any], after: dict[bytes, Any]) -> dict[bytes, str]:
-    """Which times of which paths have changed, as letters; a path that is another file now has no say."""
+    """The times that changed, as letters by path. Paths that name another file now are left out."""
     return {
         path: "".join(
             letter for letter, old, new in zip("amc", before[path][1:], after[path][1:], strict=True) if old != new
@@ -594,7 +594,7 @@ def perform(side: Side, function: Operation, arguments: tuple[Any, ...]) -> Any:
 
 
 def play(ours: Path, theirs: Path, seed: int, steps: int, every: int = 50) -> None:
-    """Different where a step, or what it leaves, is not the same on both sides."""
+    """Raises Different if a step, or the tree after it, is not the same on both sides."""
     r = random.Random(seed)
     names = list(OPERATIONS)
     weights = [OPERATIONS[name][0] for name in names]

@@ -1,4 +1,4 @@
-"""What only a real GPU can show: its memory taken and given back, other programs' view of it, several devices."""
+"""Tests on real GPUs: memory allocated and freed, as other programs see it, and several devices."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_memory_goes_back_to_other_programs(gpu: GpufsMount) -> None:
 
 
 def test_a_full_device_is_enospc_and_goes_on(gpu: GpufsMount) -> None:
-    """More than there is: ENOSPC, what was there stays, and the device works on."""
+    """ENOSPC beyond the device's memory; existing data stays, and the device still works."""
     free = os.statvfs(gpu.device).f_bavail * os.statvfs(gpu.device).f_frsize
     keep = gpu.device / "keep"
     keep.write_bytes(b"still here" * 1000)
@@ -271,7 +271,7 @@ def moved(engine: Engine, backend: str) -> tuple[int, int]:
 
 
 def test_locked_memory_goes_straight() -> None:
-    """A gibibyte of numpy, whole and in parts; and nothing of it by way of anybody's other memory."""
+    """A gibibyte of numpy, whole and in parts, without bounce buffers."""
     numpy = pytest.importorskip("numpy")
     with Engine("cuda", lock_policy="off") as engine, Buffer(engine) as buffer:
         data = numpy.random.default_rng(7).integers(0, 256, GIB, dtype=numpy.uint8)

@@ -1,1 +1,1 @@
-"""What the tests share: mounts that are always cleaned up, processes, system calls that os does not have, data."""
+"""Helpers of the tests: mounts that are always cleaned up, processes, system calls, data."""

@@ -1,4 +1,4 @@
-"""Running the command, and what is expected of it when it fails."""
+"""Runs the gpufs command and checks its failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpufs(*arguments: object, check: bool = True, **options: object) -> subproce
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
-    """The one line that a failed command has printed."""
+    """The single line of a failed command, which has printed nothing else."""
     lines = done.stderr.splitlines()
     assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done
     assert lines[0].startswith("gpufs: ")
@@ -29,7 +29,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 def fails(code: int, *arguments: object, **options: object) -> str:
-    """The one line that a failing command prints."""
+    """Runs a command that must fail with this code; its single line."""
     return one_line(gpufs(*arguments, check=False, **options), code)
 
 

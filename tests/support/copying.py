@@ -13,20 +13,25 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import trio
 
-from gpufs import service
-from gpufs.client import _find
+from gpufs import mounting, service
 from gpufs.client._connection import Connection
 from gpufs.protocol import LOAD
-from gpufs.service._backend import State
+from gpufs.service._mount import TransferState
 from support import processes
 from support.processes import PATIENCE
 
 MIB = 1 << 20
 HOUR = 3600 * 50 * MIB  # bytes that take an hour with a delay of 0.02
+
+
+def mount_entry(device: int, folder: str) -> mounting.MountEntry:
+    """A mount with this st_dev, as the kernel would list it."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return mounting.MountEntry(folder, "/", number, "gpufs", "rw", mounting.FILESYSTEM_TYPE, 1, frozenset())
 
 
 class Item:
@@ -53,7 +58,7 @@ class FakeTransfer:
         self.backend = backend
         self.request = request
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._state = State(ended=False)
+        self._state = TransferState(ended=False)
         self._cancelled = threading.Event()
         backend.opened(self)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -83,13 +88,13 @@ class FakeTransfer:
             if not piece:
                 break
             done += os.pwrite(target, piece, target_offset + done)
-            self._state = State(size, done, done, {"fallback": done}, ended=False)
+            self._state = TransferState(size, done, done, {"fallback": done}, ended=False)
         paths = {"fallback": done} if done else {}
         device_code = 77 if error == errno.EIO else 0
-        self._state = State(size, done, done, paths, ["file_system"], error, device_code, message)
+        self._state = TransferState(size, done, done, paths, ["file_system"], error, device_code, message)
         os.eventfd_write(self.event_fd, 1)
 
-    def state(self) -> State:
+    def state(self) -> TransferState:
         return self._state
 
     def cancel(self) -> None:
@@ -238,8 +243,8 @@ class FakeMount:
             async with trio.open_nursery() as nursery:
 
                 async def serve(task_status: trio.TaskStatus[service.Service]) -> None:
-                    await service.serve_backend(
-                        self.backend,
+                    await service.serve(
+                        cast(Any, self.backend),
                         path=self.socket,
                         device=self.device,
                         limits=self._limits,
@@ -317,8 +322,8 @@ class FakeMount:
         """Whether nothing runs and everything has been given back."""
         return self.service.statistics()["running"] == 0 and not self.backend.open
 
-    def mount_point(self) -> _find.MountPoint:
-        return _find.MountPoint(self.device, "/", str(self.folder))
+    def entry(self) -> mounting.MountEntry:
+        return mount_entry(self.device, str(self.folder))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Data whose every byte is known, and comparisons that name the first difference."""
+"""Reproducible data, and comparisons that report the first difference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ GRANULE = 2 * MIB
 
 
 def noise(count: int, seed: int = 0) -> bytes:
-    """count bytes that look random and depend on the seed alone."""
-    if count > 64 * MIB:  # more than the generator makes in one go
+    """count pseudo-random bytes, the same for the same seed."""
+    if count > 64 * MIB:  # the generator's largest request is 256 MiB
         parts = (noise(min(64 * MIB, count - at), seed + at) for at in range(0, count, 64 * MIB))
         return b"".join(parts)
     return random.Random(seed).randbytes(count)
@@ -31,7 +31,7 @@ def assert_same(actual: bytes | memoryview, expected: bytes | memoryview, what: 
 
 
 def consists_of(content: bytes, allowed: bytes) -> bool:
-    """True if no other byte values occur; fast."""
+    """True if no other byte values occur."""
     return not content.translate(None, allowed)
 
 

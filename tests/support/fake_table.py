@@ -103,6 +103,9 @@ class FakeTable:
         self.open_files[handle] = ino
         return handle
 
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        pass
+
     def file_release(self, fh: int) -> None:
         if fh not in self.open_files:
             raise _failure(errno.EBADF)

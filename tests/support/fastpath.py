@@ -1,4 +1,4 @@
-"""Where the fastpath is to be expected, and file systems of a test's own."""
+"""File systems for tests, and whether the fastpath serves them."""
 
 from __future__ import annotations
 

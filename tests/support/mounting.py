@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from gpufs.cli import _mounts
 from gpufs.mounting import mounts
 from support import watchdog
 from support.data import GIB, MIB
@@ -213,23 +212,14 @@ class GpufsMount:
 
     def wait_ended(self, seconds: float = 30, code: int | None = 0) -> None:
         """Waits until the daemon has ended with this exit code (None: any) and the mount is gone."""
+        seconds = max(seconds, PATIENCE)
         try:
-            found = self.daemon.wait(max(seconds, PATIENCE))
-        except subprocess.TimeoutExpired:
-            found = self._wait_for_others(seconds)
-        assert code is None or found == code, f"the daemon ended with {found}\n{self.words()}"
-        assert not self.mounted()
-
-    def _wait_for_others(self, seconds: float) -> int:
-        """A mount namespace of another test may hold a copy of the mount, and so the daemon, for as long as it runs."""
-        places = _mounts.other_places(self._device_number)
-        try:
-            return self.daemon.wait(60 if places else 0.1)
+            found = self.daemon.wait(seconds)
         except subprocess.TimeoutExpired:
             stand = watchdog.where_threads_stand(self.pid)
-            raise AssertionError(
-                f"the daemon did not end within {seconds} s; also mounted at: {places}\n{stand}\n{self.words()}"
-            ) from None
+            raise AssertionError(f"the daemon did not end within {seconds} s\n{stand}\n{self.words()}") from None
+        assert code is None or found == code, f"the daemon ended with {found}\n{self.words()}"
+        assert not self.mounted()
 
     def rescue(self) -> None:
         """Removes the mount and the daemon by force; harmless when they are gone already."""

@@ -1,4 +1,4 @@
-"""The vendors' ways of moving files, over fakes of their libraries: mounts that use them, and what was called."""
+"""Mounts over fakes of the vendors' file libraries, and the calls that the fakes recorded."""
 
 from __future__ import annotations
 

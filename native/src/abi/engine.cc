@@ -46,7 +46,7 @@ Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, con
       if (slabs.ok()) {
         device.value()->set_slabs(slabs.take());
       } else {
-        log_info("small files get memory of their own: ", slabs.status().message());
+        log_info("small files do not share slabs: ", slabs.status().message());
       }
     }
     engine->devices_.push_back(device.take());
@@ -189,7 +189,7 @@ Result<HipMemory> hip_memory_from(std::int32_t value) {
   }
 }
 
-// The text as far as it fits, always terminated.
+// Copies the text as far as it fits, always terminated.
 template <std::size_t N>
 void fill(char (&field)[N], const std::string& text) {
   const std::size_t length = std::min(text.size(), N - 1);
@@ -238,7 +238,7 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
     if (!taken.ok()) return taken.status();
     Status closed = taken.value()->close();
     HandleTable::instance().close_owned(engine);
-    // After the mounts, whose requests' memory is locked, too.
+    // After the mounts, whose request memory is locked too.
     taken.value()->host_locks()->close();
     return closed;
   });
@@ -264,7 +264,7 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
     found.publish_gauges();
     const std::string_view bytes = found.counters().bytes();
     *needed = bytes.size();
-    if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more room");
+    if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more space");
     std::memcpy(data, bytes.data(), bytes.size());
     return {};
   });
@@ -315,7 +315,7 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
       return {};
     }
     memory->held_bytes = context.value()->held_bytes();
-    // A device that is out of service cannot say more, and its health is what the caller wants to see.
+    // A device that is out of service answers no more, and the caller wants to see its health.
     memory->total_bytes = context.value()->info().total_bytes;
     return health.ok() ? now.status() : Status();
   });

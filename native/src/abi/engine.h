@@ -1,6 +1,6 @@
-// The engine behind an engine handle: a driver and the contexts of its devices.
-// Shared by the handle table and by calls under way; buffers and mounts keep their device's context, not the engine.
-// Any thread may call any function.
+// The object of an engine handle: a driver and the contexts of its devices.
+// Ownership: shared by the handle table and calls in progress. Buffers and mounts keep their device's context instead.
+// Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -25,14 +25,14 @@ struct EngineOptions {
   std::string driver;
   DriverOptions driver_options;
   std::uint64_t slab_file_bytes = 0;  // files up to this size share slabs; 0: none do
-  std::string statistics_path;        // the file that holds the counters; empty: none does
+  std::string statistics_path;        // the file for the counters; empty: none
   LockPolicy lock_policy = LockPolicy::kAuto;
 };
 
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> open(const EngineOptions& options);
-  // Over a driver that the caller made (tests).
+  // With a driver of the caller (tests).
   static Result<std::shared_ptr<Engine>> open(std::shared_ptr<Driver> driver, const EngineOptions& options);
 
   [[nodiscard]] const char* driver_name() const { return driver_->name(); }
@@ -41,12 +41,12 @@ class Engine {
   [[nodiscard]] Result<std::shared_ptr<DeviceContext>> device(std::int32_t index) const;
   [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
 
-  // Host memory that is locked for these devices.
+  // The host memory that is locked for these devices.
   [[nodiscard]] const std::shared_ptr<HostLocks>& host_locks() const { return host_locks_; }
 
   // The counters of all devices.
   [[nodiscard]] observe::Region& counters() const { return *counters_; }
-  // Writes how things stand now beside the counters.
+  // Writes the gauges beside the counters.
   void publish_gauges();
 
   template <typename T>
@@ -56,11 +56,11 @@ class Engine {
   // The same for operations on streams.
   Result<std::shared_ptr<AsyncEngine>> operations(const Maker<AsyncEngine>& make);
 
-  // Work to do when the engine is closed, before its mounts and buffers go; the latest first. Run at once if it is
+  // Calls `work` when the engine is closed, before its mounts and buffers are, the latest first; at once if it is
   // closed already.
   void at_close(std::function<void()> work);
-  // Runs that work and drops the transfers. Handles that the engine owns are closed by the caller afterwards.
-  // ETIMEDOUT: some of what used memory had to be given up (gpufs_engine_close()).
+  // Calls that work and releases the transfers. The caller then closes the handles that the engine owns. ETIMEDOUT:
+  // some operations and transfers were abandoned (gpufs_engine_close()).
   Status close();
 
  private:
@@ -73,9 +73,9 @@ class Engine {
   std::shared_ptr<HostLocks> host_locks_;
   std::vector<std::shared_ptr<DeviceContext>> devices_;
 
-  std::mutex transfers_mutex_;   // held while the transfers are made, so that they are made once; before mutex_
-  std::mutex operations_mutex_;  // the same; before transfers_mutex_
-  std::mutex mutex_;             // guards all below; nothing is called under it
+  std::mutex transfers_mutex_;   // held while the TransferEngine is created; taken before mutex_
+  std::mutex operations_mutex_;  // held while the AsyncEngine is created; taken before transfers_mutex_
+  std::mutex mutex_;             // guards all below; nothing is called while it is held
   std::shared_ptr<TransferEngine> transfers_;
   std::shared_ptr<AsyncEngine> operations_;
   std::vector<std::function<void()>> at_close_;

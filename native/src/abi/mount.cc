@@ -42,7 +42,8 @@ class EngineBuffers : public fuse::BufferSource {
   Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
     if (!known(device)) return unknown(device);
     Result<std::shared_ptr<Buffer>> buffer = Buffer::create(devices_[static_cast<std::size_t>(device)]);
-    if (buffer.ok()) buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
+    if (buffer.ok())
+      buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
     return buffer;
   }
   Result<MemoryInfo> memory(std::int32_t device) override {
@@ -86,6 +87,15 @@ fuse::PinHooks pin_hooks(const Engine& engine) {
           }};
 }
 
+// body(mount, inode), a Status; ENOENT without this inode.
+template <typename Body>
+gpufs_status with_inode(gpufs_handle mount, std::uint64_t ino, Body body) {
+  return with<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
+    const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
+    return inode ? body(found, *inode) : Status(ENOENT, "no inode " + std::to_string(ino));
+  });
+}
+
 }  // namespace
 }  // namespace gpufs
 
@@ -93,6 +103,7 @@ using gpufs::guarded;
 using gpufs::HandleTable;
 using gpufs::Result;
 using gpufs::Status;
+using gpufs::fuse::Inode;
 using gpufs::fuse::Mount;
 
 extern "C" {
@@ -214,11 +225,9 @@ gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino) {
 }
 
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+  return gpufs::with_inode(mount, ino, [&](Mount&, Inode& inode) -> Status {
     if (attributes == nullptr) return gpufs::null_argument();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
-    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    *attributes = inode->attributes();
+    *attributes = inode.attributes();
     return {};
   });
 }
@@ -231,19 +240,15 @@ gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpu
 }
 
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
-    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    found.table().was_read(*inode);
+  return gpufs::with_inode(mount, ino, [](Mount& found, Inode& inode) -> Status {
+    found.table().was_read(inode);
     return {};
   });
 }
 
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
-    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    inode->was_written(gpufs::fuse::SetIdLoss::kExecutable);
+  return gpufs::with_inode(mount, ino, [ino](Mount& found, Inode& inode) -> Status {
+    inode.was_written(gpufs::fuse::SetIdLoss::kExecutable);
     return found.notifier().invalidate_inode(ino);
   });
 }
@@ -257,10 +262,10 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
   });
 }
 
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh) {
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t /*ino*/, int32_t fd, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::uint64_t> opened = found.backing_files().open(ino, fd);
+    Result<std::uint64_t> opened = found.backing_files().open(fd);
     if (opened.ok()) *fh = opened.value();
     return opened.status();
   });
@@ -268,21 +273,19 @@ gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t f
 
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    if (gpufs::fuse::BackingTable::is_backing(fh)) return found.backing_files().release(fh);
+    if (gpufs::fuse::is_backing(fh)) return found.backing_files().release(fh);
     return found.table().release(fh);
   });
 }
 
 gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+  return gpufs::with_inode(mount, ino, [&](Mount&, Inode& inode) -> Status {
     if (buffer == nullptr) return gpufs::null_argument();
-    const std::shared_ptr<gpufs::fuse::Inode> inode = found.table().find(ino);
-    if (!inode) return Status(ENOENT, "no inode " + std::to_string(ino));
-    if (!inode->buffer()) {
-      const bool directory = (inode->attributes().mode & 0170000) == 0040000;
+    if (!inode.buffer()) {
+      const bool directory = (inode.attributes().mode & 0170000) == 0040000;
       return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     }
-    Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Buffer>(inode->buffer(), mount);
+    Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Buffer>(inode.buffer(), mount);
     if (handle.ok()) *buffer = handle.value();
     return handle.status();
   });

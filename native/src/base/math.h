@@ -1,13 +1,13 @@
-// Arithmetic on sizes and offsets that says when it overflows.
-// Nobody owns it: pure functions.
-// Any thread may call it.
+// Arithmetic on sizes and offsets.
+// Ownership: pure functions.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>
 
 namespace gpufs {
 
-// a + b, or false when it does not fit.
+// Stores a + b in *sum; true if it does not fit.
 [[nodiscard]] constexpr bool add_overflows(std::uint64_t a, std::uint64_t b, std::uint64_t* sum) {
   return __builtin_add_overflow(a, b, sum);
 }

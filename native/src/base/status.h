@@ -1,6 +1,6 @@
-// The outcome of an operation: an errno, and apart from it the code that the device's runtime gave.
-// Owned by whoever holds it (a value type).
-// Any thread may create, copy and read one; a Status is not shared between threads without a lock.
+// The outcome of an operation: an errno, and separately the error code of the device's runtime.
+// Ownership: a value type.
+// Not shared between threads without a lock.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,15 @@
 
 namespace gpufs {
 
-// error: 0 on success, else a positive errno. device_code: the vendor runtime's own code, 0 when the failure
-// did not come from it. The two are never mixed: an errno tells the caller what to do, the device code tells
-// the operator what the driver said.
+// error: 0 on success, otherwise a positive errno, for the caller to act on. device_code: the vendor runtime's own
+// code, for the operator; 0 if the failure did not come from it.
 class [[nodiscard]] Status {
  public:
   Status() = default;
   Status(int error, std::string message, int device_code = 0)
       : error_(error), device_code_(device_code), message_(std::move(message)) {}
 
-  // An errno that a system call left, with what was being done. The text is "what: strerror(error)".
+  // The failure of a system call. The text is "what: strerror(error)".
   static Status from_errno(int error, const std::string& what);
 
   [[nodiscard]] bool ok() const { return error_ == 0; }
@@ -27,7 +26,7 @@ class [[nodiscard]] Status {
   [[nodiscard]] int device_code() const { return device_code_; }
   [[nodiscard]] const std::string& message() const { return message_; }
 
-  // Says where a failure was seen without losing its codes: "context: message". No effect on success.
+  // The same failure with the text "context: message". No effect on success.
   [[nodiscard]] Status with_context(const std::string& context) const;
 
  private:
@@ -36,7 +35,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// A value, or the Status that says why there is none (never a Status that is ok()).
+// A value, or the Status of the failure (never one that is ok()).
 template <typename T>
 class [[nodiscard]] Result {
  public:

@@ -1,5 +1,5 @@
 // A file descriptor that is closed exactly once.
-// Owned by its holder; moving passes the ownership on.
+// Ownership: the holder; moving transfers it.
 // Not shared between threads without a lock.
 #pragma once
 

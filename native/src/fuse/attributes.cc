@@ -96,7 +96,7 @@ Statx statx_of(const fuse_attr& attr) {
   stat.atime = sx_time(static_cast<std::int64_t>(attr.atime), attr.atimensec);
   stat.ctime = sx_time(static_cast<std::int64_t>(attr.ctime), attr.ctimensec);
   stat.mtime = sx_time(static_cast<std::int64_t>(attr.mtime), attr.mtimensec);
-  // The number as the kernel writes it in 32 bits.
+  // In the kernel's 32-bit encoding.
   stat.rdev_major = (attr.rdev >> 8) & 0xfff;
   stat.rdev_minor = (attr.rdev & 0xff) | ((attr.rdev >> 12) & 0xfff00);
   return stat;

@@ -21,7 +21,7 @@ constexpr ino_t kFirstUserNamespace = 0xEFFFFFFD;  // its number in /proc, the s
 
 std::string process_path(std::uint32_t pid, const char* name) { return "/proc/" + std::to_string(pid) + "/" + name; }
 
-// A line of the process's status without its name; empty where there is none.
+// A line of the process's status without its name; empty if there is none.
 std::string status_line(std::uint32_t pid, std::string_view name) {
   if (pid == 0) return {};
   const UniqueFd fd(::open(process_path(pid, "status").c_str(), O_RDONLY | O_CLOEXEC));
@@ -78,8 +78,8 @@ bool Caller::in_group(std::uint32_t group) const {
 bool Caller::keeps_set_id() const { return has_capability(pid, CAP_FSETID); }
 
 bool Caller::dying() const {
-  // Whatever signal ends a process, each of its threads gets a SIGKILL for that. Once it has taken the signal, it gives
-  // its memory back before it closes its files.
+  // Whichever signal ends a process, each of its threads gets a SIGKILL for that. After that it frees its memory before
+  // it closes its files.
   const std::string pending = status_line(pid, "SigPnd");
   return !pending.empty() && (has_bit(pending, SIGKILL - 1) || status_line(pid, "VmSize").empty());
 }

@@ -1,6 +1,5 @@
-// The process behind a request, and what the kernel's own permission checks would find out about it.
-// Values.
-// Any thread may call any function; those that look into /proc cost some 20 microseconds.
+// The process behind a request, and the rights that the kernel's own permission checks would use.
+// The functions read /proc, which takes some 20 microseconds.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +20,9 @@ struct Caller {
   [[nodiscard]] bool keeps_set_id() const;
   // Its changes to a file of this group leave set-gid: it is in the group, or may keep all such bits.
   [[nodiscard]] bool keeps_set_gid_of(std::uint32_t group) const { return in_group(group) || keeps_set_id(); }
-  // It has been killed, or ends by itself: nobody hears how its calls end. False where it cannot be seen.
+  // It has been killed or is exiting, so the results of its calls do not matter. False if it is not visible.
   [[nodiscard]] bool dying() const;
-  // CAP_SYS_ADMIN outside of all user namespaces: who may know of trusted.* attributes.
+  // CAP_SYS_ADMIN outside of all user namespaces: it may list trusted.* attributes.
   [[nodiscard]] bool administers() const;
 };
 

@@ -147,10 +147,10 @@ void set_open_flags(std::span<std::byte> message, std::size_t at, const InodeTab
   fuse_open_out out{};
   if (!read_struct(message, at, &out)) return;
   const std::uint32_t direct = direct_io ? kOpenDirectIo | kOpenParallelDirectWrites : 0;
-  if (InodeTable::is_buffer(out.fh) && table.file(out.fh)) {
+  if (table.file(out.fh)) {
     // Opening a buffer shows its present content, never pages that an earlier open left in the cache.
     out.open_flags = kOpenNoFlush | direct;
-  } else if (BackingTable::is_backing(out.fh)) {
+  } else if (is_backing(out.fh)) {
     // Changes of the host's file by others must show here at once.
     out.open_flags = direct;
   } else {

@@ -247,12 +247,7 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
     return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
   }
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
-  std::uint64_t fh = 0;
-  {
-    const std::unique_lock lock(files_mutex_);
-    fh = kHandleBit | next_file_++;
-    files_.emplace(fh, std::make_shared<OpenFile>(OpenFile{inode, writes}));
-  }
+  const std::uint64_t fh = files_.add(std::make_shared<OpenFile>(OpenFile{inode, writes}));
   // Last, since nothing that fails may come after it. The handle is not known to anyone yet.
   const std::lock_guard lock(inode->mutex_);
   ++inode->open_files_;
@@ -262,14 +257,8 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
 }
 
 Status InodeTable::release(std::uint64_t fh) {
-  std::shared_ptr<OpenFile> file;
-  {
-    const std::unique_lock lock(files_mutex_);
-    const auto found = files_.find(fh);
-    if (found == files_.end()) return Status(EBADF, "unknown handle");
-    file = std::move(found->second);
-    files_.erase(found);
-  }
+  std::shared_ptr<OpenFile> file = files_.remove(fh);
+  if (!file) return Status(EBADF, "unknown handle");
   std::shared_ptr<Inode> inode = file->inode;
   const bool writes = file->writes;
   file.reset();
@@ -289,13 +278,6 @@ Status InodeTable::release(std::uint64_t fh) {
     trim_later(inode);
   }
   return {};
-}
-
-std::shared_ptr<OpenFile> InodeTable::file(std::uint64_t fh) const {
-  if ((fh & kHandleBit) == 0) return nullptr;
-  const std::shared_lock lock(files_mutex_);
-  const auto found = files_.find(fh);
-  return found == files_.end() ? nullptr : found->second;
 }
 
 bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
@@ -365,10 +347,7 @@ InodeTable::Counts InodeTable::counts() const {
     const std::shared_lock lock(inodes_mutex_);
     counts.inodes = inodes_.size();
   }
-  {
-    const std::shared_lock lock(files_mutex_);
-    counts.files = files_.size();
-  }
+  counts.files = files_.size();
   const std::lock_guard lock(orphan_mutex_);
   counts.orphans = orphans_.size();
   counts.metadata_bytes = metadata_.load();

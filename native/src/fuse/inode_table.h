@@ -20,6 +20,7 @@
 #include "fuse/caller.h"
 #include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
+#include "fuse/open_files.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 
@@ -92,9 +93,6 @@ struct OpenFile {
 
 class InodeTable {
  public:
-  // Handles that the table gives have this bit; Python's own must not.
-  static constexpr std::uint64_t kHandleBit = std::uint64_t{1} << 62;
-  static constexpr bool is_buffer(std::uint64_t fh) { return (fh & kHandleBit) != 0; }
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
   // Memory that an inode takes in both planes, and each of its names, however long that is: measured, and rounded up.
   static constexpr std::uint64_t kInodeBytes = 1536;
@@ -143,7 +141,7 @@ class InodeTable {
   // buffer's preallocated memory.
   Status release(std::uint64_t fh);
   // Null if unknown.
-  [[nodiscard]] std::shared_ptr<OpenFile> file(std::uint64_t fh) const;
+  [[nodiscard]] std::shared_ptr<OpenFile> file(std::uint64_t fh) const { return files_.find(fh); }
 
   [[nodiscard]] BufferSource& source() const { return *source_; }
 
@@ -181,10 +179,7 @@ class InodeTable {
   mutable std::shared_mutex inodes_mutex_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Inode>> inodes_;
 
-  // Guards the open files; innermost.
-  mutable std::shared_mutex files_mutex_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files_;
-  std::uint64_t next_file_ = 1;
+  OpenFiles<OpenFile, kBufferHandle> files_;
 
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;

@@ -217,7 +217,7 @@ void Mount::handle(Request& request) {
 void Mount::serve_file(const FileHandler& handler, Request& request, Responder responder) {
   const bool whole = request.message.size() >= sizeof(fuse_in_header) + handler.arguments;
   const auto fh = request.arguments<std::uint64_t>();
-  if (whole && !InodeTable::is_buffer(fh) && !BackingTable::is_backing(fh) && handler.control == nullptr) {
+  if (whole && !is_buffer(fh) && !is_backing(fh) && handler.control == nullptr) {
     return relay_.forward(request, std::move(responder));
   }
   statistics_.of(handler.opcode).native.add();
@@ -227,11 +227,11 @@ void Mount::serve_file(const FileHandler& handler, Request& request, Responder r
     if (in.whence != SEEK_DATA && in.whence != SEEK_HOLE) return responder.error(EINVAL);  // the kernel does the others
     if (in.offset > kMaximumOffset) return responder.error(ENXIO);                         // a negative one
   }
-  if (InodeTable::is_buffer(fh)) {
+  if (is_buffer(fh)) {
     const std::shared_ptr<OpenFile> file = table_.file(fh);
     return file ? (buffers_.*handler.buffer)(file, request, std::move(responder)) : responder.error(EBADF);
   }
-  if (BackingTable::is_backing(fh)) {
+  if (is_backing(fh)) {
     const std::shared_ptr<OpenBacking> file = backing_.files().find(fh);
     return file ? (backing_.*handler.backing)(file, request, std::move(responder)) : responder.error(EBADF);
   }
@@ -265,9 +265,7 @@ void Mount::copy_file_range(Request& request, Responder responder) {
   const std::shared_ptr<OpenFile> to = buffer_of(copy.in.fh_out);
   const std::shared_ptr<OpenBacking> from_backing = backing_of(copy.in.fh_in);
   const std::shared_ptr<OpenBacking> to_backing = backing_of(copy.in.fh_out);
-  const auto is_stale = [](std::uint64_t fh, bool found) {
-    return !found && (InodeTable::is_buffer(fh) || BackingTable::is_backing(fh));
-  };
+  const auto is_stale = [](std::uint64_t fh, bool found) { return !found && (is_buffer(fh) || is_backing(fh)); };
   if (is_stale(copy.in.fh_in, from || from_backing) || is_stale(copy.in.fh_out, to || to_backing)) {
     return responder.error(EBADF);
   }
@@ -288,7 +286,7 @@ void Mount::copy_file_range(Request& request, Responder responder) {
 void Mount::release(Request& request, Responder responder) {
   // Quick: the executor frees the memory of a file that is gone. The control plane closes all but buffers.
   const auto in = request.arguments<fuse_release_in>();
-  if (!InodeTable::is_buffer(in.fh) || !table_.release(in.fh).ok()) {
+  if (!is_buffer(in.fh) || !table_.release(in.fh).ok()) {
     return relay_.forward(request, std::move(responder));
   }
   statistics_.of(FUSE_RELEASE).native.add();

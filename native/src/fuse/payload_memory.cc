@@ -22,10 +22,10 @@ Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const Pin
   const std::size_t bytes = kPage + round_up(payload_bytes, kPage);
   void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "memory for requests");
-  // A forked child must not share pages that a device reads: copy-on-write would take them from us.
+  // A forked child must not share pages that a device reads: copy-on-write would replace them here.
   static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
   static_cast<void>(::madvise(base, bytes, MADV_DONTDUMP));  // users' data
-  static_cast<void>(::mlock(base, bytes));  // refused to plain users beyond their limit; only speed is lost
+  static_cast<void>(::mlock(base, bytes));                   // plain users have a limit; only speed is lost
   PayloadMemory memory(static_cast<std::byte*>(base), bytes, nullptr);
   if (hooks != nullptr && hooks->pin) {
     if (Status status = hooks->pin(memory.payload().data(), memory.payload().size()); !status.ok()) return status;

@@ -1,6 +1,5 @@
 // Memory that requests are read into: a header part, and after it a page-aligned payload.
-// Owned by one reader thread of a transport.
-// Only that thread uses it; it may be created and destroyed on any thread.
+// Ownership: one reader thread of a transport, which alone uses it.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,7 @@
 
 namespace gpufs::fuse {
 
-// Locks memory for the devices that copy from and to it. A failure of pin: the memory must not be used without.
+// Locks memory for the devices that copy from and to it. If pin fails, the memory must not be used.
 struct PinHooks {
   std::function<Status(void* address, std::size_t bytes)> pin;
   std::function<void(void* address, std::size_t bytes)> unpin;
@@ -26,7 +25,7 @@ class PayloadMemory {
   PayloadMemory& operator=(PayloadMemory&& other) = delete;
   ~PayloadMemory();
 
-  // Where a whole message goes: a WRITE's payload then starts on a page.
+  // For a whole message: a WRITE's payload then starts on a page.
   [[nodiscard]] std::span<std::byte> message() const;
   [[nodiscard]] std::span<std::byte> payload() const;
 
@@ -36,7 +35,7 @@ class PayloadMemory {
 
   std::byte* base_;
   std::size_t bytes_;
-  const PinHooks* hooks_;  // the transport's, which lives longer
+  const PinHooks* hooks_;  // of the transport, which lives longer
 };
 
 }  // namespace gpufs::fuse

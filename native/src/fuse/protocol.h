@@ -1,6 +1,4 @@
-// The kernel's FUSE protocol: the distribution's header, and the names that are newer than it.
-// Nobody owns it: constants, and reads of structures out of messages.
-// Any thread may use it.
+// The kernel's FUSE protocol: the distribution's header, names that are newer than it, and structures in messages.
 #pragma once
 
 #include <linux/fuse.h>
@@ -12,10 +10,9 @@
 
 namespace gpufs::fuse {
 
-// INIT flags as one 64-bit number: the upper half travels as flags2. Own names for all of them, since the kernel's are
-// macros in one release, enumerators in another and missing in a third.
+// INIT flags as one 64-bit number: the upper half travels as flags2. They have names of their own, since the kernel's
+// are macros in one release, enumerators in another and missing in a third.
 inline constexpr std::uint64_t kInitAsyncRead = 1ULL << 0;
-inline constexpr std::uint64_t kInitAtomicOTrunc = 1ULL << 3;
 inline constexpr std::uint64_t kInitExportSupport = 1ULL << 4;
 inline constexpr std::uint64_t kInitBigWrites = 1ULL << 5;
 inline constexpr std::uint64_t kInitDontMask = 1ULL << 6;
@@ -46,7 +43,7 @@ inline constexpr std::uint32_t kOpenParallelDirectWrites = 1U << 6;
 
 inline constexpr std::uint32_t kWriteKillSetId = 1U << 2;  // FUSE_WRITE_KILL_SUIDGID
 
-// SETXATTR's long form, and its flag: the setting of an access control list takes set-group-id away.
+// SETXATTR's long form, and its flag: setting an access control list clears set-group-id.
 inline constexpr std::uint32_t kSetxattrAclKillSgid = 1U << 0;
 struct SetxattrIn {
   std::uint32_t size;
@@ -118,17 +115,17 @@ struct StatxOut {
 // The lowest bit of a unique number marks the INTERRUPT of the request that has it without this bit.
 inline constexpr std::uint64_t kUniqueInterruptBit = 1;
 
-// What precedes the payload of a WRITE.
+// The part of a WRITE before its payload.
 inline constexpr std::size_t kWriteHeaderBytes = sizeof(fuse_in_header) + sizeof(fuse_write_in);
 static_assert(kWriteHeaderBytes == 80);
 
-// Error numbers above this one are refused by the kernel in replies: the reply would be lost.
+// The kernel refuses larger error numbers in replies: the reply would be lost.
 inline constexpr int kMaximumErrno = 511;
 
 inline constexpr std::uint32_t kOpcodeNames = 54;             // opcodes below this have a name
 [[nodiscard]] const char* opcode_name(std::uint32_t opcode);  // "read"; "other" without a name
 
-// The structure at `offset` of a message, or false when the message ends before it does.
+// The structure at `offset` of a message, or false if the message is too short.
 template <typename T>
 [[nodiscard]] bool read_struct(std::span<const std::byte> message, std::size_t offset, T* out) {
   if (offset > message.size() || message.size() - offset < sizeof(T)) return false;
@@ -136,7 +133,7 @@ template <typename T>
   return true;
 }
 
-// Puts the structure back where read_struct() found it.
+// Writes the structure back to where read_struct() found it.
 template <typename T>
 void write_struct(std::span<std::byte> message, std::size_t offset, const T& value) {
   std::memcpy(message.data() + offset, &value, sizeof(T));

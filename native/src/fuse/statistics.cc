@@ -1,6 +1,8 @@
 #include "fuse/statistics.h"
 
 #include <cstdio>
+#include <string_view>
+#include <utility>
 
 namespace gpufs::fuse {
 
@@ -70,43 +72,43 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   }
   json.close();
 
-  json.open("bytes");
-  json.number("read", statistics.read_bytes.get());
-  json.number("written", statistics.written_bytes.get());
-  json.number("copied", statistics.copied_bytes.get());
-  json.close();
-
-  json.open("replies");
-  json.number("lost", statistics.lost_replies.get());
-  json.number("rejected", statistics.rejected_replies.get());
-  json.number("unanswered", statistics.unanswered.get());
-  json.number("bad_requests", statistics.bad_requests.get());
-  json.close();
-
-  json.open("interrupts");
-  json.number("received", statistics.interrupts.get());
-  json.number("cancelled", statistics.interrupts_cancelled.get());
-  json.number("remembered", statistics.interrupts_remembered.get());
-  json.number("relayed", statistics.interrupts_relayed.get());
-  json.close();
-
-  json.open("workers");
-  json.number("space_waits", statistics.space_waits.get());
-  json.number("space_waits_won", statistics.space_waits_won.get());
-  json.close();
-
-  json.open("relay");
-  json.number("replies", statistics.relay_replies.get());
-  json.number("overflowed", statistics.relay_overflowed.get());
-  json.number("bad_replies", statistics.relay_bad_replies.get());
-  json.number("clipped", statistics.relay_clipped.get());
-  json.number("refused", statistics.relay_refused.get());
-  json.close();
-
-  json.open("notifications");
-  json.number("sent", statistics.notifications.get());
-  json.number("errors", statistics.notification_errors.get());
-  json.number("dropped", statistics.notifications_dropped.get());
+  struct Row {
+    const char* group;
+    const char* name;
+    const Counter* counter;
+  };
+  const Row rows[] = {
+      {"bytes", "read", &statistics.read_bytes},
+      {"bytes", "written", &statistics.written_bytes},
+      {"bytes", "copied", &statistics.copied_bytes},
+      {"replies", "lost", &statistics.lost_replies},
+      {"replies", "rejected", &statistics.rejected_replies},
+      {"replies", "unanswered", &statistics.unanswered},
+      {"replies", "bad_requests", &statistics.bad_requests},
+      {"interrupts", "received", &statistics.interrupts},
+      {"interrupts", "cancelled", &statistics.interrupts_cancelled},
+      {"interrupts", "remembered", &statistics.interrupts_remembered},
+      {"interrupts", "relayed", &statistics.interrupts_relayed},
+      {"workers", "space_waits", &statistics.space_waits},
+      {"workers", "space_waits_won", &statistics.space_waits_won},
+      {"relay", "replies", &statistics.relay_replies},
+      {"relay", "overflowed", &statistics.relay_overflowed},
+      {"relay", "bad_replies", &statistics.relay_bad_replies},
+      {"relay", "clipped", &statistics.relay_clipped},
+      {"relay", "refused", &statistics.relay_refused},
+      {"notifications", "sent", &statistics.notifications},
+      {"notifications", "errors", &statistics.notification_errors},
+      {"notifications", "dropped", &statistics.notifications_dropped},
+  };
+  std::string_view group;
+  for (const Row& row : rows) {
+    if (row.group != group) {
+      if (!group.empty()) json.close();
+      json.open(row.group);
+      group = row.group;
+    }
+    json.number(row.name, row.counter->get());
+  }
   json.close();
 }
 

@@ -46,9 +46,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
   // only for buffers whose owner calls trim() when the last writer is done. Pins for writing and populate() leave some
-  // behind, too, if what they were for fails. trim() releases all of it, except what fallocate() asked for, what writers
-  // use at the moment, and all of it while a keep_unpublished() lives. So do resize() to the same or a smaller size,
-  // and every call that finds the device full.
+  // behind, too, if what they were for fails. trim() releases all of it, except what fallocate() asked for, what
+  // writers use at the moment, and all of it while a keep_unpublished() lives. So do resize() to the same or a smaller
+  // size, and every call that finds the device full.
   virtual void preallocate_on_growth() {}
   // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
   // longer than `patience`.
@@ -75,10 +75,6 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
   virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
-  // The same for a thread that holds other pins and must not wait: null where pin_for_read() might.
-  virtual std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) {
-    return nullptr;
-  }
   // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
   // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
   // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not

@@ -200,15 +200,6 @@ Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_read(std::uint64_t
   return std::unique_ptr<Pinned>(std::make_unique<ReadPin>(shared_from_this(), std::move(lease)));
 }
 
-std::unique_ptr<Buffer::Pinned> ExtentBuffer::try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
-  ReadLease lease;
-  {
-    const std::lock_guard lock(state_mutex_);
-    if (!try_read_locked(offset, bytes, &lease)) return nullptr;
-  }
-  return std::make_unique<ReadPin>(shared_from_this(), std::move(lease));
-}
-
 Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
   std::uint64_t end = 0;
   Status status = check_end(offset, bytes, &end);

@@ -49,7 +49,6 @@ class ExtentBuffer : public Buffer {
   void expect(std::uint64_t end) override;
 
   Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
-  std::unique_ptr<Pinned> try_pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
   Status populate(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t end) override;
@@ -117,7 +116,6 @@ class ExtentBuffer : public Buffer {
   class ReadPin;
   class WritePin;
   class Exclusion;
-  class CopyQueue;
 
   static Status would_wait() { return Status(EAGAIN, "the buffer is in use"); }
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
@@ -189,8 +187,8 @@ class ExtentBuffer : public Buffer {
   Extents preallocated_;                  // exists in range_, as zeros, and is in no snapshot
   Extents fallocated_;                    // by fallocate(KEEP_SIZE): trim() keeps it
   bool preallocates_ = false;
-  bool exported_ = false;         // others use the memory: it is emptied, but never replaced
-  std::uint64_t own_held_ = 0;    // bytes of memory_, as counted in the device's context
+  bool exported_ = false;       // others use the memory: it is emptied, but never replaced
+  std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
   // What pin_address() allows the buffer to grow to. Written under both mutexes, read under either.
   std::uint64_t address_limit_ = kNoLimit;
 
@@ -207,7 +205,7 @@ class ExtentBuffer : public Buffer {
   std::uint64_t shrinks_ = 0;               // begun so far
   std::uint64_t gate_offset_ = 0;           // [gate_offset_, gate_end_): the driver moves it, nobody may use it
   std::uint64_t gate_end_ = 0;
-  int keepers_ = 0;                         // of keep_unpublished()
+  int keepers_ = 0;  // of keep_unpublished()
   // Atomics: read without a lock.
   std::atomic<std::uint64_t> size_{0};          // written under state_mutex_
   std::atomic<std::uint64_t> held_{0};          // written under mutation_mutex_

@@ -1,11 +1,9 @@
-// Copies between buffers, on one device or between two, that never wait for memory while they hold a pin: two copies
-// in opposite directions would wait for each other.
+// Copies between buffers, on one device or between two. They never wait for memory while they hold a pin: two copies in
+// opposite directions would wait for each other.
 
 #include <algorithm>
 #include <cerrno>
-#include <deque>
 #include <memory>
-#include <new>
 #include <utility>
 
 #include "base/math.h"
@@ -16,15 +14,12 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two looks at a cancellation
-// Chunks of a copy within a GPU that are under way: it never runs dry, and a cancellation waits for no more than these.
-constexpr std::size_t kQueueLength = 4;
-constexpr std::uint64_t kStagingBytes = std::uint64_t{4} << 20;  // between devices without a direct way
+constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;    // between two checks of a cancellation
+constexpr std::uint64_t kStagingBytes = std::uint64_t{4} << 20;  // between devices without peer access
 
 Status copy_staged(Device& to, DeviceAddress destination, Device& from, DeviceAddress source, std::uint64_t bytes) {
   const std::uint64_t step = std::min(bytes, kStagingBytes);
-  const std::unique_ptr<std::byte[]> staging(new (std::nothrow) std::byte[step]);
-  if (staging == nullptr) return Status(ENOMEM, "no memory to copy through");
+  const auto staging = std::make_unique_for_overwrite<std::byte[]>(step);
   for (std::uint64_t done = 0; done < bytes;) {
     const std::uint64_t part = std::min(step, bytes - done);
     Status status = from.copy_out(staging.get(), source + done, part);
@@ -47,88 +42,9 @@ Status copy_between(const DeviceContext& to, DeviceAddress destination, const De
 
 }  // namespace
 
-// What is under way of a copy within one GPU: chunks on one stream, each with its pins until its event is done. Owned
-// by copy_from(), on its thread, which must wait for nothing but the device while chunks are under way: somebody else
-// may wait for their pins.
-class ExtentBuffer::CopyQueue {
- public:
-  CopyQueue(ExtentBuffer& target, Buffer& source) : target_(target), source_(source) {}
-  ~CopyQueue() { (void)settle(0, nullptr); }
-  CopyQueue(const CopyQueue&) = delete;
-  CopyQueue& operator=(const CopyQueue&) = delete;
-
-  // Queues a chunk. False, and nothing has happened, where that would mean to wait, or its memory is not there at both
-  // ends: it is to be copied in another way once nothing is under way. *failure: what was queued last may have failed.
-  bool try_add(std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Status* failure) {
-    auto chunk = std::make_unique<Chunk>();
-    chunk->source = source_.try_pin_for_read(source_offset, bytes);
-    if (chunk->source == nullptr || chunk->source->pieces().size() != 1) return false;
-    const Piece& piece = chunk->source->pieces().front();
-    if (piece.address == 0 || piece.bytes != bytes || !open(chunk.get())) return false;
-    {
-      const std::lock_guard lock(target_.state_mutex_);
-      if (!target_.try_write_locked(offset, offset + bytes, &chunk->target)) return false;
-    }
-    chunk->end = offset + bytes;
-    chunk->bytes = bytes;
-    *failure = stream_->copy_on_device(chunk->target.address(), piece.address, static_cast<std::size_t>(bytes));
-    if (failure->ok()) *failure = stream_->record(*chunk->moved);
-    if (failure->ok()) {
-      under_way_.push_back(std::move(chunk));
-    } else {
-      (void)stream_->synchronize();  // it may have begun, and there is no event to tell when it has ended
-    }
-    return true;
-  }
-
-  // Waits until no more than `left` chunks are under way. What is in place up to the first failure is published and
-  // added to *done; a failure ends all that is under way.
-  Status settle(std::size_t left, std::uint64_t* done) {
-    while (under_way_.size() > left) {
-      const std::unique_ptr<Chunk> chunk = std::move(under_way_.front());
-      under_way_.pop_front();
-      Status status = chunk->moved->synchronize();
-      if (!status.ok()) {
-        (void)stream_->synchronize();
-        under_way_.clear();
-        return status;
-      }
-      if (done == nullptr) continue;
-      target_.publish(chunk->end);
-      *done += chunk->bytes;
-    }
-    return {};
-  }
-
- private:
-  struct Chunk {
-    WriteLease target;
-    std::unique_ptr<Pinned> source;
-    std::shared_ptr<Event> moved;
-    std::uint64_t end = 0;  // in the target
-    std::uint64_t bytes = 0;
-  };
-
-  bool open(Chunk* chunk) {
-    if (stream_ == nullptr) {
-      Result<std::shared_ptr<Stream>> stream = target_.context_->streams().acquire();
-      if (!stream.ok()) return false;
-      stream_ = stream.take();
-    }
-    Result<std::shared_ptr<Event>> event = target_.context_->events().acquire();
-    if (event.ok()) chunk->moved = event.take();
-    return event.ok();
-  }
-
-  ExtentBuffer& target_;
-  Buffer& source_;
-  std::shared_ptr<Stream> stream_;  // from the first chunk on
-  std::deque<std::unique_ptr<Chunk>> under_way_;
-};
-
 bool ExtentBuffer::copies_briefly(const Buffer& source, std::uint64_t source_offset, std::uint64_t bytes) const {
-  // A GPU moves that much within its memory in 8 ms. Two threads that sleep, to do the copy and to take the next
-  // request, begin 0.25 to 1 ms late altogether, of the 4 ms that 8 GiB take (one H200, in a virtual machine).
+  // A GPU moves that much within its memory in 8 ms. Waking one thread for the copy and another for the next request
+  // costs 0.25 to 1 ms, of the 4 ms that 8 GiB take (one H200, in a virtual machine).
   constexpr std::uint64_t kBrief = std::uint64_t{16} << 30;
   const std::uint64_t size = source.size();
   return source.device() == context_ && !context_->info().cpu_addressable &&
@@ -164,45 +80,22 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                                  const std::atomic<bool>* cancelled, std::uint64_t* done) {
   const bool on_one_gpu = &source.device()->device() == &context_->device() && !context_->info().cpu_addressable;
-  const std::uint64_t large = on_one_gpu ? context_->copy_chunk_bytes() : kCopyChunk;
+  std::uint64_t chunk = on_one_gpu ? context_->copy_chunk_bytes() : kCopyChunk;
   expect(offset + bytes);
-  std::uint64_t chunk = large;
-  std::uint64_t begun = 0;  // done, or under way
-  Status status;
-  {
-    CopyQueue queue(*this, source);
-    while (begun < bytes) {
-      if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
-        status = Status(ECANCELED, "the copy was cancelled");
-        break;
-      }
-      const std::uint64_t part = std::min(chunk, bytes - begun);
-      // A single chunk has nothing to overlap with.
-      if (on_one_gpu && bytes > large && queue.try_add(source_offset + begun, offset + begun, part, &status)) {
-        begun += part;
-        if (status.ok()) status = queue.settle(kQueueLength, done);
-        if (!status.ok()) break;
-        continue;
-      }
-      status = queue.settle(0, done);
-      if (!status.ok()) break;
-      const std::uint64_t before = *done;
-      status = copy_chunk(source, source_offset + before, offset + before, part, done);
-      begun = *done;
-      if (status.error() == ENOSPC && chunk > kCopyChunk) {
-        chunk = kCopyChunk;  // as much as there is room for
-        status = {};
-        continue;
-      }
-      if (!status.ok() || begun - before < part) break;  // the source may have become shorter
+  while (*done < bytes) {
+    if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
+      return Status(ECANCELED, "the copy was cancelled");
     }
-    const Status settled = queue.settle(0, done);
-    if (!settled.ok()) status = settled;
+    const std::uint64_t before = *done;
+    const std::uint64_t part = std::min(chunk, bytes - before);
+    Status status = copy_chunk(source, source_offset + before, offset + before, part, done);
+    if (status.error() == ENOSPC && chunk > kCopyChunk) {
+      chunk = std::max(chunk / 2, kCopyChunk);  // as much as still fits
+      continue;
+    }
+    if (!status.ok() || *done - before < part) return status;  // the source may have become shorter
   }
-  if (*done == begun) return status;
-  // What was moved behind a failure counts as never written.
-  const Status cleared = discard_above_size(offset + *done, begun - *done);
-  return status.ok() ? cleared : status;
+  return {};
 }
 
 Status ExtentBuffer::copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
@@ -236,18 +129,18 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
     WriteLease target;
     std::unique_ptr<Pinned> pinned;
     for (;;) {
-      // The source may have changed since it was looked at: it is cut anew.
-      Result<std::unique_ptr<Pinned>> looked_at = source.pin_for_read(source_offset, bytes);
-      if (!looked_at.ok()) return looked_at.status();
-      pinned = looked_at.take();
+      // The source may have changed since its pieces were listed: list them again.
+      Result<std::unique_ptr<Pinned>> again = source.pin_for_read(source_offset, bytes);
+      if (!again.ok()) return again.status();
+      pinned = again.take();
       {
         const std::lock_guard lock(state_mutex_);
         if (try_write_locked(offset, offset + bytes, &target)) break;
       }
-      // What has to be waited for is waited for without the pin.
+      // Waits without the pin.
       pinned.reset();
-      WriteLease made;
-      status = acquire_write(offset, offset + bytes, &made);
+      WriteLease grown;
+      status = acquire_write(offset, offset + bytes, &grown);
       if (!status.ok()) return status;
     }
     for (const Piece& piece : pinned->pieces()) {

@@ -27,7 +27,8 @@ constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
 // memory, since releasing the unused part of a piece needs space to copy the used part to.
 constexpr std::uint64_t kMostPreallocated = std::uint64_t{64} << 20;
 constexpr std::uint64_t kFreeParts = 16;
-// A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of them.
+// A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of
+// them.
 constexpr std::chrono::milliseconds kReclaimPatience{100};
 constexpr std::chrono::milliseconds kTrimPatience{10};
 constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released

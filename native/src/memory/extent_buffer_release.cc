@@ -188,6 +188,7 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
   const std::lock_guard mutation(mutation_mutex_);
+  (void)release_unused(TimePoint{});  // the caller wants memory back; as much as nobody uses now
   Exclusion exclusion(*this);
   bool to_the_end = false;
   std::uint64_t slot_bytes = 0;

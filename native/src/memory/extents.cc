@@ -57,15 +57,6 @@ Extents without(const Extents& extents, const Extents& removed) {
   return left;
 }
 
-Extents common(const Extents& extents, const Extents& others) {
-  Extents found;
-  for (const Extent& other : others) {
-    const Extents part = inside(extents, other.offset, other.offset + other.bytes);
-    found.insert(found.end(), part.begin(), part.end());
-  }
-  return found;
-}
-
 Extents joined(const Extents& extents, const Extents& added) {
   Extents all(extents.size() + added.size());
   std::merge(extents.begin(), extents.end(), added.begin(), added.end(), all.begin(),

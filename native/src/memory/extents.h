@@ -1,6 +1,6 @@
 // Arithmetic on sorted lists of extents, in which no two touch.
-// Nobody owns it: pure functions.
-// Any thread may call it.
+// Ownership: none, these are pure functions.
+// Threads: any.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,8 @@ using Extents = std::vector<Extent>;
 // Without what of it lies in [offset, end).
 [[nodiscard]] Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 
-// Without what of it lies in the other list; and only that.
+// Without what of it lies in the other list.
 [[nodiscard]] Extents without(const Extents& extents, const Extents& removed);
-[[nodiscard]] Extents common(const Extents& extents, const Extents& others);
 
 // Both lists in one, neighbours joined. They do not overlap.
 [[nodiscard]] Extents joined(const Extents& extents, const Extents& added);

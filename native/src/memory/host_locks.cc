@@ -1,3 +1,5 @@
+// The registry of locked host memory, and the calls of the driver that lock and unlock it.
+
 #include "memory/host_locks.h"
 
 #include <sys/mman.h>
@@ -19,14 +21,14 @@ namespace gpufs {
 struct HostLocks::Entry {
   Entry(const Range& locked, Owner in_account) : range(locked), owner(in_account), locks{{locked, 1}} {}
 
-  Range range;  // a foreign one may grow to the whole of what somebody pinned
+  Range range;  // a foreign one may grow to the whole of what another library pinned
   const Owner owner;
   State state = State::kPinning;
   std::condition_variable changed;
-  Device* device = nullptr;  // that pinned it; null for foreign memory
+  Device* device = nullptr;  // that pinned it; null: foreign
   bool source_only = false;
   DeviceAddress device_address = 0;      // of the range's start; 0: there is none
-  std::map<Range, std::uint64_t> locks;  // as they were asked for, and how often
+  std::map<Range, std::uint64_t> locks;  // by the range that was asked for: how often
   std::uint64_t uses = 0;
 
   [[nodiscard]] std::uint64_t lock_count() const {
@@ -36,7 +38,7 @@ struct HostLocks::Entry {
   }
 };
 
-// What the driver said to a pinning.
+// What came of a call of the driver to pin.
 struct HostLocks::Pinned {
   Status status;
   Device* device = nullptr;  // null: foreign
@@ -47,16 +49,11 @@ struct HostLocks::Pinned {
 
 namespace {
 
-// Drivers that pin keep whole pages; addresses of a mapping's pages.
-HostLocks::Range pages_of(const HostLocks::Range& range) {
-  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  return {range.start / page * page, (range.end - 1) / page * page + page};
-}
-
-// Whether every page of it is mapped. MS_ASYNC does nothing but look at the mappings.
+// Whether every page of it is mapped. MS_ASYNC only checks the mappings.
 bool is_mapped(const HostLocks::Range& range) {
-  const HostLocks::Range pages = pages_of(range);
-  return ::msync(reinterpret_cast<void*>(pages.start), pages.bytes(), MS_ASYNC) == 0;
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const std::uintptr_t start = range.start / page * page;
+  return ::msync(reinterpret_cast<void*>(start), range.end - start, MS_ASYNC) == 0;
 }
 
 std::string remedy() {
@@ -69,8 +66,8 @@ std::string remedy() {
   return "; the machine or the process's cgroup has no more memory to lock: lock less, or in smaller parts";
 }
 
-// Drivers unpin once nothing stands any more, and would wait for ever on a device that gets nothing done. closing:
-// streams that were left behind may stand for ever, too.
+// A driver unpins only when no stream is blocked, and would wait forever on a device that makes no progress. closing:
+// streams that were left behind may stay blocked forever, too.
 Status may_unpin(Device& device, bool closing) {
   constexpr std::chrono::milliseconds kLook{2};
   constexpr std::chrono::seconds kAlert{1};
@@ -80,7 +77,7 @@ Status may_unpin(Device& device, bool closing) {
     const std::chrono::milliseconds awaited = waits->longest();
     if (awaited < kAlert && !(closing && device.any_stands())) return {};
     if (closing || awaited >= waits->patience()) {
-      return Status(ETIMEDOUT, "streams stand, and nothing can be unlocked before they go on");
+      return Status(ETIMEDOUT, "streams are blocked, and nothing can be unlocked before they continue");
     }
   }
 }
@@ -106,13 +103,13 @@ HostLocks::Use::~Use() {
 Status HostLocks::check(const void* address, std::size_t bytes, Range* range) const {
   range->start = reinterpret_cast<std::uintptr_t>(address);
   if (address == nullptr || bytes == 0) return Status(EINVAL, "an empty range cannot be locked");
-  // The last page too must have an end.
+  // The last page must have an end, too.
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   if (add_overflows(range->start, bytes, &range->end) || range->end > ~std::uintptr_t{0} - page) {
     return Status(EINVAL, "the range to lock wraps around the end of the address space");
   }
   // The child has a copy of this list, but neither the driver nor the pinned pages.
-  if (::getpid() != process_) return Status(EPERM, "memory is locked by the process that opened the engine alone");
+  if (::getpid() != process_) return Status(EPERM, "only the process that opened the engine can lock memory");
   return {};
 }
 
@@ -131,7 +128,7 @@ std::shared_ptr<HostLocks::Entry> HostLocks::settled_locked(const Range& range, 
 }
 
 Device& HostLocks::choose_device() const {
-  // One device's pinning serves all of its driver; it only has to be one that works, and that copies by itself.
+  // Memory that one device pinned is pinned for all of its driver; it must be one that works and copies by itself.
   const auto& devices = driver_->devices();
   const auto good = std::find_if(devices.begin(), devices.end(), [](const std::unique_ptr<Device>& device) {
     return !device->info().cpu_addressable && device->health().ok();
@@ -140,27 +137,17 @@ Device& HostLocks::choose_device() const {
 }
 
 HostLocks::Pinned HostLocks::pin(const Range& range, Access access) const {
+  Pinned outcome;
+  outcome.whole = range;
   if (driver_->devices().empty()) {
-    Pinned outcome;
     outcome.status = Status(ENODEV, "there is no device to lock memory for");
     return outcome;
   }
-  Device& device = choose_device();
-  Pinned outcome = pin_on(device, range, access);
-  if (!outcome.status.ok()) return outcome;
-  // One device's answer serves all of its driver: they share the address space of the process.
-  const Result<DeviceAddress> seen = device.address_of_pinned(reinterpret_cast<void*>(outcome.whole.start));
-  if (seen.ok()) outcome.device_address = seen.value();
-  return outcome;
-}
-
-HostLocks::Pinned HostLocks::pin_on(Device& device, const Range& range, Access access) {
-  Pinned outcome;
-  outcome.whole = range;
   if (!is_mapped(range)) {
     outcome.status = Status(EFAULT, to_text(range) + " is not all mapped: it cannot be locked");
     return outcome;
   }
+  Device& device = choose_device();
   auto* const start = reinterpret_cast<void*>(range.start);
   if (access == Access::kSource) {
     outcome.status = device.pin_read_only(start, range.bytes());
@@ -171,29 +158,31 @@ HostLocks::Pinned HostLocks::pin_on(Device& device, const Range& range, Access a
   }
   if (outcome.status.ok()) {
     outcome.device = &device;
-    return outcome;
-  }
-  if (outcome.status.error() == EEXIST) {
+  } else if (outcome.status.error() == EEXIST) {
     outcome.status = Status();
     for (const std::uintptr_t at : {range.start, range.end - 1}) {
       const Result<PinnedHostRange> known = device.pinned_range(reinterpret_cast<void*>(at));
       if (!known.ok()) continue;
       const Range whole{known.value().start, known.value().end};
       if (whole.start > at || at >= whole.end) continue;  // about something else
-      if (whole.contains(range)) {
-        outcome.whole = whole;
-      } else {
+      if (!whole.contains(range)) {
         outcome.status = Status(EEXIST, to_text(range) + " overlaps " + to_text(whole) +
-                                            ", which somebody else has locked, and is not inside it");
+                                            ", which another library has locked, and is not inside it");
+        return outcome;
       }
+      outcome.whole = whole;
       break;
+    }
+  } else {
+    outcome.status = outcome.status.with_context("locking " + to_text(range));
+    if (outcome.status.error() == ENOMEM) {
+      outcome.status = Status(ENOMEM, outcome.status.message() + remedy(), outcome.status.device_code());
     }
     return outcome;
   }
-  outcome.status = outcome.status.with_context("locking " + to_text(range));
-  if (outcome.status.error() == ENOMEM) {
-    outcome.status = Status(ENOMEM, outcome.status.message() + remedy(), outcome.status.device_code());
-  }
+  // One device's answer serves all of its driver: they share the address space of the process.
+  const Result<DeviceAddress> seen = device.address_of_pinned(reinterpret_cast<void*>(outcome.whole.start));
+  if (seen.ok()) outcome.device_address = seen.value();
   return outcome;
 }
 
@@ -212,16 +201,12 @@ void HostLocks::settle(const std::shared_ptr<Entry>& entry, const Pinned& outcom
         entry->device_address = outcome.device_address + (entry->range.start - outcome.whole.start);
       }
       // Whole, unless a part of it is listed already.
-      const auto place = entries_.find(entry->range.start);
-      const bool room_before = place == entries_.begin() || std::prev(place)->second->range.end <= outcome.whole.start;
-      const bool room_after = std::next(place) == entries_.end() || std::next(place)->first >= outcome.whole.end;
-      if (room_before && room_after) {
-        auto node = entries_.extract(place);
-        node.key() = outcome.whole.start;
+      entries_.erase(entry->range.start);
+      if (touching_locked(outcome.whole) == nullptr) {
         entry->range = outcome.whole;
         entry->device_address = outcome.device_address;
-        entries_.insert(std::move(node));
       }
+      entries_.emplace(entry->range.start, entry);
     }
   }
   entry->changed.notify_all();
@@ -250,19 +235,8 @@ Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Ow
     entries_.emplace(range.start, mine);
     count_.store(entries_.size(), std::memory_order_release);
   }
-  // Whatever happens, nobody is left waiting for the entry.
-  Pinned outcome;
-  outcome.status = Status(ENOMEM, "");
-  struct Settle {
-    HostLocks& locks;
-    const std::shared_ptr<Entry>& entry;
-    const Pinned& outcome;
-    ~Settle() { locks.settle(entry, outcome); }
-  };
-  {
-    const Settle at_the_end{*this, mine, outcome};
-    outcome = pin(range, access);
-  }
+  const Pinned outcome = pin(range, access);
+  settle(mine, outcome);
   return outcome.status;
 }
 
@@ -275,7 +249,7 @@ Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
     status = may_unpin(*entry->device, closing);
     if (status.ok()) status = entry->device->unpin(reinterpret_cast<void*>(entry->range.start));
     if (status.error() == ENOENT) {
-      log_warning("somebody else has unlocked ", to_text(entry->range));
+      log_warning("another library has unlocked ", to_text(entry->range));
       status = Status();
     }
     lock.lock();
@@ -336,7 +310,7 @@ Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Ac
         entry == nullptr ? range.end : std::min(here ? entry->range.end : entry->range.start, range.end);
     if (here) {
       if (access == Access::kBoth && entry->source_only) {
-        lock.unlock();  // what has been found is given back
+        lock.unlock();  // for ~Use()
         return Status(EACCES, to_text(entry->range) + " is locked for devices to read only");
       }
       found.entries_.push_back(entry);
@@ -353,7 +327,7 @@ void HostLocks::end_use(const std::vector<std::shared_ptr<Entry>>& entries) {
   Lock lock(mutex_);
   for (const std::shared_ptr<Entry>& entry : entries) {
     if (--entry->uses > 0 || !entry->locks.empty()) continue;
-    // Unlocked while it was in use.
+    // It was unlocked while in use.
     if (const Status status = unpin(entry, lock); !status.ok()) {
       log_error("unlocking ", to_text(entry->range), ": ", status.message());
     }

@@ -1,7 +1,7 @@
-// Host memory that is locked (pinned): which ranges, by whom, how often. Devices copy from and to it without a detour.
-// One registry an engine, shared by the engine and its devices' contexts; what is still locked is unlocked with it.
-// Any thread may call any function. Those that call the driver say so; no lock is held meanwhile, and only those wait
-// who want the very same memory.
+// Which ranges of host memory are locked (pinned), by whom and how often. Devices copy from and to them directly.
+// One registry for each engine, shared by the engine and its devices' contexts; it unlocks everything when destroyed.
+// Any thread may call any function. Those that call the driver say so. No mutex is held during such a call, and only
+// callers that want the same memory wait for it.
 #pragma once
 
 #include <sys/types.h>
@@ -23,21 +23,21 @@
 
 namespace gpufs {
 
-// When memory is locked without being asked for: where it helps and is possible; never; always, or the work fails.
+// When memory is locked that nobody asked to lock: where it helps and is possible; never; always, or the work fails.
 enum class LockPolicy : int { kAuto, kOff, kMandatory };
 
 // Ranges are bytes, not pages: the driver pins the pages that they touch, and two ranges may share one.
 //  - A range inside a locked one adds a reference to that. The last reference to go unlocks.
 //  - A range that overlaps a locked one and is not inside it is EEXIST, which names both.
-//  - Memory that somebody else pinned (the driver says so) is recorded whole, as foreign, and never unpinned here.
-//  - Memory that is unmapped while it is locked stays pinned, and nobody sees it any more: unlock it first.
+//  - Memory that another library pinned (the driver reports it) is recorded whole, as foreign, and never unpinned here.
+//  - Memory that is unmapped while it is locked stays pinned, where nobody sees it: unlock it first.
 class HostLocks {
  private:
   struct Entry;
 
  public:
   enum class Access { kBoth, kSource };   // kSource: devices only read it; it may be mapped for reading only
-  enum class Owner { kProgram, kMount };  // in whose account it is
+  enum class Owner { kProgram, kMount };  // who it is counted for
   struct Range {
     std::uintptr_t start = 0;
     std::uintptr_t end = 0;
@@ -58,17 +58,17 @@ class HostLocks {
   // ESHUTDOWN after close(). Nothing has changed then.
   Status lock(const void* address, std::size_t bytes, Access access = Access::kBoth, Owner owner = Owner::kProgram);
   // Undoes one lock() of exactly this range; with the last one of all, the driver's pinning. ENOENT: there is none.
-  // What the driver fails with otherwise: the range is still locked as before.
+  // Other errors are the driver's: the range is still locked as before.
   Status unlock(const void* address, std::size_t bytes);
 
   struct Info {
-    Range whole;  // what is locked around it
+    Range whole;  // the locked range around it
     bool foreign = false;
     bool source_only = false;
     std::uint64_t references = 0;
-    DeviceAddress device_address = 0;  // where devices see the range that was asked about; 0: the driver gives none
+    DeviceAddress device_address = 0;  // where devices see the range in question; 0: the driver gives no address
   };
-  // ENOENT when not all of it is locked, as one range.
+  // ENOENT unless all of it is locked as one range.
   Result<Info> info(const void* address, std::size_t bytes) const;
 
   // A part of a range that is locked as one, or not at all: drivers may refuse a copy that crosses the border.
@@ -77,7 +77,7 @@ class HostLocks {
     std::size_t bytes = 0;
     bool locked = false;
   };
-  // Keeps what is locked of a range so while it lives. Must not outlive the registry.
+  // Keeps the locked parts of a range locked while it lives. Must not outlive the registry.
   class Use {
    public:
     Use() = default;
@@ -95,10 +95,10 @@ class HostLocks {
     std::vector<std::shared_ptr<Entry>> entries_;
     std::vector<Part> parts_;
   };
-  // The range in parts, in order. EACCES: a part is locked as a source only, and a device is going to write to it.
+  // The range in parts, in order. EACCES: a device is to write to a part that is locked as a source only.
   Result<Use> use(const void* address, std::size_t bytes, Access access);
 
-  // Unlocks everything; what is in use, when that ends. Calls the driver. May be called twice.
+  // Unlocks everything; ranges in use when that ends. Calls the driver. May be called twice.
   void close();
 
   struct Statistics {
@@ -117,12 +117,12 @@ class HostLocks {
   [[nodiscard]] Status check(const void* address, std::size_t bytes, Range* range) const;
   // The first entry that has a byte of the range; null if none has.
   [[nodiscard]] std::shared_ptr<Entry> touching_locked(const Range& range) const;
-  // The same once nobody is pinning or unpinning it.
+  // The same once no thread is pinning or unpinning it.
   [[nodiscard]] std::shared_ptr<Entry> settled_locked(const Range& range, Lock& lock) const;
   [[nodiscard]] Pinned pin(const Range& range, Access access) const;
-  [[nodiscard]] static Pinned pin_on(Device& device, const Range& range, Access access);
+  // How pinning an entry ended; wakes those who wait for that.
   void settle(const std::shared_ptr<Entry>& entry, const Pinned& outcome);
-  // Unpins an entry with no reference but the caller's; without the lock meanwhile.
+  // Unpins an entry with no reference but the caller's. Releases the lock for that time.
   Status unpin(const std::shared_ptr<Entry>& entry, Lock& lock);
   void end_use(const std::vector<std::shared_ptr<Entry>>& entries);
   [[nodiscard]] Device& choose_device() const;
@@ -130,9 +130,9 @@ class HostLocks {
   const std::shared_ptr<Driver> driver_;
   const LockPolicy policy_;
   const pid_t process_;
-  std::atomic<std::size_t> count_{0};  // of entries; to pass by without the mutex when there are none
+  std::atomic<std::size_t> count_{0};  // of entries; without any, copies skip the mutex
 
-  // Guards all below and every entry; innermost: the driver is never called under it.
+  // Guards all below and every entry. Innermost: the driver is never called under it.
   mutable std::mutex mutex_;
   std::map<std::uintptr_t, std::shared_ptr<Entry>> entries_;  // by start; none overlap
   bool closed_ = false;

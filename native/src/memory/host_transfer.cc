@@ -1,3 +1,5 @@
+// Copies between a program's own memory and a buffer, part by part as the memory is locked.
+
 #include "memory/host_transfer.h"
 
 #include <algorithm>
@@ -18,9 +20,10 @@ using observe::Flow;
 
 Backend backend_of(const HostLocks::Part& part) { return part.locked ? Backend::kLocked : Backend::kPageable; }
 
-// A lock for the time of one copy.
+// A lock for the time of one copy, as LockPolicy::kMandatory wants it.
 class ShortLock {
  public:
+  ShortLock() = default;
   ~ShortLock() {
     if (locks_ == nullptr) return;
     if (const Status status = locks_->unlock(memory_.data(), memory_.size()); !status.ok()) {
@@ -29,14 +32,18 @@ class ShortLock {
   }
   ShortLock(const ShortLock&) = delete;
   ShortLock& operator=(const ShortLock&) = delete;
-  ShortLock() = default;
 
-  Status take(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access) {
+  // What is locked of the memory, after the policy has been followed.
+  Result<HostLocks::Use> use(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access) {
+    Result<HostLocks::Use> found = locks.use(memory.data(), memory.size(), access);
+    if (!found.ok() || locks.policy() != LockPolicy::kMandatory || memory.empty()) return found;
+    const auto& parts = found.value().parts();
+    if (std::all_of(parts.begin(), parts.end(), [](const HostLocks::Part& part) { return part.locked; })) return found;
     Status status = locks.lock(memory.data(), memory.size(), access);
     if (!status.ok()) return status.with_context("locking is mandatory");
     locks_ = &locks;
     memory_ = memory;
-    return status;
+    return locks.use(memory.data(), memory.size(), access);
   }
 
  private:
@@ -44,47 +51,24 @@ class ShortLock {
   std::span<const std::byte> memory_;
 };
 
-// What is locked of the memory, after the policy has been followed.
-Result<HostLocks::Use> find_parts(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access,
-                                  ShortLock* own) {
-  Result<HostLocks::Use> use = locks.use(memory.data(), memory.size(), access);
-  if (!use.ok() || locks.policy() != LockPolicy::kMandatory || memory.empty()) return use;
-  const auto& parts = use.value().parts();
-  if (std::all_of(parts.begin(), parts.end(), [](const HostLocks::Part& part) { return part.locked; })) return use;
-  if (Status status = own->take(locks, memory, access); !status.ok()) return status;
-  return locks.use(memory.data(), memory.size(), access);
-}
-
-// The bytes of [offset, offset + out.size()) that exist: holes are zeros.
-Status read_part(Device& device, const std::vector<Buffer::Piece>& pieces, std::uint64_t offset,
-                 std::span<std::byte> out) {
-  const std::uint64_t end = offset + out.size();
+// Calls copy(piece address, offset within the part, bytes) for what the pieces have of [offset, offset + part's bytes),
+// and counts it. Address 0: a hole.
+template <typename Copy>
+Status copy_part(Buffer& buffer, const std::vector<Buffer::Piece>& pieces, std::uint64_t offset,
+                 const HostLocks::Part& part, Flow flow, Copy copy) {
+  observe::Measured measured(buffer.device()->counters(), backend_of(part), flow);
+  const std::uint64_t start = offset + part.offset;
+  std::uint64_t copied = 0;
   for (const Buffer::Piece& piece : pieces) {
-    const std::uint64_t from = std::max(offset, piece.offset);
-    const std::uint64_t to = std::min(end, piece.offset + piece.bytes);
+    const std::uint64_t from = std::max(start, piece.offset);
+    const std::uint64_t to = std::min(start + part.bytes, piece.offset + piece.bytes);
     if (from >= to) continue;
-    const std::span<std::byte> target = out.subspan(from - offset, to - from);
-    if (piece.address == 0) {
-      std::memset(target.data(), 0, target.size());
-      continue;
-    }
-    const DeviceAddress address = piece.address + (from - piece.offset);
-    if (Status status = device.copy_out(target.data(), address, target.size()); !status.ok()) return status;
+    const DeviceAddress address = piece.address == 0 ? 0 : piece.address + (from - piece.offset);
+    if (Status status = copy(address, from - offset, to - from); !status.ok()) return status;
+    copied += to - from;
   }
-  return {};
-}
-
-Status write_part(Device& device, const std::vector<Buffer::Piece>& pieces, std::uint64_t offset,
-                  std::span<const std::byte> in) {
-  const std::uint64_t end = offset + in.size();
-  for (const Buffer::Piece& piece : pieces) {
-    const std::uint64_t from = std::max(offset, piece.offset);
-    const std::uint64_t to = std::min(end, piece.offset + piece.bytes);
-    if (from >= to) continue;
-    const std::span<const std::byte> source = in.subspan(from - offset, to - from);
-    const DeviceAddress address = piece.address + (from - piece.offset);
-    if (Status status = device.copy_in(address, source.data(), source.size()); !status.ok()) return status;
-  }
+  measured.done(copied);
+  buffer.activity().note(backend_of(part), flow, copied);
   return {};
 }
 
@@ -95,32 +79,23 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.read(offset, destination);
   ShortLock own;
-  Result<HostLocks::Use> use = find_parts(*locks, destination, HostLocks::Access::kBoth, &own);
+  Result<HostLocks::Use> use = own.use(*locks, destination, HostLocks::Access::kBoth);
   if (!use.ok()) return use.status();
-  const auto& parts = use.value().parts();
-  if (parts.size() == 1) {
-    observe::Measured measured(context.counters(), backend_of(parts.front()), Flow::kOut);
-    Result<std::size_t> got = buffer.read(offset, destination);
-    if (got.ok()) {
-      measured.done(got.value());
-      buffer.activity().note(backend_of(parts.front()), Flow::kOut, got.value());
-    }
-    return got;
-  }
   Result<std::unique_ptr<Buffer::Pinned>> pin = buffer.pin_for_read(offset, destination.size());
   if (!pin.ok()) return pin.status();
   const std::vector<Buffer::Piece>& pieces = pin.value()->pieces();
   const std::size_t there =
       pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().offset + pieces.back().bytes - offset);
-  for (const HostLocks::Part& part : parts) {
-    if (part.offset >= there) break;
-    const std::size_t bytes = std::min(part.bytes, there - part.offset);
-    observe::Measured measured(context.counters(), backend_of(part), Flow::kOut);
-    const Status status =
-        read_part(context.device(), pieces, offset + part.offset, destination.subspan(part.offset, bytes));
+  for (const HostLocks::Part& part : use.value().parts()) {
+    if (part.offset > 0 && part.offset >= there) break;
+    Status status = copy_part(buffer, pieces, offset, part, Flow::kOut,
+                              [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) -> Status {
+                                std::byte* const out = destination.data() + at;
+                                if (address != 0) return context.device().copy_out(out, address, bytes);
+                                std::memset(out, 0, bytes);
+                                return {};
+                              });
     if (!status.ok()) return status;
-    measured.done(bytes);
-    buffer.activity().note(backend_of(part), Flow::kOut, bytes);
   }
   return there;
 }
@@ -130,32 +105,21 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.write(offset, source);
   ShortLock own;
-  Result<HostLocks::Use> use = find_parts(*locks, source, HostLocks::Access::kSource, &own);
+  Result<HostLocks::Use> use = own.use(*locks, source, HostLocks::Access::kSource);
   if (!use.ok()) return use.status();
-  const auto& parts = use.value().parts();
-  if (parts.size() == 1) {
-    observe::Measured measured(context.counters(), backend_of(parts.front()), Flow::kIn);
-    Result<std::size_t> put = buffer.write(offset, source);
-    if (put.ok()) {
-      measured.done(put.value());
-      buffer.activity().note(backend_of(parts.front()), Flow::kIn, put.value());
-    }
-    return put;
-  }
   Status status;
   {
     Result<std::unique_ptr<Buffer::Pinned>> pin = buffer.pin_for_write(offset, source.size());
     if (!pin.ok()) return pin.status();
-    for (const HostLocks::Part& part : parts) {
-      observe::Measured measured(context.counters(), backend_of(part), Flow::kIn);
-      status = write_part(context.device(), pin.value()->pieces(), offset + part.offset,
-                          source.subspan(part.offset, part.bytes));
+    for (const HostLocks::Part& part : use.value().parts()) {
+      status = copy_part(buffer, pin.value()->pieces(), offset, part, Flow::kIn,
+                         [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) {
+                           return context.device().copy_in(address, source.data() + at, bytes);
+                         });
       if (!status.ok()) break;
-      measured.done(part.bytes);
-      buffer.activity().note(backend_of(part), Flow::kIn, part.bytes);
     }
     if (status.ok()) {
-      buffer.publish(offset + source.size());
+      if (!source.empty()) buffer.publish(offset + source.size());
       return source.size();
     }
   }

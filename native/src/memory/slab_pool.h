@@ -1,5 +1,5 @@
-// Memory for small files: slots of a few sizes, cut from granules that all small files of a device share.
-// Owned by the device's context; slots are shared by whoever still reads or writes the file in them.
+// Memory for small files: slots of a few sizes, cut from granules (slabs) that all small files of a device share.
+// Owned by the device's context; a slot is shared by the readers and writers of the file in it.
 // Any thread may call any function.
 #pragma once
 
@@ -23,13 +23,13 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // Slots have powers of two of bytes, from this one on.
   static constexpr std::uint64_t kSmallestSlot = 512;
 
-  // Room for one small file, zeroed when it is taken; given back when destroyed.
+  // Memory for one small file, zeroed when it is taken; returned to the pool when destroyed.
   class Slot {
    public:
     Slot(std::shared_ptr<SlabPool> pool, std::uint64_t slab, std::size_t index, DeviceAddress address,
          std::uint64_t bytes)
         : pool_(std::move(pool)), slab_(slab), index_(index), address_(address), bytes_(bytes) {}
-    ~Slot() { pool_->give(slab_, index_); }
+    ~Slot() { pool_->put_back(slab_, index_); }
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
 
@@ -54,7 +54,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
 
   [[nodiscard]] std::uint64_t largest() const { return largest_; }
 
-  // The smallest slot with room for `bytes` (1..largest()). ENOSPC when a new slab is needed and the device is full.
+  // The smallest slot for `bytes` (1..largest()). ENOSPC when a new slab is needed and the device is full.
   Result<std::shared_ptr<Slot>> take(std::uint64_t bytes);
 
   [[nodiscard]] std::size_t slab_count() const;
@@ -64,22 +64,16 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   struct Slab {
     std::size_t size_class = 0;
     std::size_t used = 0;
-    std::size_t lowest_free = 0;  // none below it is free
+    std::size_t lowest_free = 0;  // no slot below it is free
     std::vector<bool> taken;      // by slot
     std::vector<bool> dirty;      // was in use before, so it must be zeroed for its next file
-    // Its entry of with_room_, while it has none: what is given back must find its place without memory.
-    std::set<std::uint64_t>::node_type entry;
-  };
-  struct Place {
-    std::uint64_t slab = 0;
-    std::size_t index = 0;
-    bool dirty = false;
   };
 
   SlabPool(DeviceContext& context, std::uint64_t largest);
-  bool find_place_locked(std::size_t size_class, Place* place);
+  // Null: no slab of the class has a free slot.
+  std::shared_ptr<Slot> take_free(std::size_t size_class, bool* dirty);
   Status add_slab(std::size_t size_class);
-  void give(std::uint64_t slab, std::size_t index);
+  void put_back(std::uint64_t slab, std::size_t index);
 
   DeviceContext& context_;
   const std::uint64_t granule_;
@@ -93,9 +87,9 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // Guards all below; innermost.
   mutable std::mutex mutex_;
   DeviceAddress base_ = 0;
-  std::map<std::uint64_t, Slab> slabs_;             // by offset in the memory
-  std::vector<std::set<std::uint64_t>> with_room_;  // by size class: slabs with a free slot, filled from the lowest
-  std::set<std::uint64_t> free_offsets_;            // granules below used_end_ that are not slabs
+  std::map<std::uint64_t, Slab> slabs_;              // by offset in the memory
+  std::vector<std::set<std::uint64_t>> free_slabs_;  // by size class: slabs with a free slot, filled from the lowest
+  std::set<std::uint64_t> free_offsets_;             // granules below used_end_ that are not slabs
   std::uint64_t used_end_ = 0;
 };
 

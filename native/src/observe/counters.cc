@@ -12,6 +12,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/math.h"
+
 namespace gpufs::observe {
 namespace {
 
@@ -25,7 +27,7 @@ std::uint64_t wall_clock_ns() {
           .count());
 }
 
-// As many as threads can really run at once, so that most never share one.
+// As many as threads can run at the same time, so that they rarely share one.
 std::size_t choose_stripes() {
   const std::size_t cpus = std::max(1U, std::thread::hardware_concurrency());
   return std::min(std::bit_ceil(cpus), kMostStripes);
@@ -33,60 +35,57 @@ std::size_t choose_stripes() {
 
 }  // namespace
 
-std::uint32_t thread_number() {
+std::uint32_t Region::thread_number() {
   static std::atomic<std::uint32_t> next{0};
   thread_local const std::uint32_t mine = next.fetch_add(1, std::memory_order_relaxed);
   return mine;
 }
 
 Result<std::shared_ptr<Region>> Region::create(std::size_t devices, const std::string& path) {
-  if (path.empty()) return map(devices, UniqueFd());
-  // One of that name can only be left over; whoever has it mapped keeps it.
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return Status::from_errno(errno, path);
-  UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
-  if (!file.valid()) return Status::from_errno(errno, path);
-  Result<std::shared_ptr<Region>> made = map(devices, std::move(file));
-  if (!made.ok()) {
-    ::unlink(path.c_str());
-    return made.status().with_context(path);
+  UniqueFd file;
+  if (!path.empty()) {
+    // A file of this name is left over; a process that has it mapped keeps its pages.
+    if (::unlink(path.c_str()) != 0 && errno != ENOENT) return Status::from_errno(errno, path);
+    file = UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (!file.valid()) return Status::from_errno(errno, path);
   }
-  return made;
+  std::shared_ptr<Region> region(new Region(devices, choose_stripes()));
+  Status mapped = region->map(std::move(file));
+  if (mapped.ok()) return region;
+  if (!path.empty()) ::unlink(path.c_str());
+  return path.empty() ? mapped : mapped.with_context(path);
 }
 
-Result<std::shared_ptr<Region>> Region::map(std::size_t devices, UniqueFd file) {
-  std::shared_ptr<Region> region(new Region(devices, choose_stripes()));
-  const std::size_t used = kHeaderBytes + sizeof(EngineGauges) + devices * sizeof(DeviceGauges) +
-                           devices * kFlowCount * sizeof(TransferDetails) + alignof(Block) +
-                           region->stripes_ * devices * kBackendCount * kFlowCount * sizeof(Block);
-  const std::size_t bytes = (used + kPage - 1) / kPage * kPage;
+Status Region::map(UniqueFd file) {
+  std::size_t end = kHeaderBytes;
+  const auto place = [&end](std::size_t bytes, std::size_t alignment = 1) {
+    const std::size_t offset = round_up(end, alignment);
+    end = offset + bytes;
+    return offset;
+  };
+  const std::size_t gauges = place(sizeof(EngineGauges));
+  const std::size_t device_gauges = place(devices_ * sizeof(DeviceGauges));
+  const std::size_t details = place(devices_ * kFlowCount * sizeof(TransferDetails));
+  const std::size_t blocks = place(stripes_ * devices_ * kBackendCount * kFlowCount * sizeof(Block), alignof(Block));
+  bytes_ = round_up(end, kPage);
+
   int flags = MAP_PRIVATE | MAP_ANONYMOUS;
   if (file.valid()) {
-    // Taken now: a full file system must not end the process at its first count.
-    const int outcome = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
-    if (outcome != 0) return Status::from_errno(outcome, "room for the statistics");
+    // Allocated now: a full file system must not end the process when it counts.
+    const int outcome = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes_));
+    if (outcome != 0) return Status::from_errno(outcome, "space for the statistics");
     struct flock lock {};
     lock.l_type = F_WRLCK;
     if (::fcntl(file.get(), F_OFD_SETLK, &lock) != 0) return Status::from_errno(errno, "locking the statistics");
     flags = MAP_SHARED;
   }
-  void* const base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file.valid() ? file.get() : -1, 0);
+  void* const base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, flags, file.valid() ? file.get() : -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "mapping the statistics");
-  region->base_ = base;
-  region->bytes_ = bytes;
-  region->file_ = std::move(file);
-  region->lay_out();
-  return region;
-}
+  base_ = base;
+  file_ = std::move(file);
 
-// The memory is zeroed; constructing counters there writes nothing but zeros.
-void Region::lay_out() {
-  auto* const start = static_cast<std::byte*>(base_);
-  std::size_t offset = kHeaderBytes;
-  const auto place = [&](std::size_t bytes) { return std::exchange(offset, offset + bytes); };
-  const std::size_t gauges = place(sizeof(EngineGauges));
-  const std::size_t device_gauges = place(devices_ * sizeof(DeviceGauges));
-  const std::size_t details = place(devices_ * kFlowCount * sizeof(TransferDetails));
-  const std::size_t blocks = (offset + alignof(Block) - 1) / alignof(Block) * alignof(Block);
+  // The memory is zeroed, which is the initial state of every counter.
+  auto* const start = static_cast<std::byte*>(base);
   header_ = std::launder(reinterpret_cast<Header*>(start));
   gauges_ = std::launder(reinterpret_cast<EngineGauges*>(start + gauges));
   device_gauges_ = std::launder(reinterpret_cast<DeviceGauges*>(start + device_gauges));
@@ -113,22 +112,18 @@ void Region::lay_out() {
   header_->details_bytes = sizeof(TransferDetails);
   header_->created = wall_clock_ns();
   touch();
-  header_->magic = kMagic;  // last: without it the file is none of ours
+  header_->magic = kMagic;  // last: a file without it is still being created
+  return {};
 }
 
 Region::~Region() {
   if (base_ != nullptr) ::munmap(base_, bytes_);
 }
 
-const Block& Region::stripe_block(std::size_t stripe, std::size_t device, Backend backend, Flow flow) const {
-  return blocks_[((stripe * devices_ + device) * kBackendCount + static_cast<std::size_t>(backend)) * kFlowCount +
-                 static_cast<std::size_t>(flow)];
-}
-
 std::uint64_t Region::sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const {
   std::uint64_t total = 0;
   for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
-    total += (stripe_block(stripe, device, backend, flow).*member).load(std::memory_order_relaxed);
+    total += (block_of(stripe, device, backend, flow).*member).load(std::memory_order_relaxed);
   }
   return total;
 }
@@ -136,7 +131,7 @@ std::uint64_t Region::sum(std::size_t device, Backend backend, Flow flow, Counte
 std::uint64_t Region::refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const {
   std::uint64_t total = 0;
   for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
-    total += stripe_block(stripe, device, backend, flow).refusals[bit].load(std::memory_order_relaxed);
+    total += block_of(stripe, device, backend, flow).refusals[bit].load(std::memory_order_relaxed);
   }
   return total;
 }

@@ -1,7 +1,6 @@
-// The counters of an engine in one fixed layout, which other processes read when they live in a file
-// (docs/statistics.md). A Region is shared by the engine and its devices' contexts; what lies in it is written by
-// whoever does the work. Any thread may count; nothing is locked, and a reading is not one moment's: each number is
-// exact by itself.
+// The counters of an engine, in memory or in a file that other processes read. docs/statistics.md has the layout.
+// Ownership: a Region is shared by the engine and the contexts of its devices.
+// Thread-safe: any thread may count. Nothing is locked, so each number is exact, but a reading is not a snapshot.
 #pragma once
 
 #include <array>
@@ -29,8 +28,8 @@ inline void count(Counter& counter, std::uint64_t amount = 1) { counter.fetch_ad
 
 namespace gpufs::observe {
 
-// Who moved the bytes. A transfer is a whole copy between a file and a device, whatever moved its pieces. Locked and
-// pageable: copies from and to a program's own memory, which is locked or not.
+// What moved the bytes. A transfer is a whole copy between a file and a device, whatever moved its pieces. Locked and
+// pageable are copies from and to a program's own memory, which is locked or not.
 enum class Backend : std::uint8_t { kMount, kFastpath, kFallback, kDeviceCopy, kTransfer, kLocked, kPageable };
 inline constexpr std::size_t kBackendCount = 7;
 inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {
@@ -40,7 +39,7 @@ enum class Flow : std::uint8_t { kIn, kOut };
 inline constexpr std::size_t kFlowCount = 2;
 inline constexpr std::array<std::string_view, kFlowCount> kFlowNames = {"in", "out"};
 
-// Buckets of histograms: number b counts values above 2^(b-1) up to 2^b, number 0 those up to 1, the last all beyond.
+// Bucket b of a histogram counts values above 2^(b-1) up to 2^b, bucket 0 those up to 1, the last one all beyond.
 inline constexpr std::size_t kBuckets = 44;
 inline constexpr std::size_t kReasons = 32;
 [[nodiscard]] constexpr std::size_t bucket_of(std::uint64_t value) {
@@ -48,7 +47,7 @@ inline constexpr std::size_t kReasons = 32;
   return width < kBuckets ? width : kBuckets - 1;
 }
 
-// One device, backend and direction, as one stripe of threads has counted it; a reader adds the stripes.
+// One device, backend and direction, as one stripe of threads has counted it. A reader adds up the stripes.
 struct alignas(64) Block {
   Counter started;
   Counter ended;
@@ -62,20 +61,20 @@ struct alignas(64) Block {
 };
 static_assert(sizeof(Block) == 1024 && std::is_standard_layout_v<Block>);
 
-// More about the transfers of a device in one direction; too rare to be striped.
+// More about the transfers of a device in one direction. They are too rare to be striped.
 struct alignas(64) TransferDetails {
   Counter failed;
   Counter cancelled;
-  Counter abandoned;  // cancelled, and a thread still hung in the file
+  Counter abandoned;  // cancelled while a thread hung in the file
   // Parts of fallback's bytes.
   Counter buffered_bytes;  // through the page cache
   Counter direct_bytes;    // by O_DIRECT
-  Counter hole_bytes;      // beside them: holes of the source, never read
+  Counter hole_bytes;      // not one of the parts: holes of the source, never read
   std::array<Counter, 10> reserved;
 };
 static_assert(sizeof(TransferDetails) == 128);
 
-// How things stand, written from time to time.
+// Gauges, written from time to time.
 struct alignas(64) EngineGauges {
   Counter transfers_active;
   Counter bounce_slot_bytes;
@@ -94,7 +93,7 @@ static_assert(sizeof(EngineGauges) == 256);
 struct alignas(64) DeviceGauges {
   Counter total_bytes;
   Counter held_bytes;
-  Counter health_error;  // errno; 0: well
+  Counter health_error;  // errno; 0: the device works
   Counter events_existing;
   Counter events_idle;
   Counter streams_existing;
@@ -129,9 +128,9 @@ struct Header {
   std::uint32_t details_bytes;
   std::atomic<std::uint32_t> text_bytes;
   std::uint64_t created;  // nanoseconds since 1970, as below
-  Counter updated;        // when the gauges were written, and so when the process was last seen alive
+  Counter updated;        // when the gauges were written: the process was alive then
   std::array<std::byte, 256 - 120> reserved;
-  std::array<char, kTextBytes> text;  // JSON: what the file is about, in words
+  std::array<char, kTextBytes> text;  // JSON that describes the counters
 };
 static_assert(sizeof(Header) == kHeaderBytes && std::is_standard_layout_v<Header>);
 
@@ -142,26 +141,22 @@ static_assert(sizeof(Header) == kHeaderBytes && std::is_standard_layout_v<Header
           .count());
 }
 
-// A number of the calling thread's own, from 0 on.
-[[nodiscard]] std::uint32_t thread_number();
-
 class Region {
  public:
-  // path: the file to keep them in, made anew with mode 0600 and locked (a write lock of the whole file, by open file
-  // description) for as long as the process lives: who finds it unlocked finds a dead process's counters. Empty: memory
-  // of the process's own. Fails with the file's errno, ENOSPC included: pages are taken at once.
+  // path: the file for the counters, empty for private memory. The file is replaced, has mode 0600, and is locked (a
+  // write lock of the whole file, by open file description) for as long as the process lives: an unlocked file belongs
+  // to a dead process. Its space is allocated at once, so this fails with ENOSPC rather than counting later.
   static Result<std::shared_ptr<Region>> create(std::size_t devices, const std::string& path);
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
   [[nodiscard]] std::size_t devices() const { return devices_; }
+  // In the calling thread's stripe.
   [[nodiscard]] Block& block(std::size_t device, Backend backend, Flow flow) {
-    const std::size_t stripe = thread_number() & (stripes_ - 1);
-    return blocks_[((stripe * devices_ + device) * kBackendCount + static_cast<std::size_t>(backend)) * kFlowCount +
-                   static_cast<std::size_t>(flow)];
+    return block_of(thread_number() & (stripes_ - 1), device, backend, flow);
   }
-  // Of all stripes.
+  // Over all stripes.
   [[nodiscard]] std::uint64_t sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const;
   [[nodiscard]] std::uint64_t refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const;
 
@@ -171,25 +166,29 @@ class Region {
   [[nodiscard]] EngineGauges& gauges() { return *gauges_; }
   [[nodiscard]] DeviceGauges& gauges(std::size_t device) { return device_gauges_[device]; }
 
-  // Says in words what the counters are about. EFBIG beyond kTextBytes.
+  // Stores a description of the counters. EFBIG beyond kTextBytes.
   Status describe(std::string_view json);
-  // The gauges have been written.
+  // Notes that the gauges have been written.
   void touch();
-  // The whole region, as a file has it.
+  // The whole region, in the format of a file.
   [[nodiscard]] std::string_view bytes() const { return {static_cast<const char*>(base_), bytes_}; }
 
  private:
   Region(std::size_t devices, std::size_t stripes) : devices_(devices), stripes_(stripes) {}
-  static Result<std::shared_ptr<Region>> map(std::size_t devices, UniqueFd file);
-  const Block& stripe_block(std::size_t stripe, std::size_t device, Backend backend, Flow flow) const;
-  void lay_out();
+  Status map(UniqueFd file);
+  // A number of the calling thread's own, from 0 on.
+  [[nodiscard]] static std::uint32_t thread_number();
+  [[nodiscard]] Block& block_of(std::size_t stripe, std::size_t device, Backend backend, Flow flow) const {
+    return blocks_[((stripe * devices_ + device) * kBackendCount + static_cast<std::size_t>(backend)) * kFlowCount +
+                   static_cast<std::size_t>(flow)];
+  }
 
   const std::size_t devices_;
   const std::size_t stripes_;  // a power of two
   UniqueFd file_;              // holds the lock
   void* base_ = nullptr;
   std::size_t bytes_ = 0;
-  Header* header_ = nullptr;  // this and the others lie in the mapping
+  Header* header_ = nullptr;  // this and the others point into the mapping
   EngineGauges* gauges_ = nullptr;
   DeviceGauges* device_gauges_ = nullptr;
   TransferDetails* details_ = nullptr;
@@ -197,7 +196,7 @@ class Region {
   std::mutex text_mutex_;  // guards the header's text against two writers
 };
 
-// One device's part of a region. Cheap to copy; empty, it counts nothing.
+// One device's part of a region. Cheap to copy. Counts nothing if it is empty.
 class DeviceCounters {
  public:
   DeviceCounters() = default;
@@ -216,11 +215,11 @@ class DeviceCounters {
     count(block.sizes[bucket_of(bytes)]);
     count(block.times[bucket_of(nanoseconds)]);
   }
-  // begin() did not happen.
+  // Undoes begin().
   void forget(Backend backend, Flow flow) const {
     if (region_) region_->block(device_, backend, flow).started.fetch_sub(1, std::memory_order_relaxed);
   }
-  // Each set bit once.
+  // Counts each reason, a set bit, once.
   void refuse(Backend backend, Flow flow, std::uint32_t reasons) const;
   [[nodiscard]] Region* region() const { return region_.get(); }
   [[nodiscard]] std::size_t device() const { return device_; }
@@ -230,7 +229,7 @@ class DeviceCounters {
   std::size_t device_ = 0;
 };
 
-// One operation from its start to its end, which is its destruction. A failure unless done() was called.
+// Counts an operation that lasts as long as the object. It has failed unless done() was called.
 class Measured {
  public:
   Measured(const DeviceCounters& counters, Backend backend, Flow flow)
@@ -247,7 +246,7 @@ class Measured {
     bytes_ = bytes;
     failed_ = false;
   }
-  // Somebody else measures it.
+  // Counts nothing: another object counts the operation.
   void dismiss() {
     counters_.forget(backend_, flow_);
     dismissed_ = true;

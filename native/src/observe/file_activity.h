@@ -1,6 +1,6 @@
-// What has been read and written of one file, by whatever path, and which path was the last.
-// Owned by the Buffer that it is about.
-// Any thread.
+// Counts what has been read and written of one file, by any path, and notes which path was the last.
+// Ownership: the Buffer of the file.
+// Thread-safe.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ class FileActivity {
  public:
   static constexpr std::uint8_t kNobody = 255;
 
-  // One operation that has ended, as the backend counts them; those that moved nothing are left out.
+  // Counts an operation that has ended, unless it moved nothing.
   void note(Backend backend, Flow flow, std::uint64_t bytes) {
     if (bytes == 0) return;
     Side& side = sides_[static_cast<std::size_t>(flow)];

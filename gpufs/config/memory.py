@@ -1,16 +1,19 @@
-"""What this machine, or the container that we run in, has to offer.
-
-Reads /proc and /sys alone; nothing here is cached, opened or started.
-"""
+"""The memory of this machine or container, and what a mount takes of it by default."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from gpufs.config.kinds import size_text
+from gpufs.config.knobs import GRANULE, ConfigError
+
+_LEAST_METADATA: Final = 16 << 20  # of the default
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory in bytes that this process may use at most, and that is available now; cgroup limits count."""
+    """Memory in bytes that this process may use, and that is available now. Includes cgroup limits."""
 
     total_bytes: int
     available_bytes: int
@@ -21,7 +24,7 @@ def _number(path: Path) -> int | None:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return int(text) if text.isdigit() else None  # "max" is no limit
+    return int(text) if text.isdigit() else None  # "max" means no limit
 
 
 def _statistic(path: Path, key: str) -> int:
@@ -63,8 +66,8 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     return found
 
 
-def memory(root: Path = Path("/")) -> Memory:
-    """This machine's memory. ``root`` is where /proc and /sys are found. OSError when /proc/meminfo is unreadable."""
+def memory_of_machine(root: Path = Path("/")) -> Memory:
+    """This machine's memory. ``root`` contains /proc and /sys. OSError if /proc/meminfo cannot be read."""
     fields = {}
     for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
@@ -77,3 +80,33 @@ def memory(root: Path = Path("/")) -> Memory:
         total = min(total, limit)
         available = min(available, left)
     return Memory(total, available)
+
+
+def metadata_memory(metadata: int | None) -> int:
+    """Bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
+    return metadata or max(memory_of_machine().total_bytes // 16, _LEAST_METADATA)
+
+
+def host_memory(memory: int | None, devices: int) -> int:
+    """Bytes for each of ``devices`` (0: one) simulated devices; ``memory`` is the user's choice, if any.
+
+    The default is half of the available memory divided by the devices, in whole granules. ConfigError if the sum is
+    more than this machine or container has, or if too little is available for the default.
+    """
+    count = devices or 1
+    has = memory_of_machine()
+    if memory is None:
+        share = has.available_bytes // 2 // count // GRANULE * GRANULE
+        if share < GRANULE:
+            raise ConfigError(
+                f"memory: half of the available {size_text(has.available_bytes)} is too little for {count} "
+                "devices: give fewer devices"
+            )
+        return share
+    if memory * count > has.total_bytes:
+        gib = float(1 << 30)
+        raise ConfigError(
+            f"memory: {count} x {size_text(memory)} is more than this machine has: "
+            f"{has.total_bytes / gib:.1f} GiB, of which {has.available_bytes / gib:.1f} GiB are available"
+        )
+    return memory

@@ -1,4 +1,4 @@
-// The operations that native threads serve.
+// Requests on open buffers.
 
 #include <gtest/gtest.h>
 #include <linux/falloc.h>
@@ -8,7 +8,7 @@
 namespace gpufs::fuse {
 namespace {
 
-class OperationsTest : public MountTest {
+class BufferOperationsTest : public MountTest {
  protected:
   void SetUp() override { open_and_initialize(options()); }
   static MountOptions options() {
@@ -39,7 +39,7 @@ class OperationsTest : public MountTest {
   }
 };
 
-TEST_F(OperationsTest, WhatIsWrittenIsRead) {
+TEST_F(BufferOperationsTest, ReadsReturnWhatWasWritten) {
   const std::uint64_t fh = add_file(2);
   for (const std::size_t bytes : {1UL, 4096UL, 12345UL, 1UL << 20}) {
     const Bytes data = pattern(bytes, static_cast<unsigned>(bytes));
@@ -49,16 +49,7 @@ TEST_F(OperationsTest, WhatIsWrittenIsRead) {
   EXPECT_EQ(kernel->write(2, fh, 0, {}).as<fuse_write_out>().size, 0U);
 }
 
-TEST_F(OperationsTest, ReadsEndAtTheEndOfTheFile) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(1000, 1));
-  EXPECT_EQ(kernel->read(2, fh, 900, 4096).body.size(), 100U);
-  EXPECT_EQ(kernel->read(2, fh, 1000, 4096).body.size(), 0U);
-  EXPECT_EQ(kernel->read(2, fh, 1 << 30, 4096).body.size(), 0U);
-  EXPECT_EQ(kernel->read(2, fh, 0, 0).body.size(), 0U);
-}
-
-TEST_F(OperationsTest, DevicesThatTheCpuCannotAddress) {
+TEST_F(BufferOperationsTest, DevicesThatTheCpuCannotAddress) {
   source->device(1)->addressable = false;
   const std::uint64_t fh = add_file(3, S_IFREG | 0644, 1);
   const Bytes data = pattern(1 << 20, 3);
@@ -66,7 +57,7 @@ TEST_F(OperationsTest, DevicesThatTheCpuCannotAddress) {
   EXPECT_EQ(kernel->read(3, fh, 5, 1 << 20).body, data);
 }
 
-TEST_F(OperationsTest, MorePiecesThanAReplyMayHave) {
+TEST_F(BufferOperationsTest, MorePiecesThanAReplyMayHave) {
   const std::uint64_t fh = add_file(2);
   buffer(2).piece_bytes = 100;
   const Bytes data = pattern(1 << 20, 4);
@@ -74,9 +65,9 @@ TEST_F(OperationsTest, MorePiecesThanAReplyMayHave) {
   EXPECT_EQ(kernel->read(2, fh, 0, 1 << 20).body, data);
 }
 
-TEST_F(OperationsTest, HandlesAreChecked) {
+TEST_F(BufferOperationsTest, HandlesAreChecked) {
   add_file(2);
-  const std::uint64_t stale = InodeTable::kHandleBit | 12345;
+  const std::uint64_t stale = kBufferHandle | 12345;
   EXPECT_EQ(kernel->read(2, stale, 0, 100).error(), EBADF);
   EXPECT_EQ(kernel->write(2, stale, 0, pattern(10, 1)).error(), EBADF);
   EXPECT_EQ(lseek(2, stale, SEEK_DATA, 0).error(), EBADF);
@@ -87,7 +78,7 @@ TEST_F(OperationsTest, HandlesAreChecked) {
   EXPECT_EQ(kernel->call(FUSE_FSYNC, 2, bytes_of(fsync)).error(), EBADF);
 }
 
-TEST_F(OperationsTest, RangesThatOverflow) {
+TEST_F(BufferOperationsTest, RangesThatOverflow) {
   const std::uint64_t fh = add_file(2);
   EXPECT_EQ(kernel->read(2, fh, UINT64_MAX - 10, 100).error(), EINVAL);
   EXPECT_EQ(kernel->read(2, fh, INT64_MAX, 100).error(), EINVAL);
@@ -99,7 +90,7 @@ TEST_F(OperationsTest, RangesThatOverflow) {
   EXPECT_EQ(table->find(2)->attributes().size, 0U);
 }
 
-TEST_F(OperationsTest, MessagesThatAreTooShort) {
+TEST_F(BufferOperationsTest, MessagesThatAreTooShort) {
   const std::uint64_t fh = add_file(2);
   for (const std::uint32_t opcode :
        {FUSE_READ, FUSE_WRITE, FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE, FUSE_FSYNC}) {
@@ -110,7 +101,7 @@ TEST_F(OperationsTest, MessagesThatAreTooShort) {
   EXPECT_EQ(kernel->call(FUSE_WRITE, 2, body).error(), EINVAL);
 }
 
-TEST_F(OperationsTest, AHeaderWithAWrongLength) {
+TEST_F(BufferOperationsTest, AHeaderWithAWrongLength) {
   Bytes message = FakeKernel::message(FUSE_GETATTR, 100, 2, Bytes(16));
   message.resize(message.size() - 8);
   kernel->send_raw(message);
@@ -119,27 +110,7 @@ TEST_F(OperationsTest, AHeaderWithAWrongLength) {
   EXPECT_FALSE(kernel->receive(kQuiet));
 }
 
-TEST_F(OperationsTest, WritesSetTimesAndDropSetId) {
-  const std::uint64_t fh = add_file(2, S_IFREG | 06755);
-  kernel->write(2, fh, 0, pattern(10, 1));
-  EXPECT_EQ(table->find(2)->attributes().mode, S_IFREG | 06755U);  // by somebody who may keep them
-  EXPECT_GT(table->find(2)->attributes().mtime, 1'000'000);
-  EXPECT_GT(table->find(2)->attributes().ctime, 1'000'000);
-  kernel->write(2, fh, 0, pattern(10, 1), kWriteKillSetId);
-  EXPECT_EQ(table->find(2)->attributes().mode, S_IFREG | 0755U);
-}
-
-TEST_F(OperationsTest, ReadsSetTheAccessTime) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(10, 1));
-  const std::int64_t before = table->find(2)->attributes().atime;
-  kernel->read(2, fh, 0, 10, O_NOATIME);
-  EXPECT_EQ(table->find(2)->attributes().atime, before);
-  kernel->read(2, fh, 0, 10);
-  EXPECT_GT(table->find(2)->attributes().atime, before);
-}
-
-TEST_F(OperationsTest, WhatIsNeverRelayed) {
+TEST_F(BufferOperationsTest, RequestsThatAreNeverRelayed) {
   add_file(2);
   // An ENOSYS from the control plane would switch these off for the whole mount.
   EXPECT_EQ(kernel->call(FUSE_IOCTL, 2, Bytes(sizeof(fuse_ioctl_in))).error(), ENOTTY);
@@ -148,18 +119,7 @@ TEST_F(OperationsTest, WhatIsNeverRelayed) {
   EXPECT_FALSE(control->receive(kQuiet));
 }
 
-TEST_F(OperationsTest, Lseek) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 3 * FakeDevice::kGranule, pattern(10, 1));
-  EXPECT_EQ(lseek(2, fh, SEEK_DATA, 0).as<fuse_lseek_out>().offset, 3 * FakeDevice::kGranule);
-  EXPECT_EQ(lseek(2, fh, SEEK_HOLE, 0).as<fuse_lseek_out>().offset, 0U);
-  EXPECT_EQ(lseek(2, fh, SEEK_HOLE, 3 * FakeDevice::kGranule).as<fuse_lseek_out>().offset,
-            3 * FakeDevice::kGranule + 10);
-  EXPECT_EQ(lseek(2, fh, SEEK_DATA, 1 << 30).error(), ENXIO);
-  EXPECT_EQ(lseek(2, fh, SEEK_END, 0).error(), EINVAL);
-}
-
-TEST_F(OperationsTest, LseekOnControlFiles) {
+TEST_F(BufferOperationsTest, LseekOnControlFiles) {
   gpufs_attributes attributes = file_attributes(5, S_IFREG | 0444, -1);
   attributes.size = 100;
   ASSERT_TRUE(table->add(attributes).ok());
@@ -169,7 +129,7 @@ TEST_F(OperationsTest, LseekOnControlFiles) {
   EXPECT_EQ(lseek(99, 17, SEEK_HOLE, 0).error(), EBADF);
 }
 
-TEST_F(OperationsTest, Fsync) {
+TEST_F(BufferOperationsTest, Fsync) {
   const std::uint64_t fh = add_file(2);
   fuse_fsync_in fsync{};
   fsync.fh = fh;
@@ -181,7 +141,7 @@ TEST_F(OperationsTest, Fsync) {
   EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
-TEST_F(OperationsTest, AFileWithoutAWriterIsTrimmedAtEachClose) {
+TEST_F(BufferOperationsTest, AFileWithoutAWriterIsTrimmedAtEachClose) {
   const std::uint64_t first = add_file(2);
   const std::uint64_t second = open_file(2, O_WRONLY);
   const std::uint64_t reader = open_file(2, O_RDONLY);
@@ -202,25 +162,7 @@ TEST_F(OperationsTest, AFileWithoutAWriterIsTrimmedAtEachClose) {
   EXPECT_TRUE(eventually([&] { return written.trims == 2; }));
 }
 
-TEST_F(OperationsTest, Fallocate) {
-  const std::uint64_t fh = add_file(2);
-  EXPECT_EQ(fallocate(fh, 0, 0, 100'000).error(), 0);
-  EXPECT_EQ(table->find(2)->attributes().size, 100'000U);
-  EXPECT_EQ(fallocate(fh, FALLOC_FL_KEEP_SIZE, 0, 1 << 20).error(), 0);
-  EXPECT_EQ(table->find(2)->attributes().size, 100'000U);
-  EXPECT_EQ(table->find(2)->attributes().blocks, (1U << 20) / 512);
-  kernel->write(2, fh, 0, pattern(100, 1));
-  EXPECT_EQ(fallocate(fh, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 100).error(), 0);
-  EXPECT_EQ(kernel->read(2, fh, 0, 100).body, Bytes(100));
-  EXPECT_EQ(fallocate(fh, FALLOC_FL_ZERO_RANGE, 0, 200'000).error(), 0);
-  EXPECT_EQ(table->find(2)->attributes().size, 200'000U);
-  EXPECT_EQ(fallocate(fh, FALLOC_FL_PUNCH_HOLE, 0, 100).error(), EOPNOTSUPP);
-  EXPECT_EQ(fallocate(fh, FALLOC_FL_COLLAPSE_RANGE, 0, 4096).error(), EOPNOTSUPP);
-  EXPECT_EQ(fallocate(fh, 0, 0, 0).error(), EINVAL);
-  EXPECT_EQ(fallocate(fh, 0, 0, FakeBuffer::kMaximum + 1).error(), EFBIG);
-}
-
-TEST_F(OperationsTest, FallocateWithoutSpaceLeavesTheFileAsItWas) {
+TEST_F(BufferOperationsTest, FallocateWithoutSpaceLeavesTheFileAsItWas) {
   const std::uint64_t fh = add_file(2);
   kernel->write(2, fh, 0, pattern(10, 1));
   fill_device(0);
@@ -229,7 +171,7 @@ TEST_F(OperationsTest, FallocateWithoutSpaceLeavesTheFileAsItWas) {
   EXPECT_EQ(table->find(2)->attributes().blocks, FakeDevice::kGranule / 512);
 }
 
-TEST_F(OperationsTest, CopyFileRange) {
+TEST_F(BufferOperationsTest, CopyFileRange) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3, S_IFREG | 0644, 1);
   const Bytes data = pattern(1 << 20, 9);
@@ -246,7 +188,7 @@ TEST_F(OperationsTest, CopyFileRange) {
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, flagged).error(), EINVAL);
 }
 
-TEST_F(OperationsTest, ACopyDoesNotHoldUpOthers) {
+TEST_F(BufferOperationsTest, ACopyDoesNotDelayOtherRequests) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   kernel->write(2, from, 0, pattern(1 << 20, 9));
@@ -258,7 +200,7 @@ TEST_F(OperationsTest, ACopyDoesNotHoldUpOthers) {
   EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
 }
 
-TEST_F(OperationsTest, ABriefCopyNeedsNoOtherThread) {
+TEST_F(BufferOperationsTest, ABriefCopyNeedsNoOtherThread) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   const Bytes data = pattern(1 << 20, 9);
@@ -274,7 +216,7 @@ TEST_F(OperationsTest, ABriefCopyNeedsNoOtherThread) {
   EXPECT_TRUE(counted("\"copied\": 1048576"));
 }
 
-TEST_F(OperationsTest, ABriefCopyThatFindsTheDeviceFullWaitsForSpaceAsOthersDo) {
+TEST_F(BufferOperationsTest, ABriefCopyToAFullDeviceWaitsForSpace) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   const std::uint64_t other = add_file(4);
@@ -294,7 +236,7 @@ TEST_F(OperationsTest, ABriefCopyThatFindsTheDeviceFullWaitsForSpaceAsOthersDo) 
   EXPECT_EQ(kernel->read(3, to, 0, 1 << 20).body, data);
 }
 
-TEST_F(OperationsTest, ReleaseDuringACopy) {
+TEST_F(BufferOperationsTest, ReleaseDuringACopy) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   kernel->write(2, from, 0, pattern(1 << 20, 9));
@@ -309,7 +251,7 @@ TEST_F(OperationsTest, ReleaseDuringACopy) {
   EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
 }
 
-TEST_F(OperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
+TEST_F(BufferOperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   buffer(3).first_chunk_free = true;
@@ -322,18 +264,7 @@ TEST_F(OperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
   EXPECT_FALSE(kernel->receive(kQuiet));  // an INTERRUPT has no reply
 }
 
-TEST_F(OperationsTest, InterruptBeforeAnythingIsDoneGivesEintr) {
-  const std::uint64_t from = add_file(2);
-  const std::uint64_t to = add_file(3);
-  kernel->write(2, from, 0, pattern(1 << 20, 9));
-  source->device(0)->copies.close();
-  const std::uint64_t copy = kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20));
-  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(1));
-  kernel->interrupt(copy);
-  EXPECT_EQ(kernel->wait(copy).error(), EINTR);
-}
-
-TEST_F(OperationsTest, AnInterruptThatComesBeforeItsRequestIsRemembered) {
+TEST_F(BufferOperationsTest, AnInterruptThatComesBeforeItsRequestIsRemembered) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   kernel->write(2, from, 0, pattern(1 << 20, 9));
@@ -346,7 +277,7 @@ TEST_F(OperationsTest, AnInterruptThatComesBeforeItsRequestIsRemembered) {
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20)).as<fuse_write_out>().size, 1U << 20);
 }
 
-TEST_F(OperationsTest, InterruptsOfWhatHasEndedAreHarmless) {
+TEST_F(BufferOperationsTest, InterruptsOfEndedRequestsAreHarmless) {
   const std::uint64_t fh = add_file(2);
   for (int i = 0; i < 1000; ++i) kernel->interrupt(1'000'000 + static_cast<std::uint64_t>(i) * 2);
   kernel->write(2, fh, 0, pattern(10, 1));
@@ -355,7 +286,7 @@ TEST_F(OperationsTest, InterruptsOfWhatHasEndedAreHarmless) {
   EXPECT_TRUE(eventually([&] { return counted("\"remembered\": 1000"); }));
 }
 
-TEST_F(OperationsTest, AnInterruptReachesWhatStillWaitsForAWorker) {
+TEST_F(BufferOperationsTest, AnInterruptEndsAQueuedRequest) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   kernel->write(2, from, 0, pattern(1 << 20, 9));
@@ -370,7 +301,7 @@ TEST_F(OperationsTest, AnInterruptReachesWhatStillWaitsForAWorker) {
   for (const std::uint64_t copy : copies) EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
 }
 
-TEST_F(OperationsTest, AFullDevice) {
+TEST_F(BufferOperationsTest, AFullDevice) {
   const std::uint64_t fh = add_file(2);
   kernel->write(2, fh, 0, pattern(FakeDevice::kGranule, 1));
   fill_device(0);
@@ -382,7 +313,7 @@ TEST_F(OperationsTest, AFullDevice) {
   EXPECT_EQ(kernel->read(2, fh, FakeDevice::kGranule - 100, 1000).body, Bytes(data.begin(), data.begin() + 100));
 }
 
-TEST_F(OperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
+TEST_F(BufferOperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
   const std::uint64_t old = add_file(2);
   const std::uint64_t fresh = add_file(3);
   kernel->write(2, old, 0, pattern(1 << 20, 1));
@@ -398,7 +329,7 @@ TEST_F(OperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
   EXPECT_EQ(kernel->read(3, fresh, 0, 1 << 20).body, data);
 }
 
-TEST_F(OperationsTest, AWriteThatWaitsCanBeInterrupted) {
+TEST_F(BufferOperationsTest, AWriteThatWaitsCanBeInterrupted) {
   const std::uint64_t old = add_file(2);
   const std::uint64_t fresh = add_file(3);
   kernel->write(2, old, 0, pattern(1 << 20, 1));
@@ -412,7 +343,7 @@ TEST_F(OperationsTest, AWriteThatWaitsCanBeInterrupted) {
   EXPECT_EQ(kernel->wait(write).error(), EINTR);
 }
 
-TEST_F(OperationsTest, ItDoesNotWaitForEver) {
+TEST_F(BufferOperationsTest, WaitingForMemoryEnds) {
   TearDown();
   MountOptions brief = options();
   brief.space_patience = 200ms;
@@ -426,21 +357,6 @@ TEST_F(OperationsTest, ItDoesNotWaitForEver) {
   ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
   EXPECT_EQ(kernel->write(3, fresh, 0, pattern(10, 1)).error(), ENOSPC);
   EXPECT_TRUE(counted("\"space_waits\": 1"));
-}
-
-TEST_F(OperationsTest, ManyWritersAndReaders) {
-  const std::uint64_t fh = add_file(2);
-  // The kernel's end is used by this thread alone; what runs in parallel are the session's readers.
-  std::vector<std::uint64_t> writes;
-  for (unsigned i = 0; i < 60; ++i) {
-    writes.push_back(kernel->send(FUSE_WRITE, 2, FakeKernel::write_body(fh, i * 50'000, pattern(50'000, i))));
-    if (writes.size() >= 8) {
-      EXPECT_EQ(kernel->wait(writes.front()).as<fuse_write_out>().size, 50'000U);
-      writes.erase(writes.begin());
-    }
-  }
-  for (const std::uint64_t write : writes) EXPECT_EQ(kernel->wait(write).as<fuse_write_out>().size, 50'000U);
-  for (unsigned i = 0; i < 60; ++i) EXPECT_EQ(kernel->read(2, fh, i * 50'000, 50'000).body, pattern(50'000, i));
 }
 
 }  // namespace

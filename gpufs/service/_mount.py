@@ -1,36 +1,30 @@
-"""What the service needs of the engine and of a mount, and how the real ones give it."""
+"""What the service needs of a mount: its buffers, transfers, and how far these are."""
 
 import os
 import stat
 import time
 from dataclasses import dataclass, field
 from errno import EINVAL, EISDIR, ENOENT
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 if TYPE_CHECKING:
     from gpufs import engine
 
-# What the client says to what the engine calls it: its "auto" is "as the mount is configured".
+# The engine's words for the client's. The engine's "auto" means what the mount is configured for.
 _FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
     None: "auto",
     "auto": "on",
     "off": "off",
     "require": "require",
 }
-# As long as a write through the mount waits for the memory of files that were removed just now.
+# A write through the mount waits as long for the memory of files that have just been removed.
 _SPACE_SECONDS: Final = 3.0
-_SPACE_LOOK: Final = 0.002
-
-
-class Closable(Protocol):
-    """Something that is held and has to be given back."""
-
-    def close(self) -> None: ...
+_SPACE_RETRY_SECONDS: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """How far a transfer is. Bytes; ``done``: from the start without a gap; ``error``: errno, once it has ended."""
+class TransferState:
+    """How far a transfer is, in bytes. ``done``: from the start without a gap; ``error``: errno, once it has ended."""
 
     total: int = 0
     moved: int = 0
@@ -43,58 +37,14 @@ class State:
     ended: bool = True
 
 
-class Transfer(Closable, Protocol):
-    """A copy under way."""
-
-    @property
-    def event_fd(self) -> int:
-        """A descriptor of the transfer's that is readable once it has ended."""
-
-    def state(self) -> State: ...
-
-    def cancel(self) -> None:
-        """Ends it soon; does not block."""
-
-
-class Backend(Protocol):
-    """The engine, as the service sees it. Any thread may call; all may block, except where it says otherwise."""
-
-    def open_host(self, fd: int) -> Closable:
-        """The host's file behind a descriptor, which stays the caller's. OSError when it cannot be used."""
-
-    def open_buffer(self, ino: int) -> Closable:
-        """The buffer of an inode of the mount, which lives until it is closed. OSError EINVAL where there is none."""
-
-    def start(
-        self,
-        direction: str,
-        host: Any,
-        buffer: Any,
-        *,
-        host_offset: int,
-        offset: int,
-        size: int | None,
-        fastpath: str | None,
-        sync: str,
-        client: int,
-    ) -> Transfer:
-        """Starts a transfer between what open_host() and open_buffer() gave. OSError when it is not possible."""
-
-    def await_space(self, buffer: Any, size: int) -> None:
-        """Before a load of so many bytes: waits a little for the memory of files that were removed just now."""
-
-    def written(self, ino: int) -> None:
-        """The contents of an inode change: sets its times, takes its set-id bits, tells the kernel without waiting."""
-
-
-class _EngineTransfer:
-    """A transfer of the engine."""
+class MountTransfer:
+    """A copy in progress. ``event_fd`` is readable once it has ended."""
 
     def __init__(self, transfer: "engine.Transfer") -> None:
         self._transfer = transfer
         self.event_fd = transfer.event_fd
 
-    def state(self) -> State:
+    def state(self) -> TransferState:
         now = self._transfer.progress()
         failure = self._transfer.failure() if now.error else None
         paths = {
@@ -102,7 +52,7 @@ class _EngineTransfer:
             "fallback": now.fallback_bytes,
             "hole": now.hole_bytes,
         }
-        return State(
+        return TransferState(
             now.total,
             now.moved,
             now.prefix,
@@ -115,29 +65,33 @@ class _EngineTransfer:
         )
 
     def cancel(self) -> None:
+        """Ends it soon; does not block."""
         self._transfer.cancel()
 
     def close(self) -> None:
+        """Releases it, after it has ended."""
         self._transfer.close()
 
 
-class EngineBackend:
-    """A mount of the engine."""
+class ServedMount:
+    """The mount that the service copies into and out of. Any thread may call; all methods may block."""
 
     def __init__(self, mount: "engine.Mount") -> None:
         self._mount = mount
 
-    def open_host(self, fd: int) -> Closable:
-        # The engine is loaded by whoever mounts; clients and their tests do without it.
+    def open_host(self, fd: int) -> Any:
+        """The host's file behind a descriptor, which stays the caller's. OSError if it cannot be used."""
+        # The daemon has loaded the engine; the tests of this package do without it.
         from gpufs.engine import BackingFile
 
         return BackingFile(self._mount.engine, fd)
 
-    def open_buffer(self, ino: int) -> Closable:
+    def open_buffer(self, ino: int) -> Any:
+        """The buffer of an inode, which lives until it is closed. OSError EINVAL if there is none."""
         try:
             return self._mount.buffer(ino)
         except OSError as error:
-            # The engine knows nothing of control files and files below backing/. What a client has open is never gone.
+            # The engine has no control files and no files below backing/. A file that a client has open still exists.
             if error.errno in (ENOENT, EINVAL, EISDIR):
                 raise OSError(EINVAL, "the file on the mount holds no device memory") from None
             raise
@@ -154,10 +108,11 @@ class EngineBackend:
         fastpath: str | None,
         sync: str,
         client: int,
-    ) -> Transfer:
-        from gpufs.engine import Transfer as EngineTransfer
+    ) -> MountTransfer:
+        """Starts a copy between what open_host() and open_buffer() returned. OSError if it is not possible."""
+        from gpufs.engine import Transfer
 
-        transfer = EngineTransfer(
+        transfer = Transfer(
             cast(Any, direction),
             host,
             buffer,
@@ -169,30 +124,32 @@ class EngineBackend:
             sparse=True,
             client=client,
         )
-        return _EngineTransfer(transfer)
+        return MountTransfer(transfer)
 
     def await_space(self, buffer: Any, size: int) -> None:
+        """Before a load of so many bytes: waits a little for the memory of files that have just been removed."""
         deadline = time.monotonic() + _SPACE_SECONDS
-        # In this order: what is not to come any more is free.
+        # In this order: memory that is no longer awaited has become free.
         while (
             self._mount.statistics()["table"]["orphan_bytes"]
             and buffer.engine.devices[buffer.info.device].memory().free_bytes < size
             and time.monotonic() < deadline
         ):
-            time.sleep(_SPACE_LOOK)
+            time.sleep(_SPACE_RETRY_SECONDS)
 
     def written(self, ino: int) -> None:
+        """The contents of an inode change: sets its times, clears its set-id bits and notifies the kernel."""
         self._mount.inode_written(ino)
 
 
 def without_set_id(mode: int) -> int:
-    """The mode after a write; set-gid without group execution is mandatory locking's old sign and stays."""
+    """The mode after a write. Set-gid without group execution once meant mandatory locking and stays."""
     mode &= ~stat.S_ISUID
     return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
 
 
 def drop_set_id(fd: int) -> None:
-    """Takes the set-id bits of the host's file behind a descriptor, as the client's own write would have."""
+    """Clears the set-id bits of the host's file behind a descriptor, as the client's own write would have."""
     mode = stat.S_IMODE(os.fstat(fd).st_mode)
     if without_set_id(mode) != mode:
         os.fchmod(fd, without_set_id(mode))

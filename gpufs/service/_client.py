@@ -1,4 +1,4 @@
-"""One client: its connection, its requests, and what it may take."""
+"""One client: its connection, its copies, and how much it may use."""
 
 import contextlib
 import dataclasses
@@ -33,21 +33,21 @@ from gpufs.protocol import (
     Welcome,
 )
 from gpufs.service import _checks
-from gpufs.service._backend import Backend, State, Transfer, drop_set_id
 from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._limits import Limits
+from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# In the number of a client, which is a process otherwise.
+# Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
 _SERVER_BIT: Final = 1 << 62
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the service has done since it started; bytes, except where the name says otherwise."""
+    """What the service has done since it started. Names with "bytes" count bytes."""
 
     connections: int = 0  # now
     running: int = 0  # copies now
@@ -66,7 +66,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who connected; for logs and limits alone, it grants nothing."""
+    """The process at the other end. Used for logs and limits; it grants nothing."""
 
     pid: int
     uid: int
@@ -77,28 +77,28 @@ class Peer:
 
 
 @dataclass(slots=True)
-class _Request:
-    """A copy under way."""
+class _CopyTask:
+    """A copy in progress."""
 
     copy: Copy
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around what precedes the transfer
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around everything before the transfer
     holdings: Holdings = field(default_factory=Holdings)
     began: float = field(default_factory=time.monotonic)
     ends: _checks.Ends | None = None  # set before the transfer
-    # Guards the two below: a thread that was left behind must not start what has been cancelled.
+    # Guards the two below: an abandoned thread must not start a cancelled transfer.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    transfer: Transfer | None = None
+    transfer: MountTransfer | None = None
     cancelled: bool = False
 
-    def start(self, start: Callable[[], Transfer]) -> None:
-        """Starts the transfer; Abandoned if the request has been cancelled."""
+    def start(self, start: Callable[[], MountTransfer]) -> None:
+        """Starts the transfer; Abandoned if the copy has been cancelled."""
         with self.lock:
             if self.cancelled:
                 raise Abandoned
             self.transfer = self.holdings.hold(start())
 
     def cancel(self) -> None:
-        """From now on the transfer has been cancelled or is never started."""
+        """Cancels the transfer, or keeps it from being started."""
         with self.lock:
             self.cancelled = True
             if self.transfer is not None:
@@ -106,12 +106,12 @@ class _Request:
         self.scope.cancel()
 
     def end(self) -> None:
-        """Before the transfer is closed: a client may still cancel what it has not heard the result of."""
+        """Comes before the transfer is closed: the client may still cancel it until it gets the result."""
         with self.lock:
             self.transfer = None
 
 
-class Session:
+class ClientConnection:
     """Serves one connection until it ends. Owns its socket."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Session:
         sock: socket.socket,
         peer: Peer,
         number: int,
-        backend: Backend,
+        mount: ServedMount,
         device: int,
         limits: Limits,
         counters: Counters,
@@ -128,23 +128,23 @@ class Session:
         sock.setblocking(False)
         self._sock = sock
         self._peer = peer
-        # A process of another PID namespace has no number here.
+        # A process in another PID namespace has no number here.
         self._client = peer.pid if peer.pid > 0 else _CONNECTION_BIT | number
-        self._backend = backend
+        self._mount = mount
         self._device = device
         self._limits = limits
         self._counters = counters
         self._threads = trio.CapacityLimiter(limits.threads)
         self._sending = trio.Lock()
-        self._requests: dict[int, _Request] = {}
-        self._at_rest = 0.0  # since when there is neither a message nor a request, by trio's clock
-        self._greeted = False  # and a good client since
+        self._tasks: dict[int, _CopyTask] = {}
+        self._at_rest = 0.0  # since when there was neither a message nor a copy, by trio's clock
+        self._greeted = False  # and has kept to the protocol since
         self._name = f"connection {number} ({peer})"
 
     async def run(self) -> bool:
-        """Returns when the client has gone or was sent away; what it had asked for is cancelled then.
+        """Returns when the connection has ended; the client's copies are cancelled then.
 
-        False for a bad one: it did not keep to the protocol, or did not say hello.
+        False if the client broke the protocol or did not say hello.
         """
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -189,7 +189,7 @@ class Session:
             try:
                 await self._read(nursery)
             except (ProtocolError, trio.TooSlowError, BrokenPipeError, ConnectionResetError) as error:
-                violation = error  # raised outside of the nursery, which would wrap it
+                violation = error  # raised outside the nursery, which would wrap it
             nursery.cancel_scope.cancel()
         if violation is not None:
             raise violation
@@ -207,25 +207,25 @@ class Session:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
                     raise ProtocolError("a second hello")
-                if message.id in self._requests:
-                    self._requests[message.id].cancel()
+                if message.id in self._tasks:
+                    self._tasks[message.id].cancel()
             count += 1
             if count >= self._limits.messages_per_second:
                 await trio.sleep_until(window + 1)
                 window, count = trio.current_time(), 0
 
     async def _receive_within_limits(self) -> tuple[ClientMessage | None, list[int]]:
-        """As _receive(). TooSlowError after too long without a message and without a request under way."""
+        """As _receive(). TooSlowError after too long without a message or a copy in progress."""
         self._at_rest = trio.current_time()
         while True:
-            since = trio.current_time() if self._requests else self._at_rest
+            since = trio.current_time() if self._tasks else self._at_rest
             with trio.move_on_at(since + self._limits.idle):
                 return await self._receive()
-            if not self._requests and trio.current_time() >= self._at_rest + self._limits.idle:
+            if not self._tasks and trio.current_time() >= self._at_rest + self._limits.idle:
                 raise trio.TooSlowError
 
     async def _receive(self) -> tuple[ClientMessage | None, list[int]]:
-        """The next message with its descriptors, now the caller's; None at the end. No checkpoint after they came."""
+        """The next message and its descriptors, now the caller's; None at the end. No checkpoint after receiving."""
         await trio.lowlevel.checkpoint()
         while True:
             try:
@@ -251,7 +251,7 @@ class Session:
                     await trio.lowlevel.wait_writable(self._sock)
 
     def _send_if_possible(self, message: ServerMessage) -> None:
-        """For what may be left out: a client that does not read gets no progress."""
+        """For messages that may be dropped: a client that does not read gets no progress."""
         try:
             protocol.send(self._sock, message)
         except OSError:
@@ -261,96 +261,96 @@ class Session:
         self._send_if_possible(Goodbye(error, protocol.shorten(text)))
 
     def _discard(self, descriptors: list[int]) -> None:
-        """Closes descriptors on a thread of their own: a close asks the file's server, which may be this process."""
+        """Closes descriptors on a thread: closing calls the file's server, which may be this process."""
         if descriptors:
             threads.in_background(functools.partial(protocol.close_all, descriptors))
 
-    # ---- requests ----
+    # ---- copies ----
 
     async def _accept(self, copy: Copy, descriptors: list[int], nursery: trio.Nursery) -> None:
         problem = None
         if len(descriptors) != protocol.MAX_DESCRIPTORS:
             problem = ProtocolError(f"a copy message with {len(descriptors)} descriptors")
-        elif copy.id in self._requests:
-            problem = ProtocolError("a copy message whose id is under way")
-        elif len(self._requests) >= self._limits.requests:
+        elif copy.id in self._tasks:
+            problem = ProtocolError("a copy message whose id is in use")
+        elif len(self._tasks) >= self._limits.requests:
             problem = ProtocolError("too many requests at once")
         if problem is not None:
             self._discard(descriptors)
             raise problem
-        request = _Request(copy)
-        self._requests[copy.id] = request
-        host, mount = map(request.holdings.hold_descriptor, descriptors)
-        nursery.start_soon(self._serve_copy, request, host, mount)
+        task = _CopyTask(copy)
+        self._tasks[copy.id] = task
+        host, mount = map(task.holdings.hold_descriptor, descriptors)
+        nursery.start_soon(self._serve_copy, task, host, mount)
 
-    async def _serve_copy(self, request: _Request, host: Descriptor, mount: Descriptor) -> None:
-        """One copy from its checks to its result, whatever happens."""
+    async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
+        """Serves one copy from its checks to its result, whatever happens."""
         self._counters.running += 1
-        state = State(error=errno.ECANCELED)
+        state = TransferState(error=errno.ECANCELED)
         refused = False
         try:
             try:
-                with request.scope, trio.fail_after(self._limits.prepare):
-                    await self._in_thread(functools.partial(self._prepare, request, host, mount), request)
+                with task.scope, trio.fail_after(self._limits.prepare):
+                    await self._in_thread(functools.partial(self._prepare, task, host, mount), task)
             except OSError as error:
                 refused = True
-                state = State(
+                state = TransferState(
                     error=error.errno or errno.EIO,
                     device_code=getattr(error, "device_code", 0),
                     message=error.strerror or str(error),
                 )
             except trio.TooSlowError:
                 refused = True
-                state = State(error=errno.ETIMEDOUT, message="the host's file does not answer")
-                request.cancel()
-            if request.transfer is not None:
-                await self._watch(request)
+                state = TransferState(error=errno.ETIMEDOUT, message="the host's file does not answer")
+                task.cancel()
+            if task.transfer is not None:
+                await self._watch(task)
         finally:
-            # From here on to the end whatever is cancelled: the files are left consistent and everything is given back.
-            request.cancel()
+            # Cancellation does not stop what follows: the files must be consistent and everything be closed.
+            task.cancel()
             patience = self._limits.send
             if trio.current_effective_deadline() == -math.inf:  # the mount is ending
                 patience = min(patience, self._limits.last_send)
             with trio.CancelScope(shield=True):
-                deadline = trio.current_time() + self._limits.grace  # of all of it: each step may find a server hung
+                deadline = trio.current_time() + self._limits.grace  # for all steps together: a server may hang in each
                 try:
-                    if request.transfer is not None:
-                        state = await self._finish(request, host, deadline)
+                    if task.transfer is not None:
+                        state = await self._finish(task, host, deadline)
                 finally:
-                    request.end()
-                    await self._give_back(request, deadline)
-                    self._account(request, state, refused)
-                    del self._requests[request.copy.id]
+                    task.end()
+                    await self._close_holdings(task, deadline)
+                    self._account(task, state, refused)
+                    del self._tasks[task.copy.id]
                     self._counters.running -= 1
                     self._at_rest = trio.current_time()
-                await self._send_result(request, state, patience)
+                await self._send_result(task, state, patience)
 
-    def _prepare(self, request: _Request, host: Descriptor, mount: Descriptor) -> None:
-        """On a thread: checks the descriptors and starts the transfer. OSError when a rule forbids it."""
-        copy = request.copy
+    def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
+        """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""
+        copy = task.copy
         _checks.check_modes(copy.direction, host.fd, mount.fd)
         on_host, on_mount = _checks.identify(host.fd, mount.fd, self._device)
-        buffer = request.holdings.hold(self._backend.open_buffer(on_mount.ino))
-        # The buffer is held now. The client's own descriptor keeps the inode; ours would keep the mount busy.
+        buffer = task.holdings.hold(self._mount.open_buffer(on_mount.ino))
+        # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
-        # The engine shares its threads evenly between clients. When a server dies, every copy from and to it hangs,
-        # whoever asked for it: all of them are one client, with one share.
+        # The engine shares its threads evenly between clients. If a server hangs, all copies from and to it hang. So
+        # all of them count as one client, with one share.
         client = self._client
         if _checks.check_file_system(host.fd):
             client = _SERVER_BIT | on_host.device
         size = None
         found = os.fstat(host.fd)
         if copy.direction == LOAD:
-            self._backend.written(on_mount.ino)
+            self._mount.written(on_mount.ino)
             wanted = found.st_size - copy.host_offset
-            self._backend.await_space(buffer, wanted if copy.size is None else min(wanted, copy.size))
+            self._mount.await_space(buffer, wanted if copy.size is None else min(wanted, copy.size))
         else:
             drop_set_id(host.fd)
             size = found.st_size if stat.S_ISREG(found.st_mode) else None
-        file = request.holdings.hold(self._backend.open_host(host.fd))
-        request.ends = _checks.Ends(on_mount.ino, size)
-        request.start(
-            lambda: self._backend.start(
+        file = task.holdings.hold(self._mount.open_host(host.fd))
+        task.ends = _checks.Ends(on_mount.ino, size)
+        task.start(
+            lambda: self._mount.start(
                 copy.direction,
                 file,
                 buffer,
@@ -363,9 +363,9 @@ class Session:
             )
         )
 
-    async def _watch(self, request: _Request) -> None:
-        """Waits for the end of the transfer and tells of its progress."""
-        transfer, copy = request.transfer, request.copy
+    async def _watch(self, task: _CopyTask) -> None:
+        """Waits for the end of the transfer and reports its progress."""
+        transfer, copy = task.transfer, task.copy
         assert transfer is not None
         interval = max(copy.progress, self._limits.progress) if copy.progress else math.inf
         ended = False
@@ -377,9 +377,9 @@ class Session:
                 state = transfer.state()
                 self._send_if_possible(protocol.Progress(copy.id, state.total, state.moved, state.paths))
 
-    async def _finish(self, request: _Request, host: Descriptor, deadline: float) -> State:
-        """After the transfer, which has ended or was cancelled: the file's length, times and what the kernel knows."""
-        transfer, ends, copy = request.transfer, request.ends, request.copy
+    async def _finish(self, task: _CopyTask, host: Descriptor, deadline: float) -> TransferState:
+        """After the transfer has ended or was cancelled: fixes the file's length and times, and the kernel's caches."""
+        transfer, ends, copy = task.transfer, task.ends, task.copy
         assert transfer is not None
         assert ends is not None
         with trio.move_on_at(deadline):
@@ -392,7 +392,7 @@ class Session:
 
         def settle() -> None:
             if copy.direction == LOAD:
-                self._backend.written(ends.ino)
+                self._mount.written(ends.ino)
                 return
             drop_set_id(host.fd)
             if state.error and ends.size is not None:
@@ -402,7 +402,7 @@ class Session:
 
         try:
             with trio.fail_at(deadline):
-                await self._in_thread(settle, request)
+                await self._in_thread(settle, task)
         except OSError as error:
             if not state.error:
                 return dataclasses.replace(state, error=error.errno or errno.EIO, message=error.strerror or "")
@@ -410,49 +410,49 @@ class Session:
             self._log(logging.INFO, "a file does not answer after its copy")
         return state
 
-    async def _give_back(self, request: _Request, deadline: float) -> None:
-        """Closes what the request held, and waits for that a little: a client may unmount the file's disk next.
+    async def _close_holdings(self, task: _CopyTask, deadline: float) -> None:
+        """Closes what the copy held, and waits a little for that: the client may unmount the file's disk next.
 
-        Less where a thread that was left behind still works with it: its file's server may hang.
+        It waits less if an abandoned thread still uses it: the file's server may hang.
         """
         closed = trio.Event()
         token = trio.lowlevel.current_trio_token()
 
-        def tell() -> None:
+        def report() -> None:
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(closed.set)
 
-        if request.holdings.in_use:
+        if task.holdings.in_use:
             deadline = min(deadline, trio.current_time() + self._limits.abandoned)
-        threads.in_background(functools.partial(request.holdings.drop, tell))
+        threads.in_background(functools.partial(task.holdings.drop, report))
         with trio.move_on_at(deadline):
             await closed.wait()
 
-    async def _send_result(self, request: _Request, state: State, patience: float) -> None:
+    async def _send_result(self, task: _CopyTask, state: TransferState, patience: float) -> None:
         text = state.message or (os.strerror(state.error) if state.error else "")
         result = Result(
-            request.copy.id,
+            task.copy.id,
             state.error,
             state.device_code,
             protocol.shorten(text),
             state.done,
             state.paths,
             state.refusals,
-            time.monotonic() - request.began,
+            time.monotonic() - task.began,
         )
         try:
             with trio.move_on_after(patience) as scope:
                 await self._send(result)
             sent = not scope.cancelled_caught
         except OSError:
-            sent = False  # the client has gone, or the system has no memory for the message
+            sent = False  # the client has gone
         if not sent:
-            # A client would otherwise wait for a result that never comes.
+            # Otherwise a client would wait forever for the result.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _account(self, request: _Request, state: State, refused: bool) -> None:
-        copy, counters = request.copy, self._counters
+    def _account(self, task: _CopyTask, state: TransferState, refused: bool) -> None:
+        copy, counters = task.copy, self._counters
         if refused:
             counters.refused += 1
         elif state.error == errno.ECANCELED:
@@ -472,25 +472,23 @@ class Session:
             "%s of %d bytes in %.3f s: %s",
             copy.direction,
             state.done,
-            time.monotonic() - request.began,
+            time.monotonic() - task.began,
             f"{errno.errorcode.get(state.error, state.error)} {state.message}" if state.error else "done",
         )
 
     # ---- threads ----
 
-    async def _in_thread(self, work: Callable[[], T], request: _Request) -> T:
-        """Runs work that may block on one of the client's threads, with the request's holdings in use.
+    async def _in_thread(self, work: Callable[[], T], task: _CopyTask) -> T:
+        """Runs work that may block on one of the client's threads, with the copy's holdings in use.
 
-        When cancelled the thread is left behind; it gives the holdings back if it was the last to use them.
+        Cancellation abandons the thread; it closes the holdings if it was the last to use them.
         """
 
         def guarded() -> T:
-            with request.holdings.use():
+            with task.holdings.use():
                 return work()
 
         try:
             return await threads.run(guarded, abandon_on_cancel=True, limiter=self._threads)
         except Abandoned:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)) from None
-        except MemoryError:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None

@@ -1,0 +1,269 @@
+"""The knobs: every number and choice that a user can set, in one table.
+
+The table makes the options of the command line, the environment variables, the keys of the configuration file and the
+page docs/knobs.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpufs.config import kinds
+
+GRANULE: Final = 2 << 20  # the least memory that a device can have
+
+_SHOWN: Final = 80  # characters of a wrong value in a message
+
+
+class ConfigError(ValueError):
+    """A value that is not allowed. The text is one line: which knob, where the value came from, what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One line of the table."""
+
+    name: str
+    kind: kinds.Kind
+    default: Any
+    text: str
+    default_text: str = ""  # if the default is more than a value
+    commands: tuple[str, ...] = ("mount",)  # that have it as an option
+    hidden: bool = False  # from help and documentation: for tests
+
+    @property
+    def option(self) -> str:
+        """The option of the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return "GPUFS_" + self.name.upper()
+
+    def parse(self, text: str, origin: str) -> Any:
+        """Parses a text. ConfigError names the knob, the origin and what is allowed."""
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            shown = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
+            raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
+
+    def describe_default(self) -> str:
+        """The default, for people."""
+        if self.default_text:
+            return self.default_text
+        if self.kind.metavar == "SIZE":
+            return kinds.size_text(self.default)
+        if self.kind.metavar == "TIME":
+            return kinds.duration_text(self.default)
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return str(self.default)
+
+
+KNOBS: Final[tuple[Knob, ...]] = (
+    Knob(
+        "driver",
+        kinds.choice("auto", "cuda", "hip", "host"),
+        "auto",
+        "Driver to use. auto picks CUDA or HIP if a GPU is present, otherwise host memory.",
+    ),
+    Knob(
+        "devices",
+        kinds.integer(0, 64),
+        0,
+        "Number of devices: simulated ones (host), or the first N that are found (cuda, hip).",
+        default_text="0: every GPU, or 1 with host",
+    ),
+    Knob(
+        "memory",
+        kinds.size(GRANULE, 1 << 46),
+        None,
+        "Memory of each device that the mount may use.",
+        default_text="host: half of the available memory divided by the devices; GPUs: all memory",
+    ),
+    Knob(
+        "metadata",
+        kinds.size(1 << 20, 1 << 46),
+        None,
+        "Host memory for names, inodes, extended attributes and targets of symbolic links. Beyond it: ENOSPC.",
+        default_text="a sixteenth of this machine's or container's memory",
+    ),
+    Knob(
+        "slab_file_bytes",
+        kinds.size(0, 1 << 20),
+        64 << 10,
+        "Files up to this size share slabs of device memory instead of using a granule each. 0: no file does.",
+    ),
+    Knob(
+        "keep_freed",
+        kinds.duration(0, 3600),
+        1.0,
+        "How long memory of removed files is kept for new ones before the GPU's driver gets it back. 0: not at all.",
+    ),
+    Knob(
+        "hip_memory",
+        kinds.choice("auto", "virtual", "plain"),
+        "auto",
+        "How memory of an AMD GPU is allocated. plain: one allocation for each file, which the fastpath can use; a "
+        "file grows by a copy, and punching holes frees nothing. virtual: in pieces, which the fastpath cannot use. auto: "
+        "plain if io_fastpath is require, or if it is auto and the kernel can move files to and from the GPU; "
+        "otherwise virtual. If ROCm's virtual memory does not work (checked at start) memory is always plain.",
+    ),
+    Knob(
+        "lock_policy",
+        kinds.choice("auto", "off", "mandatory"),
+        "auto",
+        "Lock the memory for requests so that GPUs can access it: if possible, never, or fail to mount without it.",
+    ),
+    Knob(
+        "allow_other",
+        kinds.BOOLEAN,
+        False,
+        "Allow access by other users, subject to each file's mode and owner.",
+    ),
+    Knob(
+        "backing",
+        kinds.BACKINGS,
+        None,
+        "Directory of the host to show as backing/NAME. May be given several times.",
+        default_text="none",
+    ),
+    Knob("foreground", kinds.BOOLEAN, False, "Stay in the foreground and log to standard error."),
+    Knob(
+        "log_file",
+        kinds.PATH,
+        None,
+        "File for the mount's log.",
+        default_text="no log; standard error with --foreground",
+    ),
+    Knob(
+        "auto_unmount",
+        kinds.BOOLEAN,
+        True,
+        "Unmount automatically if the daemon dies. Needs one small process for each mount.",
+    ),
+    Knob(
+        "core_dumps",
+        kinds.BOOLEAN,
+        False,
+        "Write a core file after a crash, if ulimit -c allows one. It contains no file data.",
+    ),
+    Knob("log_level", kinds.choice("debug", "info", "warning", "error"), "info", "Least severe level that is logged."),
+    Knob(
+        "reader_threads",
+        kinds.integer(0, 128),
+        0,
+        "Threads that answer requests of the kernel.",
+        default_text="0: chosen by the number of CPUs",
+    ),
+    Knob(
+        "worker_threads",
+        kinds.integer(0, 256),
+        0,
+        "Most threads for each device's requests that may take long (allocation, truncation, copies within memory).",
+        default_text="0: 64, started as they are needed",
+    ),
+    Knob(
+        "reader_spin",
+        kinds.duration(0, 0.01),
+        100e-6,
+        "How long a thread polls for the next request before it sleeps, if requests arrive that fast. 0: never.",
+    ),
+    Knob(
+        "max_write",
+        kinds.size(0, 16 << 20, 4096),
+        0,
+        "Largest READ and WRITE request that the kernel may send.",
+        default_text="0: the engine's choice",
+    ),
+    Knob(
+        "attribute_timeout",
+        kinds.duration(0, 86400),
+        1.0,
+        "How long the kernel may cache a file's attributes.",
+    ),
+    Knob(
+        "entry_timeout",
+        kinds.duration(0, 86400),
+        1.0,
+        "How long the kernel may cache a name.",
+    ),
+    Knob(
+        "stats_interval",
+        kinds.duration(0.1, 3600),
+        1.0,
+        "How often a mount publishes the state of its memory and pools with its counters.",
+    ),
+    Knob(
+        "mount_timeout",
+        kinds.duration(0.1, 3600),
+        60.0,
+        "How long `gpufs mount` waits for the mount to answer.",
+    ),
+    Knob(
+        "io_chunk_bytes",
+        kinds.size(64 << 10, 64 << 20, power_of_two=True),
+        4 << 20,
+        "Size of one step of a copy between a file and a device, and of a pinned buffer.",
+    ),
+    Knob(
+        "io_pinned_bytes",
+        kinds.size(1 << 20, 1 << 40),
+        192 << 20,
+        "Most host memory that all copies and the mount together may pin.",
+    ),
+    Knob(
+        "io_workers",
+        kinds.integer(0, 256),
+        0,
+        "Most threads for one client's copies on a NUMA node.",
+        default_text="0: chosen by the number of CPUs",
+    ),
+    Knob(
+        "io_slots",
+        kinds.integer(1, 16),
+        3,
+        "Most pinned buffers for each of these threads. A thread that waits for the device uses one more.",
+    ),
+    Knob(
+        "io_fastpath",
+        kinds.choice("auto", "off", "require"),
+        "auto",
+        "Copy directly between storage and device with the vendor's library: if possible, never, or only that way.",
+    ),
+    Knob(
+        "io_file_systems",
+        kinds.WORDS,
+        "",
+        "Types of file systems, separated by commas, that the fastpath may use in addition to ext4, xfs and block "
+        "devices, as /proc/self/mountinfo names them: nfs4 (over RDMA), lustre, beegfs, ...; any: all. The vendor's "
+        "library decides whether one works. Files that it refuses are copied through host memory and counted.",
+        default_text="none",
+    ),
+    Knob("io_fallback", kinds.choice("auto", "on", "off"), "auto", "Copy through pinned host memory. auto means on."),
+    Knob(
+        "io_direct",
+        kinds.choice("auto", "on", "off"),
+        "auto",
+        "Use O_DIRECT for copies through pinned memory. auto decides by what is in the page cache.",
+    ),
+    Knob(
+        "umount_timeout",
+        kinds.duration(0.1, 3600),
+        30.0,
+        "How long `gpufs umount` waits for the daemon to end.",
+        commands=("umount",),
+    ),
+    Knob(
+        "status_timeout",
+        kinds.duration(0.1, 3600),
+        2.0,
+        "How long `gpufs status`, `gpufs df` and `gpufs stats` wait for a mount to answer.",
+        commands=("status", "df", "stats"),
+    ),
+    Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
+)
+
+BY_NAME: Final[Mapping[str, Knob]] = {knob.name: knob for knob in KNOBS}

@@ -1,0 +1,140 @@
+"""Finds the value of each knob. The first hit wins:
+
+1. the command line,
+2. the environment, ``GPUFS_<NAME>``,
+3. the file that ``--config`` or ``GPUFS_CONFIG`` names; without that, ``~/.config/gpufs/config.toml``
+   (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``,
+4. the default.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from errno import ENOENT, ENOTDIR
+from pathlib import Path
+from typing import Any, Final
+
+from gpufs.config import kinds
+from gpufs.config.knobs import BY_NAME, KNOBS, ConfigError, Knob
+
+SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
+CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A value for every knob, and where each came from: "--memory", "GPUFS_MEMORY", a file's name or "default"."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def user_file(environ: Mapping[str, str]) -> Path | None:
+    """The calling user's configuration file; None if there is none, or if it or that directory is another user's.
+
+    With sudo, HOME may be another user's: files there must not configure what root does.
+    """
+    trusted = (os.geteuid(), 0)
+    for variable, name in (("XDG_CONFIG_HOME", "gpufs/config.toml"), ("HOME", ".config/gpufs/config.toml")):
+        if folder := environ.get(variable):
+            path = Path(folder) / name
+            try:
+                return path if os.stat(folder).st_uid in trusted and path.stat().st_uid in trusted else None
+            except OSError:
+                return None
+    return None
+
+
+def _read_file(path: Path, required: bool) -> dict[str, str]:
+    """The texts by knob in a TOML file; empty if a file that is not required does not exist."""
+    import tomllib  # most starts have no file to read
+
+    try:
+        # A file that the user names may be a pipe. Otherwise a pipe would block every command.
+        if not required and path.exists() and not path.is_file():
+            raise ConfigError(f"configuration file {path}: not a regular file")
+        content = path.read_bytes().decode()
+        table = tomllib.loads(content)
+    except OSError as error:
+        # ENOTDIR: the home of a system user may be /dev/null.
+        if not required and error.errno in (ENOENT, ENOTDIR):
+            return {}
+        raise ConfigError(f"configuration file {path}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, not TOML
+        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
+    texts = {}
+    for key, value in table.items():
+        if key not in BY_NAME:
+            import difflib  # for this message alone
+
+            near = difflib.get_close_matches(key, BY_NAME, 1)
+            raise ConfigError(
+                f"configuration file {path}: unknown key {key!r}" + (f", is it {near[0]}?" if near else "")
+            )
+        if isinstance(value, bool):
+            texts[key] = str(value).lower()
+        elif isinstance(value, (str, int, float)):
+            texts[key] = str(value)
+        elif isinstance(value, list) and BY_NAME[key].kind is kinds.BACKINGS and all(isinstance(v, str) for v in value):
+            texts[key] = kinds.join_backings(value)
+        else:
+            raise ConfigError(f"{key}: {value!r} ({path}) is not allowed: {BY_NAME[key].kind.allowed}")
+    return texts
+
+
+def load(
+    arguments: Mapping[str, str | bool | None],
+    environ: Mapping[str, str] = os.environ,
+    config_file: str | None = None,
+    *,
+    system_file: Path = SYSTEM_FILE,
+    said_by: Callable[[Knob], str] = lambda knob: knob.option,
+    command: str | None = None,
+) -> Settings:
+    """The settings from the command line's ``arguments`` (None: not given), the environment and the files.
+
+    ``said_by`` is how messages name an argument, by default as the option of the command line. With ``command`` only
+    its knobs are read and the others keep their defaults, so a wrong size of memory does not prevent an unmount.
+    ConfigError for a value that is not allowed, in whatever place, and for a file that cannot be read.
+    """
+    layers: list[tuple[Callable[[Knob], str], Mapping[str, str]]] = []
+    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in arguments.items()}
+    layers.append((said_by, {name: text for name, text in given.items() if text is not None}))
+    layers.append((lambda knob: knob.variable, {k.name: environ[k.variable] for k in KNOBS if k.variable in environ}))
+    named = config_file or environ.get(CONFIG_VARIABLE)
+    files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]
+    for file in files:
+        layers.append((lambda _, file=file: str(file), _read_file(file, required=bool(named))))  # type: ignore[misc]
+
+    values, origins = {}, {}
+    for knob in KNOBS:
+        values[knob.name], origins[knob.name] = knob.default, "default"
+        if command is not None and command not in knob.commands:
+            continue
+        # From the weakest to the strongest, so that a bad value is found even if another one overrides it.
+        for origin, texts in reversed(layers):
+            if knob.name in texts:
+                origins[knob.name] = origin(knob)
+                values[knob.name] = knob.parse(texts[knob.name], origins[knob.name])
+    settings = Settings(values, origins)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    """ConfigError for values that are allowed alone but not together."""
+    origins = settings.origins
+    chunk, pinned = settings["io_chunk_bytes"], settings["io_pinned_bytes"]
+    if pinned < chunk:
+        raise ConfigError(
+            f"io_pinned_bytes: {kinds.size_text(pinned)} ({origins['io_pinned_bytes']}) is less than "
+            f"io_chunk_bytes: {kinds.size_text(chunk)} ({origins['io_chunk_bytes']})"
+        )
+    if settings["io_fastpath"] == settings["io_fallback"] == "off":
+        raise ConfigError(
+            f"io_fastpath ({origins['io_fastpath']}) and io_fallback ({origins['io_fallback']}) are both off: "
+            "nothing could be copied"
+        )

@@ -1,0 +1,112 @@
+"""System calls on the host's files: on threads, as the caller, and within each user's limits.
+
+A server that hangs blocks only its user's calls on its files, and unmounting does not wait for it.
+"""
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from errno import EBUSY
+from typing import Any, Final, TypeVar
+
+import pyfuse3
+import trio
+
+from gpufs.daemon import threads
+from gpufs.fs.backing.identity import acting_as
+from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
+from gpufs.fs.errors import error
+
+T = TypeVar("T")
+
+_THREADS: Final = 32  # for the calls of one user on one file system
+# Calls that may be in progress or wait for a thread: of one user, of all users, and of these a share that only root and
+# the mount's owner may use. pyfuse3 serves more requests at a time, so calls on the host never use up its tasks.
+_CALLS_OF_A_USER: Final = 1024
+_CALLS: Final = 8192
+_RESERVED_CALLS: Final = 1024
+# Seconds between two attempts to open a file on which another process has a lease, and until that is an error: the
+# kernel breaks a lease after 45 seconds (/proc/sys/fs/lease-break-time).
+_LEASE_RETRY_SECONDS: Final = 0.05
+_LEASE_SECONDS: Final = 60.0
+
+
+class HostCalls:
+    """Runs calls that may block. Only the trio thread uses it."""
+
+    def __init__(self, inodes: HostInodes) -> None:
+        self._inodes = inodes
+        self._limiters: dict[tuple[int, int], trio.CapacityLimiter] = {}  # by user and st_dev
+        self._waiting: Counter[int] = Counter()  # calls in progress by user
+        self._privileged = (0, os.geteuid())
+
+    async def run(self, uid: int, node: BackingNode, work: Callable[[], T]) -> T:
+        """Runs work that calls the server of a node's file, with the daemon's rights."""
+        key = uid, node.device_number
+        with self._counted(uid):
+            limiter = self._limiters.setdefault(key, trio.CapacityLimiter(_THREADS))
+            node.users += 1
+            try:
+                await self._inodes.wake(node, functools.partial(self.look_up, uid))
+                return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
+            finally:
+                node.users -= 1
+                if not limiter.borrowed_tokens and not limiter.statistics().tasks_waiting:
+                    self._limiters.pop(key, None)
+
+    async def look_up(self, uid: int, parent: BackingNode, name: bytes) -> Found:
+        """What a name in a directory leads to."""
+        return await self.run(uid, parent, lambda: look_up(parent.fd, name))
+
+    async def run_as_caller(self, ctx: pyfuse3.RequestContext, node: BackingNode, work: Callable[[], T]) -> T:
+        """Runs work with the rights of the process that made the request."""
+        uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
+
+        def run() -> T:
+            with acting_as(uid, gid, pid):
+                return work()
+
+        return await self.run(uid, node, run)
+
+    async def retry_past_leases(self, uid: int, flags: int, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Retries a non-blocking open until the file's lease is released; the kernel breaks it in the end.
+
+        With O_NONBLOCK in ``flags`` the caller gets EAGAIN at once.
+        """
+        deadline = trio.current_time() + _LEASE_SECONDS
+        while True:
+            try:
+                return await attempt()
+            except BlockingIOError:
+                if flags & os.O_NONBLOCK or trio.current_time() >= deadline:
+                    raise
+            with self._counted(uid):
+                await trio.sleep(_LEASE_RETRY_SECONDS)
+
+    def release(self, uid: int, node: BackingNode, work: Callable[[], None]) -> None:
+        """Starts work that releases something of a node and raises nothing. Does not wait for it.
+
+        The kernel sends few RELEASE requests at a time, for all files together, so they must not wait.
+        """
+        limiter = self._limiters.get((uid, node.device_number)) or trio.CapacityLimiter(1)
+        threads.in_background(work, limiter)
+
+    @contextlib.contextmanager
+    def _counted(self, uid: int) -> Iterator[None]:
+        """Counts a call that may wait for the host. EBUSY if there are too many."""
+        most = _CALLS
+        if uid not in self._privileged:
+            most -= _RESERVED_CALLS
+            if self._waiting[uid] >= _CALLS_OF_A_USER:
+                raise error(EBUSY)
+        if self._waiting.total() >= most:
+            raise error(EBUSY)
+        self._waiting[uid] += 1
+        try:
+            yield
+        finally:
+            self._waiting[uid] -= 1
+            if not self._waiting[uid]:
+                del self._waiting[uid]

@@ -1,0 +1,429 @@
+"""Answers the requests about names and attributes below ``backing/``."""
+
+import contextlib
+import ctypes
+import os
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
+from typing import Any, Final
+
+import pyfuse3
+
+from gpufs.engine import SET_NLINK, Attributes
+from gpufs.fs.backing.calls import HostCalls
+from gpufs.fs.backing.identity import administers, with_daemons_rights
+from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
+from gpufs.fs.backing.open_files import SET_ID, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
+from gpufs.fs.errors import error
+from gpufs.fs.handles import Handles, Opened
+from gpufs.fs.names import UNNAMED
+from gpufs.fs.nodes import Directory
+from gpufs.fs.replies import Replies
+from gpufs.fs.tree import Tree
+
+DIRECTORY_NAME: Final = b"backing"
+_SETTABLE: Final = ("update_atime", "update_gid", "update_mode", "update_mtime", "update_size", "update_uid")
+_ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
+_TRUSTED: Final = "trusted."
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _truncate(node: BackingNode, size: int) -> None:
+    """truncate(2), but raises BlockingIOError instead of waiting for another process's lease."""
+    fd = os.open(node.link, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        close_quietly(fd)
+
+
+def _rename(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
+    if _libc.renameat2(old, old_name, new, new_name, flags):
+        raise error(ctypes.get_errno())
+
+
+def _file_system_status(fd: int) -> bytes:
+    """statfs(2) of a file's file system in FUSE's form (struct fuse_kstatfs)."""
+    found = os.fstatvfs(fd)
+    blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
+    return struct.pack("=5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+
+
+def _change_mode(node: BackingNode, wanted: int) -> None:
+    """chmod(2) as the caller. Only the kernel takes set-id bits and nothing else, after a write or a truncation.
+
+    (Had the caller asked for that, the kernel would have made sure that it is the owner.)
+    """
+    now = stat.S_IMODE(os.fstat(node.fd).st_mode)
+    if wanted == now:
+        return
+    if wanted | (now & SET_ID) == now:
+        with with_daemons_rights():
+            os.chmod(node.link, wanted)
+    else:
+        os.chmod(node.link, wanted)
+
+
+def _read_link(node: BackingNode, share: BackingNode) -> bytes:
+    """The target of a symbolic link. ELOOP if it is absolute or leads out of the share from where the link is now."""
+    target = os.readlink(b"", dir_fd=node.fd)
+    parts = target.split(b"/")
+    if target.startswith(b"/"):
+        raise error(ELOOP)
+    if b".." not in parts:
+        return target
+    top = os.readlink(os.fsencode(share.link)).rstrip(b"/") + b"/"
+    path = os.readlink(os.fsencode(node.link))
+    # The path is one of the names of a link that has several.
+    if not path.startswith(top) or os.fstat(node.fd).st_nlink > 1:
+        raise error(ELOOP)
+    depth = path.removeprefix(top).count(b"/")
+    for part in parts:
+        if part == b"..":
+            depth -= 1
+        elif part not in (b"", b"."):
+            depth += 1
+        if depth < 0:
+            raise error(ELOOP)
+    return target
+
+
+@dataclass(slots=True)
+class _ShareListing(Opened):
+    """The directory ``backing`` itself, open for reading."""
+
+    handler: "BackingHandler"
+
+    async def readdir(self, start: int, token: pyfuse3.ReaddirToken) -> None:
+        above = self.handler.replies.entry(FIRST_INODE, stat.S_IFDIR)
+        for cookie, name in ((1, b"."), (2, b"..")):
+            if start < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
+                return
+        for cookie, name in enumerate(self.handler.shares, 3):
+            if start < cookie:
+                if not pyfuse3.readdir_reply(token, name, self.handler.share_reply(name), cookie):
+                    return
+                self.handler.shares[name][0].lookups += 1
+
+
+class BackingHandler:
+    """Shows directories of the host below ``backing/``. Its methods are those of pyfuse3.Operations."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        engine: Any,
+        handles: Handles,
+        replies: Replies,
+        shares: Sequence[Share],
+        *,
+        device: int,
+        uid: int,
+        gid: int,
+    ) -> None:
+        """``engine``: the mount's; ``device``: its st_dev. OSError, with the path, if a directory cannot be opened."""
+        self._tree = tree
+        self._handles = handles
+        self.replies = replies
+        self._inodes = HostInodes(tree.nodes, device, engine.invalidate_entry)
+        self._calls = HostCalls(self._inodes)
+        self._files = OpenFiles(engine, handles, self._calls)
+        directory = Directory(FIRST_INODE, -1)
+        directory.fixed = True
+        tree.place(tree.root, DIRECTORY_NAME, directory, 0o555, uid, gid)
+        engine.inode_set(tree.root.ino, SET_NLINK, Attributes(nlink=2 + tree.root.subdirectories))
+        self.shares: dict[bytes, tuple[BackingNode, os.stat_result]] = {}
+        try:
+            for share in shares:
+                fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                found = fd, os.fstat(fd)
+                node = self._inodes.meet(found, share, None)
+                node.names = 1  # so it stays
+                self.shares[os.fsencode(share.name)] = node, found[1]
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the inodes' descriptors."""
+        self._inodes.close()
+
+    # ---- helpers ----
+
+    def _node(self, inode: int) -> BackingNode:
+        node = self._inodes.get(inode)
+        if node is None:
+            raise error(EPERM if inode == FIRST_INODE else ESTALE)
+        return node
+
+    def _changeable(self, inode: int) -> BackingNode:
+        node = self._node(inode)
+        if node.share.read_only:
+            raise error(EROFS)
+        return node
+
+    def _attributes(self, node: BackingNode, found: os.stat_result) -> pyfuse3.EntryAttributes:
+        reply = self.replies.entry(node.ino, found.st_mode)
+        reply.st_nlink = found.st_nlink
+        reply.st_uid = found.st_uid
+        reply.st_gid = found.st_gid
+        reply.st_rdev = found.st_rdev
+        reply.st_size = found.st_size
+        reply.st_blocks = found.st_blocks
+        reply.st_blksize = found.st_blksize
+        reply.st_atime_ns = found.st_atime_ns
+        reply.st_mtime_ns = found.st_mtime_ns
+        reply.st_ctime_ns = found.st_ctime_ns
+        return reply
+
+    def _adopt(self, found: Found, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+        """The reply that gives the kernel one more reference; takes the descriptor over."""
+        node = self._inodes.meet(found, parent.share, None if name == UNNAMED else (parent.ino, name))
+        node.lookups += 1
+        return self._attributes(node, found[1])
+
+    def share_reply(self, name: bytes) -> pyfuse3.EntryAttributes:
+        """The reply for a shown directory. Does not ask its server: the kernel asks for attributes if it needs them."""
+        node, found = self.shares[name]
+        reply = self._attributes(node, found)
+        reply.attr_timeout = 0
+        return reply
+
+    async def _find(self, uid: int, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+        return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
+
+    async def _make(
+        self, inode: int, name: bytes, ctx: pyfuse3.RequestContext, make: Callable[[BackingNode], None]
+    ) -> pyfuse3.EntryAttributes:
+        parent = self._changeable(inode)
+        await self._calls.run_as_caller(ctx, parent, lambda: make(parent))
+        return await self._find(ctx.uid, parent, name)
+
+    # ---- names ----
+
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        if parent_inode == FIRST_INODE:
+            if name in (b".", b".."):
+                node = self._tree.lookup(parent_inode, name)
+                node.lookups += 1
+                return self.replies.entry(node.ino, node.kind)
+            if name not in self.shares:
+                return self.replies.no_entry
+            self.shares[name][0].lookups += 1
+            return self.share_reply(name)
+        parent = self._node(parent_inode)
+        if name in (b".", b".."):
+            raise error(ESTALE)
+        try:
+            return await self._find(ctx.uid, parent, name)
+        except FileNotFoundError:
+            return self.replies.no_entry
+
+    def forget(self, inode: int, count: int) -> None:
+        """The kernel drops references."""
+        node = self._inodes.get(inode)
+        if node is not None:
+            self._inodes.forget(node, count)
+        else:
+            self._tree.forget(inode, count)
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        parent, umask = self._changeable(parent_inode), ctx.umask
+        try:
+            fd, found = await self._calls.run_as_caller(
+                ctx, parent, lambda: self._files.create(parent, name, mode, flags, umask)
+            )
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            # The kernel knew of no such name: on ESTALE it looks the name up again and opens the file.
+            raise error(ESTALE) from None
+        try:
+            reply = self._adopt(found, parent, name)
+            node = self._node(reply.st_ino)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            return await self._files.opened(node, ctx.uid, fd), reply
+        except BaseException:
+            self.forget(node.ino, 1)  # the kernel does not get the reference
+            raise
+
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        umask = ctx.umask
+
+        def make(parent: BackingNode) -> None:
+            os.mknod(name, stat.S_IFMT(mode) | new_mode(parent, mode, umask), rdev, dir_fd=parent.fd)
+
+        return await self._make(parent_inode, name, ctx, make)
+
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        umask = ctx.umask
+        return await self._make(
+            parent_inode, name, ctx, lambda parent: os.mkdir(name, new_mode(parent, mode, umask), dir_fd=parent.fd)
+        )
+
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        return await self._make(parent_inode, name, ctx, lambda parent: os.symlink(target, name, dir_fd=parent.fd))
+
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        node, parent = self._node(inode), self._node(new_parent_inode)
+        if node.share is not parent.share:
+            raise error(EXDEV)
+        self._changeable(new_parent_inode)
+
+        def make() -> None:
+            os.link(os.fsencode(node.link), new_name, dst_dir_fd=parent.fd, follow_symlinks=True)
+
+        await self._calls.run_as_caller(ctx, node, make)
+        return await self._find(ctx.uid, parent, new_name)
+
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        node = self._node(inode)
+        share, _ = self.shares[os.fsencode(node.share.name)]
+        return await self._calls.run(ctx.uid, node, lambda: _read_link(node, share))
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        parent = self._changeable(parent_inode)
+        await self._calls.run_as_caller(ctx, parent, lambda: os.unlink(name, dir_fd=parent.fd))
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        parent = self._changeable(parent_inode)
+        await self._calls.run_as_caller(ctx, parent, lambda: os.rmdir(name, dir_fd=parent.fd))
+
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        old, new = self._node(parent_inode_old), self._node(parent_inode_new)
+        if old.share is not new.share:
+            raise error(EXDEV)
+        self._changeable(parent_inode_old)
+        await self._calls.run_as_caller(ctx, old, lambda: _rename(old.fd, name_old, new.fd, name_new, flags))
+
+    # ---- attributes ----
+
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        node = self._node(inode)
+        found = await self._calls.run(ctx.uid, node, lambda: os.fstat(node.fd))
+        return self._attributes(node, found)
+
+    async def setattr(
+        self,
+        inode: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
+        node = self._changeable(inode)
+        mode, uid, gid = attr.st_mode, attr.st_uid, attr.st_gid
+        size, atime, mtime = attr.st_size, attr.st_atime_ns, attr.st_mtime_ns
+        opened = self._handles.get(fh)
+        open_fd = opened.fd if isinstance(opened, OpenFile) else None
+
+        def change() -> None:
+            if fields.update_mode and fields.update_size:
+                _change_mode(node, stat.S_IMODE(mode))  # before the host takes set-id bits away by itself
+            if fields.update_size:
+                # An open file may be truncated whatever its mode is by now.
+                if open_fd is None:
+                    _truncate(node, size)
+                else:
+                    os.ftruncate(open_fd, size)
+            if not any(getattr(fields, name) for name in _SETTABLE):
+                # chown(-1, -1); or a change of contents takes a set-gid bit away, which open() has done.
+                with contextlib.suppress(PermissionError):
+                    os.chown(node.link, -1, -1)
+            if fields.update_uid or fields.update_gid:
+                os.chown(node.link, uid if fields.update_uid else -1, gid if fields.update_gid else -1)
+            if fields.update_mode and not fields.update_size:
+                wanted = stat.S_IMODE(mode)
+                if fields.update_uid or fields.update_gid:
+                    # The kernel's idea of the set-id bits that a new owner leaves; the host has removed them itself.
+                    wanted &= os.fstat(node.fd).st_mode | ~SET_ID
+                _change_mode(node, wanted)
+            if fields.update_atime or fields.update_mtime:
+                now = os.fstat(node.fd)
+                times = (
+                    atime if fields.update_atime else now.st_atime_ns,
+                    mtime if fields.update_mtime else now.st_mtime_ns,
+                )
+                try:
+                    os.utime(node.link, ns=times)
+                except PermissionError:
+                    # A caller with write access may set both to the present. The kernel lets only the owner set other
+                    # times, but does not pass on which of the two this is.
+                    if not (fields.update_atime and fields.update_mtime and atime == mtime):
+                        raise
+                    os.utime(node.link)
+
+        await self._calls.retry_past_leases(ctx.uid, 0, lambda: self._calls.run_as_caller(ctx, node, change))
+        return await self.getattr(inode, ctx)
+
+    # ---- extended attributes ----
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+        node = self._changeable(inode)
+        flags, name = int(name[:1]), name[1:]  # the engine has joined them, see Session::relay_setxattr
+        await self._calls.run_as_caller(ctx, node, lambda: os.setxattr(node.link, name, value, flags))
+
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        node = self._node(inode)
+        if not name:  # statfs(2), see Session::relay_statfs
+            return await self._calls.run_as_caller(ctx, node, lambda: _file_system_status(node.fd))
+        try:
+            return await self._calls.run_as_caller(ctx, node, lambda: os.getxattr(node.link, name))
+        except OSError as failure:
+            # On a file system without access control lists the kernel's permission check would fail with this.
+            if failure.errno == EOPNOTSUPP and name in _ACLS:
+                raise error(ENODATA) from None
+            raise
+
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        node = self._node(inode)
+        names = await self._calls.run_as_caller(ctx, node, lambda: os.listxattr(node.link))
+        # The daemon sees all of them, the caller perhaps not.
+        if any(name.startswith(_TRUSTED) for name in names) and not administers(ctx.pid):
+            names = [name for name in names if not name.startswith(_TRUSTED)]
+        return [os.fsencode(name) for name in names]
+
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        node = self._changeable(inode)
+        await self._calls.run_as_caller(ctx, node, lambda: os.removexattr(node.link, name))
+
+    # ---- opening ----
+
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        node = self._changeable(inode) if changes(flags) else self._node(inode)
+        return await self._files.open(node, flags, ctx)
+
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        if inode == FIRST_INODE:
+            return self._handles.add(_ShareListing(self))
+        node = self._node(inode)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        fd = await self._calls.run_as_caller(ctx, node, lambda: os.open(node.link, flags))
+        node.users += 1
+        above = self.replies.entry(node.ino, stat.S_IFDIR)
+        return self._handles.add(OpenDirectory(node, fd, ctx.uid, self._calls, above, self._adopt, self.forget))

@@ -1,0 +1,58 @@
+"""What the file handles lead to that Python answers for: listings, control files, and files below ``backing/``."""
+
+from errno import EBADF
+from typing import TYPE_CHECKING
+
+from gpufs.fs.errors import error
+
+if TYPE_CHECKING:
+    import pyfuse3
+
+
+class Opened:
+    """An open file or directory. Each kind overrides what it can do."""
+
+    async def readdir(self, start: int, token: "pyfuse3.ReaddirToken") -> None:
+        """Lists the entries after a cookie."""
+        raise error(EBADF)
+
+    async def read(self, offset: int, size: int) -> bytes:
+        """Bytes of a file that the engine does not read."""
+        raise error(EBADF)
+
+    async def sync(self, *, data_only: bool) -> None:
+        """fsync(2) of a directory."""
+
+    async def release(self) -> None:
+        """The last descriptor is closed."""
+
+
+class Handles:
+    """The open files by handle. Handles made here count from 1; those of the engine have bit 62 set."""
+
+    def __init__(self) -> None:
+        self._opened: dict[int, Opened] = {}
+        self._next = 1
+
+    def add(self, opened: Opened, handle: int = 0) -> int:
+        """Gives an open file a handle: the engine's if there is one, otherwise the next number."""
+        if not handle:
+            handle = self._next
+            self._next += 1
+        self._opened[handle] = opened
+        return handle
+
+    def get(self, handle: int | None) -> Opened | None:
+        """The open file; None if the handle is the engine's own."""
+        return None if handle is None else self._opened.get(handle)
+
+    def existing(self, handle: int) -> Opened:
+        """The open file. EBADF if the handle is the engine's own."""
+        opened = self._opened.get(handle)
+        if opened is None:
+            raise error(EBADF)
+        return opened
+
+    def pop(self, handle: int) -> Opened | None:
+        """Takes the open file out; None if the handle is the engine's own."""
+        return self._opened.pop(handle, None)

@@ -1,0 +1,56 @@
+// Open files by handle. Handles have a bit that says which kind of file they name.
+// Ownership: an open file is shared with the requests under way on it.
+// Thread-safe; nothing is closed under the lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace gpufs::fuse {
+
+// The control plane's own handles have none of these bits.
+inline constexpr std::uint64_t kBufferHandle = std::uint64_t{1} << 62;
+inline constexpr std::uint64_t kBackingHandle = std::uint64_t{1} << 61;
+[[nodiscard]] constexpr bool is_buffer(std::uint64_t fh) { return (fh & kBufferHandle) != 0; }
+[[nodiscard]] constexpr bool is_backing(std::uint64_t fh) { return (fh & kBackingHandle) != 0; }
+
+template <typename File, std::uint64_t kKind>
+class OpenFiles {
+ public:
+  std::uint64_t add(std::shared_ptr<File> file) {
+    const std::unique_lock lock(mutex_);
+    const std::uint64_t fh = kKind | next_++;
+    files_.emplace(fh, std::move(file));
+    return fh;
+  }
+  // Null if unknown, as below.
+  [[nodiscard]] std::shared_ptr<File> find(std::uint64_t fh) const {
+    const std::shared_lock lock(mutex_);
+    const auto found = files_.find(fh);
+    return found == files_.end() ? nullptr : found->second;
+  }
+  std::shared_ptr<File> remove(std::uint64_t fh) {
+    const std::unique_lock lock(mutex_);
+    const auto found = files_.find(fh);
+    if (found == files_.end()) return nullptr;
+    std::shared_ptr<File> file = std::move(found->second);
+    files_.erase(found);
+    return file;
+  }
+  [[nodiscard]] std::size_t size() const {
+    const std::shared_lock lock(mutex_);
+    return files_.size();
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;  // guards all below
+  std::unordered_map<std::uint64_t, std::shared_ptr<File>> files_;
+  std::uint64_t next_ = 1;
+};
+
+}  // namespace gpufs::fuse
