@@ -102,12 +102,8 @@ def test_drivers_do_not_know_each_other() -> None:
 
 def test_headers_say_what_they_are() -> None:
     """Each header opens with what it is for."""
-    bad = []
-    for path in native_sources():
-        if path.suffix == ".h":
-            if not path.read_text().startswith("// "):
-                bad.append(str(path.relative_to(ROOT)))
-    assert not bad
+    headers = [path for path in native_sources() if path.suffix == ".h"]
+    assert not [str(path.relative_to(ROOT)) for path in headers if not path.read_text().startswith("// ")]
 
 
 def imported_modules(path: Path, package: str) -> set[str]:
