@@ -315,7 +315,7 @@ TEST_P(GpuContract, WorkGoesOnBesideBlockedStreams) {
     blocked.push_back(must(device_->create_stream()));
     Stream& stream = *blocked.back();
     ASSERT_OK(number % 2 == 0 ? stream.copy_to_device(base + 24 * kMiB, host.data, kMiB)
-                              : stream.copy_to_host(host.data + kBytes, base + 24 * kMiB, kMiB));
+                              : stream.copy_to_host(host.data + kBytes + 2 * kMiB, base + 24 * kMiB, kMiB));
     ASSERT_OK(stream.fill_zero(gate.address + 4, 4));
     ASSERT_OK(stream.wait_for_value(gate.address, 1));
   }
