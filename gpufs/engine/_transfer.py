@@ -12,9 +12,7 @@ from gpufs.engine._arguments import choice, instance, seconds, signed, text, uns
 from gpufs.engine._arrays import device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
-from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
-from gpufs.engine._futures import EngineFuture
 from gpufs.engine._in_use import Used, close_or_leave
 from gpufs.engine._native import ffi, lib
 
@@ -268,19 +266,15 @@ class BackingFile(Handle):
 
     def read_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> "TransferFuture":
-        """As :meth:`read`, without waiting: the future's result is the count, or the TransferError it raises."""
-        return TransferFuture(
-            Transfer("load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
-        )
+    ) -> "OperationFuture":
+        """Like :meth:`read`, without waiting: the future has the count as its result, or raises TransferError."""
+        return self.read_async(memory, size, file_offset, buffer_offset, **options)
 
     def write_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> "TransferFuture":
-        """As :meth:`write`, without waiting: the future's result is the count, or the TransferError it raises."""
-        return TransferFuture(
-            Transfer("store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
-        )
+    ) -> "OperationFuture":
+        """Like :meth:`write`, without waiting: the future has the count as its result, or raises TransferError."""
+        return self.write_async(memory, size, file_offset, buffer_offset, **options)
 
 
 def fill_request(
@@ -334,8 +328,8 @@ class Transfer(Handle):
     transfer is done; arrays are kept alive. EngineError when it cannot be queued, TypeError or ValueError for memory
     that cannot take part; how it ends is in progress() and result().
 
-    Closing cancels it if it still runs, and waits for its end. EngineError ETIMEDOUT where its device stands still: the
-    transfer, and its memory, goes when the device goes on.
+    Closing cancels it if it still runs, and waits for its end. EngineError ETIMEDOUT if it has not ended within
+    10 s: the transfer, and its memory, is freed once it has.
     """
 
     __slots__ = ("_keep", "backing", "memory")
@@ -457,49 +451,3 @@ class Transfer(Handle):
         raise TransferError(
             failure.errno or errno.EIO, str(failure.strerror), failure.device_code, self.progress().prefix
         )
-
-
-class TransferFuture(EngineFuture):
-    """The outcome of a transfer that runs.
-
-    cancel() asks the transfer to stop; the future is cancelled once the transfer uses the memory no more, or has its
-    result if it came first.
-    """
-
-    def __init__(self, transfer: Transfer) -> None:
-        super().__init__()
-        self._transfer = transfer
-        completions.watch(transfer.event_fd, self._done)
-
-    def cancel(self) -> bool:
-        """Asks the transfer to stop. False if it is done already."""
-        if self.done():
-            return self.cancelled()
-        try:
-            self._transfer.cancel()
-        except EngineError:  # closed at this moment, since it is done
-            return self.cancelled()
-        return True
-
-    def progress(self) -> TransferProgress:
-        """How far the transfer is. EngineError EBADF once it is done."""
-        return self._transfer.progress()
-
-    def _done(self) -> bool:
-        try:
-            count = self._transfer.outcome()
-        except EngineError as error:
-            # EBADF: the engine was closed over it.
-            if error.errno in (errno.ECANCELED, errno.EBADF):
-                super().cancel()
-                self.set_running_or_notify_cancel()
-            else:
-                self.set_exception(error)
-        else:
-            self.set_result(count)
-        finally:
-            try:
-                self._transfer.close()
-            except EngineError:
-                pass  # closed with its engine
-        return False
