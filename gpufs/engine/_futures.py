@@ -15,8 +15,8 @@ class EngineFuture(Future[int]):
     """The bytes moved, or the TransferError that it raises.
 
     ``await`` it in trio or asyncio, or wait with :mod:`concurrent.futures`. When a task that awaits it in trio is
-    cancelled so is the work, and the task goes on once the memory is not used any more, or 10 s later where a device
-    stands still; asyncio does not wait for that. What the work needs lives until it is over.
+    cancelled so is the work, and the task goes on once the memory is not used any more, or 10 s later if a device
+    is stalled; asyncio does not wait for that. What the work needs lives until it is over.
     """
 
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:

@@ -102,8 +102,8 @@ class Cells(Handle):
     """64-bit signed integers in pinned memory, zero at first, which kernels can read and write, too.
 
     ``cells[n]`` reads and sets one, :meth:`late` names it to an operation. EngineError ENOMEM when no more memory can
-    be pinned. They must not be closed before the operations and kernels that use them are over. While operations hold
-    streams the memory of closed ones stays as it is, and is given back once none does.
+    be pinned. They must not be closed before the operations and kernels that use them are over. The memory of closed
+    cells is kept for the next ones of their size until the engine is closed.
     """
 
     __slots__ = ("_count", "_memory", "device_address", "engine")
@@ -428,7 +428,7 @@ class Batch(Handle):
     """Operations that are submitted together and collected as they end; all that have no stream run side by side.
 
     ``capacity``: under way or not collected, at most. Closing cancels what is under way, and waits for it. EngineError
-    ETIMEDOUT where a device stands still: what is under way, and its memory, goes when the device goes on.
+    ETIMEDOUT if some has not ended within 10 s: it, and its memory, is freed once it has.
     """
 
     __slots__ = ("_cookies", "_ended", "_submitted", "engine")
@@ -528,7 +528,7 @@ class OperationFuture(EngineFuture):
     """The outcome of an operation.
 
     cancel() asks the operation to stop: one that its stream has not come to is over at once and moves nothing. One that
-    moves bytes is over once the device has done what it was given, which may be never where that stands still; result()
+    moves bytes is over once the device has done what it was given, which may be never if that is stalled; result()
     is TimeoutError after its timeout, and can be interrupted.
     """
 

@@ -12,9 +12,7 @@ from gpufs.engine._arguments import choice, instance, seconds, signed, text, uns
 from gpufs.engine._arrays import device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
-from gpufs.engine._completions import completions
 from gpufs.engine._engine import Engine
-from gpufs.engine._futures import EngineFuture
 from gpufs.engine._in_use import Used, close_or_leave
 from gpufs.engine._native import ffi, lib
 
@@ -307,19 +305,15 @@ class BackingFile(Handle):
 
     def read_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> "TransferFuture":
+    ) -> "OperationFuture":
         """Like :meth:`read`, without waiting: the future has the count as its result, or raises TransferError."""
-        return TransferFuture(
-            Transfer("load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
-        )
+        return self.read_async(memory, size, file_offset, buffer_offset, **options)
 
     def write_future(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> "TransferFuture":
+    ) -> "OperationFuture":
         """Like :meth:`write`, without waiting: the future has the count as its result, or raises TransferError."""
-        return TransferFuture(
-            Transfer("store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options)
-        )
+        return self.write_async(memory, size, file_offset, buffer_offset, **options)
 
 
 def fill_request(
@@ -368,8 +362,8 @@ class Transfer(Handle):
     Device memory that is not a buffer must stay valid, and no queued work of the program may use it, until the transfer
     is done; arrays are kept alive. The outcome is in progress() and result().
 
-    Closing cancels a running transfer and waits for its end. It raises EngineError ETIMEDOUT if the device is stalled:
-    then the transfer and its memory are freed when the device continues.
+    Closing cancels a running transfer and waits for its end. It raises EngineError ETIMEDOUT if it has not ended
+    within 10 s: then the transfer and its memory are freed when it ends.
 
     Parameters
     ----------
@@ -512,49 +506,3 @@ class Transfer(Handle):
         raise TransferError(
             failure.errno or errno.EIO, str(failure.strerror), failure.device_code, self.progress().prefix
         )
-
-
-class TransferFuture(EngineFuture):
-    """The outcome of a running transfer.
-
-    cancel() stops the transfer. The future is cancelled once the transfer no longer uses the memory, unless the
-    transfer was done first.
-    """
-
-    def __init__(self, transfer: Transfer) -> None:
-        super().__init__()
-        self._transfer = transfer
-        completions.watch(transfer.event_fd, self._done)
-
-    def cancel(self) -> bool:
-        """Stops the transfer. False if it is done already."""
-        if self.done():
-            return self.cancelled()
-        try:
-            self._transfer.cancel()
-        except EngineError:  # it was done and closed in the meantime
-            return self.cancelled()
-        return True
-
-    def progress(self) -> TransferProgress:
-        """The transfer's progress. EngineError EBADF once it is done."""
-        return self._transfer.progress()
-
-    def _done(self) -> bool:
-        try:
-            count = self._transfer.outcome()
-        except EngineError as error:
-            # EBADF: the engine was closed before the transfer ended.
-            if error.errno in (errno.ECANCELED, errno.EBADF):
-                super().cancel()
-                self.set_running_or_notify_cancel()
-            else:
-                self.set_exception(error)
-        else:
-            self.set_result(count)
-        finally:
-            try:
-                self._transfer.close()
-            except EngineError:
-                pass  # closed with its engine
-        return False

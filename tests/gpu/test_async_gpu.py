@@ -196,7 +196,7 @@ def test_fixed_and_late_numbers(cuda: Cuda, gpu: engine.Engine, file: engine.Bac
     names: tuple[Any, ...] = ("buffer_offset", "file_offset", "size")
     before, after = (100, 200, 3000), (5000, 7000, 1234)
     native = cuda.stream()
-    for late, fixed in itertools.product(range(8), range(8) if registered else [0]):
+    for late, fixed in itertools.product((0, 5, 7), (0, 4) if registered else [0]):
         chosen = [name for bit, name in enumerate(names) if fixed >> bit & 1]
         stream: Any = engine.Stream(gpu, native, fixed=chosen) if registered else native
         with engine.Buffer(gpu) as buffer, engine.Cells(gpu, 4) as cells:
@@ -220,44 +220,33 @@ def test_fixed_and_late_numbers(cuda: Cuda, gpu: engine.Engine, file: engine.Bac
     cuda.destroy(native)
 
 
-def test_ten_thousand_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
-    """On streams that a kernel pauses each, so that all are outstanding at a time.
-
-    They are more than the device's queues take, and who submits them is who lets the streams go on.
-    """
-    count, size = 10_000, 64 * KIB
-    streams = [cuda.stream() for _ in range(50)]
+def test_many_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+    """On four streams that a kernel pauses, each with a copy before: more than the device's queues take."""
+    count, size = 800, 64 * KIB
+    streams = [cuda.stream() for _ in range(4)]
+    memory = device_memory(cuda, gpu, size)
+    back = (ctypes.c_char * size)()
     with engine.Buffer(gpu) as buffer, engine.Cells(gpu) as cells:
-        buffer.resize(len(DATA))
         for stream in streams:
             cuda.launch("pause", stream, cells.device_address)
-        start = time.perf_counter()
+            cuda.copy_back(stream, back, memory.address)
         futures = [
             file.read_async(buffer, size, index % 256 * size, index % 256 * size, stream=streams[index % len(streams)])
             for index in range(count)
         ]
-        submitted = time.perf_counter()
         assert not any(future.done() for future in futures)
-        opened = time.perf_counter()
         cells[0] = 1
-        assert {future.result(100) for future in futures} == {size}
-        done = time.perf_counter()
-        print(
-            f"{count} outstanding, {count / (submitted - start):,.0f} submissions/s; "
-            f"{count * size / (done - opened) / 1e9:.2f} GB/s, {count / (done - opened):,.0f} reads/s"
-        )
+        assert {future.result(60) for future in futures} == {size}
         assert_same(buffer.read_bytes(0, len(DATA)), DATA)
     for stream in streams:
         cuda.destroy(stream)
+    cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
 
 
-def test_copies_of_the_program_behind_held_streams(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
-    """Each is held by a read, with a copy to the host of the program's own behind it; the engine's go past them all.
-
-    Copies to the device have queues of their own, and few: see docs/operations.md.
-    """
+def test_copies_to_the_host_behind_blocked_streams(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+    """Copies to the device have other queues, so the reads are not blocked: see docs/operations.md."""
     size = 64 * KIB
-    streams = [cuda.stream() for _ in range(32)]
+    streams = [cuda.stream() for _ in range(4)]
     memory = device_memory(cuda, gpu, size * len(streams))
     backs = [(ctypes.c_char * size)() for _ in streams]
     # Copies to memory that is not pinned would wait right where they are queued.

@@ -1,4 +1,4 @@
-"""A device that stands still: copies of the program's own, behind streams that stand, keep the queues of all copies."""
+"""A stalled device: copies of the program's own, behind blocked streams, hold all queues for copies."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ _BEGIN = """
 import concurrent.futures, ctypes, errno, gc, mmap, os, signal, sys, tempfile, threading, time, weakref
 from gpufs import engine
 
-QUEUES, COPY, SIZE = 8, 1 << 20, 3 << 20
+QUEUES, COPY, SIZE = 4, 1 << 20, 3 << 20
 cuda = ctypes.CDLL("libcuda.so.1")
-log = tempfile.TemporaryFile("w+")
-engine.log_configure(log.fileno(), 30)
 
 def call(name, *arguments):
     assert getattr(cuda, name)(*arguments) == 0, name
-
-def told():
-    log.seek(0)
-    return [line for line in log if "has done nothing for" in line]
 
 def soon(condition, seconds=60):
     end = time.monotonic() + seconds
@@ -84,7 +78,7 @@ def over_fake(folder: Path, program: str) -> None:
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def test_what_is_closed_stays_until_the_device_goes_on(tmp_path: Path) -> None:
+def test_closing_times_out_and_keeps_the_memory(tmp_path: Path) -> None:
     over_fake(
         tmp_path,
         """
@@ -110,22 +104,18 @@ def test_what_is_closed_stays_until_the_device_goes_on(tmp_path: Path) -> None:
             raise AssertionError("it came")
         except TimeoutError:
             pass
-        soon(told)
-        time.sleep(0.3)
-        assert len(told()) == 1 and " 2 operations stand" in told()[0], told()
         assert future.cancel() and not future.done()
         spare.close()
         try:
             with batch:
                 raise KeyboardInterrupt
         except KeyboardInterrupt as error:
-            assert "2 operations" not in error.__notes__[0]
-            assert "1 operations use their memory until it goes on" in error.__notes__[0], error.__notes__
+            assert "1 cancelled operations have not ended in time" in error.__notes__[0], error.__notes__
         assert batch.closed
         timed_out(transfer.close)
         del batch, other, transfer
         gc.collect()
-        assert known() is not None, "the memory of an operation that stands went"
+        assert known() is not None, "the memory of an operation under way was freed"
         gate[0] = 1
         soon(lambda: known() is None)
         soon(future.done)
@@ -159,7 +149,7 @@ def test_closing_the_engine_lets_streams_go_on(tmp_path: Path) -> None:
         trio.run(work)
         keep = weakref.ref(buffers[0])
         said = timed_out(gpu.close)
-        assert "gpu 0 (fake device 0) did nothing of what" in said, said
+        assert "gpu 0 (fake device 0) has not finished" in said, said
         assert "their streams went on before they were over" in said, said
         for future in futures:
             concurrent.futures.wait([future], 200)
@@ -173,7 +163,7 @@ def test_closing_the_engine_lets_streams_go_on(tmp_path: Path) -> None:
     )
 
 
-def test_a_process_ends_while_a_device_stands(tmp_path: Path) -> None:
+def test_a_process_ends_while_a_device_is_stalled(tmp_path: Path) -> None:
     over_fake(
         tmp_path,
         """
