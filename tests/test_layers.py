@@ -25,7 +25,7 @@ PYTHON_MAY_USE = {
     "gpufs.statistics": set(),
     "gpufs.kinds": set(),
     "gpufs.config": {"kinds", "machine"},
-    "gpufs.engine": set(),
+    "gpufs.engine": {"statistics"},
     "gpufs.fs": {"threads", "engine", "statistics", "_version"},
     "gpufs.client": {"engine", "_version"},
     "gpufs.mounting": {"machine"},
