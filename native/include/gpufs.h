@@ -49,8 +49,8 @@ gpufs_status gpufs_log_configure(int fd, int level);
 enum { GPUFS_HIP_MEMORY_AUTO = 0, GPUFS_HIP_MEMORY_VIRTUAL = 1, GPUFS_HIP_MEMORY_PLAIN = 2 };
 
 /* Whether the engine locks host memory for copies (gpufs_buffer_read, gpufs_buffer_write) and the memory of a mount's
- * requests. AUTO: only that of requests, if possible. OFF: none. MANDATORY: both, for the time of a copy, which fails if
- * its memory cannot be locked. */
+ * requests. AUTO: only that of requests, if possible. OFF: none. MANDATORY: both, for the time of a copy, which fails
+ * if its memory cannot be locked. */
 enum { GPUFS_LOCK_AUTO = 0, GPUFS_LOCK_OFF = 1, GPUFS_LOCK_MANDATORY = 2 };
 
 typedef struct {
@@ -90,8 +90,8 @@ typedef struct {
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine);
 /* Closes every open buffer and mount of the engine, then the devices. ETIMEDOUT: the engine is closed, but a device did
- * not finish what operations and transfers waited for. Memory of the program that they use must stay allocated until the
- * process ends. */
+ * not finish what operations and transfers waited for. Memory of the program that they use must stay allocated until
+ * the process ends. */
 gpufs_status gpufs_engine_close(gpufs_handle engine);
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
@@ -294,8 +294,6 @@ typedef struct {
 
 /* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */
 gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options);
-/* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
-gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed);
 
 typedef struct {
   char file_system[32]; /* "ext4"; "" where its mount is not visible here */
