@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import EMFILE, ENFILE, ENOMEM, ENOSPC
+from errno import EMFILE, ENFILE
 from pathlib import Path
 from typing import Any
 
@@ -174,47 +174,11 @@ def limited(pid: int, what: int, most: int) -> Iterator[None]:
         resource.prlimit(pid, what, before)
 
 
-def address_space(pid: int) -> int:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["VmSize"].split()[0]) * 1024
-
-
 def fails_with_one_line(*words: object) -> str:
     done = run(*GPUFS, *map(str, words), check=False)
     assert done.returncode == 1, done
     assert done.stdout == ""
     return done.stderr
-
-
-@pytest.mark.parametrize("room", [-64 * MIB, 0, 8 * MIB, 64 * MIB])
-def test_no_memory_for_the_daemon(mount: Mounter, reference: Path, room: int) -> None:
-    """Neither memory nor a thread is to be had: requests and copies fail, hold nothing afterwards, and work again."""
-    mounted = mount(memory=512 * MIB)
-    (reference / "source").write_bytes(noise(40 * MIB))
-    (mounted.device / "small").write_bytes(b"small")
-    shutil.copy(reference / "source", mounted.device / "source")
-    with limited(mounted.pid, resource.RLIMIT_AS, address_space(mounted.pid) + room):
-        for number in range(20):
-            path = mounted.device / f"file{number}"
-            assert errno_of(path.write_bytes, noise(20 * MIB)) in (0, ENOMEM, ENOSPC)
-            assert errno_of(shutil.copy, mounted.device / "source", mounted.device / f"copy{number}") in (
-                0,
-                ENOMEM,
-                ENOSPC,
-            )
-        for pair in (("source", mounted.device / "in"), (mounted.device / "source", "out")):
-            run(*GPUFS, "cp", *(reference / word for word in pair), check=False)
-        assert errno_of((mounted.device / "small").read_bytes) in (0, ENOMEM)
-        assert errno_of(os.listdir, mounted.path) in (0, ENOMEM)
-    assert sorted(os.listdir(mounted.path)) == [".gpufs", "gpu0"]
-    assert (mounted.device / "small").read_bytes() == b"small"
-    assert_same(read_all(mounted.device / "source"), noise(40 * MIB))
-    empty(mounted.device)
-    wait_until(lambda: is_empty(mounted), 20, "all of it to be given back")
-    run(*GPUFS, "cp", reference / "source", mounted.device / "again")
-    assert_same(read_all(mounted.device / "again"), noise(40 * MIB))
-    assert not [line for line in mounted.complaints() if "Traceback" in line]
-    mounted.unmount()
 
 
 def test_no_descriptors_for_the_daemon(mount: Mounter, reference: Path) -> None:
