@@ -50,6 +50,8 @@ _AUTOMATIC = ("cuda", "hip", "host")
 # Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
 # memory are answered even if all of those block. A waiting task takes some 20 KiB.
 _TASKS = 10_000
+# Descriptors that root's daemon raises its limit to, if the kernel allows that many.
+_DESCRIPTORS = 1 << 20
 # Seconds at the end: for cancelled copies, and until a mount in use is detached instead of unmounted.
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
@@ -116,7 +118,7 @@ def _set_limits(*, core_dumps: bool) -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        largest = max(most, int(Path("/proc/sys/fs/nr_open").read_text()))
+        largest = max(most, min(int(Path("/proc/sys/fs/nr_open").read_text()), _DESCRIPTORS))
         resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
     except (OSError, ValueError):  # without CAP_SYS_RESOURCE
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
