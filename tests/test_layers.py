@@ -24,7 +24,7 @@ PYTHON_MAY_USE = {
     "gpufs.statistics": set(),
     "gpufs.config": set(),
     "gpufs.mounting": set(),
-    "gpufs.engine": set(),
+    "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
     "gpufs.client": {"mounting", "protocol", "_version"},
     "gpufs.daemon.threads": set(),

@@ -6,14 +6,18 @@ import os
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gpufs import statistics
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
-from gpufs.engine._binding import EngineError, Handle, check, json_of
+from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._in_use import Users
 from gpufs.engine._native import ffi, lib
 
 LockPolicy = Literal["auto", "off", "mandatory"]
 HipMemory = Literal["auto", "virtual", "plain"]
 _LONGEST_KEPT: Final = 3600.0
+_PATHS: Final = ("fastpath", "fallback")
+# The names of the bits of a mask of refusals.
+_REFUSALS: Final = [name for bit in range(32) if (name := ffi.string(lib.gpufs_refusal_name(bit)).decode())]
 _LOCK_POLICIES: Final[dict[str, int]] = {
     "auto": lib.GPUFS_LOCK_AUTO,
     "off": lib.GPUFS_LOCK_OFF,
@@ -197,6 +201,7 @@ class Engine(Handle):
         count = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, count))
         self._devices = int(count[0])
+        self.statistics_describe({"driver": driver, "refusals": _REFUSALS})
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -237,5 +242,29 @@ class Engine(Handle):
         return data
 
     def io_statistics(self) -> dict[str, Any]:
-        """Return the counters of transfers."""
-        return json_of(lambda *room: lib.gpufs_io_statistics(self._handle, *room))
+        """Return the counters of transfers: which path moved how much, and what the fastpath refused."""
+        found = statistics.parse(self.statistics_read())
+        gauges = found["gauges"]
+        return {
+            "active": gauges["transfers_active"],
+            "devices": [
+                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in found["devices"]
+            ],
+            "bounce_pool": {
+                name.removeprefix("bounce_"): value for name, value in gauges.items() if name.startswith("bounce_")
+            },
+        }
+
+
+def _transfers(device: dict[str, Any], flow: str) -> dict[str, Any]:
+    """The transfers of a device in one direction."""
+    backends = {name: counts[flow] for name, counts in device["backends"].items()}
+    details = device["transfers"][flow]
+    moved = {path: {name: backends[path][name] for name in ("bytes", "operations", "errors")} for path in _PATHS}
+    moved["fallback"] |= {name: value for name, value in details.items() if name.endswith("_bytes")}
+    return {
+        "transfers": backends["transfer"]["operations"] + backends["transfer"]["in_flight"],
+        **{name: details[name] for name in ("failed", "cancelled", "abandoned")},
+        **moved,
+        "refusals": backends["fastpath"]["refusals"],
+    }

@@ -216,7 +216,7 @@ def sweep(folder: Path, devices: Iterable[str], mountpoint: str = "") -> None:
         if path.name.endswith(keep):
             continue
         try:
-            found = read(path)
+            found = read(path, os.getuid())
             elsewhere = found["mountpoint"] not in (None, mountpoint)
             if not found["alive"] and elsewhere and time.time() - found["updated"] < _KEPT_SECONDS:
                 kept.append((found["updated"], path))

@@ -294,8 +294,6 @@ typedef struct {
 
 /* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */
 gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options);
-/* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
-gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed);
 
 typedef struct {
   char file_system[32]; /* "ext4"; "" where its mount is not visible here */

@@ -43,8 +43,7 @@ class BackingTest : public SessionTest {
   void SetUp() override {
     IoOptions io;
     io.chunk_bytes = 1 << 18;
-    Result<std::shared_ptr<TransferEngine>> made =
-        TransferEngine::create(io, {host->device()}, make_direct_path("host"));
+    Result<std::shared_ptr<TransferEngine>> made = TransferEngine::create(io, make_direct_path("host"));
     ASSERT_TRUE(made.ok());
     transfers = made.take();
     SessionOptions options;

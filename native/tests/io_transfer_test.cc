@@ -306,14 +306,14 @@ TEST(Requests, OverflowsAndWrongModes) {
 TEST(Requests, BadOptionsAreNamed) {
   IoOptions options;
   options.chunk_bytes = 3 * kMiB;
-  EXPECT_NE(TransferEngine::create(options, {}, nullptr).status().message().find("chunk_bytes"), std::string::npos);
+  EXPECT_NE(TransferEngine::create(options, nullptr).status().message().find("chunk_bytes"), std::string::npos);
   options = {};
   options.pinned_bytes = 1;
-  EXPECT_EQ(TransferEngine::create(options, {}, nullptr).error(), EINVAL);
+  EXPECT_EQ(TransferEngine::create(options, nullptr).error(), EINVAL);
   options = {};
   options.fastpath = FastpathMode::kOff;
   options.fallback = false;
-  EXPECT_EQ(TransferEngine::create(options, {}, nullptr).error(), EINVAL);
+  EXPECT_EQ(TransferEngine::create(options, nullptr).error(), EINVAL);
 }
 
 TEST(Requests, TheOutcomeIsReportedOnceUnlessTheStartFailed) {
@@ -378,17 +378,6 @@ TEST(BounceBuffers, OneMoreIsPinnedOnlyIfTheDeviceLags) {
     EXPECT_EQ(rig.plan->pin.calls(), lags ? 4 : 1);
     EXPECT_TRUE(rig.buffer_contents() == data);
   }
-}
-
-TEST(Statistics, AreJson) {
-  FakeRig rig(false);
-  rig.make_file(pattern(kMiB + 1));
-  (void)rig.finish(rig.load());
-  const std::string text = rig.engine->statistics_json();
-  EXPECT_NE(text.find("\"fastpath\": {\"bytes\": 1048576"), std::string::npos) << text;
-  EXPECT_NE(text.find("\"size_unaligned\": 1"), std::string::npos) << text;
-  EXPECT_NE(text.find("\"bounce_pool\": {\"slot_bytes\": 262144"), std::string::npos) << text;
-  EXPECT_EQ(std::count(text.begin(), text.end(), '{'), std::count(text.begin(), text.end(), '}'));
 }
 
 }  // namespace

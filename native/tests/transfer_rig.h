@@ -51,7 +51,7 @@ class TransferRig {
   TransferRig(std::shared_ptr<Driver> driver, std::shared_ptr<DirectPath> direct, const IoOptions& options,
               const std::string& directory, std::size_t index = 0)
       : device(gpu_test::must(DeviceContext::create(std::move(driver), index))),
-        engine(gpu_test::must(TransferEngine::create(options, {device}, std::move(direct)))),
+        engine(gpu_test::must(TransferEngine::create(options, std::move(direct)))),
         fd_(temporary_file(directory)) {
     EXPECT_TRUE(fd_.valid());
   }

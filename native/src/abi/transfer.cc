@@ -30,7 +30,7 @@ Result<std::shared_ptr<TransferEngine>> transfers_with(Engine& engine, const IoO
   Result<std::shared_ptr<TransferEngine>> transfers =
       engine.transfers([&](const Engine& self) -> Result<std::shared_ptr<TransferEngine>> {
         Result<std::shared_ptr<TransferEngine>> created =
-            TransferEngine::create(options, self.devices(), make_direct_path(self.driver_name(), options.file_systems));
+            TransferEngine::create(options, make_direct_path(self.driver_name(), options.file_systems));
         *made = created.ok();
         return created;
       });
@@ -113,14 +113,6 @@ void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
   to.refusals = from.refusals;
 }
 
-Status copy_text(const std::string& from, char* text, std::uint64_t capacity, std::uint64_t* needed) {
-  const std::uint64_t size = from.size() + 1;
-  if (needed != nullptr) *needed = size;
-  if (text == nullptr || capacity < size) return Status(ERANGE, "the text needs more space");
-  std::memcpy(text, from.c_str(), size);
-  return {};
-}
-
 }  // namespace
 
 Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_transfer_request& given) {
@@ -196,14 +188,6 @@ gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* opt
     Result<std::shared_ptr<TransferEngine>> transfers = gpufs::transfers_with(found, wanted.value(), &made);
     if (!transfers.ok()) return transfers.status();
     return made ? Status{} : Status(EBUSY, "transfers of this engine have been used already");
-  });
-}
-
-gpufs_status gpufs_io_statistics(gpufs_handle engine, char* text, uint64_t capacity, uint64_t* needed) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(found);
-    if (!transfers.ok()) return transfers.status();
-    return gpufs::copy_text(transfers.value()->statistics_json(), text, capacity, needed);
   });
 }
 

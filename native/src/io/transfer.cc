@@ -16,7 +16,6 @@
 #include "io/copy_loop.h"
 #include "io/file_holes.h"
 #include "io/file_moves.h"
-#include "io/io_statistics.h"
 #include "io/transfer_engine.h"
 #include "observe/trace.h"
 

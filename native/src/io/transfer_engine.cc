@@ -12,7 +12,6 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "base/thread.h"
-#include "io/io_statistics.h"
 
 namespace gpufs {
 namespace {
@@ -74,22 +73,16 @@ Status TransferEngine::check(const TransferRequest& request) {
   return {};
 }
 
-TransferEngine::TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
-                               std::shared_ptr<DirectPath> direct_path)
+TransferEngine::TransferEngine(const IoOptions& options, std::shared_ptr<DirectPath> direct_path)
     : options_(options),
       direct_path_(std::move(direct_path)),
-      bounce_pool_(BouncePool::create(options.chunk_bytes, options.pinned_bytes)),
-      counters_(std::move(counters)) {}
+      bounce_pool_(BouncePool::create(options.chunk_bytes, options.pinned_bytes)) {}
 
-Result<std::shared_ptr<TransferEngine>> TransferEngine::create(
-    const IoOptions& options, const std::vector<std::shared_ptr<DeviceContext>>& devices,
-    std::shared_ptr<DirectPath> direct_path) {
+Result<std::shared_ptr<TransferEngine>> TransferEngine::create(const IoOptions& options,
+                                                               std::shared_ptr<DirectPath> direct_path) {
   const Status checked = check_options(options);
   if (!checked.ok()) return checked;
-  std::vector<observe::DeviceCounters> counters;
-  counters.reserve(devices.size());
-  for (const std::shared_ptr<DeviceContext>& device : devices) counters.push_back(device->counters());
-  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(counters), std::move(direct_path)));
+  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(direct_path)));
   // The threads hold the engine themselves. So the pointers that callers hold are counted apart: with the last of them
   // the threads end, and never on one of their own.
   TransferEngine* const raw = inner.get();
@@ -217,10 +210,6 @@ void TransferEngine::shutdown() {
 std::size_t TransferEngine::active() const {
   const std::lock_guard lock(mutex_);
   return transfers_.size();
-}
-
-std::string TransferEngine::statistics_json() const {
-  return transfer_statistics_json(counters_, bounce_pool_->statistics(), active());
 }
 
 }  // namespace gpufs

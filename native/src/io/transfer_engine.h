@@ -25,10 +25,9 @@ namespace gpufs {
 
 class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
  public:
-  // devices: those of the engine, by index. EINVAL names the option that is out of range. Starts no thread. When the
-  // last copy of the pointer is destroyed, shutdown() runs on that thread.
+  // EINVAL names the option that is out of range. Starts no thread. When the last copy of the pointer is destroyed,
+  // shutdown() runs on that thread.
   static Result<std::shared_ptr<TransferEngine>> create(const IoOptions& options,
-                                                        const std::vector<std::shared_ptr<DeviceContext>>& devices,
                                                         std::shared_ptr<DirectPath> direct_path);
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
@@ -47,7 +46,6 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   [[nodiscard]] const IoOptions& options() const { return options_; }
   [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }
   [[nodiscard]] DirectPath& direct_path() const { return *direct_path_; }
-  [[nodiscard]] std::string statistics_json() const;
   [[nodiscard]] std::size_t active() const;
   // Transfers that shutdown() gave up on while a device or a file may still use their memory. They keep the engine's
   // memory alive themselves; the program must keep its own.
@@ -61,15 +59,13 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   void count_left_in_use() { ++left_in_use_; }
 
  private:
-  TransferEngine(const IoOptions& options, std::vector<observe::DeviceCounters> counters,
-                 std::shared_ptr<DirectPath> direct_path);
+  TransferEngine(const IoOptions& options, std::shared_ptr<DirectPath> direct_path);
   std::shared_ptr<TransferThreads> threads_for(int node);
   void watch_main();
 
   const IoOptions options_;
   const std::shared_ptr<DirectPath> direct_path_;
   const std::shared_ptr<BouncePool> bounce_pool_;
-  const std::vector<observe::DeviceCounters> counters_;
   std::atomic<std::size_t> left_in_use_{0};
 
   // Guards all below; no other lock is taken under it.
