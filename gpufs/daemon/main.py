@@ -105,7 +105,7 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
             notes.append(f"no GPU was found ({'; '.join(reasons)}): host memory is used")
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
-            notes.append(f"files on the mount cannot exceed {largest} bytes (ulimit -f)")
+            notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
         return opened, driver, notes
     raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
