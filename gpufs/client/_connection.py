@@ -31,7 +31,7 @@ _CANCEL_SECONDS: Final = 8.0
 
 
 class IdleError(OSError):
-    """The daemon has ended a connection on which nothing was said for long. What was asked last has not begun."""
+    """The daemon has ended an idle connection. The last request has not begun."""
 
 
 class Cancellation:
@@ -58,7 +58,7 @@ class Cancellation:
 
 
 class Connection:
-    """Speaks with a daemon over a connected socket, which it owns. An exception from :meth:`copy` ends its use."""
+    """A connection to a daemon over a socket, which it owns. After an exception from :meth:`copy` it is unusable."""
 
     __slots__ = ("_lost", "_next", "_sock", "last", "requests", "server")
 
@@ -72,7 +72,7 @@ class Connection:
             protocol.send(sock, Hello([protocol.VERSION], f"gpufs {__version__}"))
             message = self._receive()
             if not isinstance(message, Welcome):
-                raise ProtocolError("the daemon does not greet")
+                raise ProtocolError("the daemon sent no welcome")
             sock.settimeout(None)
             self.server = message.server
             self.requests = message.requests
@@ -86,13 +86,13 @@ class Connection:
         return self._next > 1
 
     def usable(self) -> bool:
-        """False once the daemon has ended it; it says nothing unasked but goodbye."""
+        """False once the daemon has ended it: unasked, it sends only goodbye."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Ends the connection; what it still asked for is cancelled."""
+        """Ends the connection; the daemon cancels what is in progress."""
         self._sock.close()
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class Connection:
         return any(fd == cancel.fileno() for fd, _ in poll.poll())
 
     def _abandon(self, number: int) -> None:
-        """Cancels a copy and waits for its end, but not for ever."""
+        """Cancels a copy and waits for its end, but not forever."""
         deadline = time.monotonic() + _CANCEL_SECONDS
         try:
             protocol.send(self._sock, protocol.Cancel(number))
@@ -170,7 +170,7 @@ class Connection:
         self._sock.close()
 
     def _send(self, message: ClientMessage, descriptors: Sequence[int] = ()) -> None:
-        """To a daemon that has ended the connection nothing: its last words, or their lack, are for _receive()."""
+        """Sends a message. If the daemon has ended the connection, _receive() reports why."""
         try:
             protocol.send(self._sock, message, descriptors)
         except (BrokenPipeError, ConnectionResetError):
@@ -191,7 +191,7 @@ class Connection:
             try:
                 data, descriptors = protocol.receive(self._sock)
             except ConnectionResetError:
-                # Said once, before anything else, where it was closed with a message of ours unread.
+                # Comes once, before anything else, if the daemon closed without reading our last message.
                 data, descriptors = protocol.receive(self._sock)
         except TimeoutError:
             raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer") from None

@@ -32,33 +32,33 @@ Fastpath = Literal["auto", "off", "require"]
 _SMALL_BYTES: Final = 128 << 10
 _STREAM_BYTES: Final = 4 << 20
 _PROGRESS_SECONDS: Final = 0.1
-# One copy_file_range at a time should take about this long, so that a cancellation and the progress have their turn.
+# One copy_file_range at a time should take about this long, so that cancellation and progress come soon.
 _KERNEL_SECONDS: Final = 0.2
 _KERNEL_FIRST_BYTES: Final = 64 << 20
 _KERNEL_MOST_BYTES: Final = 16 << 30
 _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# What the daemon answers about files that it has no buffer for: control files, files of backing directories, ends of
-# which the other is on some gpufs too. All can be read and written as files.
+# The daemon's answers for files without a buffer: control files, files below backing/, and copies whose other end is on
+# a gpufs as well. All of them can be read and written as files.
 _NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
-# A daemon that could not be reached is asked again after so many seconds, and so many times as long as it took to fail.
+# A daemon that could not be reached is tried again after so many seconds, plus so many times as long as failing took.
 _RETRY_SECONDS: Final = 1.0
 _RETRY_FACTOR: Final = 10.0
-# How long copies wait for memory: that of a file which has just been removed or closed is free a moment later.
+# How long copies wait for memory: that of a file that has just been removed or closed is free a moment later.
 _SPACE_SECONDS: Final = 3.0
-_SPACE_LOOK: Final = 0.02
+_SPACE_RETRY_SECONDS: Final = 0.02
 _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 
 
 class Copier:
     """Copies files one after the other or from several threads, and keeps its connections to daemons for the next.
 
-    ``fastpath``: "off" and "require" instead of what the mount is configured for. ``fsync``: files of the host are on
+    ``fastpath``: "off" and "require" override the mount's configuration. ``fsync``: files of the host are on
     their disk before a copy succeeds. ``verify``: both files are read again and compared by SHA-256, from the disk with
     ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``partial``: a copy that fails or
     is cancelled keeps a new destination, with the bytes that were copied, instead of removing it. ``notice``: called
-    with one line, once for each mount, where a daemon cannot be reached and its mount serves as a plain file system.
+    with one line, once for each mount, if a daemon cannot be reached and its mount is used as a plain file system.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Copier:
         self._partial = partial
         self._notice = notice
         self._process = os.getpid()
-        self._patience = _SPACE_SECONDS  # in all: where many files do not fit only the first ones wait
+        self._patience = _SPACE_SECONDS  # in all: if many files do not fit, only the first ones wait
         self._lock = threading.Lock()  # guards all below
         self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
         self._unreachable: dict[int, tuple[float, OSError]] = {}  # until when, and why
@@ -163,7 +163,9 @@ class Copier:
         finally:
             _close_quietly(source_fd)
 
-    def _open(self, source: Entry, destination: Entry, source_fd: int, before: os.stat_result, mounts: _Mounts) -> _Job:
+    def _open(
+        self, source: Entry, destination: Entry, source_fd: int, before: os.stat_result, mounts: _Mounts
+    ) -> _CopyJob:
         """Opens the destination, which is not changed yet."""
 
         def check_device(device: int) -> None:
@@ -175,12 +177,12 @@ class Copier:
         store = before.st_dev in mounts
         fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
         try:
-            return _Job(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts)
+            return _CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts)
         except BaseException:
             os.close(fd)
             raise
 
-    def _run(self, job: _Job, began: float) -> CopyResult:
+    def _run(self, job: _CopyJob, began: float) -> CopyResult:
         """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
         try:
             self._await_space(job)
@@ -205,8 +207,8 @@ class Copier:
         names = (job.source.path, job.destination.path)
         return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
 
-    def _await_space(self, job: _Job) -> None:
-        """OSError ENOSPC, which names the figures, where a copy into a mount does not fit."""
+    def _await_space(self, job: _CopyJob) -> None:
+        """OSError ENOSPC, with the figures, if a copy into a mount does not fit."""
         if job.total <= _SMALL_BYTES or job.after.st_dev not in job.mounts:
             return
         waited = False
@@ -214,13 +216,13 @@ class Copier:
             if self._patience <= 0:
                 raise OSError(errno.ENOSPC, text)
             job.check_cancelled()
-            time.sleep(_SPACE_LOOK)
-            self._patience -= _SPACE_LOOK
+            time.sleep(_SPACE_RETRY_SECONDS)
+            self._patience -= _SPACE_RETRY_SECONDS
             waited = True
         if waited:
             self._patience = _SPACE_SECONDS
 
-    def _move(self, job: _Job) -> None:
+    def _move(self, job: _CopyJob) -> None:
         source, destination = job.before.st_dev, job.after.st_dev
         if source in job.mounts and destination in job.mounts:
             if source == destination:
@@ -235,16 +237,16 @@ class Copier:
             self._by_daemon(job, LOAD, destination)
         elif source in job.mounts:
             self._by_daemon(job, STORE, source)
-        else:  # a directory was exchanged after it was looked at
+        else:  # a directory was replaced after it was opened
             raise OSError(errno.EXDEV, _NEITHER)
 
-    def _complete(self, job: _Job) -> str | None:
-        """What is left to do once the bytes are there; returns the checksum where one was asked for."""
+    def _complete(self, job: _CopyJob) -> str | None:
+        """Finishes a copy whose bytes are in place; returns the checksum if one was asked for."""
         on_mount = job.after.st_dev in job.mounts
         if on_mount:
             _ends.settle_on_mount(job.destination_fd)
         if self._preserve:
-            job.whole = True  # without its attributes it is a copy all the same
+            job.whole = True  # without its attributes it still is a copy
             _ends.preserve(job.destination_fd, job.before)
             job.whole = False
         if self._fsync and not on_mount:
@@ -252,7 +254,7 @@ class Copier:
             _ends.make_durable(job.destination_fd, directory, synced=job.synced)
         return job.verify() if self._verify else None
 
-    def _by_daemon(self, job: _Job, direction: str, device: int) -> None:
+    def _by_daemon(self, job: _CopyJob, direction: str, device: int) -> None:
         connection = self._connection(device, job.mounts[device])
         if connection is None:
             job.through_mount()
@@ -264,7 +266,7 @@ class Copier:
             connection.close()
             if not reused:
                 raise
-            # The daemon ended it at the very moment when it was taken up again.
+            # The daemon ended it at the moment when it was used again.
             self._by_daemon(job, direction, device)
             return
         except BaseException:
@@ -276,7 +278,7 @@ class Copier:
             job.through_mount()
 
     def _connection(self, device: int, mounts: list[MountEntry]) -> Connection | None:
-        """A connection to a mount's daemon; None where there is none to be had and the mount serves without."""
+        """A connection to a mount's daemon; None if there is none and the mount is used without it."""
         with self._lock:
             idle = self._idle.get(device, [])
             while idle:
@@ -325,7 +327,7 @@ def _close_quietly(fd: int) -> None:
 _Mounts = dict[int, list[MountEntry]]  # by st_dev
 
 
-class _Job:
+class _CopyJob:
     """One copy: both ends open, and what has been moved. ``before``, ``after``: attributes of source and destination
     when they were opened. ``created``: the destination did not exist.
     """
@@ -359,7 +361,7 @@ class _Job:
         self.refusals: tuple[str, ...] = ()
         self.synced = False
         self._emptied = False
-        self._told = 0.0
+        self._reported = 0.0
 
     def empty(self) -> None:
         """Truncates the destination."""
@@ -368,7 +370,7 @@ class _Job:
         self._emptied = True
 
     def lack_of_space(self) -> str:
-        """What is needed and what is free, in words; "" where the copy fits."""
+        """What is needed and what is free, in words; "" if the copy fits."""
         free = _ends.free_bytes(self.destination_fd)
         needed = _ends.data_bytes(self.before, self.total)
         if free is None or needed <= free + os.fstat(self.destination_fd).st_blocks * 512:
@@ -378,7 +380,7 @@ class _Job:
         return f"{os.strerror(errno.ENOSPC)}: {text}"
 
     def _device(self) -> str:
-        """The directory of the mount that the destination lies in, such as gpu0; "" where that is not known."""
+        """The directory of the mount that the destination lies in, such as gpu0; "" if that is not known."""
         path = os.readlink(_ends.path_of(self.destination_fd))
         for mount in self.mounts.get(self.after.st_dev, []):
             if path.startswith(mount.mountpoint.rstrip("/") + "/"):
@@ -425,14 +427,14 @@ class _Job:
         """The checksum that both files have. CopyError when they differ, or cannot be read."""
         from gpufs.client._verify import checksums
 
-        # Behind the copy a disk goes on.
+        # A block device continues behind the copy.
         end = self.done if stat.S_ISBLK(self.after.st_mode) else None
         found = checksums(
             self.source_fd,
             self.destination_fd,
             end,
             stopped=lambda: self.cancel is not None and self.cancel.cancelled,
-            tell=lambda offset: self.tell(offset, "verify"),
+            report=lambda offset: self.report(offset, "verify"),
         )
         for entry, outcome in zip((self.source, self.destination), found, strict=True):
             if isinstance(outcome, OSError):
@@ -450,7 +452,7 @@ class _Job:
         if direction == STORE:
             host, mount = mount, host
 
-        def tell(progress: Progress) -> None:
+        def report(progress: Progress) -> None:
             self.total = max(self.total, progress.total)
             if self.progress is not None:
                 self.progress(CopyProgress(progress.moved, self.total, progress.paths))
@@ -463,7 +465,7 @@ class _Job:
                 fastpath=None if fastpath == "auto" else fastpath,
                 sync="full" if fsync and direction == STORE else "none",
                 interval=_PROGRESS_SECONDS,
-                progress=tell if self.progress is not None else None,
+                progress=report if self.progress is not None else None,
                 cancel=self.cancel,
             )
         except BaseException:
@@ -499,7 +501,7 @@ class _Job:
             self._count("kernel", count)
             seconds = max(time.monotonic() - began, 1e-6)
             step = int(min(max(count * min(_KERNEL_SECONDS / seconds, 4), 1 << 20), _KERNEL_MOST_BYTES))
-        # The rest, where the kernel or the mount could not: at the end that is nothing, and reading tells.
+        # Copies what the kernel or the mount could not; at the end of the file that is nothing.
         self.through_mount()
 
     def through_mount(self) -> None:
@@ -534,13 +536,13 @@ class _Job:
         self.done += count
         self.total = max(self.total, self.done)
         self.paths[path] = self.paths.get(path, 0) + count
-        self.tell(self.done)
+        self.report(self.done)
 
-    def tell(self, moved: int, phase: str = "copy") -> None:
-        """Reports progress, unless that was done a moment ago."""
+    def report(self, moved: int, phase: str = "copy") -> None:
+        """Reports progress, but not too often."""
         now = time.monotonic()
-        if self.progress is not None and now - self._told >= _PROGRESS_SECONDS:
-            self._told = now
+        if self.progress is not None and now - self._reported >= _PROGRESS_SECONDS:
+            self._reported = now
             self.progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 
 

@@ -1,6 +1,6 @@
 """The two files of a copy: opening them, and attributes and durability once the bytes are copied.
 
-Any user with write access to a directory can replace a file there by a symbolic link at any moment. So a name is
+Any user with write access to a directory can replace a file there by a symbolic link at any moment. So each name is
 resolved once, to a descriptor: the file that was checked is the one that is opened, changed and removed.
 """
 
@@ -212,7 +212,7 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
         if error.errno == errno.ENXIO:
             end = max(offset, os.fstat(fd).st_size)  # it may have been cut off just now
             return end, end
-        if error.errno == errno.EINVAL:  # its file system does not tell
+        if error.errno == errno.EINVAL:  # its file system does not know
             return offset, end
         raise
 

@@ -21,7 +21,7 @@ class _Checksum:
         self.digest = ""
         self.error: OSError | None = None
 
-    def read(self, fd: int, tell: Callable[[int], None] | None = None) -> None:
+    def read(self, fd: int, report: Callable[[int], None] | None = None) -> None:
         checksum = hashlib.sha256()
         buffer = memoryview(bytearray(_STREAM_BYTES))
         offset = 0
@@ -34,8 +34,8 @@ class _Checksum:
                     break
                 checksum.update(buffer[:count])
                 offset += count
-                if tell is not None:
-                    tell(offset)
+                if report is not None:
+                    report(offset)
             self.digest = checksum.hexdigest()
         except OSError as error:
             self.error = error
@@ -48,7 +48,7 @@ class _Checksum:
 
 
 def checksums(
-    source: int, destination: int, end: int | None, *, stopped: Callable[[], bool], tell: Callable[[int], None]
+    source: int, destination: int, end: int | None, *, stopped: Callable[[], bool], report: Callable[[int], None]
 ) -> tuple[str | OSError, str | OSError]:
     """The checksums of both files, or why they could not be read. ``end``: where the destination's content ends."""
     # Opened again through the descriptor, so that it is the file that was written whatever its name means now.
@@ -65,7 +65,7 @@ def checksums(
         raise
     try:
         # The thread owns its descriptor: an exception here does not close it while the thread still reads.
-        ours.read(source, tell)
+        ours.read(source, report)
         other.join()
     finally:
         ended = True

@@ -107,8 +107,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.choice("auto", "virtual", "plain"),
         "auto",
         "How memory of an AMD GPU is allocated. plain: one allocation for each file, which the fastpath can use; a "
-        "file grows by a copy, and punching holes frees nothing. virtual: in pieces, which the fastpath cannot use. auto: "
-        "plain if io_fastpath is require, or if it is auto and the kernel can move files to and from the GPU; "
+        "file grows by a copy, and punching holes frees nothing. virtual: in pieces, which the fastpath cannot use. "
+        "auto: plain if io_fastpath is require, or if it is auto and the kernel can move files to and from the GPU; "
         "otherwise virtual. If ROCm's virtual memory does not work (checked at start) memory is always plain.",
     ),
     Knob(

@@ -72,7 +72,7 @@ class _Lines(logging.Handler):
             self._window, users, self._users = now, self._users, Counter()
             for number, count in users.items():
                 if count > _USER_LINES:
-                    self._put(self._note(f"{count - _USER_LINES} more lines about user {number} dropped"))
+                    self._put(self._note(f"{count - _USER_LINES} more lines about user {number} left out"))
         if user is None or user in self._trusted:
             return False
         self._users[user] += 1

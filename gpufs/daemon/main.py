@@ -50,6 +50,8 @@ _AUTOMATIC = ("cuda", "hip", "host")
 # Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
 # memory are answered even if all of those block. A waiting task takes some 20 KiB.
 _TASKS = 10_000
+# Descriptors that root's daemon raises its limit to, if the kernel allows that many.
+_DESCRIPTORS = 1 << 20
 # Seconds at the end: for cancelled copies, and until a mount in use is detached instead of unmounted.
 _COPIES_GRACE = 6.0
 _BUSY_GRACE = 0.5
@@ -103,7 +105,7 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
             notes.append(f"no GPU was found ({'; '.join(reasons)}): host memory is used")
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
-            notes.append(f"files on the mount cannot exceed {largest} bytes (ulimit -f)")
+            notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
         return opened, driver, notes
     raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
@@ -116,7 +118,7 @@ def _set_limits(*, core_dumps: bool) -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        largest = max(most, int(Path("/proc/sys/fs/nr_open").read_text()))
+        largest = max(most, min(int(Path("/proc/sys/fs/nr_open").read_text()), _DESCRIPTORS))
         resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
     except (OSError, ValueError):  # without CAP_SYS_RESOURCE
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

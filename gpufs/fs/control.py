@@ -1,4 +1,4 @@
-"""The contents of the files below ``.gpufs``: what a mount tells about itself."""
+"""The contents of the files below ``.gpufs``: what a mount reports about itself."""
 
 import json
 import os

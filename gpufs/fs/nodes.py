@@ -1,7 +1,7 @@
 """The kinds of nodes in the tree, and the order in which a directory lists them.
 
-A node is owned by the tree's table of inodes; directory entries, open files and the kernel (its lookup count) are what
-keep it there. Only the trio thread touches nodes.
+The tree's table of inodes owns the nodes; directory entries, open files and the kernel's references keep them there.
+Only the trio thread uses nodes.
 """
 
 import stat
@@ -18,13 +18,13 @@ FIRST_COOKIE = 3
 class Node:
     """What a name leads to.
 
-    ``kind`` is the S_IF type. ``device`` is the index of the device below whose directory the node stands, -1 for
-    what stands above them. ``names`` counts the directory entries, ``lookups`` the kernel's references. ``parent`` and
-    ``name`` are those of the last name given: they stay when the name is removed, to tell where the node was.
+    ``kind`` is the S_IF type. ``device`` is the index of the device whose directory contains the node, -1 for
+    nodes above them. ``names`` counts the directory entries, ``lookups`` the kernel's references. ``parent`` is the
+    directory of the last name; it stays when the name is removed.
     ``fixed`` nodes belong to the mount: they keep name, owner and mode.
     """
 
-    __slots__ = ("device", "fixed", "ino", "kind", "lookups", "name", "names", "parent")
+    __slots__ = ("device", "fixed", "ino", "kind", "lookups", "names", "parent")
 
     def __init__(self, ino: int, kind: int, device: int) -> None:
         self.ino = ino
@@ -128,7 +128,7 @@ class Directory(Node):
             self._gaps = 0
 
     def rename(self, old: bytes, new: bytes) -> None:
-        """Another name, which none has, for an entry; its place in the listing stays. KeyError if there is no such."""
+        """Gives an entry a new name that no other has; its place in listings stays. KeyError if it does not exist."""
         entry = self.entries.pop(old)
         self.entries[new] = entry
         entry.name = new

@@ -1,4 +1,4 @@
-"""The replies that tell the kernel about an inode."""
+"""The replies that describe an inode to the kernel."""
 
 import pyfuse3
 

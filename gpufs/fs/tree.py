@@ -1,12 +1,11 @@
 """The rules by which names come and go.
 
-The tree keeps names, link counts and the kernel's references; attributes are in the inode table, which it tells. It
-raises :class:`OSError` with the errno that the caller of the system call gets. A function that raises has changed
-nothing.
+The tree keeps names, link counts and the kernel's references, and updates the attributes in the inode table. It raises
+:class:`OSError` with the errno that the caller of the system call gets. A function that raises has changed nothing.
 
-Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there: EPERM, whoever
-asks (others than root are stopped by the mode 0555 before). Below ``gpuN`` everything is as on tmpfs; names do not move
-or link between devices (EXDEV).
+Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there, not even by root
+(EPERM; for other users the mode 0555 forbids it). Below ``gpuN`` everything is as on tmpfs; names do not move or link
+between devices (EXDEV).
 """
 
 import errno
@@ -108,7 +107,7 @@ class Tree:
             entry = directory.entries.get(name)
             if entry is not None and entry.node is not None:
                 return entry.node
-        if name == b".":  # also of what is no directory: that is how exported file handles are resolved
+        if name == b".":  # also for other nodes: file handles of an NFS export are resolved in this way
             return self.node(parent)
         directory = self.directory(parent)
         if name == b"..":
@@ -183,7 +182,7 @@ class Tree:
             raise error(errno.ENOENT)
         node.names += 1
         try:
-            self._tell_links(node)  # first: there may be no room for another name
+            self._update_links(node)  # first: the metadata limit may be reached
         except OSError:
             node.names -= 1
             raise
@@ -203,7 +202,7 @@ class Tree:
             raise error(errno.EISDIR)
         directory.detach(name)
         node.names -= 1
-        self._tell_links(node)
+        self._update_links(node)
         self._touch(directory)
         self._drop_if_unused(node)
         return node
@@ -240,8 +239,8 @@ class Tree:
 
         ``flags``: RENAME_NOREPLACE (EEXIST if the new name is taken), RENAME_WHITEOUT (the old name becomes a device
         node 0:0 of ``uid`` and ``gid``, by which overlays mark removed names), or RENAME_EXCHANGE alone (both must
-        exist). The replaced name keeps its place in listings, so nobody who lists
-        the directory meanwhile misses it or sees it twice.
+        exist). The replaced name keeps its place in listings, so a
+        program that lists the directory at the same time sees it exactly once.
         """
         if flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE):
             raise error(errno.EINVAL)
@@ -290,7 +289,7 @@ class Tree:
             self._close_directory(target)
         elif target is not None:
             target.names -= 1
-            self._tell_links(target)
+            self._update_links(target)
         self._changed(node)
         moved_directory = isinstance(node, Directory)
         self._touch(source_directory, links=moved_directory)
@@ -440,7 +439,7 @@ class Tree:
     def _changed(self, node: Node) -> None:
         self._table.inode_set(node.ino, SET_CTIME_NOW, _NOTHING)
 
-    def _tell_links(self, node: Node) -> None:
+    def _update_links(self, node: Node) -> None:
         self._table.inode_set(node.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=node.names))
 
     def _close_directory(self, directory: Directory) -> None:

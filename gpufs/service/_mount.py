@@ -129,7 +129,7 @@ class ServedMount:
     def await_space(self, buffer: Any, size: int) -> None:
         """Before a load of so many bytes: waits a little for the memory of files that have just been removed."""
         deadline = time.monotonic() + _SPACE_SECONDS
-        # In this order: memory that is no longer awaited has become free.
+        # In this order: what is no longer pending has become free.
         while (
             self._mount.statistics()["table"]["orphan_bytes"]
             and buffer.engine.devices[buffer.info.device].memory().free_bytes < size

@@ -90,7 +90,7 @@ class HostCalls:
 
         The kernel sends few RELEASE requests at a time, for all files together, so they must not wait.
         """
-        limiter = self._limiters.get((uid, node.device_number)) or trio.CapacityLimiter(1)
+        limiter = self._limiters.setdefault((uid, node.device_number), trio.CapacityLimiter(_THREADS))
         threads.in_background(work, limiter)
 
     @contextlib.contextmanager

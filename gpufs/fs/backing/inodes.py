@@ -129,12 +129,13 @@ class HostInodes:
             os.close(fd)
             raise error(EDEADLK)
         key = share.name, status.st_dev, status.st_ino
+        kind = stat.S_IFMT(status.st_mode)
         node = self._known.get(key)
-        if node is None:
-            node = BackingNode(self._next_ino, stat.S_IFMT(status.st_mode), -1, key, share)
+        if node is None or node.kind != kind:  # without a descriptor its number may have gone to another inode
+            node = BackingNode(self._next_ino, kind, -1, key, share)
             self._next_ino += 1
             self._known[key] = self._nodes[node.ino] = node
-            self._directories += node.kind == stat.S_IFDIR
+            self._directories += kind == stat.S_IFDIR
             self._ask_to_forget_some()
         self._known.move_to_end(key)
         node.entry = entry or node.entry
@@ -165,8 +166,9 @@ class HostInodes:
         node.lookups = max(0, node.lookups - count)
         if node.lookups == 0 and node.names == 0:
             del self._nodes[node.ino]
-            del self._known[node.key]
-            self._files.pop(node.key, None)
+            for table in (self._known, self._files):
+                if table.get(node.key) is node:
+                    del table[node.key]
             self._directories -= node.kind == stat.S_IFDIR
             if node.fd >= 0:
                 os.close(node.fd)

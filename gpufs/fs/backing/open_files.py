@@ -155,7 +155,11 @@ class OpenFiles:
         def work() -> tuple[int, int | None]:
             with acting_as(uid, gid, pid):
                 fd = open_as_caller()
-            return self._hand_over(node, fd)
+            try:
+                return self._hand_over(node, fd)
+            except BaseException:
+                close_quietly(fd)
+                raise
 
         node.users += 1
         try:
@@ -188,7 +192,11 @@ class OpenFiles:
 
     async def opened(self, node: BackingNode, uid: int, fd: int) -> pyfuse3.FileInfo:
         """The reply for a file that create() has opened. Takes the descriptor over."""
-        handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(node, fd))
+        try:
+            handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(node, fd))
+        except BaseException:
+            close_quietly(fd)
+            raise
         node.users += 1
         return self._opened(node, uid, handle, kept)
 
@@ -197,14 +205,12 @@ class OpenFiles:
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     def _hand_over(self, node: BackingNode, fd: int) -> tuple[int, int | None]:
-        """On a thread: gives an open file to the engine. Returns the handle and the descriptor that is kept, if any."""
-        try:
-            handle: int = self.engine.backing_file_open(node.ino, fd)
-            writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-        except BaseException:
-            close_quietly(fd)
-            raise
-        if writes:
+        """On a thread: gives an open file to the engine. Returns the handle and the descriptor that is kept, if any.
+
+        Takes the descriptor over unless it fails.
+        """
+        handle: int = self.engine.backing_file_open(node.ino, fd)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
             return handle, fd
         close_quietly(fd)
         return handle, None
