@@ -41,7 +41,7 @@ def measure(client: Path, operation: str, block: int, size: int, seconds: float,
 
 
 def trace_cost(client: Path, system: systems.System, size: int, seconds: float, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a read of 4 KiB by one stream while it is recorded and while it is not, in turn, of one file.
+    """Seconds of a 4 KiB read of one file by one stream, with and without a recording, interleaved.
 
     A recording begins and ends for each measurement, so that whatever else changes with time hits both alike.
     """
@@ -116,8 +116,8 @@ def main() -> None:
         if "pyfuse3" in chosen.systems:
             ready.append(stack.enter_context(systems.peer(size)))
         for round_ in range(chosen.rounds):
-            # Whose files are made first gets other pages than the last, and keeps that advantage or disadvantage for as
-            # long as they live (a fifth in speed, in a virtual machine): they are made anew, in another order.
+            # The order of creation decides which pages a file gets, and so its speed for as long as it exists (by a
+            # fifth in a virtual machine). So each round creates the files again, in another order.
             for system in ready:
                 system.remove_files()
             turn = round_ % len(ready)

@@ -1,4 +1,4 @@
-"""Results as a table and as JSON, with the machine that they are from."""
+"""Results as a table and as JSON, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def machine() -> dict[str, Any]:
-    """What a reader of the numbers must know of where they were measured."""
+    """The machine on which the numbers were measured."""
     cpu = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "?")  # noqa: SIM115
     memory = next(int(x.split()[1]) * 1024 for x in open("/proc/meminfo") if x.startswith("MemTotal"))  # noqa: SIM115
     commit = subprocess.run(

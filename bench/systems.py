@@ -1,4 +1,4 @@
-"""What is measured: each system is mounted by entering it and gone, whatever happened, after leaving it."""
+"""The measured systems, as context managers: entering mounts one, leaving always unmounts it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class System:
         self.directory = directory
 
     def files(self, count: int, size: int) -> list[Path]:
-        """Files with `size` bytes of data each; made where they are not there yet."""
+        """Files with `size` bytes of data each; creates those that are missing."""
         paths = [self.directory / f"bench{index}" for index in range(count)]
         block = os.urandom(MIB)
         for path in paths:
@@ -38,7 +38,7 @@ class System:
         return paths
 
     def remove_files(self) -> None:
-        """Removes them, so that the next ones lie in other memory."""
+        """Removes them, so that the next ones use other memory."""
         for path in self.directory.glob("bench*"):
             path.unlink()
 
@@ -80,7 +80,7 @@ def gpufs(name: str, memory: int, *options: str, driver: str = "host") -> Iterat
 
 @contextlib.contextmanager
 def recording(mounted: System) -> Iterator[None]:
-    """`gpufs trace` records what the mount does meanwhile."""
+    """Records the mount with `gpufs trace` for as long as the context is open."""
     mountpoint = mounted.directory.parent
     with tempfile.TemporaryDirectory(prefix="gpufs-bench-") as folder:
         words = [*GPUFS, "trace", str(mountpoint), "-o", f"{folder}/trace.json"]
@@ -98,7 +98,7 @@ def recording(mounted: System) -> Iterator[None]:
 
 
 def _has_open(process: int, path: str) -> bool:
-    """Whether a process has a file open, found without opening it: that would begin a recording of one's own."""
+    """Whether a process has a file open; does not open it, since that would start a recording."""
     with contextlib.suppress(OSError):
         return any(os.readlink(link) == path for link in Path(f"/proc/{process}/fd").iterdir())
     return False

@@ -65,7 +65,7 @@ def pieces(cuda: Cuda) -> dict[str, Any]:
 
 
 def populate(cuda: Cuda, total: int) -> dict[str, Any]:
-    """Seconds to take and to give back `total` bytes in pieces of one size, access given once for all."""
+    """Seconds to allocate and to free `total` bytes in pieces of one size, with one call that sets the access."""
     table: dict[str, Any] = {}
     for size in (2, 32, 64, 128, 256, 1024):
         count = size * MIB

@@ -1,4 +1,4 @@
-"""libcuda from Python by ctypes: as much as the measurements need, independent of gpufs.
+"""libcuda from Python by ctypes, as far as the measurements need it; independent of gpufs.
 
 Every call is ``cuda("cuName", ...)`` and raises :class:`CudaError` with the driver's code; integers are passed as 64
 bits.

@@ -1,4 +1,4 @@
-"""What the machine itself can do: the yardsticks that gpufs is held against.
+"""The limits of the machine itself, to which gpufs is compared.
 
 All rates are measured with the plainest program that moves those bytes: pinned copies by the driver, threads that read
 or write a file with large requests. Sizes are bytes, results seconds.

@@ -1,15 +1,15 @@
 """The GPU benchmark: files to device memory and back, by gpufs, by other libraries, and at the machine's own limits.
 
 Run it by ``make bench-gpu`` (scripts/bench-gpu), or as ``.venv/bin/python bench/gpu/run.py``; --help shows the options.
-All of it takes less than ten minutes (--budget): what there is no time for is left out, and says so. Each row has a
-time of its own too (--limit). The JSON is written anew after each row, so a run that is killed keeps what it measured.
+All of it takes less than ten minutes (--budget): rows that do not fit are skipped with a message. Each row has a
+time limit, too (--limit). The JSON is rewritten after each row, so a run that is killed keeps its measurements.
 
     scripts/bench-gpu --only 'gpufs cp,pinned'      rows in whose "group: name" one of these occurs
     scripts/bench-gpu --gib 4 --repeat 3            a quick look
 
-Every row is the wall clock of a whole operation, the start of a command included. The first run is a warm-up and
-reported apart; the rate is that of the median of the others, in GB/s (10^9 bytes). A ratio is the rate divided by that
-of the row's yardstick, measured in the same run. What is not installed here is left out, with a line that says so.
+Each row is the wall-clock time of a whole operation, including the start of a command. The first run is a warm-up and
+reported separately; the rate is the median of the others, in GB/s (10^9 bytes). A ratio compares it with the reference
+row, measured in the same run. Libraries that are not installed are skipped with a message.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Row:
 
 
 class Overdue(OSError):
-    """A row that takes longer than it may."""
+    """A row exceeded its time limit."""
 
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Overdue comes out of what takes longer."""
+    """Raises Overdue in a block that takes longer."""
 
     def ring(number: int, frame: object) -> None:
         raise Overdue(f"not done after {seconds:.0f} s")
@@ -158,7 +158,7 @@ class Bench:
         return max(rates) if rates else None
 
     def best(self, group: str, name: str, prefix: str) -> None:
-        """Adds, as a yardstick, the best of the group's rows whose name starts with prefix."""
+        """Adds the best of the group's rows whose name starts with prefix, for comparison."""
         found = [row for row in self.rows if row.group == group and row.name.startswith(prefix)]
         if found:
             top = max(found, key=lambda row: row.rate)
@@ -183,7 +183,7 @@ def command(*words: str | Path, timeout: float = 300, stdin: Any = subprocess.DE
 
 
 def drop_caches(path: Path) -> None:
-    """Takes the file's pages out of the page cache."""
+    """Drops the file's pages from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -260,7 +260,7 @@ def mounted(bench: Bench, path: Path, backing: dict[str, Path]) -> Iterator[Moun
 
 
 def module(bench: Bench, name: str) -> Any | None:
-    """A library to compare with, where it is installed and can be imported."""
+    """A library to compare with, if it can be imported."""
     try:
         return __import__(name)
     except Exception as error:  # noqa: BLE001  an import may fail in any way
