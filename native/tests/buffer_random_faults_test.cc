@@ -225,7 +225,7 @@ class BufferRandomFaults : public FakeGpu, public ::testing::WithParamInterface<
     open(setup, options);
     const std::shared_ptr<Driver> driver(std::move(driver_));
     for (std::size_t index = 0; index < 2; ++index) {
-      contexts_.push_back(must(DeviceContext::create(driver, index, {})));
+      contexts_.push_back(must(DeviceContext::create(driver, index)));
       if (below(2) == 0) contexts_[index]->set_slabs(must(SlabPool::create(*contexts_[index], 65536)));
     }
     for (std::size_t index = 0; index < 5; ++index) files_.push_back(make(index % 2));
