@@ -192,6 +192,8 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
     data = noise(8 * MIB)
     path = tmp_path / "file"
     path.write_bytes(data)
+    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
+        file.read_future(buffer, MIB).result(60)  # opens the engine's queue of operations, which stays
     wait_for_the_futures_thread()
     before = len(os.listdir("/proc/self/fd"))
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:

@@ -32,12 +32,12 @@ def host() -> Iterator[engine.Engine]:
 
 
 def gauges(opened: engine.Engine) -> tuple[int, int]:
-    found = statistics.parse(opened.statistics_read()).gauges
+    found = statistics.parse(opened.statistics_read())["gauges"]
     return found["locked_bytes"], found["locked_ranges"]
 
 
 def moved(opened: engine.Engine, backend: str, flow: str) -> int:
-    return statistics.parse(opened.statistics_read()).devices[0].counts[backend][flow].bytes
+    return int(statistics.parse(opened.statistics_read())["devices"][0]["backends"][backend][flow]["bytes"])
 
 
 def is_locked(lock: engine.HostLock) -> bool:
@@ -177,10 +177,10 @@ def fail(place, code, times=1):
     control.fail(names[driver][place].encode(), 1, code, times)
 
 def moved(opened, backend, flow):
-    return statistics.parse(opened.statistics_read()).devices[0].counts[backend][flow].bytes
+    return int(statistics.parse(opened.statistics_read())["devices"][0]["backends"][backend][flow]["bytes"])
 
 def locked(opened):
-    return statistics.parse(opened.statistics_read()).gauges["locked_bytes"]
+    return statistics.parse(opened.statistics_read())["gauges"]["locked_bytes"]
 """
 
 

@@ -392,8 +392,8 @@ def measure_arrays(bench: Bench, args: argparse.Namespace) -> None:
     with gpufs.Engine("cuda", lock_policy="off") as engine, gpufs.Buffer(engine) as buffer:
 
         def bytes_by(backend: str) -> int:
-            found = counters.parse(engine.statistics_read()).devices[0].counts[backend]
-            return found["in"].bytes + found["out"].bytes
+            found = counters.parse(engine.statistics_read())["devices"][0]["backends"][backend]
+            return int(found["in"]["bytes"] + found["out"]["bytes"])
 
         for kind in ("locked", "not locked"):
             with contextlib.ExitStack() as stack:

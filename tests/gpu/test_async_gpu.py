@@ -226,6 +226,8 @@ def test_many_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.Backi
     streams = [cuda.stream() for _ in range(4)]
     memory = device_memory(cuda, gpu, size)
     back = (ctypes.c_char * size)()
+    # A copy to memory that is not pinned would wait right where it is queued.
+    cuda("cuMemHostRegister_v2", back, ctypes.c_size_t(size), 1)
     with engine.Buffer(gpu) as buffer, engine.Cells(gpu) as cells:
         for stream in streams:
             cuda.launch("pause", stream, cells.device_address)
@@ -240,6 +242,7 @@ def test_many_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.Backi
         assert_same(buffer.read_bytes(0, len(DATA)), DATA)
     for stream in streams:
         cuda.destroy(stream)
+    cuda("cuMemHostUnregister", back)
     cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
 
 

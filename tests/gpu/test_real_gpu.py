@@ -266,8 +266,8 @@ def test_an_interrupt_ends_a_copy_of_fifty_gibibytes(
 
 
 def moved(engine: Engine, backend: str) -> tuple[int, int]:
-    found = statistics.parse(engine.statistics_read()).devices[0].counts[backend]
-    return found["in"].bytes, found["out"].bytes
+    found = statistics.parse(engine.statistics_read())["devices"][0]["backends"][backend]
+    return found["in"]["bytes"], found["out"]["bytes"]
 
 
 def test_locked_memory_goes_straight() -> None:

@@ -227,6 +227,8 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   const std::lock_guard mutation(mutation_mutex_);
+  // A trim() of the caller's may have found another thread changing the buffer, and so released nothing.
+  (void)release_unused(TimePoint{});
   Exclusion exclusion(*this);
   Extents regions;
   {
