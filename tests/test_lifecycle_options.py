@@ -154,7 +154,7 @@ def test_in_a_container(tmp_path: Path) -> None:
         cat /mnt/gpu/gpu0/file
         {" ".join(GPUFS)} umount /mnt/gpu
         {" ".join(GPUFS)} mount /mnt/gpu --driver host --memory 32M
-        kill -9 $(ls -d /proc/[0-9]* | while read p; do grep -qz gpufs.daemon $p/cmdline && echo ${{p#/proc/}}; done)
+        kill -9 $(ls -d /proc/[0-9]* | while read p; do grep -qzx gpufs.daemon $p/cmdline && echo ${{p#/proc/}}; done)
         for i in $(seq 600); do grep -q " /mnt/gpu " /proc/mounts || break; sleep 0.1; done
         grep " /mnt/gpu " /proc/mounts || echo clean
     """
