@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "faulty_driver.h"
 #include "device/device_context.h"
+#include "faulty_driver.h"
 #include "gpu_test_support.h"
 #include "io/bounce_pool.h"
 #include "io/transfer_threads.h"

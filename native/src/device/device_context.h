@@ -27,8 +27,8 @@ class SlabPool;   // memory/slab_pool.h
 
 class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
  public:
-  // Bytes of a copy within a GPU between two checks for cancellation: 8 ms on an H200. Waiting for a chunk costs 0.3 ms in
-  // a virtual machine: 8 GiB went at 2136 GB/s in one chunk, at 1830 to 1940 in two.
+  // Bytes of a copy within a GPU between two checks for cancellation: 8 ms on an H200. Waiting for a chunk costs 0.3 ms
+  // in a virtual machine: 8 GiB went at 2136 GB/s in one chunk, at 1830 to 1940 in two.
   static constexpr std::uint64_t kCopyChunk = std::uint64_t{16} << 30;
 
   // EINVAL: the driver has no device of this index. copy_chunk_bytes: a smaller chunk, for tests.

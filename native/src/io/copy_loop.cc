@@ -408,9 +408,7 @@ Status CopyLoop::wait_for_device(InFlight& slot) {
   return slot.event->synchronize();
 }
 
-void CopyLoop::settle_stream() {
-  (void)stream_->synchronize();
-}
+void CopyLoop::settle_stream() { (void)stream_->synchronize(); }
 
 // The device is done with the slot: completes its chunk, for a store after writing it to the file.
 void CopyLoop::end(InFlight& slot, const Status& device_status) {
