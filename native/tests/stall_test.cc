@@ -145,6 +145,11 @@ TEST_P(Stall, UnlockingMemoryTimesOut) {
 
 TEST_P(Stall, StreamsGoOnWhenTheEngineCloses) {
   block_behind_operations(rig->queue);
+  // Operations that no stream has reached end when they are cancelled.
+  ASSERT_TRUE(soon([&] {
+    return std::any_of(streams.begin(), streams.begin() + kQueues,
+                       [](const auto& stream) { return stream->queued().empty(); });
+  }));
   wait_for_stall();
   rig->engine->shutdown();
   // Those that no thread had come to ended when they were cancelled.
