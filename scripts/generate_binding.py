@@ -12,6 +12,9 @@ import cffi
 BEGIN = "/* CFFI BEGIN */"
 END = "/* CFFI END */"
 
+# What the module has besides the engine's interface: native/binding/dlpack.h.
+PYTHON_ONLY = "void* gpufs_dlpack_capsule_address(void);"
+
 
 def declarations(header: str) -> str:
     """The text between each pair of markers. ValueError when there is none or a pair is not closed."""
@@ -31,7 +34,8 @@ def main(header: str, output: str) -> None:
     """Generates `output` from `header`; the file is left alone where nothing changed, so that nothing is rebuilt."""
     builder = cffi.FFI()
     builder.cdef(declarations(Path(header).read_text(encoding="utf-8")))
-    builder.set_source("gpufs.engine._native", '#include "gpufs.h"\n')
+    builder.cdef(PYTHON_ONLY)
+    builder.set_source("gpufs.engine._native", '#include "gpufs.h"\n#include "dlpack.h"\n')
     builder.emit_c_code(output)
 
 
