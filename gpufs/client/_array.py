@@ -262,7 +262,7 @@ class DeviceArray:
         Raises
         ------
         OSError
-            EOPNOTSUPP for a private copy, ENOMEM if the file has outgrown the addresses that ``attach`` reserved
+            EOPNOTSUPP for a private copy, EFBIG if the file has outgrown the addresses that ``attach`` reserved
             (attach it again), ENOTCONN if the mount's daemon has died.
         """
         attached = self._open()

@@ -111,8 +111,8 @@ class _LeaseConnection(Connection):
             if self._sock.fileno() >= 0:
                 self._sock.settimeout(None)
 
-    def _ask(self, request: ClientMessage, descriptors: tuple[int, ...] = ()) -> _Answer:
-        """Sends a request and receives the memory that is the answer. Answers to requests that were abandoned are dropped."""
+    def _ask(self, request: Attach | Refresh, descriptors: tuple[int, ...] = ()) -> _Answer:
+        """Sends a request and receives the memory. Answers to requests that were abandoned are dropped."""
         from gpufs.engine import SharedPiece
 
         number = request.id
@@ -190,9 +190,9 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], path: str) -> None:
     try:
         mapping.add(pieces)
     except OSError as error:
-        if error.errno == errno.ENOMEM:
-            text = f"{error.strerror} (the file has outgrown the addresses reserved for it: attach it again)"
-            raise OSError(errno.ENOMEM, text, path) from None
+        if error.errno == errno.EFBIG:
+            text = "the file has outgrown the addresses that are reserved for it: attach it again"
+            raise OSError(errno.EFBIG, text, path) from None
         raise _failure(error, path) from None
 
 
@@ -218,7 +218,7 @@ def _connect(device: int) -> _LeaseConnection:
     with _connections_lock:
         connection = _connections.get(device)
         if connection is None or not connection.alive:
-            connection = _LeaseConnection(_find.connect(device, _find.mounts_by_device()[device]))
+            connection = _LeaseConnection(_find.connect(device, _find.mounts_by_device()[device], trusting=True))
             _connections[device] = connection
         return connection
 

@@ -42,7 +42,7 @@ class Holder:
     since: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
-        return f"{self.program or 'a program'} (process {self.pid})"
+        return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
 
 
 class LeaseTable:
@@ -71,7 +71,7 @@ class LeaseTable:
                 del self._users[holder.uid]
 
     def charge(self, holder: Holder, size: int, total: int) -> None:
-        """Counts a private copy of ``size`` bytes on a device of ``total`` bytes. OSError ENOSPC beyond a user's share."""
+        """Counts a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
         with self._lock:
             used = sum(one.bytes for one in self._holders if one.private and one.uid == holder.uid)
             most = total if holder.uid in (0, os.geteuid()) else int(total * self._limits.private_share)
@@ -240,7 +240,7 @@ class ClientLeases:
             if private:
                 self._table.charge(holder, buffer.info.size, self._mount.device_bytes(buffer))
             writable = message.mode == READ_WRITE
-            lease = holdings.hold(self._mount.lease(buffer, writable=writable, private=private))
+            lease = holdings.hold(self._mount.lease(buffer, writable=writable, private=private, label=str(holder)))
         finally:
             buffer.close()
         if writable:

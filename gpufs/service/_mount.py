@@ -182,28 +182,25 @@ class ServedMount:
         total: int = buffer.engine.devices[buffer.info.device].memory().total_bytes
         return total
 
-    def lease(self, buffer: Any, *, writable: bool, private: bool) -> MountLease:
-        """Opens a lease on a buffer, or on a private copy of it.
+    def lease(self, buffer: Any, *, writable: bool, private: bool, label: str) -> MountLease:
+        """Opens a lease on a buffer, or on a private copy of it. ``label``: the holder, for messages.
 
         OSError ENODATA if it has holes and is not ``writable``, ENOSPC if the memory for its holes or the copy is
         missing.
         """
         from gpufs.engine import Buffer, Lease
 
-        device = buffer.info.device
-        info = buffer.engine.devices[device].info
+        index = buffer.info.device
+        where = (buffer.engine.driver, buffer.engine.devices[index].info.pci_address, index)
         if not private:
-            return MountLease(
-                Lease(buffer, writable=writable), buffer.engine.driver, info.pci_address, device, private=False
-            )
+            return MountLease(Lease(buffer, writable=writable, label=label), *where, private=False)
         size = buffer.info.size
-        if buffer.seek(0, os.SEEK_HOLE) < size:
+        if buffer.seek(0, os.SEEK_HOLE) < size:  # or the copy would fill them with zeros
             raise OSError(ENODATA, "the file has holes, which have no memory: allocate them with fallocate(1)")
         self.await_space(buffer, size)
-        copy = Buffer(buffer.engine, device)
-        with copy:  # the lease keeps the memory
+        with Buffer(buffer.engine, index) as copy:  # afterwards the lease keeps the memory
             copy.copy_from(buffer, size=size)
-            return MountLease(Lease(copy), buffer.engine.driver, info.pci_address, device, private=True)
+            return MountLease(Lease(copy, label=label), *where, private=True)
 
     def await_space(self, buffer: Any, size: int) -> None:
         """Before a load of so many bytes: waits a little for the memory of files that have just been removed."""
