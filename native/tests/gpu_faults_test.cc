@@ -156,7 +156,7 @@ TEST_P(GpuFaults, DevicesAreCounted) {
 TEST_P(GpuFaults, PopulateIsAllOrNothing) {
   open();
   auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(1024 * kMiB));
+  auto range = must(memory->reserve(4096 * kMiB));
   ASSERT_OK(memory->populate(0, kGranule));
   const FakeGpuState before = fake_state();
   struct Plan {
@@ -173,7 +173,7 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
         Plan{symbols().memory_set_access, 1, api::kInvalidValue, EIO}, Plan{symbols().fill, 1, api::kInvalidValue, EIO},
         Plan{symbols().stream_synchronize, 1, api::kInvalidValue, EIO}}) {
     fake().fail(plan.symbol, plan.n, plan.code, 1);
-    const Status status = memory->populate(kGranule, 700 * kMiB);
+    const Status status = memory->populate(kGranule, 2700 * kMiB);
     EXPECT_EQ(status.error(), plan.error) << plan.symbol;
     EXPECT_EQ(status.device_code(), plan.code) << plan.symbol;
     EXPECT_NE(status.message().find("gpu 0: " + gpu::public_name(plan.symbol) + ": "), std::string::npos)
@@ -184,8 +184,8 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
     EXPECT_EQ(after.mappings, before.mappings) << plan.symbol;
   }
   EXPECT_OK(device().health());
-  EXPECT_OK(memory->populate(kGranule, 700 * kMiB));
-  EXPECT_EQ(fake_state().handles, 4);  // 256 + 256 + 188 MiB beside the first
+  EXPECT_OK(memory->populate(kGranule, 2700 * kMiB));
+  EXPECT_EQ(fake_state().handles, 4);  // 1024 + 1024 + 652 MiB beside the first
 }
 
 TEST_P(GpuFaults, ReserveFailsAndTheEarlierRangeStays) {
@@ -413,15 +413,20 @@ TEST_P(GpuFaults, CopiesToPeersWithoutADirectWayAreRefused) {
   EXPECT_EQ(device(0).copy_to_peer(device(1), 0, filled.range->base(), 1).error(), EOPNOTSUPP);
 }
 
-TEST_P(GpuFaults, AFailedExportClosesItsDescriptorsAndFixesNothing) {
+TEST_P(GpuFaults, AFailedExportClosesItsDescriptors) {
   open();
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
   fake().fail(symbols().memory_export, 2, api::kInvalidValue, 1);
-  EXPECT_EQ(filled.memory->export_memory().error(), EIO);
+  EXPECT_EQ(filled.memory->export_memory(0, SIZE_MAX, true).error(), EIO);
+  EXPECT_EQ(must(filled.memory->export_memory(0, SIZE_MAX, true)).size(), 2U);
+  EXPECT_EQ(must(filled.memory->export_memory(0, 1, true)).size(), 1U);
+  EXPECT_EQ(must(filled.memory->export_memory(2 * kGranule, SIZE_MAX, true)).size(), 1U);
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
-  EXPECT_EQ(must(filled.memory->export_memory()).size(), 2U);
+  filled.memory->fix_in_place();
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
+  filled.memory->allow_moves();
+  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
 }
 
 TEST_P(GpuFaults, HostFunctionsMayNotCallTheDriver) {
