@@ -51,8 +51,9 @@ def program(script: str, *arguments: object, **options: Any) -> Iterator[subproc
         assert line, "the program ended before it was ready"
         yield process
     finally:
+        process.kill()
         with process:
-            process.kill()
+            pass
 
 
 # Attaches argv[1] in mode argv[2], and waits.
