@@ -103,9 +103,11 @@ class Attacker:
         self.sock.settimeout(PATIENCE)
         self.sock.connect(path)
 
-    def greet(self) -> None:
+    def greet(self) -> bool:
+        """Whether the daemon speaks to this client."""
         self.send(protocol.encode(protocol.Hello([1], "attacker")))
-        self.receive()
+        answer, _ = self.receive()
+        return answer is not None and answer["type"] == "welcome"
 
     def send(self, data: bytes, descriptors: list[int] | None = None) -> None:
         socket.send_fds(self.sock, [data], descriptors or [])
@@ -180,8 +182,8 @@ class Fuzzer:
             while time.monotonic() < deadline:
                 try:
                     with Attacker(self.path) as attacker:
-                        if self.chooser.random() < 0.9:
-                            attacker.greet()
+                        if self.chooser.random() < 0.9 and not attacker.greet():
+                            return  # the user is locked out for a while
                         self._attack(attacker, pool, deadline)
                 except (ConnectionError, TimeoutError):
                     continue  # the daemon has ended the connection
@@ -240,7 +242,7 @@ class Fuzzer:
             attacker.send(data, descriptors)
             self.sent += 1
             if chooser.random() < 0.7:
-                attacker.sock.settimeout(0.2)
+                attacker.sock.settimeout(0.05)
                 with contextlib.suppress(TimeoutError):
                     while True:
                         answer, received = attacker.receive()
