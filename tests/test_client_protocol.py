@@ -13,18 +13,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpufs import protocol
-from gpufs.protocol import Cancel, Copy, Goodbye, Hello, Progress, ProtocolError, Result, Welcome
+from gpufs.protocol import (
+    Attach,
+    Attached,
+    Cancel,
+    Copy,
+    Detach,
+    Detached,
+    Goodbye,
+    Hello,
+    Pieces,
+    Progress,
+    ProtocolError,
+    Refresh,
+    Result,
+    Welcome,
+)
 
 CLIENT: list[protocol.ClientMessage] = [
     Hello([1, 2], "a program"),
     Copy(1, "load"),
     Copy(7, "store", 4096, 1 << 40, 10, "require", "full", 0.5),
     Cancel(7),
+    Attach(8, "r+"),
+    Refresh(8, 1 << 40),
+    Detach(8),
 ]
 SERVER: list[protocol.ServerMessage] = [
     Welcome(1, "gpufs 1.0", 16),
     Progress(7, 100, 50, {"fastpath": 50}),
     Result(7, 5, -3, "failed", 12, {"fallback": 12}, ["file_system"], 0.25),
+    Attached(8, 0, "", "cuda", "0000:01:00.0", 3, 1 << 40, True, 1024),
+    Pieces(8, [0, 1 << 30], [1 << 30, 1 << 30]),
+    Detached(8),
     Goodbye(110, "too slow"),
 ]
 
@@ -69,6 +90,10 @@ BAD = [
     {"type": "hello", "versions": [], "program": ""},
     {"type": "hello", "versions": [1], "program": "x" * 5000},
     {"type": "hello", "versions": {"1": 1}, "program": ""},
+    {"type": "attach", "id": 1, "mode": "w"},
+    {"type": "attach", "id": 1, "mode": "r", "path": "/etc/shadow"},
+    {"type": "refresh", "id": 1, "start": -1},
+    {"type": "detach", "id": 0},
     {"type": "shutdown"},
     {},
     [],

@@ -66,6 +66,7 @@ def test_every_knob_comes_from_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "log_level": "debug",
         "log_file": "/tmp/a.log",
         "allow_other": "true",
+        "trust_readers": "true",
         "auto_unmount": "false",
         "core_dumps": "true",
         "foreground": "true",

@@ -328,11 +328,22 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
-def receive(sock: socket.socket, most: int = MAX_DESCRIPTORS) -> tuple[bytes, list[int]]:
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes descriptors, whatever their closing says. May block as their file systems do."""
+    for fd in descriptors:
+        try:
+            os.close(fd)
+        except OSError:
+            pass
+
+
+def receive(
+    sock: socket.socket, most: int = MAX_DESCRIPTORS, discard: Callable[[list[int]], None] = close_all
+) -> tuple[bytes, list[int]]:
     """One packet and the descriptors that came with it, which are the caller's and close on exec; b"" at the end.
 
     Waits as the socket does. ProtocolError for a packet that is too large or has more than ``most`` descriptors, EMFILE
-    if this process has no space for them; all that had come are closed then.
+    if this process has no space for them; ``discard`` closes all that had come then.
     """
     space = socket.CMSG_SPACE(most * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, socket.MSG_CMSG_CLOEXEC)
@@ -349,7 +360,7 @@ def receive(sock: socket.socket, most: int = MAX_DESCRIPTORS) -> tuple[bytes, li
     elif flags & socket.MSG_CTRUNC:
         problem = ProtocolError(f"a message with more than {most} descriptors")
     if problem:
-        close_all(descriptors)
+        discard(descriptors)
         raise problem
     return data, descriptors
 
@@ -360,12 +371,3 @@ def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptor
     if descriptors:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
     sock.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors, whatever their closing says. May block as their file systems do."""
-    for fd in descriptors:
-        try:
-            os.close(fd)
-        except OSError:
-            pass

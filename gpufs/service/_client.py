@@ -246,7 +246,7 @@ class ClientConnection:
         await trio.lowlevel.checkpoint()
         while True:
             try:
-                data, descriptors = protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock, discard=self._discard)
                 break
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._sock)

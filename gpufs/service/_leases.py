@@ -39,6 +39,7 @@ class Holder:
     ino: int = 0
     private: bool = False
     bytes: int = 0
+    charged: int = 0  # bytes of device memory that a private copy takes
     since: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class LeaseTable:
     def charge(self, holder: Holder, size: int, total: int) -> None:
         """Counts a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
         with self._lock:
-            used = sum(one.bytes for one in self._holders if one.private and one.uid == holder.uid)
+            used = sum(one.charged for one in self._holders if one.uid == holder.uid)
             most = total if holder.uid in (0, os.geteuid()) else int(total * self._limits.private_share)
             if used + size > most:
                 raise OSError(
@@ -82,7 +83,7 @@ class LeaseTable:
                     "needed (files that the user may write need no copy)",
                 )
             holder.private = True
-            holder.bytes = size
+            holder.charged = size
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """The leases that a user may see, oldest first: root and the mount's owner all, others their own."""
@@ -238,7 +239,7 @@ class ClientLeases:
             descriptor.close()
             private = not may_write and self._mount.gets_copy(buffer)
             if private:
-                self._table.charge(holder, buffer.info.size, self._mount.device_bytes(buffer))
+                self._table.charge(holder, *self._mount.cost_of_copy(buffer))
             writable = message.mode == READ_WRITE
             lease = holdings.hold(self._mount.lease(buffer, writable=writable, private=private, label=str(holder)))
         finally:

@@ -177,10 +177,11 @@ class ServedMount:
             return True
         return self._mount.engine.driver != "host" and not self._trust_readers
 
-    def device_bytes(self, buffer: Any) -> int:
-        """The memory of a buffer's device."""
-        total: int = buffer.engine.devices[buffer.info.device].memory().total_bytes
-        return total
+    def cost_of_copy(self, buffer: Any) -> tuple[int, int]:
+        """The device memory that a copy of a buffer takes, in whole granules, and that there is, in bytes."""
+        device = buffer.engine.devices[buffer.info.device]
+        granule = device.info.granule
+        return -(-buffer.info.size // granule) * granule, device.memory().total_bytes
 
     def lease(self, buffer: Any, *, writable: bool, private: bool, label: str) -> MountLease:
         """Opens a lease on a buffer, or on a private copy of it. ``label``: the holder, for messages.

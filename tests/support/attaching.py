@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import msgpack
 from gpufs import protocol
 from support.data import MIB
 from support.mounting import REPOSITORY, GpufsMount
-from support.processes import PATIENCE, start_children, wait_children, wait_until
+from support.processes import NOBODY, PATIENCE, run, start_children, wait_children, wait_until
+from support.users import user_gpufs
 
 FIRST_USER = 61000  # users of whom nobody else on this machine makes use
 _CAN_HAVE = 253  # descriptors of one message
@@ -51,8 +51,9 @@ def program(script: str, *arguments: object, **options: Any) -> Iterator[subproc
         assert line, "the program ended before it was ready"
         yield process
     finally:
+        process.kill()
         with process:
-            process.kill()
+            pass
 
 
 # Attaches argv[1] in mode argv[2], and waits.
@@ -94,6 +95,13 @@ def kill_programs(directory: Path, cycles: int, seed: int) -> None:
             process.send_signal(signal.SIGKILL)
 
 
+def run_as_nobody(script: str, *arguments: object) -> str:
+    """What a Python program of user nobody prints. A child of this process could not attach: it has used the engine."""
+    command, environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
+    identity: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+    return run(command[0], "-c", script, *map(str, arguments), env=environment, **identity).stdout
+
+
 class Attacker:
     """A client that sends what it likes to the daemon of a mount."""
 
@@ -102,9 +110,11 @@ class Attacker:
         self.sock.settimeout(PATIENCE)
         self.sock.connect(path)
 
-    def greet(self) -> None:
+    def greet(self) -> bool:
+        """Whether the daemon speaks to this client."""
         self.send(protocol.encode(protocol.Hello([1], "attacker")))
-        self.receive()
+        answer, _ = self.receive()
+        return answer is not None and answer["type"] == "welcome"
 
     def send(self, data: bytes, descriptors: list[int] | None = None) -> None:
         socket.send_fds(self.sock, [data], descriptors or [])
@@ -179,8 +189,8 @@ class Fuzzer:
             while time.monotonic() < deadline:
                 try:
                     with Attacker(self.path) as attacker:
-                        if self.chooser.random() < 0.9:
-                            attacker.greet()
+                        if self.chooser.random() < 0.9 and not attacker.greet():
+                            return  # the user is locked out for a while
                         self._attack(attacker, pool, deadline)
                 except (ConnectionError, TimeoutError):
                     continue  # the daemon has ended the connection
@@ -239,7 +249,7 @@ class Fuzzer:
             attacker.send(data, descriptors)
             self.sent += 1
             if chooser.random() < 0.7:
-                attacker.sock.settimeout(0.2)
+                attacker.sock.settimeout(0.05)
                 with contextlib.suppress(TimeoutError):
                     while True:
                         answer, received = attacker.receive()
@@ -327,12 +337,3 @@ def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
     assert (directory / "secret").read_bytes() == Fuzzer.SECRET * 4 * MIB
     assert (directory / "public").read_bytes() == b"p" * 4 * MIB
     assert (directory / "small").read_bytes() == b"p" * 5000
-
-
-def call(action: Callable[[], Any]) -> str:
-    """The name of the errno that a call fails with, "" if it succeeds. For use in children."""
-    try:
-        action()
-    except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "?")
-    return ""
