@@ -1,7 +1,7 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`copy` from :mod:`gpufs.client`; the native engine is :mod:`gpufs.engine`, and a device's driver
+first asked for: :func:`copy` and :func:`register` from :mod:`gpufs.client`; the native engine is :mod:`gpufs.engine`, and a device's driver
 is opened with an :class:`gpufs.engine.Engine`.
 """
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from gpufs._version import __version__
 
 if TYPE_CHECKING:
-    from gpufs.client import CopyError, CopyProgress, CopyResult, copy
+    from gpufs.client import CopyError, CopyProgress, CopyResult, Registration, copy, register
 
-__all__ = ["CopyError", "CopyProgress", "CopyResult", "__version__", "copy"]
+__all__ = ["CopyError", "CopyProgress", "CopyResult", "Registration", "__version__", "copy", "register"]
 
 
 def __getattr__(name: str) -> object:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from gpufs import protocol
 from gpufs._version import __version__
@@ -24,6 +24,7 @@ from gpufs.protocol import (
     Welcome,
 )
 
+T = TypeVar("T", bound=ServerMessage)
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
 # cancelled. It answers at once unless a file's server or a device hangs.
@@ -87,6 +88,8 @@ class Connection:
 
     def usable(self) -> bool:
         """False once the daemon has ended it: unasked, it sends only goodbye."""
+        if self._sock.fileno() < 0:
+            return False
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(0)
@@ -145,6 +148,18 @@ class Connection:
         except BaseException:
             if not self._lost:
                 self._abandon(request.id)
+            raise
+
+    def request(self, message: ClientMessage, descriptors: Sequence[int], answer: type[T]) -> T:
+        """Sends a message and returns its answer. OSError if the daemon ends before, after which this is unusable."""
+        try:
+            self._send(message, descriptors)
+            reply = self._receive()
+            if not isinstance(reply, answer):
+                raise ProtocolError("the daemon sent another answer")
+            return reply
+        except BaseException:
+            self._sock.close()
             raise
 
     def _wait(self, cancel: Cancellation) -> bool:

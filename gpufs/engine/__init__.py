@@ -30,6 +30,7 @@ from gpufs.engine._mount import (
     STRICTATIME,
     Attributes,
     Mount,
+    ShareKind,
     relay_pair,
 )
 from gpufs.engine._operations import (
@@ -94,6 +95,7 @@ __all__ = [
     "Operation",
     "OperationFuture",
     "OperationResult",
+    "ShareKind",
     "Stream",
     "SupportsCudaStream",
     "Trace",

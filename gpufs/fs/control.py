@@ -19,7 +19,7 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers`` and ``io`` are asked at each reading.
+    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``registrations`` and ``io`` are asked at each reading.
     """
 
     mountpoint: str
@@ -29,6 +29,7 @@ class MountStatus:
     statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]] | None = None
+    registrations: Callable[[], list[dict[str, Any]]] | None = None
     io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
@@ -51,6 +52,8 @@ class MountStatus:
         }
         if self.transfers is not None:
             status["transfers"] = dict(self.transfers())
+        if self.registrations is not None:
+            status["registrations"] = self.registrations()
         if self.io is not None:
             status["io"] = dict(self.io())
         return status

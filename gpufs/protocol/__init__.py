@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import msgpack
 
@@ -29,6 +29,10 @@ LOAD: Final = "load"  # from the host's file into the buffer
 STORE: Final = "store"  # from the buffer into the host's file
 FASTPATH: Final = ("auto", "off", "require")
 SYNC: Final = ("none", "data", "full")
+# How a client passes on its memory: a file in memory, a descriptor of a GPU's physical memory, the vendor's handle.
+ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
+SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
+HANDLE_BYTES: Final = 64
 
 _INT = struct.Struct("@i")
 
@@ -137,6 +141,65 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class Register:
+    """Makes memory of the client the contents of a file that it has just created.
+
+    Its descriptor comes with it, open for writing, and then that of the memory, unless ``kind`` is "ipc", which has a
+    ``handle``. The memory begins ``offset`` bytes into what the descriptor or the handle stands for. ``pci_address``:
+    of the GPU, "" for memory of the host.
+    """
+
+    TYPE: ClassVar[str] = "register"
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "id": _id,
+        "kind": _one_of(*SHARE_KINDS),
+        "offset": _integer(0, MAX_OFFSET),
+        "size": _integer(1, MAX_OFFSET),
+        "writable": lambda value: type(value) is bool,
+        "pci_address": _text,
+        "handle": lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES),
+    }
+    id: int
+    kind: ShareKind
+    offset: int
+    size: int
+    writable: bool = True
+    pci_address: str = ""
+    handle: bytes = b""
+
+
+@dataclass(frozen=True)
+class Unregister:
+    """Ends a registration: the file loses its names, and its contents are gone."""
+
+    TYPE: ClassVar[str] = "unregister"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
+    id: int
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The answer to ``register``: ``error`` 0 if the file now shows the memory."""
+
+    TYPE: ClassVar[str] = "registered"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
+    id: int
+    error: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Unregistered:
+    """The answer to ``unregister``: ``error`` 0 if the daemon no longer uses the memory, else ETIMEDOUT."""
+
+    TYPE: ClassVar[str] = "unregistered"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
+    id: int
+    error: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
 
@@ -183,10 +246,14 @@ class Goodbye:
     message: str
 
 
-ClientMessage = Hello | Copy | Cancel
-ServerMessage = Welcome | Progress | Result | Goodbye
-_CLIENT: Final[Mapping[str, type[ClientMessage]]] = {kind.TYPE: kind for kind in (Hello, Copy, Cancel)}
-_SERVER: Final[Mapping[str, type[ServerMessage]]] = {kind.TYPE: kind for kind in (Welcome, Progress, Result, Goodbye)}
+ClientMessage = Hello | Copy | Cancel | Register | Unregister
+ServerMessage = Welcome | Progress | Result | Registered | Unregistered | Goodbye
+_CLIENT: Final[Mapping[str, type[ClientMessage]]] = {
+    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Register, Unregister)
+}
+_SERVER: Final[Mapping[str, type[ServerMessage]]] = {
+    kind.TYPE: kind for kind in (Welcome, Progress, Result, Registered, Unregistered, Goodbye)
+}
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:

@@ -28,13 +28,16 @@ from gpufs.protocol import (
     Goodbye,
     Hello,
     ProtocolError,
+    Register,
     Result,
     ServerMessage,
+    Unregister,
     Welcome,
 )
 from gpufs.service import _checks
 from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._limits import Limits
+from gpufs.service._register import Registrations, Registry, answer_of
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
 
 log = logging.getLogger(__name__)
@@ -123,9 +126,11 @@ class ClientConnection:
         device: int,
         limits: Limits,
         counters: Counters,
+        registry: Registry,
     ) -> None:
         """``device``: the st_dev of the mount; ``number``: names the connection in logs."""
         sock.setblocking(False)
+        self._registrations = Registrations(registry, peer.pid, peer.uid)
         self._sock = sock
         self._peer = peer
         # A process in another PID namespace has no number here.
@@ -163,7 +168,10 @@ class ClientConnection:
                 self._say_goodbye(errno.ESHUTDOWN, "the mount is ending")
             raise
         finally:
-            self._sock.close()
+            try:
+                await self._end_registrations()
+            finally:
+                self._sock.close()
         return self._greeted
 
     def _log(self, level: int, text: str, *arguments: object) -> None:
@@ -203,6 +211,8 @@ class ClientConnection:
                 return
             if isinstance(message, Copy):
                 await self._accept(message, descriptors, nursery)
+            elif isinstance(message, (Register, Unregister)):
+                await self._change_registrations(message, descriptors)
             else:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
@@ -218,10 +228,10 @@ class ClientConnection:
         """As _receive(). TooSlowError after too long without a message or a copy in progress."""
         self._at_rest = trio.current_time()
         while True:
-            since = trio.current_time() if self._tasks else self._at_rest
+            since = trio.current_time() if self._tasks or self._registrations else self._at_rest
             with trio.move_on_at(since + self._limits.idle):
                 return await self._receive()
-            if not self._tasks and trio.current_time() >= self._at_rest + self._limits.idle:
+            if not self._tasks and not self._registrations and trio.current_time() >= self._at_rest + self._limits.idle:
                 raise trio.TooSlowError
 
     async def _receive(self) -> tuple[ClientMessage | None, list[int]]:
@@ -264,6 +274,30 @@ class ClientConnection:
         """Closes descriptors on a thread: closing calls the file's server, which may be this process."""
         if descriptors:
             threads.in_background(functools.partial(protocol.close_all, descriptors))
+
+    # ---- registrations ----
+
+    async def _change_registrations(self, message: Register | Unregister, descriptors: list[int]) -> None:
+        """Serves one message. What it changes is undone when the connection ends, also if the answer is not sent."""
+        error, text = 0, ""
+        try:
+            try:
+                if isinstance(message, Register):
+                    await self._registrations.add(message, descriptors)
+                else:
+                    await self._registrations.remove(message.id)
+            finally:
+                self._discard(descriptors)
+        except OSError as failure:
+            error, text = answer_of(failure)
+        answer = protocol.Registered if isinstance(message, Register) else protocol.Unregistered
+        self._at_rest = trio.current_time()
+        with trio.fail_after(self._limits.send):
+            await self._send(answer(message.id, error, text))
+
+    async def _end_registrations(self) -> None:
+        ending = trio.current_effective_deadline() == -math.inf
+        await self._registrations.close(self._limits.last_send if ending else self._limits.withdrawal)
 
     # ---- copies ----
 

@@ -19,6 +19,7 @@ from gpufs import protocol
 from gpufs.service._client import ClientConnection, Counters, Peer
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
+from gpufs.service._register import Registry
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Service:
         self._device = device
         self._limits = limits
         self._counters = Counters()
+        self._registry = Registry(mount, device, limits)
         self._users: Counter[int] = Counter()  # connections of each user
         self._strangers = 0  # connections of all users except root and this process's own
         self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
@@ -51,6 +53,10 @@ class Service:
         """Counters since the start, and what runs now; sizes in bytes. Any thread may call."""
         counters = {field.name: getattr(self._counters, field.name) for field in fields(self._counters)}
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
+
+    def registrations(self) -> list[dict[str, Any]]:
+        """The memory of clients that is shown as files now. Any thread may call."""
+        return self._registry.listed()
 
     async def _run(self, listener: socket.socket) -> None:
         number = refusals = 0
@@ -96,7 +102,9 @@ class Service:
 
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
         try:
-            client = ClientConnection(sock, peer, number, self._mount, self._device, self._limits, self._counters)
+            client = ClientConnection(
+                sock, peer, number, self._mount, self._device, self._limits, self._counters, self._registry
+            )
             if not await client.run():
                 self._bad[peer.uid] += 1
         except Exception:

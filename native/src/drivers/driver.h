@@ -5,6 +5,7 @@
 // for themselves and restore what was current before.
 #pragma once
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -107,6 +108,35 @@ class DeviceMemory {
   virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
 };
 
+// How another program passed on memory of its own.
+enum class ShareKind : int {
+  kFile,        // a descriptor of a file in memory: the host driver
+  kDescriptor,  // a descriptor of physical memory, as export_memory() makes: GPUs
+  kIpc,         // the vendor's handle of an allocation: GPUs
+};
+
+// Memory of another program: [offset, offset + bytes) of what the descriptor or the handle stands for. Nothing in it
+// can be trusted.
+struct ForeignMemory {
+  static constexpr std::size_t kHandleBytes = 64;
+
+  ShareKind kind = ShareKind::kFile;
+  UniqueFd descriptor;                              // not for kIpc
+  std::array<unsigned char, kHandleBytes> handle{};  // for kIpc
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  bool writable = false;
+};
+
+// Memory of another program that this one has mapped; released when destroyed (any thread). Nothing may use it then.
+class ImportedMemory {
+ public:
+  virtual ~ImportedMemory() = default;
+  [[nodiscard]] virtual DeviceAddress address() const = 0;
+  // False once its owner has taken some of it away. What is read there is undefined, but no access fails.
+  [[nodiscard]] virtual bool intact() { return true; }
+};
+
 // A point in a stream's order. Recording it again reuses it, once nothing waits for the earlier recording.
 class Event {
  public:
@@ -168,6 +198,11 @@ class Device {
   virtual Status health() = 0;
 
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
+  // Maps memory of another program. EINVAL: it is not what the caller says, with the reason. EOPNOTSUPP: this driver
+  // takes none of that kind.
+  virtual Result<std::unique_ptr<ImportedMemory>> import_memory(const ForeignMemory& /*memory*/) {
+    return Status(EOPNOTSUPP, "this driver maps no memory of other programs");
+  }
   virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
   virtual Result<std::unique_ptr<Event>> create_event() = 0;
   // A stream that the program created with the vendor's runtime. Destroying the object neither waits for the stream nor

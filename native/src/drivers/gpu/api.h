@@ -53,6 +53,7 @@ enum : int {
 
 enum : unsigned {
   kGranularityMinimum = 0,
+  kIpcLazyPeerAccess = 1,
   kStreamNonBlocking = 1,
   kEventDisableTiming = 2,
   kHostRegisterPortable = 1,
@@ -78,6 +79,10 @@ struct AllocationProperties {
   } flags;
 };
 static_assert(sizeof(AllocationProperties) == 32);
+
+struct IpcHandle {
+  unsigned char bytes[64];
+};
 
 struct Access {
   Location location;

@@ -10,6 +10,7 @@
 #include <typeinfo>
 
 #include "base/log.h"
+#include "drivers/gpu/ipc_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
@@ -209,6 +210,12 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   auto self = shared_from_this();
   if (virtual_memory_) return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(std::move(self)));
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
+}
+
+Result<std::unique_ptr<ImportedMemory>> GpuDevice::import_memory(const ForeignMemory& memory) {
+  if (memory.kind == ShareKind::kIpc) return IpcMemory::open(shared_from_this(), memory);
+  if (memory.kind == ShareKind::kFile) return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
+  return Status{EOPNOTSUPP, "this driver maps no descriptors of physical memory"};
 }
 
 Status GpuDevice::take(std::uint64_t bytes) {

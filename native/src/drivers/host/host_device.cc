@@ -7,6 +7,7 @@
 
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
+#include "drivers/host/shared_file.h"
 #include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
@@ -63,6 +64,10 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
 Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), limit_->total() - limit_->used()}; }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
+
+Result<std::unique_ptr<ImportedMemory>> HostDevice::import_memory(const ForeignMemory& memory) {
+  return SharedFile::map(memory);
+}
 
 Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }
 
