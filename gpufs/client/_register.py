@@ -82,7 +82,12 @@ class _Link:
         self._registrations: dict[int, Registration] = {}  # keeps the arrays allocated until close()
 
     def usable(self) -> bool:
-        return self._connection.usable()
+        with self._lock:  # an answer to another thread would look like the daemon's last words
+            return self._connection.usable()
+
+    def close(self) -> None:
+        """Also in a forked child, where the connection must not outlive the parent."""
+        self._connection.close()
 
     def register(self, file: int, share: Share, path: str, memory: ArrayMemory) -> Registration:
         with self._lock:
@@ -113,10 +118,6 @@ class _Link:
                 raise OSError(answer.error, answer.message, path)
             self._registrations.pop(number, None)
             return True
-
-    def forget(self) -> None:
-        """In a forked child: the connection must end with the parent."""
-        self._connection.close()
 
 
 _lock = threading.Lock()  # guards _links
@@ -207,7 +208,10 @@ def _create(link: _Link, share: Share, path: str, mode: int, memory: ArrayMemory
 def _link(device: int, mounts: list[mounting.MountEntry]) -> _Link:
     with _lock:
         link = _links.get(device)
-        if link is None or not link.usable():
+        if link is not None and not link.usable():
+            link.close()
+            link = None
+        if link is None:
             with open(os.path.join(mounts[0].mountpoint, _STATUS)) as file:
                 driver = json.load(file)["driver"]
             link = _links[device] = _Link(Connection(_find.connect(device, mounts)), driver)
@@ -218,7 +222,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     for link in _links.values():
-        link.forget()
+        link.close()
     _links.clear()
 
 
