@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,7 @@ def test_killed_exporters(root: Path, shared_mount: GpufsMount, exporters: Calla
                 got += len(part)
             whole += 1
         except OSError as error:
-            assert error.errno == errno.ESTALE
+            assert error.errno == errno.ESTALE  # noqa: PT017
         finally:
             killer.join()
             os.close(file)
@@ -378,7 +379,8 @@ def test_exporters_killed_during_gpufs_cp(root: Path, tmp_path: Path, exporters:
         copying = subprocess.Popen(
             [*GPUFS, "cp", "--partial", root / "live", target], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
-        wait_until(lambda: target.exists() or copying.poll() is not None, 20, "the copy to begin")
+        begun = partial(lambda target, copying: target.exists() or copying.poll() is not None, target, copying)
+        wait_until(begun, 20, "the copy to begin")
         time.sleep(0.01 * number)
         exporter.kill()
         assert copying.stderr is not None
@@ -507,7 +509,7 @@ def test_requests_that_are_forged(root: Path, tmp_path: Path, shared_mount: Gpuf
 
     def attack() -> None:
         device = os.open(root / "a", os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        read_only = os.open("/proc/self/fd/%d" % memory, os.O_RDONLY)
+        read_only = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
         foreign = os.open(root / "a", os.O_RDONLY)
         for fd, fields in (
             (os.open("/dev/null", os.O_RDWR), {}),
@@ -559,7 +561,7 @@ def test_a_user_has_a_limited_number_of_registrations(root: Path) -> None:
             try:
                 held.enter_context(gpufs.register(array, root / str(number)))
             except OSError as error:
-                assert error.errno == errno.EBUSY
+                assert error.errno == errno.EBUSY  # noqa: PT017
                 refused = number
                 break
         assert 64 <= refused < 400

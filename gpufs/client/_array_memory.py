@@ -69,8 +69,8 @@ def _of_protocol(array: Any) -> ArrayMemory:
     if hasattr(array, "__dlpack__"):
         return _of_dlpack(array)
     raise TypeError(
-        f"{type(array).__name__} is neither an array (__cuda_array_interface__, __array_interface__, __dlpack__) nor an "
-        "address"
+        f"{type(array).__name__} is neither an address nor an array with __cuda_array_interface__, "
+        "__array_interface__ or __dlpack__"
     )
 
 

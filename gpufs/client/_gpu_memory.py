@@ -145,9 +145,7 @@ def _export(vendor: _Vendor, address: int) -> int | None:
         return None
     try:
         fd = ctypes.c_int(-1)
-        code = vendor.call(
-            "export", ctypes.byref(fd), handle, ctypes.c_int(_DESCRIPTOR), ctypes.c_uint64(0)
-        )
+        code = vendor.call("export", ctypes.byref(fd), handle, ctypes.c_int(_DESCRIPTOR), ctypes.c_uint64(0))
         return fd.value if code == 0 and fd.value >= 0 else None
     finally:
         vendor.call("release", handle)

@@ -19,7 +19,8 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``registrations`` and ``io`` are asked at each reading.
+    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``registrations`` and ``io`` are asked at each
+    reading.
     """
 
     mountpoint: str

@@ -37,8 +37,8 @@ from gpufs.protocol import (
 from gpufs.service import _checks
 from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._limits import Limits
-from gpufs.service._register import Registrations, Registry, answer_of
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
+from gpufs.service._register import Registrations, Registry, answer_of
 
 log = logging.getLogger(__name__)
 

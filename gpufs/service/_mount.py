@@ -160,7 +160,6 @@ class ServedMount:
         """The contents of an inode change: sets its times, clears its set-id bits and notifies the kernel."""
         self._mount.inode_written(ino)
 
-
     def register(self, ino: int, wanted: Register, memory: int) -> None:
         """Makes a client's memory the contents of a file. ``memory``: its descriptor, -1 where there is none.
 

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _FOREIGN_IPC: Final = (
-    "an IPC handle does not prove whose memory it is for, so this daemon takes it only from its own user and from root: "
-    "use memory that is exportable by a descriptor, or a mount of your own"
+    "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
+    "root: use memory that can be exported as a descriptor, or a mount of your own"
 )
 
 

@@ -53,7 +53,7 @@ class EngineBuffers : public fuse::BufferSource {
     if (!known(device)) return unknown(device);
     const std::shared_ptr<DeviceContext>& context = devices_[static_cast<std::size_t>(device)];
     if (memory.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-    Result<std::unique_ptr<ImportedMemory>> imported = context->device().import_memory(memory);
+    Result<std::unique_ptr<ForeignMapping>> imported = context->device().map_foreign(memory);
     if (!imported.ok()) return imported.status();
     return std::make_shared<RegisteredBuffer>(context, imported.take(), memory.bytes, memory.writable);
   }

@@ -121,7 +121,7 @@ struct ForeignMemory {
   static constexpr std::size_t kHandleBytes = 64;
 
   ShareKind kind = ShareKind::kFile;
-  UniqueFd descriptor;                              // not for kIpc
+  UniqueFd descriptor;                               // not for kIpc
   std::array<unsigned char, kHandleBytes> handle{};  // for kIpc
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
@@ -129,9 +129,9 @@ struct ForeignMemory {
 };
 
 // Memory of another program that this one has mapped; released when destroyed (any thread). Nothing may use it then.
-class ImportedMemory {
+class ForeignMapping {
  public:
-  virtual ~ImportedMemory() = default;
+  virtual ~ForeignMapping() = default;
   [[nodiscard]] virtual DeviceAddress address() const = 0;
   // False once its owner has taken some of it away. What is read there is undefined, but no access fails.
   [[nodiscard]] virtual bool intact() { return true; }
@@ -200,7 +200,7 @@ class Device {
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
   // Maps memory of another program. EINVAL: it is not what the caller says, with the reason. EOPNOTSUPP: this driver
   // takes none of that kind.
-  virtual Result<std::unique_ptr<ImportedMemory>> import_memory(const ForeignMemory& /*memory*/) {
+  virtual Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& /*memory*/) {
     return Status(EOPNOTSUPP, "this driver maps no memory of other programs");
   }
   virtual Result<std::unique_ptr<Stream>> create_stream() = 0;

@@ -22,8 +22,8 @@ constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // an INTERR
 // What the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
-  const bool ordinary = error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM ||
-                        error == ESTALE;
+  const bool ordinary =
+      error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM || error == ESTALE;
   if (!ordinary && log_enabled(LogLevel::kWarning)) {
     log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
   }

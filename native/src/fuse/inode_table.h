@@ -39,9 +39,7 @@ class Inode {
   }
 
   // Whether the CPU can read the buffer's memory in place.
-  [[nodiscard]] bool in_host_memory() const {
-    return in_host_memory_ && !replaced_.load(std::memory_order_acquire);
-  }
+  [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !replaced_.load(std::memory_order_acquire); }
 
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;

@@ -15,7 +15,7 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;    // between two checks of a cancellation
+constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two checks of a cancellation
 
 }  // namespace
 

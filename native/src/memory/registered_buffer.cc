@@ -25,7 +25,7 @@ class RegisteredBuffer::Use {
   Use() = default;
   ~Use() {
     if (!buffer_) return;
-    std::unique_ptr<ImportedMemory> unmapped;
+    std::unique_ptr<ForeignMapping> unmapped;
     {
       const std::lock_guard lock(buffer_->mutex_);
       if (--buffer_->uses_ == 0 && buffer_->revoked_) unmapped = std::move(buffer_->memory_);
@@ -46,7 +46,7 @@ class RegisteredBuffer::Use {
  private:
   friend class RegisteredBuffer;
   std::shared_ptr<RegisteredBuffer> buffer_;  // null: nothing is used
-  ImportedMemory* memory_ = nullptr;
+  ForeignMapping* memory_ = nullptr;
 };
 
 class RegisteredBuffer::Pin : public Buffer::Pinned {
@@ -59,12 +59,12 @@ class RegisteredBuffer::Pin : public Buffer::Pinned {
   std::vector<Piece> pieces_;
 };
 
-RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ImportedMemory> memory,
+RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory,
                                    std::uint64_t bytes, bool writable)
     : context_(std::move(device)), bytes_(bytes), writable_(writable), memory_(std::move(memory)) {}
 
 bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
-  std::unique_ptr<ImportedMemory> unmapped;  // after the lock is released
+  std::unique_ptr<ForeignMapping> unmapped;  // after the lock is released
   std::unique_lock lock(mutex_);
   revoked_ = true;
   if (uses_ == 0 && memory_) {

@@ -23,7 +23,7 @@ namespace gpufs {
 class RegisteredBuffer : public Buffer {
  public:
   // memory: `bytes` of it are the buffer; not null.
-  RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ImportedMemory> memory, std::uint64_t bytes,
+  RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,
                    bool writable);
 
   // Calls fail from now on. Waits until nobody uses the memory any more: true; false after `patience`.
@@ -77,7 +77,7 @@ class RegisteredBuffer : public Buffer {
 
   mutable std::mutex mutex_;  // guards all below; nothing is called under it
   std::condition_variable unused_;
-  std::unique_ptr<ImportedMemory> memory_;  // null once it is unmapped
+  std::unique_ptr<ForeignMapping> memory_;  // null once it is unmapped
   std::uint64_t uses_ = 0;
   bool revoked_ = false;
   bool gone_ = false;  // the memory is unmapped

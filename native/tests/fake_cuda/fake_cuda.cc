@@ -191,8 +191,17 @@ api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) 
   if (attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes) {
     return m.pinned_attribute(answer, attribute, address);
   }
+  if (m.is_pinned_at(reinterpret_cast<const void*>(address))) {
+    const auto host = static_cast<unsigned>(kCuMemoryTypeHost);
+    if (attribute == kCuPointerMemoryType) std::memcpy(answer, &host, sizeof host);
+    return attribute == kCuPointerMemoryType ? api::kSuccess : api::kInvalidValue;
+  }
   const int device = m.owner_of(address);
   if (device < 0) return api::kInvalidValue;
+  CuContext const context = &contexts.at(static_cast<std::size_t>(device));
+  const auto yes = static_cast<unsigned char>(m.is_allocated_at(address) ? 1 : 0);
+  if (attribute == kCuPointerContext) std::memcpy(answer, &context, sizeof(CuContext));
+  if (attribute == kCuPointerIpcCapable) std::memcpy(answer, &yes, sizeof yes);
   const auto kind = static_cast<unsigned>(api::kMemoryTypeDevice);
   const unsigned char managed = m.setup.managed ? 1 : 0;
   if (attribute == kCuPointerMemoryType) std::memcpy(answer, &kind, sizeof kind);
@@ -200,6 +209,13 @@ api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) 
   if (attribute == kCuPointerDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
   return api::kSuccess;
 }
+
+ON_DEVICE(cuMemGetAddressRange_v2, (CuAddress * start, std::size_t* bytes, CuAddress address),
+          m.address_range(start, bytes, address))
+ON_DEVICE(cuIpcGetMemHandle, (api::IpcHandle * handle, CuAddress address), m.ipc_handle(handle, address))
+ON_DEVICE(cuIpcOpenMemHandle_v2, (CuAddress * address, api::IpcHandle handle, unsigned flags),
+          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
+ON_DEVICE(cuIpcCloseMemHandle, (CuAddress address), m.ipc_close(address))
 
 #ifndef FAKE_CUDA_OLD
 ON_DEVICE(cuMemHostRegister_v2, (void* address, std::size_t bytes, unsigned /*flags*/), m.pin(address, bytes))
@@ -276,6 +292,8 @@ CALL(cuMemMap,
 CALL(cuMemUnmap, (CuAddress address, std::size_t bytes), m.unmap(address, bytes))
 CALL(cuMemSetAccess, (CuAddress address, std::size_t bytes, const api::Access* access, std::size_t count),
      m.set_access(address, bytes, access, count))
+CALL(cuMemRetainAllocationHandle, (CuMemoryHandle * handle, void* address),
+     m.retain(handle, reinterpret_cast<CuAddress>(address)))
 CALL(cuMemExportToShareableHandle, (void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/),
      m.export_memory(out, handle, type))
 

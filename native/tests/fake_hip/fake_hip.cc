@@ -368,6 +368,14 @@ ON_DEVICE(hipMemcpyPeerAsync,
           device == current_device && peer != device ? m.copy_within(number(destination), number(source), bytes, stream)
                                                      : api::kInvalidDevice)
 
+ON_DEVICE(hipMemGetAddressRange, (void** start, std::size_t* bytes, void* address),
+          m.address_range(start, bytes, number(address)))
+ON_DEVICE(hipIpcGetMemHandle, (api::IpcHandle * handle, void* address), m.ipc_handle(handle, number(address)))
+ON_DEVICE(hipIpcOpenMemHandle, (void** address, api::IpcHandle handle, unsigned flags),
+          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
+ON_DEVICE(hipIpcCloseMemHandle, (void* address), m.ipc_close(number(address)))
+CALL(hipMemRetainAllocationHandle, (HipMemoryHandle * handle, void* address), m.retain(handle, number(address)))
+
 CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
      m.granularity(bytes, *properties))
 CALL(hipMemAddressReserve,

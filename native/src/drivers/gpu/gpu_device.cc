@@ -212,7 +212,7 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
 }
 
-Result<std::unique_ptr<ImportedMemory>> GpuDevice::import_memory(const ForeignMemory& memory) {
+Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
   if (memory.kind == ShareKind::kIpc) return IpcMemory::open(shared_from_this(), memory);
   if (memory.kind == ShareKind::kFile) return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
   return Status{EOPNOTSUPP, "this driver maps no descriptors of physical memory"};

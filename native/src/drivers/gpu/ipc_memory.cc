@@ -10,7 +10,7 @@
 
 namespace gpufs::gpu {
 
-Result<std::unique_ptr<ImportedMemory>> IpcMemory::open(std::shared_ptr<GpuDevice> device,
+Result<std::unique_ptr<ForeignMapping>> IpcMemory::open(std::shared_ptr<GpuDevice> device,
                                                         const ForeignMemory& memory) {
   const Functions& functions = device->functions();
   for (const char* missing : {functions.ipc_open ? nullptr : functions.ipc_open.symbol(),
@@ -39,7 +39,7 @@ Result<std::unique_ptr<ImportedMemory>> IpcMemory::open(std::shared_ptr<GpuDevic
                               " bytes"};
   }
   if (!device->holds(base)) return Status{EXDEV, "the memory is not known to be that of this device"};
-  return std::unique_ptr<ImportedMemory>(std::move(opened));
+  return std::unique_ptr<ForeignMapping>(std::move(opened));
 }
 
 IpcMemory::~IpcMemory() {

@@ -1,6 +1,6 @@
 // An allocation of another program, opened by the vendor's handle for that (cuIpcOpenMemHandle). The vendor keeps the
 // memory while it is open here, also if its program has ended.
-// Ownership and threads: as ImportedMemory.
+// Ownership and threads: as ForeignMapping.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@
 
 namespace gpufs::gpu {
 
-class IpcMemory : public ImportedMemory {
+class IpcMemory : public ForeignMapping {
  public:
   // EINVAL: the handle stands for nothing, or for less than the caller says. EXDEV: for memory of another device.
-  static Result<std::unique_ptr<ImportedMemory>> open(std::shared_ptr<GpuDevice> device, const ForeignMemory& memory);
+  static Result<std::unique_ptr<ForeignMapping>> open(std::shared_ptr<GpuDevice> device, const ForeignMemory& memory);
   ~IpcMemory() override;
   IpcMemory(const IpcMemory&) = delete;
   IpcMemory& operator=(const IpcMemory&) = delete;

@@ -65,7 +65,7 @@ Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), lim
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
 
-Result<std::unique_ptr<ImportedMemory>> HostDevice::import_memory(const ForeignMemory& memory) {
+Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
   return SharedFile::map(memory);
 }
 

@@ -37,7 +37,7 @@ Status check_access(int fd, bool writable) {
 
 }  // namespace
 
-Result<std::unique_ptr<ImportedMemory>> SharedFile::map(const ForeignMemory& memory) {
+Result<std::unique_ptr<ForeignMapping>> SharedFile::map(const ForeignMemory& memory) {
   if (memory.kind != ShareKind::kFile) {
     return Status(EINVAL, "this is memory of a GPU, and the file would be on a device of host memory");
   }
@@ -64,12 +64,11 @@ Result<std::unique_ptr<ImportedMemory>> SharedFile::map(const ForeignMemory& mem
   ::madvise(mapped, bytes, MADV_DONTFORK);
   ::madvise(mapped, bytes, MADV_DONTDUMP);
   const auto address = reinterpret_cast<DeviceAddress>(mapped);
-  std::unique_ptr<SharedFile> shared(
-      new SharedFile(std::move(file), address, bytes, start, memory.offset, end));
+  std::unique_ptr<SharedFile> shared(new SharedFile(std::move(file), address, bytes, start, memory.offset, end));
   Result<std::unique_ptr<FaultGuard>> guard = FaultGuard::watch(address, bytes);
   if (!guard.ok()) return guard.status();
   shared->guard_ = guard.take();
-  return std::unique_ptr<ImportedMemory>(std::move(shared));
+  return std::unique_ptr<ForeignMapping>(std::move(shared));
 }
 
 SharedFile::~SharedFile() {

@@ -1,5 +1,5 @@
 // Memory of another program as the host driver maps it: a part of a file in memory (memfd_create(2), shm_open(3)).
-// Ownership and threads: as ImportedMemory.
+// Ownership and threads: as ForeignMapping.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@
 
 namespace gpufs {
 
-class SharedFile : public ImportedMemory {
+class SharedFile : public ForeignMapping {
  public:
   // EINVAL: not such a file, not open as needed, or too small.
-  static Result<std::unique_ptr<ImportedMemory>> map(const ForeignMemory& memory);
+  static Result<std::unique_ptr<ForeignMapping>> map(const ForeignMemory& memory);
   ~SharedFile() override;
   SharedFile(const SharedFile&) = delete;
   SharedFile& operator=(const SharedFile&) = delete;
