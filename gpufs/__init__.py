@@ -1,8 +1,8 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`copy` and :func:`register` from :mod:`gpufs.client`; the native engine is :mod:`gpufs.engine`, and a device's driver
-is opened with an :class:`gpufs.engine.Engine`.
+first asked for: :func:`copy` and :func:`register` from :mod:`gpufs.client`; the native engine is :mod:`gpufs.engine`,
+and a device's driver is opened with an :class:`gpufs.engine.Engine`.
 """
 
 from typing import TYPE_CHECKING

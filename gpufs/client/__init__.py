@@ -1,7 +1,8 @@
 """What other programs import to work with a mount.
 
 :func:`copy` moves a file into or out of device memory at the engine's speed: it opens both ends itself, through the
-kernel, and hands them to the mount's daemon. :func:`register` shows memory of the program as a file. Importing this starts nothing and loads no driver.
+kernel, and hands them to the mount's daemon. :func:`register` shows memory of the program as a file. Importing this
+starts nothing and loads no driver.
 """
 
 from gpufs.client._connection import Cancellation

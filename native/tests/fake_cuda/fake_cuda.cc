@@ -185,29 +185,18 @@ ON_DEVICE(cuMemGetInfo_v2, (std::size_t * free_bytes, std::size_t* total), m.mem
 ON_DEVICE(cuMemAlloc_v2, (CuAddress * address, std::size_t bytes), m.allocate(address, bytes))
 ON_DEVICE(cuMemFree_v2, (CuAddress address), m.free(address))
 
-// Of the device whose memory it is; whatever is not, is the host's.
 api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
   ENTER_ON_DEVICE("cuPointerGetAttribute");
   if (attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes) {
     return m.pinned_attribute(answer, attribute, address);
   }
-  if (m.is_pinned_at(reinterpret_cast<const void*>(address))) {
-    const auto host = static_cast<unsigned>(kCuMemoryTypeHost);
-    if (attribute == kCuPointerMemoryType) std::memcpy(answer, &host, sizeof host);
-    return attribute == kCuPointerMemoryType ? api::kSuccess : api::kInvalidValue;
-  }
   const int device = m.owner_of(address);
-  if (device < 0) return api::kInvalidValue;
-  CuContext const context = &contexts.at(static_cast<std::size_t>(device));
-  const auto yes = static_cast<unsigned char>(m.is_allocated_at(address) ? 1 : 0);
-  if (attribute == kCuPointerContext) std::memcpy(answer, &context, sizeof(CuContext));
-  if (attribute == kCuPointerIpcCapable) std::memcpy(answer, &yes, sizeof yes);
-  const auto kind = static_cast<unsigned>(api::kMemoryTypeDevice);
-  const unsigned char managed = m.setup.managed ? 1 : 0;
-  if (attribute == kCuPointerMemoryType) std::memcpy(answer, &kind, sizeof kind);
-  if (attribute == kCuPointerIsManaged) std::memcpy(answer, &managed, sizeof managed);
-  if (attribute == kCuPointerDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
-  return api::kSuccess;
+  if (attribute == kCuPointerContext && device >= 0) {
+    CuContext const context = &contexts.at(static_cast<std::size_t>(device));
+    std::memcpy(answer, &context, sizeof(CuContext));
+    return api::kSuccess;
+  }
+  return m.pointer_attribute(answer, attribute, address);
 }
 
 ON_DEVICE(cuMemGetAddressRange_v2, (CuAddress * start, std::size_t* bytes, CuAddress address),

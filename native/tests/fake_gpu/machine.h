@@ -400,9 +400,20 @@ class Machine {
     *handle = as<VendorsHandle>(mapping->second.handle);
     return api::kSuccess;
   }
-  // Whether the memory behind an address is an allocation, which has a handle for other processes.
-  [[nodiscard]] bool is_allocated_at(Address address) const {
-    return around(allocations_, address) != allocations_.end();
+  // Of memory of a device, or of pinned memory of the host. Both vendors have the same numbers.
+  api::Code pointer_attribute(void* answer, int attribute, Address address) const {
+    enum { kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9, kIpcCapable = 10, kMemoryTypeHost = 1 };
+    const int device = owner_of(address);
+    const bool pinned = pinned_around(pointer(address), 1) != pinned_.end();
+    if (device < 0 && (!pinned || attribute != kMemoryType)) return api::kInvalidValue;
+    const auto type = static_cast<unsigned>(device < 0 ? int{kMemoryTypeHost} : int{api::kMemoryTypeDevice});
+    const unsigned char managed = setup.managed ? 1 : 0;
+    const unsigned char capable = around(allocations_, address) != allocations_.end() ? 1 : 0;
+    if (attribute == kMemoryType) std::memcpy(answer, &type, sizeof type);
+    if (attribute == kIsManaged) std::memcpy(answer, &managed, sizeof managed);
+    if (attribute == kDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
+    if (attribute == kIpcCapable) std::memcpy(answer, &capable, sizeof capable);
+    return api::kSuccess;
   }
 
   api::Code granularity(std::size_t* bytes, const api::AllocationProperties& properties) const {

@@ -348,7 +348,9 @@ api::Code hipGetProcAddress(const char* symbol, void** address, int version, std
 }
 
 ON_DEVICE(hipPointerGetAttribute, (void* answer, int attribute, void* address),
-          m.pinned_attribute(answer, attribute, number(address)))
+          attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes
+              ? m.pinned_attribute(answer, attribute, number(address))
+              : m.pointer_attribute(answer, attribute, number(address)))
 
 api::Code hipPointerGetAttributes(HipPointerAttributes* attributes, const void* address) {
   ENTER("hipPointerGetAttributes");

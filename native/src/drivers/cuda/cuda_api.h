@@ -27,13 +27,10 @@ enum : int {
   kCuAttributeDirectRdmaWithVirtualMemory = 110,
   kCuAttributeReadOnlyHostRegister = 113,
 
-  kCuMemoryTypeHost = 1,
-
   kCuPointerContext = 1,
   kCuPointerMemoryType = 2,
   kCuPointerIsManaged = 8,
   kCuPointerDeviceOrdinal = 9,
-  kCuPointerIpcCapable = 10,
 };
 
 enum : unsigned {
