@@ -123,11 +123,11 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
             vendor.attribute(_IPC_CAPABLE, address) in (1, None)
             and vendor.call("ipc", ctypes.byref(handle), ctypes.c_uint64(address)) == 0
         ):
-            return Share("ipc", -1, offset, writable, bytes(handle.bytes), pci_address)
+            return Share("ipc", -1, offset, writable, 0, pci_address, bytes(handle.bytes))
         fd = _export(vendor, address)
         if fd is None:
             raise OSError(errno.EINVAL, _NOT_SHAREABLE)
-        return Share("descriptor", fd, offset, writable, b"", pci_address)
+        return Share("descriptor", fd, offset, writable, length.value, pci_address)
 
 
 def _pci_address(vendor: _Vendor, address: int) -> str:

@@ -94,7 +94,14 @@ class _Link:
             number = self._next
             self._next = self._next % _MOST_IDS + 1
             request = protocol.Register(
-                number, share.kind, share.offset, memory.size, share.writable, share.pci_address, share.handle
+                number,
+                share.kind,
+                share.offset,
+                memory.size,
+                share.writable,
+                share.whole,
+                share.pci_address,
+                share.handle,
             )
             descriptors = [file] if share.fd < 0 else [file, share.fd]
             answer = self._connection.request(request, descriptors, protocol.Registered)

@@ -23,15 +23,16 @@ _REMEDY: Final = "allocate it in multiprocessing.shared_memory.SharedMemory, or 
 class Share:
     """Memory as it is passed on: it begins ``offset`` bytes into what the descriptor or the handle stands for.
 
-    ``fd`` is this object's, -1 for none.
+    ``fd`` is this object's, -1 for none. ``whole``: the size of the physical memory, where that is what ``fd`` stands for.
     """
 
     kind: ShareKind
     fd: int
     offset: int
     writable: bool = True
-    handle: bytes = b""
+    whole: int = 0
     pci_address: str = ""
+    handle: bytes = b""
 
     def close(self) -> None:
         """Closes the descriptor."""

@@ -12,6 +12,7 @@ from gpufs.engine._arrays import DeviceRange
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
 from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
+from gpufs.engine._lease import Lease, Mapping, SharedPiece
 from gpufs.engine._locks import HostLock
 from gpufs.engine._mount import (
     NOATIME,
@@ -91,11 +92,14 @@ __all__ = [
     "EngineError",
     "HostLock",
     "Late",
+    "Lease",
+    "Mapping",
     "Mount",
     "Operation",
     "OperationFuture",
     "OperationResult",
     "ShareKind",
+    "SharedPiece",
     "Stream",
     "SupportsCudaStream",
     "Trace",

@@ -163,6 +163,30 @@ class Buffer(Handle):
             host.release()
         return int(done[0])
 
+    def copy_from(self, source: "Buffer", source_offset: int = 0, offset: int = 0, size: int | None = None) -> int:
+        """Copy from another buffer of the engine, within the device or between devices.
+
+        Parameters
+        ----------
+        source
+            The buffer to copy from.
+        source_offset, offset
+            Where to begin there and here, in bytes.
+        size
+            How many bytes; by default all to the end of the source.
+
+        Returns
+        -------
+        int
+            The bytes copied, fewer than ``size`` only at the end of the source. Holes become zeros.
+        """
+        instance("source", Buffer, source)
+        done = ffi.new("uint64_t *")
+        count = (1 << 64) - 1 if size is None else unsigned("size", size)
+        place = unsigned("source_offset", source_offset), self._handle, unsigned("offset", offset)
+        check(lib.gpufs_buffer_copy(source._handle, *place, count, done))
+        return int(done[0])
+
     def resize(self, size: int) -> None:
         """Set the size: growing makes a hole, shrinking releases memory."""
         check(lib.gpufs_buffer_resize(self._handle, unsigned("size", size)))

@@ -277,12 +277,13 @@ class Mount(Handle):
         offset: int,
         size: int,
         writable: bool,
+        whole: int = 0,
         handle: bytes = b"",
     ) -> None:
         """Makes memory of another program the contents of a file, whose size is fixed then.
 
         ``fd``: the memory, which stays the caller's; -1 for "ipc", which has a ``handle`` instead. ``offset`` and
-        ``size`` in bytes. The kernel knows the new size on return. EngineError EBUSY unless the file is new, empty, and
+        ``size`` in bytes; ``whole``: for "descriptor", the size of its physical memory. The kernel knows the new size on return. EngineError EBUSY unless the file is new, empty, and
         was opened for writing only by the call that created it; EINVAL, EACCES if the memory is not as described.
         """
         memory = ffi.new(
@@ -291,6 +292,7 @@ class Mount(Handle):
                 "kind": _SHARE_KINDS[kind],
                 "fd": fd,
                 "writable": writable,
+                "whole_bytes": whole,
                 "offset": offset,
                 "bytes": size,
                 "handle": handle.ljust(64, b"\0"),

@@ -145,8 +145,8 @@ class Register:
     """Makes memory of the client the contents of a file that it has just created.
 
     Its descriptor comes with it, open for writing, and then that of the memory, unless ``kind`` is "ipc", which has a
-    ``handle``. The memory begins ``offset`` bytes into what the descriptor or the handle stands for. ``pci_address``:
-    of the GPU, "" for memory of the host.
+    ``handle``. The memory begins ``offset`` bytes into what the descriptor or the handle stands for. ``whole``: the
+    size of that for "descriptor". ``pci_address``: of the GPU, "" for memory of the host.
     """
 
     TYPE: ClassVar[str] = "register"
@@ -156,6 +156,7 @@ class Register:
         "offset": _integer(0, MAX_OFFSET),
         "size": _integer(1, MAX_OFFSET),
         "writable": lambda value: type(value) is bool,
+        "whole": _integer(0, MAX_OFFSET),
         "pci_address": _text,
         "handle": lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES),
     }
@@ -164,6 +165,7 @@ class Register:
     offset: int
     size: int
     writable: bool = True
+    whole: int = 0
     pci_address: str = ""
     handle: bytes = b""
 

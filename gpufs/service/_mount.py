@@ -180,6 +180,7 @@ class ServedMount:
             offset=wanted.offset,
             size=wanted.size,
             writable=wanted.writable,
+            whole=wanted.whole,
             handle=wanted.handle,
         )
 

@@ -43,7 +43,7 @@ class Fault {
 };
 
 struct FaultPlan {
-  Fault create_memory, reserve, populate, export_memory, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
+  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
       create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool reserve_copies = false;
   bool cpu_addressable = true;
@@ -90,10 +90,10 @@ class FaultyMemory : public DeviceMemory {
     return {start, end - start};
   }
   void fix_in_place() override { ++plan_->fixed; }
-  Result<std::vector<ExportedMemory>> export_memory() override {
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override {
     Status status = plan_->export_memory.next("export");
     if (!status.ok()) return status;
-    return inner_->export_memory();
+    return inner_->export_memory(from, capacity, writable);
   }
 
  private:
@@ -182,6 +182,10 @@ class FaultyDevice : public Device {
     Result<std::unique_ptr<DeviceMemory>> made = inner_->create_memory();
     if (!made.ok()) return made.status();
     return std::unique_ptr<DeviceMemory>(std::make_unique<FaultyMemory>(made.take(), plan_));
+  }
+  Status check_sharing() override { return plan_->sharing.next("sharing"); }
+  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override {
+    return inner_->create_import(capacity, writable);
   }
   Result<std::unique_ptr<Stream>> create_stream() override {
     Status status = plan_->create_stream.next("create_stream");

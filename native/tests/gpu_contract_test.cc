@@ -240,7 +240,7 @@ TEST_P(GpuContract, ExportsEveryPiece) {
   auto range = must(memory->reserve(512 * kMiB));
   ASSERT_OK(memory->populate(0, 2 * granule_));
   ASSERT_OK(memory->populate(4 * granule_, 300 * kMiB));
-  Result<std::vector<ExportedMemory>> exported = memory->export_memory();
+  Result<std::vector<ExportedMemory>> exported = memory->export_memory(0, SIZE_MAX, true);
   if (plain()) {
     EXPECT_EQ(exported.error(), EOPNOTSUPP);
     return;

@@ -413,15 +413,20 @@ TEST_P(GpuFaults, CopiesToPeersWithoutADirectWayAreRefused) {
   EXPECT_EQ(device(0).copy_to_peer(device(1), 0, filled.range->base(), 1).error(), EOPNOTSUPP);
 }
 
-TEST_P(GpuFaults, AFailedExportClosesItsDescriptorsAndFixesNothing) {
+TEST_P(GpuFaults, AFailedExportClosesItsDescriptors) {
   open();
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
   fake().fail(symbols().memory_export, 2, api::kInvalidValue, 1);
-  EXPECT_EQ(filled.memory->export_memory().error(), EIO);
+  EXPECT_EQ(filled.memory->export_memory(0, SIZE_MAX, true).error(), EIO);
+  EXPECT_EQ(must(filled.memory->export_memory(0, SIZE_MAX, true)).size(), 2U);
+  EXPECT_EQ(must(filled.memory->export_memory(0, 1, true)).size(), 1U);
+  EXPECT_EQ(must(filled.memory->export_memory(2 * kGranule, SIZE_MAX, true)).size(), 1U);
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
-  EXPECT_EQ(must(filled.memory->export_memory()).size(), 2U);
+  filled.memory->fix_in_place();
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
+  filled.memory->allow_moves();
+  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
 }
 
 TEST_P(GpuFaults, HostFunctionsMayNotCallTheDriver) {

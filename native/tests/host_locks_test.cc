@@ -52,6 +52,7 @@ class PinDevice : public Device {
   Status bind_thread() override { return {}; }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override { return Status(ENOSYS, ""); }
+  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t, bool) override { return Status(ENOSYS, ""); }
   Result<std::unique_ptr<Stream>> create_stream() override { return Status(ENOSYS, ""); }
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream, bool) override { return Status(ENOSYS, ""); }
   Result<std::unique_ptr<Event>> create_event() override { return Status(ENOSYS, ""); }

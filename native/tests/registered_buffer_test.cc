@@ -174,7 +174,7 @@ TEST_P(RegisteredGpuTest, HasAFixedSize) {
   EXPECT_EQ(buffer->write(kMiB, some).error(), EPERM);
   EXPECT_EQ(buffer->pin_for_write(kMiB - 1, 2).error(), EPERM);
   EXPECT_EQ(buffer->copy_from(*buffer, 0, kMiB, 1, nullptr).error(), EPERM);
-  EXPECT_EQ(buffer->export_memory().error(), EPERM);
+  EXPECT_EQ(buffer->lease(true, true, "test").error(), EPERM);
   EXPECT_EQ(must(buffer->seek_data(5)), 5U);
   EXPECT_EQ(must(buffer->seek_hole(5)), kMiB);
   EXPECT_EQ(buffer->seek_data(kMiB).error(), ENXIO);

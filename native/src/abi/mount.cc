@@ -313,6 +313,7 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
       if (!wanted.descriptor.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
     }
     std::copy(std::begin(memory->handle), std::end(memory->handle), wanted.handle.begin());
+    wanted.whole_bytes = memory->whole_bytes;
     wanted.offset = memory->offset;
     wanted.bytes = memory->bytes;
     wanted.writable = memory->writable != 0;

@@ -13,13 +13,18 @@ namespace {
 struct DriverEntry {
   std::string_view name;
   Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
+  Result<std::shared_ptr<Device>> (*open_device)(const std::string& pci_address);
 };
 
 constexpr std::array<DriverEntry, 3> kDrivers{{
-    {"host", open_host_driver},
-    {"cuda", open_cuda_driver},
-    {"hip", open_hip_driver},
+    {"host", open_host_driver, open_host_device},
+    {"cuda", open_cuda_driver, open_cuda_device},
+    {"hip", open_hip_driver, open_hip_device},
 }};
+
+Status unknown_driver(const std::string& name) {
+  return {EINVAL, "unknown driver \"" + name + "\": there are host, cuda and hip"};
+}
 
 }  // namespace
 
@@ -29,7 +34,14 @@ Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const Drive
     if (options.devices < 0) return Status(EINVAL, "the number of devices is negative");
     return entry.open(options);
   }
-  return Status(EINVAL, "unknown driver \"" + name + "\": there are host, cuda and hip");
+  return unknown_driver(name);
+}
+
+Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address) {
+  for (const DriverEntry& entry : kDrivers) {
+    if (entry.name == driver) return entry.open_device(pci_address);
+  }
+  return unknown_driver(driver);
 }
 
 }  // namespace gpufs

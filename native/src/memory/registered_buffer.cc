@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/math.h"
 #include "memory/device_copy.h"
@@ -230,6 +231,9 @@ Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*by
 
 Result<DeviceAddress> RegisteredBuffer::pin_address(std::uint64_t /*maximum_bytes*/) { return fixed(); }
 
-Result<std::vector<ExportedMemory>> RegisteredBuffer::export_memory() { return fixed(); }
+Result<std::shared_ptr<Buffer::Lease>> RegisteredBuffer::lease(bool /*writable*/, bool /*exports*/,
+                                                               std::string /*label*/) {
+  return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
+}
 
 }  // namespace gpufs

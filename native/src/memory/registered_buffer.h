@@ -12,7 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <vector>
+#include <string>
 
 #include "device/device_context.h"
 #include "drivers/driver.h"
@@ -58,7 +58,7 @@ class RegisteredBuffer : public Buffer {
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
-  Result<std::vector<ExportedMemory>> export_memory() override;
+  Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
  private:
   // Keeps the memory mapped while it lives.

@@ -1,5 +1,7 @@
 #include "drivers/gpu/gpu_device.h"
 
+#include <strings.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
@@ -11,6 +13,8 @@
 
 #include "base/log.h"
 #include "drivers/gpu/ipc_memory.h"
+#include "drivers/gpu/descriptor_memory.h"
+#include "drivers/gpu/imported_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
@@ -96,6 +100,20 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, cons
       std::make_unique<GpuDriver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end())));
 }
 
+Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable) {
+  const Functions& functions = library.functions();
+  int count = 0;
+  const api::Code code = functions.device_count(&count);
+  if (code != api::kSuccess && code != api::kNoDevice) return Status{ENODEV, library.describe(code), code};
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    std::array<char, 64> text{};
+    if (functions.device_pci_address(text.data(), int{text.size()}, ordinal) != api::kSuccess) continue;
+    if (::strcasecmp(text.data(), pci_address.c_str()) == 0) return ordinal;
+  }
+  return Status{ENODEV, "this process does not see the GPU at " + pci_address + " (it sees " + std::to_string(count) +
+                            "): is it missing in " + hiding_variable + "?"};
+}
+
 GpuDevice::GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, const DriverOptions& options)
     : ordinal_(ordinal), library_(std::move(library)), cap_(options.memory_bytes) {}
 
@@ -136,6 +154,7 @@ bool GpuDevice::attribute(int which) {
 }
 
 Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, bool direct_rdma) {
+  if (plain_reason_.empty()) plain_reason_ = std::string(library_->software()) + " has no virtual memory management";
   virtual_memory_ = virtual_memory;
   info_.reserve_copies = !virtual_memory;
   if (!virtual_memory) return {};
@@ -214,8 +233,21 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
 
 Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
   if (memory.kind == ShareKind::kIpc) return IpcMemory::open(shared_from_this(), memory);
-  if (memory.kind == ShareKind::kFile) return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
-  return Status{EOPNOTSUPP, "this driver maps no descriptors of physical memory"};
+  if (memory.kind == ShareKind::kDescriptor) return DescriptorMemory::open(*this, memory);
+  return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
+}
+
+Status GpuDevice::check_sharing() {
+  if (!virtual_memory_) return {EOPNOTSUPP, name() + ": memory cannot be shared with other programs: " + plain_reason_};
+  if (!exports_descriptors_) {
+    return {EOPNOTSUPP, name() + ": memory cannot be shared with other programs: " + library_->software() +
+                            " cannot export it as file descriptors"};
+  }
+  return {};
+}
+
+Result<std::unique_ptr<ImportedRange>> GpuDevice::create_import(std::uint64_t capacity, bool writable) {
+  return ImportedMemory::create(shared_from_this(), capacity, writable);
 }
 
 Status GpuDevice::take(std::uint64_t bytes) {
@@ -278,6 +310,11 @@ Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
       full_if_out_of_memory(call(functions().memory_set_access, address, bytes, access_.data(), access_.size()));
   if (status.device_code() != api::kInvalidValue) return status;
   return {status.error(), status.message() + access_remedy_, status.device_code()};
+}
+
+Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool writable) {
+  const api::Access own{{api::kLocationDevice, ordinal_}, writable ? api::kAccessReadWrite : api::kAccessRead};
+  return full_if_out_of_memory(call(functions().memory_set_access, address, bytes, &own, 1));
 }
 
 // ---- streams and synchronous copies ----

@@ -361,19 +361,17 @@ Status VirtualMemory::split(Pieces::iterator piece) {
   return failure;
 }
 
-Result<std::vector<ExportedMemory>> VirtualMemory::export_memory() {
-  if (!device_->exports_descriptors()) {
-    return Status{EOPNOTSUPP, "this device cannot export memory as file descriptors"};
-  }
+Result<std::vector<ExportedMemory>> VirtualMemory::export_memory(std::uint64_t from, std::size_t capacity,
+                                                                 bool /*writable*/) {
+  if (Status status = device_->check_sharing(); !status.ok()) return status;
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   std::vector<ExportedMemory> exported;
-  for (const auto& piece : pieces_) {
-    Result<UniqueFd> descriptor = piece.second.physical->export_descriptor();
+  for (auto piece = pieces_.lower_bound(from); piece != pieces_.end() && exported.size() < capacity; ++piece) {
+    Result<UniqueFd> descriptor = piece->second.physical->export_descriptor();
     if (!descriptor.ok()) return descriptor.status();
-    exported.push_back({piece.first, piece.second.physical->bytes(), descriptor.take()});
+    exported.push_back({piece->first, piece->second.physical->bytes(), descriptor.take()});
   }
-  fixed_ = true;
   return exported;
 }
 

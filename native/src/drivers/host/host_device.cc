@@ -5,6 +5,7 @@
 #include <iterator>
 #include <utility>
 
+#include "drivers/host/host_import.h"
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
 #include "drivers/host/shared_file.h"
@@ -67,6 +68,10 @@ Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostM
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
   return SharedFile::map(memory);
+}
+
+Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, bool writable) {
+  return HostImport::create(capacity, writable);
 }
 
 Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }
