@@ -112,7 +112,7 @@ def _mappings() -> list[_Mapping]:
 
 
 def _open(mapping: _Mapping, *, writable: bool) -> int | None:
-    """A new descriptor of the mapping's file, None if there is no way to one."""
+    """A new descriptor of the mapping's file, None if it cannot be opened."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             if os.readlink(f"/proc/self/fd/{fd}") != mapping.path or not _fits(fd, mapping, writable=writable):

@@ -31,7 +31,6 @@ from gpufs.engine._mount import (
     STRICTATIME,
     Attributes,
     Mount,
-    ShareKind,
     relay_pair,
 )
 from gpufs.engine._operations import (
@@ -98,7 +97,6 @@ __all__ = [
     "Operation",
     "OperationFuture",
     "OperationResult",
-    "ShareKind",
     "SharedPiece",
     "Stream",
     "SupportsCudaStream",

@@ -24,8 +24,8 @@ STRICTATIME: Final[int] = lib.GPUFS_STRICTATIME
 NOATIME: Final[int] = lib.GPUFS_NOATIME
 
 # How a program passes on memory: a file in memory, or on GPUs a descriptor of physical memory or the vendor's handle.
-ShareKind = Literal["file", "descriptor", "ipc"]
-_SHARE_KINDS: Final[dict[ShareKind, int]] = {
+_ShareKind = Literal["file", "descriptor", "ipc"]
+_SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "file": lib.GPUFS_SHARE_FILE,
     "descriptor": lib.GPUFS_SHARE_DESCRIPTOR,
     "ipc": lib.GPUFS_SHARE_IPC,
@@ -271,7 +271,7 @@ class Mount(Handle):
     def inode_register(
         self,
         ino: int,
-        kind: ShareKind,
+        kind: _ShareKind,
         fd: int,
         *,
         offset: int,
@@ -283,8 +283,9 @@ class Mount(Handle):
         """Makes memory of another program the contents of a file, whose size is fixed then.
 
         ``fd``: the memory, which stays the caller's; -1 for "ipc", which has a ``handle`` instead. ``offset`` and
-        ``size`` in bytes; ``whole``: for "descriptor", the size of its physical memory. The kernel knows the new size on return. EngineError EBUSY unless the file is new, empty, and
-        was opened for writing only by the call that created it; EINVAL, EACCES if the memory is not as described.
+        ``size`` in bytes; ``whole``: for "descriptor", the size of its physical memory. On return the kernel knows the
+        new size. EngineError EBUSY unless the file is new, empty, and was opened for writing only by the call that
+        created it; EINVAL, EACCES if the memory is not as described.
         """
         memory = ffi.new(
             "gpufs_foreign_memory *",

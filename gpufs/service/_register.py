@@ -134,7 +134,7 @@ class Registrations:
         """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory."""
         registration = self._by_id.pop(number, None)
         if registration is None:
-            raise OSError(EINVAL, "there is no registration with this id")
+            raise OSError(EINVAL, "this connection has no registration with this id")
         failure = await self._end([registration], self._registry.limits.withdrawal)
         if failure is not None:
             raise failure
@@ -182,8 +182,10 @@ class Registrations:
 
 async def _on_thread(work: Callable[[], T]) -> T:
     """Runs work to its end, also if the mount ends: what it takes must be released again."""
-    with trio.CancelScope(shield=True):
-        return await threads.run(work)
+    scope = trio.CancelScope(shield=True)
+    with scope:
+        result = await threads.run(work)
+    return result
 
 
 def answer_of(error: OSError) -> tuple[int, str]:

@@ -12,9 +12,9 @@
 #include <typeinfo>
 
 #include "base/log.h"
-#include "drivers/gpu/ipc_memory.h"
 #include "drivers/gpu/descriptor_memory.h"
 #include "drivers/gpu/imported_memory.h"
+#include "drivers/gpu/ipc_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
