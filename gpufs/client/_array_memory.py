@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -75,7 +76,10 @@ def _of_protocol(array: Any) -> ArrayMemory:
 
 
 def _item_bytes(typestr: str) -> int:
-    return int(typestr[2:])
+    count = re.match(r".(.)(\d+)", typestr)  # "<f4", "<M8[ns]"
+    if count is None:
+        raise TypeError(f"{typestr!r} is not the type of an element")
+    return int(count[2]) * (4 if count[1] == "U" else 1)
 
 
 def _check_contiguous(shape: tuple[int, ...], strides: Iterable[int] | None, item: int) -> None:

@@ -19,12 +19,14 @@ from gpufs.protocol import (
     Goodbye,
     Hello,
     ProtocolError,
+    Register,
     Result,
     ServerMessage,
+    Unregister,
     Welcome,
 )
 
-T = TypeVar("T", bound=ServerMessage)
+T = TypeVar("T", protocol.Registered, protocol.Unregistered)
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
 # cancelled. It answers at once unless a file's server or a device hangs.
@@ -88,8 +90,6 @@ class Connection:
 
     def usable(self) -> bool:
         """False once the daemon has ended it: unasked, it sends only goodbye."""
-        if self._sock.fileno() < 0:
-            return False
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(0)
@@ -150,17 +150,28 @@ class Connection:
                 self._abandon(request.id)
             raise
 
-    def request(self, message: ClientMessage, descriptors: Sequence[int], answer: type[T]) -> T:
-        """Sends a message and returns its answer. OSError if the daemon ends before, after which this is unusable."""
-        try:
-            self._send(message, descriptors)
+    def request(self, message: Register | Unregister, descriptors: Sequence[int], answer: type[T]) -> T:
+        """Sends a message and returns its answer. OSError if the daemon ends before.
+
+        The answer to a request that was interrupted is skipped by the next one.
+        """
+        self._send(message, descriptors)
+        while True:
             reply = self._receive()
-            if not isinstance(reply, answer):
-                raise ProtocolError("the daemon sent another answer")
-            return reply
-        except BaseException:
-            self._sock.close()
-            raise
+            if isinstance(reply, answer) and reply.id == message.id:
+                return reply
+
+    def send(self, message: Unregister) -> None:
+        """Sends a message whose answer nobody waits for; :meth:`request` skips it."""
+        self._send(message)
+
+    def ended(self) -> bool:
+        """Whether the daemon has closed the connection, or this side has."""
+        if self._sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, 0)
+        return bool(poll.poll(0))
 
     def _wait(self, cancel: Cancellation) -> bool:
         """Waits for a message or for the cancellation; True for the latter."""

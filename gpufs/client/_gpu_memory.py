@@ -92,7 +92,7 @@ class _Vendor:
     def current(self, address: int) -> Iterator[None]:
         """The memory's context is current on this thread."""
         context = self.attribute(_CONTEXT, address) if self._driver == "cuda" else None
-        if not context:
+        if not context:  # HIP; and memory that is mapped belongs to none, but its program has one
             yield
             return
         if self._library.cuCtxPushCurrent_v2(ctypes.c_void_p(context)):
@@ -121,7 +121,7 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
         handle = _IpcHandle()
         if (
             vendor.attribute(_IPC_CAPABLE, address) in (1, None)
-            and vendor.call("ipc", ctypes.byref(handle), ctypes.c_uint64(address)) == 0
+            and vendor.call("ipc", ctypes.byref(handle), start) == 0
         ):
             return Share("ipc", -1, offset, writable, 0, pci_address, bytes(handle.bytes))
         fd = _export(vendor, address)

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from gpufs import mounting, protocol
 from gpufs.client import _find
 from gpufs.client._array_memory import ArrayMemory, memory_of
-from gpufs.client._connection import Connection
+from gpufs.client._connection import Connection, IdleError
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
 
@@ -81,9 +81,8 @@ class _Link:
         self._pid = os.getpid()
         self._registrations: dict[int, Registration] = {}  # keeps the arrays allocated until close()
 
-    def usable(self) -> bool:
-        with self._lock:  # an answer to another thread would look like the daemon's last words
-            return self._connection.usable()
+    def ended(self) -> bool:
+        return self._connection.ended()
 
     def close(self) -> None:
         """Also in a forked child, where the connection must not outlive the parent."""
@@ -104,7 +103,12 @@ class _Link:
                 share.handle,
             )
             descriptors = [file] if share.fd < 0 else [file, share.fd]
-            answer = self._connection.request(request, descriptors, protocol.Registered)
+            try:
+                answer = self._connection.request(request, descriptors, protocol.Registered)
+            except BaseException as failure:
+                if not isinstance(failure, OSError):  # interrupted: the daemon may have registered it
+                    self._connection.send(protocol.Unregister(number))
+                raise
             if answer.error:
                 raise OSError(answer.error, answer.message)
             registration = Registration(self, number, path, memory)
@@ -177,16 +181,25 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     if mounts is None:
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
-        link = _link(device, mounts)
-        share = _share(memory, link.driver)
         try:
-            return _create(link, share, name, mode, memory)
-        finally:
-            share.close()
+            return _register(device, mounts, name, mode, memory)
+        except IdleError:  # the daemon has just ended a connection without registrations
+            return _register(device, mounts, name, mode, memory)
     except OSError as error:
         if error.filename is None:
             raise OSError(error.errno, error.strerror, name) from None
         raise
+
+
+def _register(
+    device: int, mounts: list[mounting.MountEntry], path: str, mode: int, memory: ArrayMemory
+) -> Registration:
+    link = _link(device, mounts)
+    share = _share(memory, link.driver)
+    try:
+        return _create(link, share, path, mode, memory)
+    finally:
+        share.close()
 
 
 def _share(memory: ArrayMemory, driver: str) -> Share:
@@ -215,7 +228,7 @@ def _create(link: _Link, share: Share, path: str, mode: int, memory: ArrayMemory
 def _link(device: int, mounts: list[mounting.MountEntry]) -> _Link:
     with _lock:
         link = _links.get(device)
-        if link is not None and not link.usable():
+        if link is not None and link.ended():
             link.close()
             link = None
         if link is None:

@@ -23,7 +23,7 @@ _REMEDY: Final = "allocate it in multiprocessing.shared_memory.SharedMemory, or 
 class Share:
     """Memory as it is passed on: it begins ``offset`` bytes into what the descriptor or the handle stands for.
 
-    ``fd`` is this object's, -1 for none. ``whole``: the size of the physical memory, where that is what ``fd`` stands for.
+    ``fd`` is this object's, -1 for none. ``whole``: for "descriptor", the size of the physical memory.
     """
 
     kind: ShareKind
