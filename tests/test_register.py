@@ -60,9 +60,9 @@ def shared_array(content: bytes) -> Bytes:
 
 
 def registrations(mount: GpufsMount) -> list[dict[str, Any]]:
-    status = json.loads((mount.path / ".gpufs" / "status").read_text())
-    listed: list[dict[str, Any]] = status["registrations"]
-    return listed
+    listed = json.loads((mount.path / ".gpufs" / "leases").read_text())["leases"]
+    assert json.loads((mount.path / ".gpufs" / "status").read_text())["leases"] == listed
+    return [lease for lease in listed if lease["mode"] == "registered"]
 
 
 class Exporter:
@@ -568,11 +568,13 @@ def test_a_user_has_a_limited_number_of_registrations(root: Path) -> None:
     gpufs.register(array, root / "again").close()
 
 
-def test_status_lists_registrations(root: Path, shared_mount: GpufsMount) -> None:
+def test_registrations_are_listed(root: Path, shared_mount: GpufsMount) -> None:
     assert not registrations(shared_mount)
     with gpufs.register(shared_array(bytes(5000)), root / "live"):
         (listed,) = registrations(shared_mount)
-        assert (listed["size"], listed["pid"], listed["uid"]) == (5000, os.getpid(), os.geteuid())
+        assert (listed["bytes"], listed["pid"], listed["uid"]) == (5000, os.getpid(), os.geteuid())
+        assert listed["path"] == str(root / "live")
+        assert str(root / "live") in run(*GPUFS, "leases", shared_mount.path).stdout
     assert not registrations(shared_mount)
 
 

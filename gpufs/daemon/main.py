@@ -36,7 +36,7 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
-from gpufs.fs.control import MountStatistics, MountStatus, version_text
+from gpufs.fs.control import MountStatistics, MountStatus, leases_text, version_text
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
@@ -322,7 +322,7 @@ class Daemon:
             statistics=mount.statistics,
             files=lambda index: tree.files[index],
             transfers=lambda: self._service.statistics() if self._service is not None else {},
-            registrations=lambda: self._service.registrations() if self._service is not None else [],
+            leases=lambda uid: self._service.leases(uid) if self._service is not None else [],
             io=opened.io_statistics,
         )
         counted = MountStatistics(opened, self._request.mountpoint, driver)
@@ -332,6 +332,7 @@ class Daemon:
             "stats": lambda _: counted.as_bytes(),
             "metrics": lambda _: counted.as_metrics(),
             "socket": lambda _: os.fsencode(socket_path) + b"\n",
+            "leases": lambda uid: leases_text(self._service.leases(uid) if self._service is not None else []),
         }
         tree = Tree(
             mount,
@@ -396,7 +397,7 @@ class Daemon:
                     self._service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            service.ServedMount(mount, tree),
+                            service.ServedMount(mount, tree, trust_readers=bool(self._request.config["trust_readers"])),
                             path=socket_path,
                             device=entry.st_dev,
                             allow_other=bool(self._request.config["allow_other"]),

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``registrations`` and ``io`` are asked at each
+    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``io`` are asked at each
     reading.
     """
 
@@ -30,7 +30,7 @@ class MountStatus:
     statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]] | None = None
-    registrations: Callable[[], list[dict[str, Any]]] | None = None
+    leases: Callable[[int], list[dict[str, Any]]] | None = None  # and registrations, that a user may see
     io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
@@ -53,8 +53,8 @@ class MountStatus:
         }
         if self.transfers is not None:
             status["transfers"] = dict(self.transfers())
-        if self.registrations is not None:
-            status["registrations"] = self.registrations()
+        if self.leases is not None:
+            status["leases"] = self.leases(uid)
         if self.io is not None:
             status["io"] = dict(self.io())
         return status
@@ -121,6 +121,11 @@ class MountStatistics:
         from gpufs.statistics import prometheus  # most mounts never need it
 
         return prometheus.metrics(self.read())
+
+
+def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:
+    """The text of ``.gpufs/leases``: one JSON object with a list of the leases."""
+    return json.dumps({"leases": leases}, indent=2).encode() + b"\n"
 
 
 def version_text() -> bytes:

@@ -9,7 +9,6 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from errno import EBADF, EBUSY, EINVAL, EIO, EPERM, ETIMEDOUT, EXDEV
 from typing import Any, Final, TypeVar
 
@@ -19,25 +18,18 @@ from gpufs import protocol
 from gpufs.daemon import threads
 from gpufs.protocol import Register
 from gpufs.protocol.statx import identity, open_flags
+from gpufs.service._leases import Holder, path_of
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MODE: Final = "registered"  # in the list of leases
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
     "root: use memory that can be exported as a descriptor, or a mount of your own"
 )
-
-
-@dataclass(slots=True)
-class _Registration:
-    ino: int
-    size: int
-    pid: int
-    uid: int
-    since: float = field(default_factory=time.time)
 
 
 class Registry:
@@ -49,14 +41,11 @@ class Registry:
         self.device = device
         self.limits = limits
         self._users: Counter[int] = Counter()
-        self._all: dict[int, _Registration] = {}  # by inode
+        self._all: set[Holder] = set()
 
-    def listed(self) -> list[dict[str, Any]]:
-        """What is registered now. ``size`` in bytes, ``since`` in seconds since 1970. Any thread may call."""
-        return [
-            {"ino": one.ino, "size": one.size, "pid": one.pid, "uid": one.uid, "since": one.since}
-            for one in list(self._all.values())
-        ]
+    def as_list(self, uid: int) -> list[dict[str, Any]]:
+        """Those that a user may see, as :meth:`LeaseTable.as_list` has leases. Any thread may call."""
+        return [one.as_dict() for one in self._all.copy() if one.visible_to(uid)]
 
     def reserve(self, uid: int) -> None:
         """Counts one more. OSError EBUSY if the user has too many."""
@@ -70,23 +59,24 @@ class Registry:
         if not self._users[uid]:
             del self._users[uid]
 
-    def add(self, registration: _Registration) -> None:
+    def add(self, registration: Holder) -> None:
         """Lists one."""
-        self._all[registration.ino] = registration
+        self._all.add(registration)
 
-    def remove(self, registration: _Registration) -> None:
+    def remove(self, registration: Holder) -> None:
         """Lists it no longer."""
-        self._all.pop(registration.ino, None)
+        self._all.discard(registration)
 
 
 class Registrations:
     """Those of one connection. Only the trio thread calls it; one call at a time."""
 
-    def __init__(self, registry: Registry, pid: int, uid: int) -> None:
+    def __init__(self, registry: Registry, pid: int, uid: int, program: str) -> None:
         self._registry = registry
         self._pid = pid
         self._uid = uid
-        self._by_id: dict[int, _Registration] = {}
+        self._program = program
+        self._by_id: dict[int, Holder] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -114,7 +104,8 @@ class Registrations:
         except BaseException:
             registry.release(self._uid)
             raise
-        registration = _Registration(ino, message.size, self._pid, self._uid)
+        path = path_of(descriptors[0])
+        registration = Holder(self._pid, self._uid, self._program, MODE, path=path, ino=ino, bytes=message.size)
         self._by_id[message.id] = registration
         registry.add(registration)
 
@@ -146,7 +137,7 @@ class Registrations:
         if registrations:
             await self._end(registrations, patience)
 
-    async def _end(self, registrations: list[_Registration], patience: float) -> OSError | None:
+    async def _end(self, registrations: list[Holder], patience: float) -> OSError | None:
         registry = self._registry
         names = [name for one in registrations for name in registry.mount.names.remove_names(one.ino)]
         try:
@@ -157,9 +148,7 @@ class Registrations:
                 registry.remove(one)
                 registry.release(one.uid)
 
-    def _withdraw(
-        self, registrations: list[_Registration], names: list[tuple[int, bytes]], patience: float
-    ) -> OSError | None:
+    def _withdraw(self, registrations: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
         mount = self._registry.mount
         deadline = time.monotonic() + patience
         failure: OSError | None = None

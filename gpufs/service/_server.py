@@ -17,6 +17,7 @@ import trio
 
 from gpufs import protocol
 from gpufs.service._client import ClientConnection, Counters, Peer
+from gpufs.service._leases import LeaseTable
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
 from gpufs.service._register import Registry
@@ -43,6 +44,7 @@ class Service:
         self._device = device
         self._limits = limits
         self._counters = Counters()
+        self._leases = LeaseTable(limits)
         self._registry = Registry(mount, device, limits)
         self._users: Counter[int] = Counter()  # connections of each user
         self._strangers = 0  # connections of all users except root and this process's own
@@ -54,9 +56,9 @@ class Service:
         counters = {field.name: getattr(self._counters, field.name) for field in fields(self._counters)}
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
 
-    def registrations(self) -> list[dict[str, Any]]:
-        """The memory of clients that is shown as files now. Any thread may call."""
-        return self._registry.listed()
+    def leases(self, uid: int) -> list[dict[str, Any]]:
+        """The leases and registrations that a user may see, oldest first. Any thread may call."""
+        return sorted(self._leases.as_list(uid) + self._registry.as_list(uid), key=lambda one: float(one["since"]))
 
     async def _run(self, listener: socket.socket) -> None:
         number = refusals = 0
@@ -102,9 +104,8 @@ class Service:
 
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
         try:
-            client = ClientConnection(
-                sock, peer, number, self._mount, self._device, self._limits, self._counters, self._registry
-            )
+            shared = (self._mount, self._device, self._limits, self._counters, self._leases, self._registry)
+            client = ClientConnection(sock, peer, number, *shared)
             if not await client.run():
                 self._bad[peer.uid] += 1
         except Exception:
@@ -190,7 +191,7 @@ async def serve(
     limits: Limits | None = None,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serves copies for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
+    """Serves copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount. When

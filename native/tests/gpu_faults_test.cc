@@ -156,7 +156,7 @@ TEST_P(GpuFaults, DevicesAreCounted) {
 TEST_P(GpuFaults, PopulateIsAllOrNothing) {
   open();
   auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(1024 * kMiB));
+  auto range = must(memory->reserve(4096 * kMiB));
   ASSERT_OK(memory->populate(0, kGranule));
   const FakeGpuState before = fake_state();
   struct Plan {
@@ -173,7 +173,7 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
         Plan{symbols().memory_set_access, 1, api::kInvalidValue, EIO}, Plan{symbols().fill, 1, api::kInvalidValue, EIO},
         Plan{symbols().stream_synchronize, 1, api::kInvalidValue, EIO}}) {
     fake().fail(plan.symbol, plan.n, plan.code, 1);
-    const Status status = memory->populate(kGranule, 700 * kMiB);
+    const Status status = memory->populate(kGranule, 2700 * kMiB);
     EXPECT_EQ(status.error(), plan.error) << plan.symbol;
     EXPECT_EQ(status.device_code(), plan.code) << plan.symbol;
     EXPECT_NE(status.message().find("gpu 0: " + gpu::public_name(plan.symbol) + ": "), std::string::npos)
@@ -184,8 +184,8 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
     EXPECT_EQ(after.mappings, before.mappings) << plan.symbol;
   }
   EXPECT_OK(device().health());
-  EXPECT_OK(memory->populate(kGranule, 700 * kMiB));
-  EXPECT_EQ(fake_state().handles, 4);  // 256 + 256 + 188 MiB beside the first
+  EXPECT_OK(memory->populate(kGranule, 2700 * kMiB));
+  EXPECT_EQ(fake_state().handles, 4);  // 1024 + 1024 + 652 MiB beside the first
 }
 
 TEST_P(GpuFaults, ReserveFailsAndTheEarlierRangeStays) {

@@ -285,5 +285,7 @@ CALL(cuMemRetainAllocationHandle, (CuMemoryHandle * handle, void* address),
      m.retain(handle, reinterpret_cast<CuAddress>(address)))
 CALL(cuMemExportToShareableHandle, (void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/),
      m.export_memory(out, handle, type))
+CALL(cuMemImportFromShareableHandle, (CuMemoryHandle * handle, void* descriptor, int type),
+     m.import_memory(handle, static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor)), type))
 
 }  // extern "C"

@@ -317,6 +317,12 @@ Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool wri
   return full_if_out_of_memory(call(functions().memory_set_access, address, bytes, &own, 1));
 }
 
+Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
+  // Passed by value, as a pointer.
+  void* const value = reinterpret_cast<void*>(static_cast<std::uintptr_t>(descriptor));
+  return call(functions().memory_import, handle, value, api::kHandleDescriptor);
+}
+
 // ---- streams and synchronous copies ----
 
 Result<std::unique_ptr<Stream>> GpuDevice::create_stream() { return GpuStream::create(shared_from_this()); }

@@ -98,6 +98,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // peer: a device of the same vendor.
   virtual Status queue_copy_to_peer(GpuDevice& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
                                     api::Stream stream) = 0;
+  // Physical memory that a descriptor stands for; the caller releases the handle.
+  virtual Status import_physical(int descriptor, PhysicalHandle* handle);
   // Lets this device reach plain allocations of the peer.
   virtual Status enable_peer(GpuDevice& peer) = 0;
 

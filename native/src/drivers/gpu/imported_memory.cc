@@ -9,8 +9,9 @@ namespace gpufs::gpu {
 
 Result<std::unique_ptr<ImportedRange>> ImportedMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t capacity,
                                                               bool writable) {
-  if (!device->virtual_memory() || !device->functions().memory_import) {
-    return device->lacks("cannot map memory of other programs", "cuMemImportFromShareableHandle");
+  const auto& import = device->functions().memory_import;
+  if (!device->virtual_memory() || !import) {
+    return device->lacks("cannot map memory of other programs", import.symbol());
   }
   const std::uint64_t granule = device->info().granule;
   if (capacity == 0 || capacity > UINT64_MAX - granule) return Status{EINVAL, "a mapping of size zero, or too large"};
@@ -37,10 +38,8 @@ Status ImportedMemory::map(const ExportedMemory& piece) {
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   const Functions& functions = device_->functions();
-  // The interface passes the descriptor as a pointer.
-  void* const descriptor = reinterpret_cast<void*>(static_cast<std::uintptr_t>(piece.descriptor.get()));
   PhysicalHandle handle = 0;
-  Status status = device_->call(functions.memory_import, &handle, descriptor, api::kHandleDescriptor);
+  Status status = device_->import_physical(piece.descriptor.get(), &handle);
   if (!status.ok()) return status;
   const DeviceAddress address = base_ + piece.offset;
   status = device_->map(address, piece.bytes, handle);

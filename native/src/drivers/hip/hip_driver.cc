@@ -129,6 +129,11 @@ class HipDevice final : public gpu::GpuDevice {
     return call(wait, stream, cell, value, api::kWaitValueNotLess, kHipWholeValue);
   }
 
+  Status import_physical(int descriptor, gpu::PhysicalHandle* handle) override {
+    if (library_.version() >= kHipVersion71) return GpuDevice::import_physical(descriptor, handle);
+    return call(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
+  }
+
   Status check_stream(api::Stream stream, bool certain) override;
   bool holds(DeviceAddress address) override;
 
