@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from errno import EBUSY, EINVAL, EISDIR, ENODATA, ENOENT, ENOTCONN, EXDEV
+from errno import EACCES, EBUSY, EINVAL, EISDIR, ENODATA, ENOENT, ENOTCONN, EXDEV
 from pathlib import Path
 from typing import Any
 

@@ -76,9 +76,12 @@ def program(driver: str) -> Iterator[Callable[..., Program]]:
         one.close()
 
 
-def test_a_part_of_an_allocation_is_a_file(root: Path, tmp_path: Path, program: Callable[..., Program]) -> None:
+@pytest.mark.parametrize("kind", ["plain", "virtual"])
+def test_a_part_of_an_allocation_is_a_file(
+    root: Path, tmp_path: Path, program: Callable[..., Program], kind: str
+) -> None:
     offset = MIB + 512
-    running = program(root / "live", offset=offset)
+    running = program(root / "live", offset=offset, kind=kind)
     assert running.answer == "ready"
     content = noise(4 * MIB)[offset:]
     assert hashlib.sha256((root / "live").read_bytes()).digest() == hashlib.sha256(content).digest()

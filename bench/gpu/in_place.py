@@ -52,9 +52,10 @@ def measure_tensors(bench: Rows, model: Path, directory: Path, load: Callable[[P
     if not bench.wants(*(f"in place: {row}" for row in rows)):
         return
     try:
-        import gpufs.torch
         import safetensors.torch
         import torch
+
+        import gpufs.torch
     except ImportError as error:
         bench.skip(f"in place: tensors: {error}")
         return

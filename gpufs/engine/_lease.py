@@ -1,8 +1,8 @@
 """Memory that programs share: leases in the program that holds it, mappings in those that use it."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.engine._arguments import instance, text, unsigned

@@ -249,6 +249,69 @@ TEST_P(RegisteredGpuTest, FailuresLeaveNothingOpen) {
   EXPECT_OK(device().map_foreign(shared(0, kMiB)).status());
 }
 
+// Memory that is exported as descriptors.
+class RegisteredDescriptorTest : public RegisteredGpuTest {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(GetParam().control().reset(&setup_), 0) << "an earlier test left something open";
+    driver_ = must(GetParam().open({}));
+    context_ = must(DeviceContext::create(driver_, 0));
+    memory_ = must(driver_->devices().at(0)->create_memory());
+    range_ = must(memory_->reserve(kBytes));
+    ASSERT_OK(memory_->populate(0, kBytes));
+    data_ = pattern(kBytes, 5);
+    ASSERT_OK(device().copy_in(range_->base(), data_.data(), kBytes));
+    memory_->fix_in_place();
+  }
+  ForeignMemory exported(std::uint64_t offset, std::uint64_t bytes) {
+    std::vector<ExportedMemory> pieces = must(memory_->export_memory(0, 1, true));
+    ForeignMemory memory;
+    memory.kind = ShareKind::kDescriptor;
+    memory.descriptor = std::move(pieces.at(0).descriptor);
+    memory.whole_bytes = pieces.at(0).bytes;
+    memory.offset = offset;
+    memory.bytes = bytes;
+    memory.writable = true;
+    return memory;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredDescriptorTest, ::testing::Values(kCuda, kHip),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+TEST_P(RegisteredDescriptorTest, ShowsAPartOfPhysicalMemory) {
+  const auto buffer = std::make_shared<RegisteredBuffer>(
+      context_, must(device().map_foreign(exported(kInside, kMiB))), kMiB, true);
+  std::vector<std::byte> read(kMiB);
+  ASSERT_EQ(must(buffer->read(0, read)), kMiB);
+  EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + kInside));
+  const std::vector<std::byte> news = pattern(1000, 9);
+  ASSERT_EQ(must(buffer->write(5000, news)), news.size());
+  EXPECT_EQ(program_sees(kInside + 5000, 1000), news);
+  EXPECT_TRUE(buffer->revoke(milliseconds(0)));
+}
+
+TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
+  ForeignMemory forged = exported(0, kMiB);
+  forged.whole_bytes *= 2;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = exported(0, kMiB);
+  forged.whole_bytes = kMiB;  // no granule
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged.whole_bytes = 0;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = exported(0, kMiB);
+  forged.offset = forged.whole_bytes;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged.offset = UINT64_MAX;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = exported(0, kMiB);
+  forged.descriptor = UniqueFd(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged.descriptor = UniqueFd();
+  EXPECT_FALSE(device().map_foreign(forged).ok());
+}
+
 class RegisteredHostTest : public ::testing::Test {
  protected:
   static constexpr std::uint64_t kBytes = 4 * kMiB;

@@ -155,8 +155,9 @@ def test_results_stay_right_without_the_daemon(gpu: GpufsMount) -> None:
 
 def test_tensors_equal_those_of_safetensors(gpu: GpufsMount, tmp_path: Path) -> None:
     """Each kind of element, from the mount in place and by safetensors through the host."""
-    import gpufs.torch
     from safetensors.torch import load_file, save_file
+
+    import gpufs.torch
 
     kinds = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
     tensors = {

@@ -16,11 +16,19 @@ from support.data import noise
 CUDA = {
     "library": "libcuda.so.1",
     "allocate": "cuMemAlloc_v2",
+    "create": "cuMemCreate",
+    "reserve": "cuMemAddressReserve",
+    "map": "cuMemMap",
+    "access": "cuMemSetAccess",
     "pin": "cuMemHostRegister_v2",
 }
 HIP = {
     "library": "libamdhip64.so.7",
     "allocate": "hipMalloc",
+    "create": "hipMemCreate",
+    "reserve": "hipMemAddressReserve",
+    "map": "hipMemMap",
+    "access": "hipMemSetAccess",
     "pin": "hipHostRegister",
 }
 
@@ -46,6 +54,15 @@ def allocate(driver: str, size: int, kind: str) -> int:
         must(library[names["pin"]](memory, ctypes.c_size_t(size), 1))
         return ctypes.addressof(memory)
     address = ctypes.c_uint64()
+    if kind == "virtual":
+        size64, zero, handle = ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64()
+        # Pinned memory of device 0 that can be exported as a descriptor; access of device 0 for reading and writing.
+        properties, access = (ctypes.c_int * 8)(1, 1, 1, 0), (ctypes.c_int * 3)(1, 0, 3)
+        must(library[names["create"]](ctypes.byref(handle), size64, properties, zero))
+        must(library[names["reserve"]](ctypes.byref(address), size64, zero, zero, zero))
+        must(library[names["map"]](address, size64, zero, handle, zero))
+        must(library[names["access"]](address, size64, access, ctypes.c_size_t(1)))
+        return address.value
     must(library[names["allocate"]](ctypes.byref(address), ctypes.c_size_t(size)))
     return address.value
 
