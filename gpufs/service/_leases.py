@@ -42,6 +42,24 @@ class Holder:
     charged: int = 0  # bytes of device memory that a private copy takes
     since: float = field(default_factory=time.time)
 
+    def visible_to(self, uid: int) -> bool:
+        """Whether a user may know of it: root and the mount's owner of all, others of their own."""
+        return uid in (0, os.geteuid(), self.uid)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``.gpufs/leases``."""
+        return {
+            "path": self.path,
+            "inode": self.ino,
+            "pid": self.pid,
+            "uid": self.uid,
+            "program": self.program,
+            "mode": self.mode,
+            "private": self.private,
+            "bytes": self.bytes,
+            "since": self.since,
+        }
+
     def __str__(self) -> str:
         return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
 
@@ -88,21 +106,8 @@ class LeaseTable:
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """The leases that a user may see, oldest first: root and the mount's owner all, others their own."""
         with self._lock:
-            seen = [one for one in self._holders if uid in (0, os.geteuid(), one.uid)]
-        return [
-            {
-                "path": one.path,
-                "inode": one.ino,
-                "pid": one.pid,
-                "uid": one.uid,
-                "program": one.program,
-                "mode": one.mode,
-                "private": one.private,
-                "bytes": one.bytes,
-                "since": one.since,
-            }
-            for one in sorted(seen, key=lambda one: one.since)
-        ]
+            seen = [one for one in self._holders if one.visible_to(uid)]
+        return [one.as_dict() for one in sorted(seen, key=lambda one: one.since)]
 
 
 class LeaseClient(Protocol):
@@ -230,7 +235,7 @@ class ClientLeases:
         holder, holdings = attachment.holder, attachment.holdings
         ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._device)
         holder.ino = ino
-        holder.path = _path_of(descriptor.fd)
+        holder.path = path_of(descriptor.fd)
         self._table.enter(holder)
         holdings.hold(_Closing(functools.partial(self._table.leave, holder)))
         buffer = self._mount.open_buffer(ino)
@@ -331,7 +336,7 @@ class ClientLeases:
             self._client.hang_up()
 
 
-def _path_of(fd: int) -> str:
+def path_of(fd: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

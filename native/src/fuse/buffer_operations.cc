@@ -17,12 +17,14 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;   // an INTERRUPT ends an allocation between two
+constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;  // an INTERRUPT ends an allocation between two
 
 // What the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
-  if (error != ENOSPC && error != EFBIG && error != ENXIO && error != EINVAL && log_enabled(LogLevel::kWarning)) {
+  const bool ordinary =
+      error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM || error == ESTALE;
+  if (!ordinary && log_enabled(LogLevel::kWarning)) {
     log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
   }
   return error;

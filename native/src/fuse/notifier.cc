@@ -2,6 +2,8 @@
 
 #include <cerrno>
 #include <climits>
+#include <future>
+#include <memory>
 #include <utility>
 
 #include "base/log.h"
@@ -17,13 +19,28 @@ std::vector<std::byte> bytes_of(const T& value) {
   return {bytes.begin(), bytes.end()};
 }
 
-}  // namespace
-
-Status Notifier::invalidate_inode(std::uint64_t ino) {
+fuse_notify_inval_inode_out whole_inode(std::uint64_t ino) {
   fuse_notify_inval_inode_out out{};
   out.ino = ino;
   out.len = 0;  // to the end
-  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(out));
+  return out;
+}
+
+}  // namespace
+
+Status Notifier::invalidate_inode(std::uint64_t ino) {
+  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)));
+}
+
+// On the executor as well: only there is the transport sure to be open.
+void Notifier::invalidate_inode_now(std::uint64_t ino) {
+  const auto done = std::make_shared<std::promise<void>>();
+  const bool queued = executor_.submit({Executor::Lane::Kind::kNotifications, -1, 0}, nullptr, 0,
+                                       [this, ino, done](int refusal, Cancellation&) {
+                                         if (refusal == 0) write(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)));
+                                         done->set_value();
+                                       });
+  if (queued) done->get_future().wait();
 }
 
 Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {

@@ -348,7 +348,9 @@ api::Code hipGetProcAddress(const char* symbol, void** address, int version, std
 }
 
 ON_DEVICE(hipPointerGetAttribute, (void* answer, int attribute, void* address),
-          m.pinned_attribute(answer, attribute, number(address)))
+          attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes
+              ? m.pinned_attribute(answer, attribute, number(address))
+              : m.pointer_attribute(answer, attribute, number(address)))
 
 api::Code hipPointerGetAttributes(HipPointerAttributes* attributes, const void* address) {
   ENTER("hipPointerGetAttributes");
@@ -367,6 +369,14 @@ ON_DEVICE(hipMemcpyPeerAsync,
           (void* destination, int peer, const void* source, int device, std::size_t bytes, api::Stream stream),
           device == current_device && peer != device ? m.copy_within(number(destination), number(source), bytes, stream)
                                                      : api::kInvalidDevice)
+
+ON_DEVICE(hipMemGetAddressRange, (void** start, std::size_t* bytes, void* address),
+          m.address_range(start, bytes, number(address)))
+ON_DEVICE(hipIpcGetMemHandle, (api::IpcHandle * handle, void* address), m.ipc_handle(handle, number(address)))
+ON_DEVICE(hipIpcOpenMemHandle, (void** address, api::IpcHandle handle, unsigned flags),
+          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
+ON_DEVICE(hipIpcCloseMemHandle, (void* address), m.ipc_close(number(address)))
+CALL(hipMemRetainAllocationHandle, (HipMemoryHandle * handle, void* address), m.retain(handle, number(address)))
 
 CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
      m.granularity(bytes, *properties))

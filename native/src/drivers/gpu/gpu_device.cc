@@ -12,7 +12,9 @@
 #include <typeinfo>
 
 #include "base/log.h"
+#include "drivers/gpu/descriptor_memory.h"
 #include "drivers/gpu/imported_memory.h"
+#include "drivers/gpu/ipc_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
@@ -227,6 +229,12 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   auto self = shared_from_this();
   if (virtual_memory_) return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(std::move(self)));
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
+}
+
+Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
+  if (memory.kind == ShareKind::kIpc) return IpcMemory::open(shared_from_this(), memory);
+  if (memory.kind == ShareKind::kDescriptor) return DescriptorMemory::open(*this, memory);
+  return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
 }
 
 Status GpuDevice::check_sharing() {

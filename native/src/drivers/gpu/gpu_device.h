@@ -32,6 +32,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status health() override;
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
+  Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& memory) override;
   Status check_sharing() override;
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override;
   Result<std::unique_ptr<Stream>> create_stream() override;
@@ -200,8 +201,8 @@ class SynchronousWork {
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
                                              const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
 
-// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by which
-// users hide devices from a process.
+// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by
+// which users hide devices from a process.
 Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable);
 
 }  // namespace gpufs::gpu

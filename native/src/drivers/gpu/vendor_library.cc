@@ -84,6 +84,9 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   optional(f.stream_capturing, "cuStreamIsCapturing", "hipStreamIsCapturing");
   optional(f.host_address, "cuMemHostGetDevicePointer_v2", "hipHostGetDevicePointer");
   optional(f.pointer_attribute, "cuPointerGetAttribute", "hipPointerGetAttribute");
+  optional(f.address_range, "cuMemGetAddressRange_v2", "hipMemGetAddressRange");
+  optional(f.ipc_open, "cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle");
+  optional(f.ipc_close, "cuIpcCloseMemHandle", "hipIpcCloseMemHandle");
   return missing;
 }
 

@@ -99,6 +99,9 @@ struct Functions {
   Function<api::Stream, int*> stream_capturing;
   Function<DeviceAddress*, void*, unsigned> host_address;
   Function<void*, int, DeviceAddress> pointer_attribute;
+  Function<DeviceAddress*, std::size_t*, DeviceAddress> address_range;
+  Function<DeviceAddress*, api::IpcHandle, unsigned> ipc_open;
+  Function<DeviceAddress> ipc_close;
 };
 
 class VendorLibrary {
