@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Mapping
-from errno import ENOSPC
+from errno import ENOSPC, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def wait_for_used(directory: Path, expected: int) -> None:
 
 def in_program(script: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE, check=False, **options)
 
 
 def start_program(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -564,40 +563,79 @@ def test_publishing_on_a_full_device(mount: Mounter) -> None:
     wait_for_used(device, used)
 
 
-PUBLISHER = """
-    import sys, torch
+def test_publishing_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        gpufs.torch.publish({"a": torch.ones(3)}, tmp_path / "model")
+    assert caught.value.errno == EXDEV
+    assert caught.value.filename == str(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+# Each publisher is a fork of a program that has imported torch, which takes seconds. It may not have used the engine.
+KILLED_PUBLISHERS = """
+    import os, random, signal, sys, time
+    import torch
     import gpufs.torch
-    tensors = {str(index): torch.full((1 << 20,), float(index)) for index in range(32)}
-    print("ready", flush=True)
-    while True:
-        gpufs.torch.publish(tensors, sys.argv[1])
-        print("published", flush=True)
+    path, count = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    tensors = {str(index): torch.full((1 << 17,), float(index)) for index in range(16)}
+
+    def fork(action):
+        child = os.fork()
+        if child == 0:
+            try:
+                action()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return child
+
+    def end_of(child):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def publish():
+        gpufs.torch.publish(tensors, path)
+
+    def publish_forever():
+        while True:
+            publish()
+
+    def check():
+        found = gpufs.torch.load_file(path)
+        assert len(found) == len(tensors)
+        assert all((tensor == float(name)).all() for name, tensor in found.items())
+
+    begin = time.monotonic()
+    assert end_of(fork(publish)) == 0
+    longest = 3 * (time.monotonic() - begin)
+    for attempt in range(count):
+        child = fork(publish_forever)
+        time.sleep(random.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        assert end_of(child) == -signal.SIGKILL
+        assert end_of(fork(check)) == 0
+    assert end_of(fork(publish)) == 0
 """
 
 
-def test_a_killed_publisher_leaves_nothing(mount: Mounter) -> None:
-    device = mount(memory=1024 * MIB).device
-    path = device / "model"
-    gpufs.torch.publish({"0": torch.zeros(1 << 20)}, path)
-    wait_for_used(device, 16 * MIB)
-    for attempt in range(8):
-        program = start_program(PUBLISHER, path)
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        if attempt % 2:
-            assert program.stdout.readline() == "published\n"
-        time.sleep(0.02 * attempt)
-        program.kill()
-        program.wait(PATIENCE)
-        program.communicate()
-        found = gpufs.torch.load_file(path)
-        assert all((tensor == float(name)).all() for name, tensor in found.items())
-        assert len(found) in (1, 32)
-        del found
-        # The name that a killed program may leave holds a whole file; the next call removes it.
-        gpufs.torch.publish({"0": torch.zeros(1 << 20)}, path)
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_killed_publishers_leave_nothing(mount: Mounter, count: int) -> None:
+    """What a program may leave is a complete file with a temporary name, which the next call removes."""
+    mounted = mount(memory=256 * MIB)
+    device = mounted.device
+
+    def run_publishers(cycles: int) -> None:
+        done = in_program(KILLED_PUBLISHERS, device / "model", str(cycles))
+        assert done.returncode == 0, done.stderr
         assert os.listdir(device) == ["model"]
-        wait_for_used(device, 16 * MIB)
+
+    run_publishers(3)
+    used = used_bytes(device)
+    before = Snapshot.of(mounted.pid)
+    run_publishers(count)
+    wait_for_used(device, used)
+    wait_until(lambda: Snapshot.of(mounted.pid).descriptors <= before.descriptors, 10, "the daemon's descriptors")
+    assert Snapshot.of(mounted.pid).memfds <= before.memfds
 
 
 # Modules

@@ -80,7 +80,7 @@ def publish(
     _synchronize(tensors)
     with _NewFile(Path(path)) as file:
         file.allocate(size)
-        target: torch.Tensor = from_dlpack(gpufs.attach(file.descriptor_path, mode="r+"))
+        target = file.map()
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for name, part in parts.items():
             start, end = (len(header) + offset for offset in (entries[name].start, entries[name].end))
@@ -241,11 +241,6 @@ class _NewFile:
             except OSError:
                 pass  # locked by its writer, gone, or another user's
 
-    @property
-    def descriptor_path(self) -> str:
-        """A path by which this process opens the file."""
-        return f"/proc/self/fd/{self._file}"
-
     def allocate(self, size: int) -> None:
         """Allocates the file's memory."""
         try:
@@ -253,6 +248,18 @@ class _NewFile:
         except OSError as error:
             number = error.errno or EIO
             raise OSError(number, f"{os.strerror(number)}; {size} bytes are needed", str(self._path)) from None
+
+    def map(self) -> torch.Tensor:
+        """Returns the file's bytes."""
+        try:
+            mapped: torch.Tensor = from_dlpack(gpufs.attach(self._descriptor_path(), mode="r+"))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        return mapped
+
+    def _descriptor_path(self) -> str:
+        """A path by which this process opens the file, which has no name."""
+        return f"/proc/self/fd/{self._file}"
 
     def take_name(self) -> None:
         """Puts the file in the place of the one with this name."""
@@ -265,7 +272,7 @@ class _NewFile:
         if not self._named:
             # With a descriptor of the directory, Python follows the link in /proc.
             os.link(
-                self.descriptor_path,
+                self._descriptor_path(),
                 self._temporary,
                 src_dir_fd=directory,
                 dst_dir_fd=directory,
