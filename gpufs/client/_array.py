@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
 
+_View: TypeAlias = memoryview  # whose name is also a method's
+
 _HOST: Final = "host"
+_WORD: Final = 8  # the strictest alignment of an element in bytes
 # The driver's kind of device in DLPack.
 _DLPACK_KINDS: Final = {_HOST: 1, "cuda": 2, "hip": 10}
 _CUDA_ARRAY_VERSION: Final = 3
@@ -218,7 +221,8 @@ class DeviceArray:
         TypeError
             The element type is not known.
         ValueError
-            The array is not contiguous, or the extents do not have as many bytes.
+            The array is not contiguous, the extents do not have as many bytes, or the first byte is not aligned for
+            such elements.
 
         Examples
         --------
@@ -228,6 +232,8 @@ class DeviceArray:
         element = self._element if dtype is None else element_type(dtype)
         if not self._contiguous():
             raise ValueError("the array is not contiguous: make a view of the whole first, then take the part")
+        if self._offset % min(element.bytes, _WORD):
+            raise ValueError(f"the array begins at byte {self._offset}, where {element.name} is not aligned: copy it")
         if shape is None:
             extents = self._shape if element == self._element else (-1,)
         else:
@@ -376,7 +382,7 @@ class DeviceArray:
             )
         raise TypeError(f"numpy has no {self.dtype}: make a view of another type first, as view('uint8')")
 
-    def memoryview(self) -> memoryview:
+    def memoryview(self) -> _View:
         """The bytes of a contiguous array in host memory, as a memoryview.
 
         Raises
@@ -392,7 +398,7 @@ class DeviceArray:
             raise ValueError("the array is not contiguous")
         return self._span()
 
-    def __buffer__(self, flags: int) -> memoryview:  # from Python 3.12 on
+    def __buffer__(self, flags: int) -> _View:  # from Python 3.12 on
         return self.memoryview()
 
     def _typestr(self) -> str:
@@ -400,7 +406,7 @@ class DeviceArray:
             raise AttributeError(f"array interfaces have no {self.dtype}: use DLPack, or make a view of another type")
         return self._element.typestr
 
-    def _span(self) -> memoryview:
+    def _span(self) -> _View:
         """The memory from the first to the last element. It keeps the memory mapped."""
         attached = self._open()
         last = sum((extent - 1) * stride for extent, stride in zip(self._shape, self._strides, strict=True))
