@@ -74,7 +74,7 @@ class Lease(Handle):
     def _local(cls, buffer: "Buffer") -> "Lease":
         """Make a lease for use of the address in this process."""
         lease = cls.__new__(cls)
-        lease._open(buffer, lib.GPUFS_LEASE_WRITE | lib.GPUFS_LEASE_LOCAL, "this process")
+        lease._open(buffer, lib.GPUFS_LEASE_WRITE | lib.GPUFS_LEASE_LOCAL, "an array of this process")
         return lease
 
     def _open(self, buffer: "Buffer", flags: int, label: str) -> None:
@@ -92,6 +92,11 @@ class Lease(Handle):
     def bytes(self) -> int:
         """The bytes of the buffer that are leased: its size when the lease began, or at the last refresh()."""
         return int(self._info().bytes)
+
+    @property
+    def address(self) -> int:
+        """The device address of the first byte in this process, valid until refresh() or close(); 0 if empty."""
+        return int(self._info().address)
 
     def refresh(self) -> None:
         """Extend the lease to the buffer's size now. Fails as the constructor does; the lease is then as before."""
