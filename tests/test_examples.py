@@ -28,5 +28,13 @@ def test_restart(mount: Mounter) -> None:
     assert int(found[2]) == (device / "small-model.safetensors").stat().st_size > 10 * MIB
 
 
+def test_transformers(mount: Mounter) -> None:
+    device = mount(memory=256 * MIB).device
+    first, second = (run_example("transformers_model.py", device).splitlines() for _ in range(2))
+    assert first[0].startswith("published")
+    assert len(second) == 2
+    assert first[-1] == second[-1]
+
+
 def test_two_programs(mount: Mounter) -> None:
     assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)

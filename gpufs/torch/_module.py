@@ -50,6 +50,8 @@ def attach_module(
         As for :func:`load_file`: a file, an index, or a directory.
     strict : bool
         Whether a name that only the module or only the file has is an error. Otherwise such tensors stay as they are.
+        A buffer that is not persistent may be missing in the file if the module has a value for it. Files that
+        :func:`publish` wrote from a module have all buffers.
     device : torch.device, str or int, optional
         As for :func:`load_file`: tensors that are not there already are copied.
     mode : {"r", "r+"}
