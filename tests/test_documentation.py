@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 _MADE = ("build/", "/", "~", ".venv", "mnt/", "bench/results/")
 # Up to where a command ends: a quote, a comment, the next command.
 _SHOWN = rf"\bgpufs ({'|'.join(COMMANDS)})(?![\w-])([^`\n;|&#]*)"
-_FOLDERS = ("gpufs/", "native/", "tests/", "docs/", "scripts/", "mount_helpers/", "bench/")
+_FOLDERS = ("gpufs/", "native/", "tests/", "docs/", "examples/", "scripts/", "mount_helpers/", "bench/")
 
 
 def options_of(command: str) -> set[str]:
