@@ -476,12 +476,6 @@ TEST_F(RelayTest, NotificationsOfTheControlPlane) {
   EXPECT_TRUE(counted("\"dropped\": 2"));
 }
 
-TEST_F(RelayTest, NotifyRepliesAreDropped) {
-  kernel->send(FUSE_NOTIFY_REPLY, 2, Bytes(sizeof(fuse_notify_retrieve_in)));
-  EXPECT_FALSE(kernel->receive(kQuiet));
-  EXPECT_FALSE(control->receive(0ms));
-}
-
 // Whatever comes, each request has exactly one reply and the session goes on.
 TEST_F(RelayTest, ConfusedMessages) {
   const std::uint64_t fh = add_file(2);

@@ -49,7 +49,7 @@ void Notifier::forward(std::span<const std::byte> message) {
                      header.error == FUSE_NOTIFY_DELETE;
   const std::span<const std::byte> body = message.subspan(whole ? sizeof(header) : message.size());
   if (!whole || !known || !queue(header.error, {body.begin(), body.end()}).ok()) {
-    statistics_.notifications_dropped.add();
+    count(statistics_.notifications_dropped);
   }
 }
 
@@ -63,10 +63,10 @@ Status Notifier::queue(std::int32_t code, std::vector<std::byte> body) {
 
 void Notifier::write(std::int32_t code, std::span<const std::byte> body) {
   const int error = transport_.notify(code, body);
-  statistics_.notifications.add();
+  count(statistics_.notifications);
   // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
   if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) return;
-  statistics_.notification_errors.add();
+  count(statistics_.notification_errors);
   log_warning("the kernel refused a notification (code ", code, ", errno ", error, ")");
 }
 

@@ -13,6 +13,7 @@
 
 #include "base/status.h"
 #include "fuse/executor.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 

@@ -18,6 +18,7 @@
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/notifier.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 

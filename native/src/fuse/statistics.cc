@@ -62,12 +62,12 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   json.open("operations");
   for (std::uint32_t opcode = 0; opcode <= kOpcodeNames; ++opcode) {
     const Statistics::PerOpcode& counts = statistics.opcodes[opcode];
-    if (counts.native.get() + counts.relayed.get() + counts.errors.get() == 0) continue;
+    if (counts.native + counts.relayed + counts.errors == 0) continue;
     if (opcode < kOpcodeNames && std::string_view(opcode_name(opcode)) == "other") continue;  // no such opcode
     json.open(opcode_name(opcode));
-    json.number("native", counts.native.get());
-    json.number("relayed", counts.relayed.get());
-    json.number("errors", counts.errors.get());
+    json.number("native", counts.native);
+    json.number("relayed", counts.relayed);
+    json.number("errors", counts.errors);
     json.close();
   }
   json.close();
@@ -107,7 +107,7 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
       json.open(row.group);
       group = row.group;
     }
-    json.number(row.name, row.counter->get());
+    json.number(row.name, *row.counter);
   }
   json.close();
 }

@@ -4,25 +4,15 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
 #include "fuse/protocol.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
-
-// A number that many threads add to, on a cache line of its own.
-class alignas(64) Counter {
- public:
-  void add(std::uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t get() const { return value_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<std::uint64_t> value_{0};
-};
 
 struct Statistics {
   struct PerOpcode {
