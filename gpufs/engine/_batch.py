@@ -64,7 +64,7 @@ class _Submitted:
             return list(self.under_way.values())
 
     def over(self, handle: int) -> bool:
-        """Lets go of what is over; whether that is all, or nothing can be known any more."""
+        """Forget the operations that have ended. Returns whether none is left, or the batch is gone."""
         found = ffi.new("gpufs_completion[]", COLLECTED_AT_A_TIME)
         count = ffi.new("uint64_t *")
         while True:
@@ -78,10 +78,11 @@ class _Submitted:
 
 
 class Batch(Handle):
-    """Operations that are submitted together and collected as they end; all that have no stream run side by side.
+    """Operations that are submitted together and collected as they end. Those without a stream run in parallel.
 
-    ``capacity``: under way or not collected, at most. Closing cancels what is under way, and waits for it. EngineError
-    ETIMEDOUT if some has not ended within 10 s: it, and its memory, is freed once it has.
+    ``capacity`` limits the operations that run or have not been collected. Closing cancels running operations and waits
+    for them. It raises EngineError ETIMEDOUT if some have not ended within 10 s: they and their memory are freed when
+    they end.
     """
 
     __slots__ = ("_cookies", "_ended", "_submitted", "engine")
@@ -93,16 +94,20 @@ class Batch(Handle):
         self.engine = engine
         self._cookies = itertools.count(1)
         self._submitted = _Submitted()
-        self._ended: list[OperationResult] = []  # collected, and given to nobody yet; guarded by the lock of those
+        self._ended: list[OperationResult] = []  # collected, and not returned yet; guarded by that lock
         engine._users.add(self._submitted)
         close, event_fd = lib.gpufs_queue_close, lib.gpufs_queue_event_fd
         self._own(handle[0], functools.partial(close_or_leave, close, event_fd, self._submitted.over, self._submitted))
 
     def submit(self, operations: Iterable[Operation]) -> None:
-        """Submits all of them, or none.
+        """Submit all of them, or none.
 
-        EngineError names what cannot be, EAGAIN when there is no room for all; TypeError or ValueError for memory and
-        numbers that cannot take part.
+        Raises
+        ------
+        EngineError
+            EAGAIN if there is no space for all; other errors name the operation that cannot be submitted.
+        TypeError, ValueError
+            Memory or a number cannot be used.
         """
         wanted = list(operations)
         for operation in wanted:
@@ -129,10 +134,10 @@ class Batch(Handle):
             raise error
 
     def wait(self, fewest: int = 1, most: int | None = None, timeout: float | None = None) -> list[OperationResult]:
-        """The results of operations that are over, in the order in which they ended, each once.
+        """Return the results of operations that have ended, in the order in which they ended, each once.
 
-        Waits until there are ``fewest``, or as many as are under way, up to ``timeout`` seconds (None: for ever, 0: not
-        at all); gives at most ``most`` (None: all there are).
+        Waits until there are ``fewest``, or as many as are running, up to ``timeout`` seconds (None: without limit, 0:
+        not at all). Returns at most ``most`` (None: all).
         """
         fewest = unsigned("fewest", fewest)
         most = _ALL if most is None else unsigned("most", most)
@@ -142,7 +147,7 @@ class Batch(Handle):
             with self._submitted.lock:
                 missing = fewest - len(self._ended)
                 room = min(most - len(self._ended), len(self._submitted.under_way))
-            # In parts, so that the interpreter can look at signals.
+            # In parts, so that the interpreter can handle signals.
             part = min(left, _PART_SECONDS) if missing > 0 else 0.0
             count = self._collect(room, max(missing, 0), part) if room > 0 else 0
             left -= part
@@ -153,7 +158,7 @@ class Batch(Handle):
                     return results
 
     def _collect(self, room: int, fewest: int, seconds: float) -> int:
-        """Takes what is over from the engine, at most ``room``; how many that were."""
+        """Take at most ``room`` results from the engine, and return how many there were."""
         found = ffi.new("gpufs_completion[]", room)
         count = ffi.new("uint64_t *")
         check(lib.gpufs_queue_collect(self._handle, found, room, fewest, int(seconds * 1000), count))
@@ -167,11 +172,11 @@ class Batch(Handle):
 
     @property
     def under_way(self) -> int:
-        """Operations that are not over."""
+        """The number of operations that have not ended."""
         count = ffi.new("uint64_t[2]")
         check(lib.gpufs_queue_counts(self._handle, count, count + 1))
         return int(count[0])
 
     def cancel(self) -> None:
-        """Asks all operations to stop; their results come as those of others do."""
+        """Ask all operations to stop. Their results are collected like those of others."""
         check(lib.gpufs_queue_cancel(self._handle, 0))

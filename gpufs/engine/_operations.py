@@ -10,23 +10,22 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final
 
-from gpufs.engine._arguments import choice, instance, signed
-from gpufs.engine._binding import Handle, check, failure
+from gpufs.engine._arguments import instance
+from gpufs.engine._binding import check, failure
 from gpufs.engine._completions import completions, report_callback
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 from gpufs.engine._streams import Stream, StreamLike, native_handle, number_address
 from gpufs.engine._transfer import (
-    BackingInfo,
     Direction,
+    HostFile,
     Switch,
     Sync,
     Transfer,
     TransferError,
     fill_request,
-    refusal_names,
 )
 
 if TYPE_CHECKING:
@@ -43,16 +42,21 @@ _PATIENCE: Final = 10.0
 
 @dataclass(slots=True)
 class Operation:
-    """A read or write to be submitted; ``cookie`` is the program's own and comes back with the result.
+    """A read or write to be submitted.
 
-    An integer cookie is also shown in traces.
-
-    ``size``, ``file_offset`` and ``buffer_offset`` are integers (bytes; a size of None is as much as there is and
-    fits), or late: a :class:`Late`, a 64-bit ctypes integer or 8 bytes of memory, read when the stream comes to the
-    operation. A late size counts as it is now, too: by then it may have shrunk, not grown. ``count``: 8 bytes
-    (as those, writable) into which the count goes before the stream goes on, or a negative errno.
-
-    ``stream``: a :class:`Stream`, an object with ``__cuda_stream__`` or a handle; None: at once, in no order.
+    Parameters
+    ----------
+    size, file_offset, buffer_offset
+        In bytes. A size of None is as much as there is and fits. Late numbers are a :class:`Late`, a 64-bit ctypes
+        integer or 8 bytes of memory, read when the stream reaches the operation. A late size must not grow after the
+        submission.
+    stream
+        A :class:`Stream`, an object with ``__cuda_stream__`` or a handle. None: the operation starts at once, in no
+        order with others.
+    count
+        Writable memory as for late numbers. Receives the bytes moved, or a negative errno, before the stream continues.
+    cookie
+        Is returned with the result. Traces show integers.
     """
 
     direction: Direction
@@ -72,7 +76,7 @@ class Operation:
     client: int = 0
 
     def _fill(self, target: Any, cookie: int) -> object:
-        """Writes the C interface's form, and gives what must live until the operation is over."""
+        """Fill in the C interface's structure. Returns what must live until the operation has ended."""
         instance("file", BackingFile, self.file)
         keep: list[object] = [self.file, self.memory, self.stream]
 
@@ -122,7 +126,7 @@ class Operation:
 
 
 def error_of(ended: Any) -> TransferError:
-    """The failure of an operation that has ended with one."""
+    """Return the failure of an operation that has failed."""
     text = ffi.string(ended.message).decode(errors="replace")
     return TransferError(ended.error, text, ended.device_code, ended.bytes)
 
@@ -134,9 +138,9 @@ class OperationFuture(Future[int]):
     cancelled, so is the operation, and the task continues once the memory is no longer in use, or after 10 s if a
     device is stalled; asyncio does not wait for that. What the operation needs lives until it is over.
 
-    cancel() asks the operation to stop: one that its stream has not come to is over at once and moves nothing. One that
-    moves bytes is over once the device has done what it was given, which may be never if that is stalled; result()
-    is TimeoutError after its timeout, and can be interrupted.
+    cancel() asks the operation to stop. If its stream has not reached it, it ends at once and moves nothing. Otherwise
+    it ends when the device has finished its current work, which may be never if the device is stalled. result() raises
+    TimeoutError after its timeout, and can be interrupted.
     """
 
     def __init__(self, queue: "_Queue", keep: object) -> None:
@@ -146,14 +150,14 @@ class OperationFuture(Future[int]):
         self._id = 0
 
     def cancel(self) -> bool:
-        """Asks the operation to stop. False if it is over already."""
+        """Ask the operation to stop. Returns False if it has ended already."""
         if self.done():
             return self.cancelled()
         status = lib.gpufs_queue_cancel(self._queue.handle, self._id) if self._id else None
         return status is None or status.error == 0 or self.cancelled()
 
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
-        """Has ``fn`` called with the future once it is done; not while the interpreter exits, which closes engines."""
+        """Call ``fn`` with the future once it is done, except while the interpreter exits and closes engines."""
 
         def call(future: Future[int]) -> None:
             if not completions.ending:
@@ -162,7 +166,7 @@ class OperationFuture(Future[int]):
         super().add_done_callback(call)
 
     def __await__(self) -> Generator[Any, Any, int]:
-        # Who awaits in trio has imported it.
+        # A program that awaits in trio has imported it.
         trio = sys.modules.get("trio")
         if trio is not None and trio.lowlevel.in_trio_task():
             return self._in_trio().__await__()
@@ -176,13 +180,13 @@ class OperationFuture(Future[int]):
         token = trio.lowlevel.current_trio_token()
         over = trio.Event()
 
-        def tell(_: object) -> None:
+        def wake(_: object) -> None:
             try:
                 token.run_sync_soon(over.set)
             except trio.RunFinishedError:
                 pass
 
-        self.add_done_callback(tell)
+        self.add_done_callback(wake)
         try:
             await over.wait()
         except (trio.Cancelled, KeyboardInterrupt) as stopped:
@@ -228,7 +232,7 @@ class _Queue:
         future = OperationFuture(self, operation._fill(given, cookie))
         number = ffi.new("uint64_t *")
         with self._lock:
-            # First: nothing is submitted that nobody would tell of.
+            # First: if the queue cannot be watched, nothing is submitted.
             if not self._watched:
                 fd = ffi.new("int *")
                 check(lib.gpufs_queue_event_fd(self.handle, fd))
@@ -247,7 +251,7 @@ class _Queue:
         return future
 
     def _collect(self) -> bool:
-        """Tells all futures that are over; one wake-up serves many. Whether there are more to be told."""
+        """Set the results of all operations that have ended. Returns whether others are still running."""
         found = ffi.new("gpufs_completion[]", COLLECTED_AT_A_TIME)
         count = ffi.new("uint64_t *")
         while True:
@@ -257,13 +261,13 @@ class _Queue:
                     lost, self._futures = list(self._futures.values()), {}
                     self._watched = False
                 for one in lost:
-                    self._tell(one, None)
+                    self._finish(one, None)
                 return False
             with self._lock:
                 over = [self._futures.pop(found[index].cookie, None) for index in range(count[0])]
             for index, future in enumerate(over):
                 if future is not None:  # otherwise it was cancelled while it was refused
-                    self._tell(future, found[index])
+                    self._finish(future, found[index])
             if count[0] < COLLECTED_AT_A_TIME:
                 break
         with self._lock:
@@ -271,7 +275,7 @@ class _Queue:
             return self._watched
 
     @staticmethod
-    def _tell(future: OperationFuture, ended: Any) -> None:
+    def _finish(future: OperationFuture, ended: Any) -> None:
         try:
             future._over(ended)
         except BaseException:  # noqa: BLE001 - a program's own callback; the other futures still wait
@@ -283,7 +287,7 @@ _queues_lock: Final = threading.Lock()
 
 
 def submit_operation(operation: Operation) -> OperationFuture:
-    """Submits one operation. EngineError, TypeError or ValueError when it cannot be queued."""
+    """Submit one operation. EngineError, TypeError or ValueError if it cannot be queued."""
     engine = operation.file.engine
     with _queues_lock:
         queue = _queues.get(engine)
@@ -292,7 +296,7 @@ def submit_operation(operation: Operation) -> OperationFuture:
     return queue.submit(operation)
 
 
-class BackingFile(Handle):
+class BackingFile(HostFile):
     """A regular file or block device of the host, for transfers. It keeps its engine alive.
 
     The engine opens descriptors of its own with the access mode of ``fd``, never a wider one. This may block for as
@@ -305,49 +309,7 @@ class BackingFile(Handle):
         gpufs.
     """
 
-    __slots__ = ("engine",)
-
-    def __init__(self, engine: Engine, fd: int) -> None:
-        handle = ffi.new("gpufs_handle *")
-        instance("engine", Engine, engine)
-        check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
-        self.engine = engine
-        self._own(handle[0], lib.gpufs_backing_close)
-
-    @classmethod
-    def open(
-        cls,
-        engine: Engine,
-        path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
-        mode: Literal["r", "r+", "w"] = "r",
-    ) -> Self:
-        """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
-
-        Raises OSError like os.open(), and EngineError like the constructor.
-        """
-        modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
-        flags = choice("mode", modes, mode)
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        try:
-            return cls(engine, fd)
-        finally:
-            os.close(fd)
-
-    @property
-    def info(self) -> BackingInfo:
-        """What is known about the file."""
-        info = ffi.new("gpufs_backing_info *")
-        check(lib.gpufs_backing_info_get(self._handle, info))
-        return BackingInfo(
-            file_system=ffi.string(info.file_system).decode(errors="replace"),
-            block_device=bool(info.block_device),
-            readable=bool(info.readable),
-            writable=bool(info.writable),
-            direct=bool(info.direct),
-            offset_align=info.offset_align,
-            memory_align=info.memory_align,
-            fastpath_refusals=tuple(refusal_names(info.fastpath_refusals)),
-        )
+    __slots__ = ()
 
     def read(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any

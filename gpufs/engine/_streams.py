@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gpufs.engine._arrays import MemoryBuffer
 
-    # A number, or the place from which it is read when the stream comes to the operation.
+    # A number, or the place from which it is read when the stream reaches the operation.
     Number: TypeAlias = "int | Late | ctypes.c_int64 | ctypes.c_uint64 | MemoryBuffer"
 
 Fixed = Literal["buffer_offset", "file_offset", "size"]
@@ -30,11 +30,11 @@ _FIXED: Final[dict[str, int]] = {
     "size": lib.GPUFS_STREAM_FIXED_SIZE,
 }
 _NUMBER_BYTES: Final = 8
-# What memory may be said to consist of that has a number in it: such numbers, or bytes.
+# Formats of memory that may contain a number: 64-bit integers, or bytes.
 _INTEGERS: Final = frozenset("qQlLnNBbc")
 _LONGEST_PATIENCE: Final = (1 << 31) - 1  # milliseconds
-# Waiting of the main thread, which signals come to: in parts of so many seconds, or in naps of this share of what it
-# has taken so far.
+# The main thread, which handles signals, waits in parts of at most so many seconds, or of this share of the time that
+# it has waited so far.
 _PART_SECONDS: Final = 0.05
 _NAP: Final = 1 / 16
 
@@ -57,12 +57,23 @@ def configure_operations(
     patience: float | None = None,
     stream_waits: Literal["auto", "off"] = "auto",
 ) -> None:
-    """Sets how an engine's operations run; 0 is the engine's choice. Before its first stream, batch or operation.
+    """Set the options of an engine's operations, before its first stream, batch or operation.
 
-    ``operations``: under way at most (65536). ``stream_depth``: outstanding on one stream at most (256).
-    ``patience``: seconds that a submission waits for a stream that is full before it is EAGAIN (10). ``stream_waits``
-    "off": calls of the host hold streams, as where a device cannot wait for a value. EngineError EBUSY afterwards,
-    EINVAL for what is out of range.
+    Parameters
+    ----------
+    operations
+        The most operations that run at the same time; 0 is 65536.
+    stream_depth
+        The most outstanding operations of one stream; 0 is 256.
+    patience
+        Seconds that a submission waits for a full stream before it fails with EAGAIN; None is 10.
+    stream_waits
+        "off": calls of the host block streams, as on a device that cannot wait for a value.
+
+    Raises
+    ------
+    EngineError
+        EBUSY once the engine has used streams or batches, EINVAL for a value that is out of range.
     """
     instance("engine", Engine, engine)
     options = {
@@ -76,9 +87,9 @@ def configure_operations(
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A 64-bit number in memory that an operation reads when its stream comes to it.
+    """A 64-bit number in memory that an operation reads when its stream reaches it.
 
-    ``address`` is where it is for the CPU; ``keep`` is kept alive until the operation is over.
+    ``address`` is its address for the CPU. ``keep`` is kept alive until the operation has ended.
     """
 
     address: int
@@ -86,11 +97,11 @@ class Late:
 
 
 class Cells(Handle):
-    """64-bit signed integers in pinned memory, zero at first, which kernels can read and write, too.
+    """64-bit signed integers in pinned memory, initially zero, which kernels can read and write, too.
 
-    ``cells[n]`` reads and sets one, :meth:`late` names it to an operation. EngineError ENOMEM when no more memory can
-    be pinned. They must not be closed before the operations and kernels that use them are over. The memory of closed
-    cells is kept for the next ones of their size until the engine is closed.
+    ``cells[n]`` reads and sets one, :meth:`late` passes it to an operation. EngineError ENOMEM if no more memory can be
+    pinned. Close them only after the operations and kernels that use them have ended. The engine keeps the memory of
+    closed cells for later ones of the same size.
     """
 
     __slots__ = ("_count", "_memory", "device_address", "engine")
@@ -126,25 +137,31 @@ class Cells(Handle):
         try:
             self._memory[self._at(index)] = value
         except OverflowError:
-            raise ValueError(f"value: {value!r} is no signed integer of 64 bits") from None
+            raise ValueError(f"value: {value!r} is not a signed integer of 64 bits") from None
 
     def late(self, index: int = 0) -> Late:
-        """Names a cell to an operation, as a number or as the place of its count."""
+        """Pass a cell to an operation, as a number or as the place of its count."""
         address = int(ffi.cast("uintptr_t", self._memory)) + self._at(index) * _NUMBER_BYTES
         return Late(address, self)
 
 
 class Stream(Handle):
-    """A stream on which operations are queued: the engine's own, or one that the program has.
+    """A stream on which operations are queued: the engine's own, or one of the program.
 
-    ``stream``: None makes one, on ``device`` (0 if not given); otherwise an object with ``__cuda_stream__`` or the
-    runtime's handle (CUstream, hipStream_t), which must live until its operations are over. Whose it is the runtime
-    tells, unless ``device`` does; a default stream is that of the device current on this thread.
+    Closing a stream lets its queued operations continue. A stream of the engine is destroyed when they are done.
 
-    ``fixed``: numbers that are read when an operation is submitted, though they are given late. ``aligned``: all sizes
-    and offsets are multiples of 4096, EINVAL otherwise.
-
-    Closing lets queued operations go on; an engine's own stream ends once all that is queued on it is done.
+    Parameters
+    ----------
+    stream
+        None creates one. Otherwise an object with ``__cuda_stream__`` or the runtime's handle (CUstream, hipStream_t),
+        which must live until its operations have ended.
+    device
+        Its device. None: device 0 for a new stream, otherwise the one that the runtime reports. A default stream
+        belongs to the current device of this thread.
+    fixed
+        Numbers that are read when an operation is submitted, although they are given late.
+    aligned
+        All sizes and offsets are multiples of 4096; others fail with EINVAL.
     """
 
     __slots__ = ("engine",)
@@ -178,7 +195,7 @@ class Stream(Handle):
 
     @property
     def handle(self) -> int:
-        """What the vendor's runtime calls the stream."""
+        """The handle of the vendor's runtime."""
         return int(self._info().native)
 
     @property
@@ -188,12 +205,12 @@ class Stream(Handle):
 
     @property
     def outstanding(self) -> int:
-        """Operations that the stream has not left behind it."""
+        """The number of operations that the stream has not passed."""
         return int(self._info().outstanding)
 
     @property
     def waits_for_values(self) -> bool:
-        """Whether the device itself waits for an operation's end; otherwise a call of the host does."""
+        """Whether the device waits for the end of an operation; otherwise a call of the host does."""
         return bool(self._info().waits_for_values)
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -201,10 +218,10 @@ class Stream(Handle):
         return 0, self.handle
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls ``function()`` when the stream comes to it; what is queued behind waits until it has returned.
+        """Call ``function()`` when the stream reaches it. Work that is queued later waits until it has returned.
 
-        It runs on a thread of the driver's, which streams may share: it should be short, and must neither call the
-        vendor's runtime nor wait for operations. What it raises goes to :func:`sys.unraisablehook`.
+        It runs on a thread of the driver, which streams may share: it should be short, and must neither call the
+        vendor's runtime nor wait for operations. Its exceptions go to :func:`sys.unraisablehook`.
         """
         if not callable(function):
             raise TypeError(f"{function!r} cannot be called")
@@ -216,9 +233,9 @@ class Stream(Handle):
             raise failure(status)
 
     def synchronize(self) -> None:
-        """Waits until all that is queued now is done, the program's own work too.
+        """Wait until all work that is queued now is done, including the program's own.
 
-        KeyboardInterrupt comes as soon as nothing but the program's own work is waited for.
+        KeyboardInterrupt is raised while operations are waited for, but not during the program's own work.
         """
         if threading.current_thread() is threading.main_thread():
             began = time.monotonic()
@@ -227,13 +244,13 @@ class Stream(Handle):
         check(lib.gpufs_stream_synchronize(self._handle))
 
 
-# Python functions that streams are to call, by the number that stands for each.
+# Functions that streams will call, by their numbers.
 _functions: Final[dict[int, Callable[[], object]]] = {}
 _numbers: Final = itertools.count(1)
 
 
 def _call_from_stream(number: int) -> None:
-    _functions.pop(number)()  # what it raises ctypes gives to the hook
+    _functions.pop(number)()  # ctypes passes its exceptions to the hook
 
 
 _called: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_call_from_stream)
@@ -241,7 +258,7 @@ _native_call: Final = ffi.cast("void (*)(void *)", ctypes.cast(_called, ctypes.c
 
 
 def native_handle(stream: StreamLike) -> int:
-    """What the vendor's runtime calls a stream. TypeError for what is none."""
+    """Return the vendor's handle of a stream. TypeError for another object."""
     if isinstance(stream, SupportsCudaStream):
         return unsigned("stream", stream.__cuda_stream__()[1])
     if isinstance(stream, int) and not isinstance(stream, bool):
@@ -250,11 +267,11 @@ def native_handle(stream: StreamLike) -> int:
 
 
 def number_address(name: str, number: Any, *, writable: bool) -> tuple[int, object]:
-    """The address of a 64-bit number, and what keeps it there. TypeError or ValueError for what is none."""
+    """Return the address of a 64-bit number and its owner. TypeError or ValueError for another object."""
     if isinstance(number, Late):
         address = unsigned("address", number.address)
         if address == 0:
-            raise ValueError("address: there is no number at 0")
+            raise ValueError("address: 0 is not the address of a number")
         return address, number.keep
     if isinstance(number, (ctypes.c_int64, ctypes.c_uint64)):
         return ctypes.addressof(number), number
@@ -262,9 +279,9 @@ def number_address(name: str, number: Any, *, writable: bool) -> tuple[int, obje
         form = memoryview(number).format
     except TypeError:
         raise TypeError(f"{name}: {number!r} is neither a whole number nor 8 bytes of memory with one") from None
-    # Others than integers of this machine would be read as one all the same: 8.0 as 4620693217682128896.
+    # Any other format would be read as an integer, too: 8.0 as 4620693217682128896.
     if form.lstrip("@=<" if sys.byteorder == "little" else "@=>!") not in _INTEGERS:
-        raise TypeError(f"{name}: {number!r} has no whole number of 64 bits in it")
+        raise TypeError(f"{name}: {number!r} does not contain a whole number of 64 bits")
     view = view_of(number, writable=writable)
     if len(view) != _NUMBER_BYTES:
         raise ValueError(f"{name}: a late number has 64 bits")

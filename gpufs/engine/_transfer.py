@@ -3,9 +3,10 @@
 import errno
 import functools
 import math
+import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._arrays import device_range
@@ -17,7 +18,6 @@ from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
     from gpufs.engine._buffer import Memory
-    from gpufs.engine._operations import BackingFile
 
 Switch = Literal["auto", "on", "off", "require"]
 Direction = Literal["load", "store"]
@@ -151,10 +151,58 @@ _STATES: Final[dict[int, Literal["queued", "running", "done"]]] = {
 }
 
 
+class HostFile(Handle):
+    """A file of the host that is open for transfers, without its reads and writes: see BackingFile."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: Engine, fd: int) -> None:
+        handle = ffi.new("gpufs_handle *")
+        instance("engine", Engine, engine)
+        check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
+        self.engine = engine
+        self._own(handle[0], lib.gpufs_backing_close)
+
+    @classmethod
+    def open(
+        cls,
+        engine: Engine,
+        path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+        mode: Literal["r", "r+", "w"] = "r",
+    ) -> Self:
+        """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
+
+        Raises OSError like os.open(), and EngineError like the constructor.
+        """
+        modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
+        flags = choice("mode", modes, mode)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            return cls(engine, fd)
+        finally:
+            os.close(fd)
+
+    @property
+    def info(self) -> BackingInfo:
+        """What is known about the file."""
+        info = ffi.new("gpufs_backing_info *")
+        check(lib.gpufs_backing_info_get(self._handle, info))
+        return BackingInfo(
+            file_system=ffi.string(info.file_system).decode(errors="replace"),
+            block_device=bool(info.block_device),
+            readable=bool(info.readable),
+            writable=bool(info.writable),
+            direct=bool(info.direct),
+            offset_align=info.offset_align,
+            memory_align=info.memory_align,
+            fastpath_refusals=tuple(refusal_names(info.fastpath_refusals)),
+        )
+
+
 def fill_request(
     request: Any,
     direction: Direction,
-    backing: "BackingFile",
+    backing: HostFile,
     memory: "Memory",
     *,
     file_offset: int,
@@ -168,7 +216,8 @@ def fill_request(
     client: int,
 ) -> object:
     """Fills in the C interface's request. Returns what must be kept alive while the transfer runs."""
-    instance("backing", Handle, backing)
+    if not isinstance(backing, HostFile):
+        raise TypeError(f"backing: {type(backing).__name__} is not BackingFile")
     request.backing = backing._handle
     keep: object = None
     if isinstance(memory, Buffer):
@@ -228,7 +277,7 @@ class Transfer(Handle):
     def __init__(
         self,
         direction: Direction,
-        backing: "BackingFile",
+        backing: HostFile,
         memory: "Memory",
         *,
         file_offset: int = 0,
