@@ -19,7 +19,7 @@ class CountingHandler : public RequestHandler {
       if (reinterpret_cast<std::uintptr_t>(request.payload.data()) % 4096 != 0) ++unaligned;
     }
     gate.pass();
-    Responder(*transport, statistics, request.header.unique, request.header.opcode).ok();
+    Responder(*transport, request.header.unique, request.header.opcode).ok();
   }
   void connection_ended() override { ++ends; }
 
@@ -170,21 +170,21 @@ TEST_F(TransportTest, StopsWhileReadersWait) {
 TEST_F(TransportTest, EachRequestIsAnsweredOnce) {
   start(1);
   {
-    Responder answered(*transport, handler.statistics, 10, FUSE_READ);
+    Responder answered(*transport, 10, FUSE_READ);
     answered.error(ENOENT);
     answered.error(EIO);
     answered.ok();
-    Responder first(*transport, handler.statistics, 12, FUSE_READ);
+    Responder first(*transport, 12, FUSE_READ);
     Responder second(std::move(first));
-    Responder third(*transport, handler.statistics, 14, FUSE_READ);
+    Responder third(*transport, 14, FUSE_READ);
     third = std::move(second);  // 14 loses its owner
   }
   EXPECT_EQ(kernel->wait(10).error(), ENOENT);
   EXPECT_EQ(kernel->wait(14).error(), EIO);
   EXPECT_EQ(kernel->wait(12).error(), EIO);
   // The kernel refuses these numbers.
-  Responder(*transport, handler.statistics, 16, FUSE_READ).error(5000);
-  Responder(*transport, handler.statistics, 18, FUSE_READ).error(0);
+  Responder(*transport, 16, FUSE_READ).error(5000);
+  Responder(*transport, 18, FUSE_READ).error(0);
   EXPECT_EQ(kernel->wait(16).error(), EIO);
   EXPECT_EQ(kernel->wait(18).error(), EIO);
   EXPECT_FALSE(kernel->receive(kQuiet));

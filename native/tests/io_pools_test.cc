@@ -63,25 +63,6 @@ TEST_F(BouncePoolTest, PinsOnDemandAndUpToItsCapacity) {
   EXPECT_EQ(plan->unpin.calls(), 3);
 }
 
-TEST_F(BouncePoolTest, ServesInTheOrderOfArrival) {
-  make_pool(1);
-  BounceBuffer held = acquire().take();
-  std::mutex mutex;
-  std::vector<int> order;
-  std::vector<std::thread> threads;
-  for (int number = 0; number < 4; ++number) {
-    threads.emplace_back([&, number] {
-      const BounceBuffer mine = acquire().take();
-      const std::lock_guard lock(mutex);
-      order.push_back(number);
-    });
-    await_waits(static_cast<std::uint64_t>(number) + 1);
-  }
-  held.reset();
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
-}
-
 TEST_F(BouncePoolTest, WaitingEndsWithACancellationOrThePool) {
   make_pool(1);
   BounceBuffer held = acquire().take();

@@ -110,7 +110,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
       long_requests_(table_, executor_, statistics_, options.space_patience),
       notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
-      relay_(std::move(relay), transport_, table_, backing_.files(), notifier_, executor_,
+      relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
       buffers_(table_, long_requests_, statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout) {}
@@ -180,7 +180,7 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
-  Responder responder(transport_, statistics_, request.header.unique, opcode);
+  Responder responder(transport_, request.header.unique, opcode);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));
   }

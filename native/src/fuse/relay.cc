@@ -70,15 +70,14 @@ std::size_t largest_message(int socket) {
   return std::clamp(limit > kMessageOverhead ? limit - kMessageOverhead : 0, kSmallestMessage, kLargestMessage);
 }
 
-Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Notifier& notifier,
-             Executor& executor, const InitNegotiation::Options& init, Statistics& statistics)
+Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Executor& executor,
+             const InitNegotiation::Options& init, Statistics& statistics)
     : socket_(std::move(socket)),
       message_limit_(largest_message(socket_.get())),
       payload_limit_(round_down(message_limit_ - kHeaderBytes, kPage)),
       transport_(transport),
       table_(table),
       backing_files_(backing_files),
-      notifier_(notifier),
       executor_(executor),
       init_(init, static_cast<std::uint32_t>(payload_limit_)),
       statistics_(statistics) {}
@@ -219,7 +218,6 @@ int Relay::send(std::span<const std::byte> message) {
   }
   count(statistics_.relay_overflowed);
   ++overflow_;
-  overflow_bytes_ += message.size();
   executor_.submit({Executor::Lane::Kind::kRelay, -1, 0}, nullptr, 0,
                    [this, copy = std::vector<std::byte>(message.begin(), message.end())](int refusal, Cancellation&) {
                      if (refusal == 0) send_waiting(copy);
@@ -238,7 +236,6 @@ void Relay::send_waiting(std::span<const std::byte> message) {
   }
   const std::lock_guard lock(send_mutex_);
   --overflow_;
-  overflow_bytes_ -= message.size();
 }
 
 // ---- interrupts ----
@@ -296,7 +293,6 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
     log_error("a message of ", message.size(), " bytes from the control plane is too short");
     return;
   }
-  if (header.unique == 0) return notifier_.forward(message);
   bool answered = false;
   Responder responder = take_pending(header.unique, &answered);
   const std::uint32_t opcode = responder.opcode();
@@ -362,7 +358,6 @@ void Relay::write_statistics(JsonWriter& json) const {
   }
   const std::lock_guard lock(send_mutex_);
   json.number("overflow", overflow_);
-  json.number("overflow_bytes", overflow_bytes_);
 }
 
 }  // namespace gpufs::fuse

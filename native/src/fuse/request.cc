@@ -6,22 +6,17 @@
 #include <utility>
 
 #include "base/log.h"
-#include "fuse/statistics.h"
 #include "fuse/transport.h"
 
 namespace gpufs::fuse {
 
 Responder::Responder(Responder&& other) noexcept
-    : transport_(std::exchange(other.transport_, nullptr)),
-      statistics_(other.statistics_),
-      unique_(other.unique_),
-      opcode_(other.opcode_) {}
+    : transport_(std::exchange(other.transport_, nullptr)), unique_(other.unique_), opcode_(other.opcode_) {}
 
 Responder& Responder::operator=(Responder&& other) noexcept {
   if (this != &other) {
     Responder previous(std::move(*this));  // answers its own request if that is still pending
     transport_ = std::exchange(other.transport_, nullptr);
-    statistics_ = other.statistics_;
     unique_ = other.unique_;
     opcode_ = other.opcode_;
   }
@@ -34,7 +29,7 @@ Responder::~Responder() {
     error(ENOMEM);
     return;
   }
-  count(statistics_->unanswered);
+  count(transport_->statistics().unanswered);
   log_error("a request (", opcode_name(opcode_), ") was left without a reply; answering EIO");
   error(EIO);
 }
@@ -54,15 +49,16 @@ void Responder::data(std::span<const std::byte> body) {
 void Responder::deliver(int error, std::span<const iovec> body) {
   Transport* transport = std::exchange(transport_, nullptr);
   if (transport == nullptr) return;
-  if (error != 0) count(statistics_->of(opcode_).errors);
+  Statistics& statistics = transport->statistics();
+  if (error != 0) count(statistics.of(opcode_).errors);
   const int outcome = transport->send(unique_, error, body);
   if (outcome == 0 || outcome == ENODEV) return;
   if (outcome == ENOENT) {  // the connection was aborted, or the kernel has ended the request itself
-    count(statistics_->lost_replies);
+    count(statistics.lost_replies);
     return;
   }
   // The kernel rejected the reply (or had no memory for it), and its client still waits for one.
-  count(statistics_->rejected_replies);
+  count(statistics.rejected_replies);
   log_warning("the kernel refused a reply to ", opcode_name(opcode_), " (errno ", outcome, "); answering EIO");
   if (error == 0) static_cast<void>(transport->send(unique_, EIO, {}));
 }

@@ -13,7 +13,6 @@
 
 namespace gpufs::fuse {
 
-struct Statistics;
 class Transport;
 
 // One request as it was read.
@@ -42,8 +41,8 @@ class Responder {
   static constexpr std::size_t kMaximumPieces = 1000;
 
   Responder() = default;
-  Responder(Transport& transport, Statistics& statistics, std::uint64_t unique, std::uint32_t opcode)
-      : transport_(&transport), statistics_(&statistics), unique_(unique), opcode_(opcode) {}
+  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode)
+      : transport_(&transport), unique_(unique), opcode_(opcode) {}
   Responder(Responder&& other) noexcept;
   Responder& operator=(Responder&& other) noexcept;
   Responder(const Responder&) = delete;
@@ -69,7 +68,6 @@ class Responder {
   void deliver(int error, std::span<const iovec> body);
 
   Transport* transport_ = nullptr;  // null: answered, or never had a request
-  Statistics* statistics_ = nullptr;
   std::uint64_t unique_ = 0;
   std::uint32_t opcode_ = 0;
 };

@@ -55,17 +55,16 @@ struct Statistics {
 
   Counter notifications;
   Counter notification_errors;  // except ENOENT: the kernel had nothing cached
-  Counter notifications_dropped;
 };
 
-// Composes one JSON object. Keys are the caller's constants; text values are escaped.
+// Composes one JSON object. Keys and texts are the caller's constants.
 class JsonWriter {
  public:
   JsonWriter() : text_("{") {}
   void number(std::string_view key, std::uint64_t value);
   void boolean(std::string_view key, bool value);
-  void string(std::string_view key, std::string_view value);
-  void open(std::string_view key);  // a nested object
+  void string(std::string_view key, std::string_view value);  // without characters to escape
+  void open(std::string_view key);                            // a nested object
   void close();
   [[nodiscard]] std::string finish();
 

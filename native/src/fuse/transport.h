@@ -70,6 +70,7 @@ class Transport {
   // One notification; may block as long as the kernel likes, so only the notification lane calls it.
   int notify(std::int32_t code, std::span<const std::byte> body);
 
+  [[nodiscard]] Statistics& statistics() const { return statistics_; }
   void write_statistics(JsonWriter& json) const;
 
  private:
