@@ -1,14 +1,11 @@
-// What transfers share: pinned bounce buffers and threads.
+// Pinned bounce buffers, which transfers share.
 
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <memory>
-#include <mutex>
 #include <thread>
-#include <vector>
 
 #include "device/device_context.h"
 #include "faulty_driver.h"
@@ -17,8 +14,6 @@
 
 namespace gpufs {
 namespace {
-
-using std::chrono::milliseconds;
 
 constexpr std::size_t kBytes = 1 << 16;
 
