@@ -430,30 +430,19 @@ def test_what_a_call_raises_goes_to_the_hook(host: engine.Engine, monkeypatch: p
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> _completions.Completions:
-    """Whose thread has not been started."""
-    made = _completions.Completions()
-    monkeypatch.setattr(_operations, "completions", made)
-    return made
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread has been started yet."""
+    monkeypatch.setattr(_operations, "completions", _completions.Completions())
 
 
 def both_kinds(file: engine.BackingFile, buffer: engine.Buffer) -> list[int]:
     return [start(buffer).result(60) for start in (file.read_future, file.read_async)]
 
 
-def test_the_first_future_is_told_at_once(
-    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine.Buffer(host) as buffer, monkeypatch.context() as patient:
-        patient.setattr(_completions, "_PATIENCE", 3600.0)
-        assert both_kinds(file, buffer) == [MIB, MIB]
-    os.eventfd_write(fresh._wake, 1)  # it ends soon after all
-
-
-@pytest.mark.parametrize("lacking", ["os.dup", "os.eventfd", "selectors.EpollSelector", "threading.Thread.start"])
+@pytest.mark.parametrize("lacking", ["os.dup", "select.epoll", "threading.Thread.start"])
 @pytest.mark.parametrize("kind", ["read_future", "read_async"])
 def test_no_future_is_lost_for_want_of_descriptors_or_threads(
-    fresh: _completions.Completions,
+    fresh: None,
     host: engine.Engine,
     file: engine.BackingFile,
     monkeypatch: pytest.MonkeyPatch,
@@ -475,7 +464,7 @@ def test_no_future_is_lost_for_want_of_descriptors_or_threads(
 
 
 def test_a_callback_that_ends_its_thread_keeps_no_other_future_from_its_end(
-    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
+    fresh: None, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lambda about: told.append(about.exc_type))

@@ -26,9 +26,9 @@ from gpufs.fs.tree import Tree
 class Table(FakeTable):
     """Opens files of the host, too, by numbers of its own."""
 
-    def backing_file_open(self, ino: int, fd: int) -> int:
+    def backing_file_open(self, fd: int) -> int:
         handle = 1000 + len(self.open_files)
-        self.open_files[handle] = ino
+        self.open_files[handle] = fd
         return handle
 
 

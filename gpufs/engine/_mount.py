@@ -123,9 +123,9 @@ class Mount(Handle):
     ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
-    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
-    in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device". ``metadata_bytes``:
-    host memory that names and attributes may take before new ones fail with ENOSPC, 0 for no limit.
+    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is in seconds, for the
+    GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take before
+    new ones fail with ENOSPC, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -144,10 +144,8 @@ class Mount(Handle):
         max_write: int = 0,
         mask_flags: int = 0,
         attribute_timeout: float = 1.0,
-        transport: str = "auto",
         metadata_bytes: int = 0,
     ) -> None:
-        name = ffi.new("char[]", transport.encode())
         options = ffi.new(
             "gpufs_mount_options *",
             {
@@ -159,7 +157,6 @@ class Mount(Handle):
                 "max_write": max_write,
                 "mask_flags": mask_flags,
                 "attribute_timeout": attribute_timeout,
-                "transport": name,
                 "metadata_bytes": metadata_bytes,
             },
         )
@@ -241,14 +238,14 @@ class Mount(Handle):
             raise failure(status)
         return int(fh[0])
 
-    def backing_file_open(self, ino: int, fd: int) -> int:
+    def backing_file_open(self, fd: int) -> int:
         """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is pyfuse3's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
         fh = ffi.new(_FH)
-        status = lib.gpufs_backing_file_open(self._handle, ino, fd, fh)
+        status = lib.gpufs_backing_file_open(self._handle, fd, fh)
         if status.error:
             raise failure(status)
         return int(fh[0])

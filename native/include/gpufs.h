@@ -257,7 +257,6 @@ typedef struct {
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */
-  const char* transport;    /* "auto" or "device", which is what auto takes */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
 } gpufs_mount_options;
 
@@ -338,7 +337,7 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
  * mode and O_APPEND count: *fh goes into pyfuse3's FileInfo. Natively answered like those of buffers: READ, WRITE,
  * LSEEK, FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of
  * *fh is set: handles of Python's own must not have it. May block; fails as gpufs_backing_open() does. */
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh);
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh);
 /* Closes a file handle: the answer to RELEASE, which is relayed for backing files alone. EBADF if unknown. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 

@@ -146,7 +146,6 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     if (!owner.ok()) return owner.status();
 
     gpufs::fuse::MountOptions chosen;
-    if (options->transport != nullptr && options->transport[0] != '\0') chosen.transport = options->transport;
     chosen.reader_threads = static_cast<std::size_t>(options->reader_threads);
     chosen.worker_threads = static_cast<std::size_t>(options->worker_threads);
     chosen.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
@@ -273,7 +272,7 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
   });
 }
 
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t /*ino*/, int32_t fd, uint64_t* fh) {
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
     Result<std::uint64_t> opened = found.backing_files().open(fd);

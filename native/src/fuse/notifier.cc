@@ -58,18 +58,6 @@ Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
   return queue(FUSE_NOTIFY_INVAL_ENTRY, std::move(body));
 }
 
-void Notifier::forward(std::span<const std::byte> message) {
-  fuse_out_header header{};
-  const bool whole = read_struct(message, 0, &header) && header.len == message.size();
-  // STORE and RETRIEVE would put pages beside the buffers, and no file here supports POLL.
-  const bool known = header.error == FUSE_NOTIFY_INVAL_INODE || header.error == FUSE_NOTIFY_INVAL_ENTRY ||
-                     header.error == FUSE_NOTIFY_DELETE;
-  const std::span<const std::byte> body = message.subspan(whole ? sizeof(header) : message.size());
-  if (!whole || !known || !queue(header.error, {body.begin(), body.end()}).ok()) {
-    statistics_.notifications_dropped.add();
-  }
-}
-
 Status Notifier::queue(std::int32_t code, std::vector<std::byte> body) {
   const bool queued = executor_.submit({Executor::Lane::Kind::kNotifications, -1, 0}, nullptr, 0,
                                        [this, code, body = std::move(body)](int refusal, Cancellation&) {
@@ -80,10 +68,10 @@ Status Notifier::queue(std::int32_t code, std::vector<std::byte> body) {
 
 void Notifier::write(std::int32_t code, std::span<const std::byte> body) {
   const int error = transport_.notify(code, body);
-  statistics_.notifications.add();
+  count(statistics_.notifications);
   // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
   if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) return;
-  statistics_.notification_errors.add();
+  count(statistics_.notification_errors);
   log_warning("the kernel refused a notification (code ", code, ", errno ", error, ")");
 }
 

@@ -13,6 +13,7 @@
 
 #include "base/status.h"
 #include "fuse/executor.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 
@@ -29,8 +30,6 @@ class Notifier {
   void invalidate_inode_now(std::uint64_t ino);
   // EINVAL for a name that no entry can have.
   Status invalidate_entry(std::uint64_t parent, std::string_view name);
-  // A notification of the control plane's library, with its header. Other kinds than invalidations are dropped.
-  void forward(std::span<const std::byte> message);
 
  private:
   Status queue(std::int32_t code, std::vector<std::byte> body);
