@@ -12,8 +12,7 @@ import select
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
@@ -68,8 +67,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-@dataclass(frozen=True, slots=True)
-class MountEntry:
+class MountEntry(NamedTuple):
     """One gpufs mount, as the kernel lists it."""
 
     mountpoint: str

@@ -11,8 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpufs.client._outcome import CopyError, text_of
 from gpufs.protocol import statx
@@ -20,8 +19,7 @@ from gpufs.protocol import statx
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A name in an open directory, or a path where ``directory`` is None.
 
     ``path``: for messages. ``follow``: whether the name may be a symbolic link to the file that is meant.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # What the kernel answers for a mount whose connection has ended.
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
@@ -74,8 +74,7 @@ def _copy_error(
     )
 
 
-@dataclass(frozen=True)
-class CopyProgress:
+class CopyProgress(NamedTuple):
     """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
 
     ``phase`` is "copy", and then "verify" where that was asked for; the counts start again then.
@@ -87,8 +86,7 @@ class CopyProgress:
     phase: str = "copy"
 
 
-@dataclass(frozen=True)
-class CopyResult:
+class CopyResult(NamedTuple):
     """A copy that succeeded.
 
     ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
