@@ -171,9 +171,10 @@ class Changes:
 def _open_device() -> int:
     try:
         return os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise OSError(errno.ENODEV, f"there is no {FUSE_DEVICE}: this kernel or container offers no FUSE") from None
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENXIO):
+            text = f"{FUSE_DEVICE} is missing: load the module with modprobe fuse, or give the container the device"
+            raise OSError(errno.ENODEV, text) from None
         raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}") from None
 
 
