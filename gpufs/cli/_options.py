@@ -22,8 +22,8 @@ _OPPOSITES: Final = {
 }
 # As in mount(8), these imply noexec unless a later option overrides it.
 _NOEXEC: Final = frozenset({"user", "users", "owner", "group"})
-# Options for mount(8), boot scripts and systemd; options that always apply (nodev, nosuid); options that fusermount3 and
-# mount(8) read from /proc/mounts when they mount again.
+# Options for mount(8), boot scripts and systemd; options that always apply (nodev, nosuid); options that fusermount3
+# and mount(8) read from /proc/mounts when they mount again.
 _IGNORED: Final = frozenset(
     (
         "auto noauto nofail _netdev nouser nousers noowner nogroup dev nodev suid nosuid mand nomand iversion "
