@@ -24,7 +24,7 @@ from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
 from gpufs.mounting import MountEntry
-from gpufs.protocol import LOAD, STORE, Progress, statx
+from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
 
 Fastpath = Literal["auto", "off", "require"]
 
@@ -161,7 +161,7 @@ class Copier:
         except OSError as error:  # of the destination's directory
             raise _ends.open_failure(error, destination.path) from None
         finally:
-            _close_quietly(source_fd)
+            close_all((source_fd,))
 
     def _open(
         self, source: Entry, destination: Entry, source_fd: int, before: os.stat_result, mounts: _Mounts
@@ -202,7 +202,7 @@ class Copier:
             raise
         finally:
             if job.destination_fd >= 0:
-                _close_quietly(job.destination_fd)
+                close_all((job.destination_fd,))
         seconds = time.monotonic() - began
         names = (job.source.path, job.destination.path)
         return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
@@ -315,13 +315,6 @@ class _DeviceError(OSError):
     def __init__(self, error: int, message: str, device_code: int) -> None:
         super().__init__(error, message or os.strerror(error))
         self.device_code = device_code
-
-
-def _close_quietly(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass
 
 
 _Mounts = dict[int, list[MountEntry]]  # by st_dev
