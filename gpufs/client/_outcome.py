@@ -89,10 +89,10 @@ class CopyProgress(NamedTuple):
 class CopyResult(NamedTuple):
     """A copy that succeeded.
 
-    ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
-    written through the mount). ``paths``: bytes by "fastpath", "fallback", "kernel" and "mount";
-    "hole" are those that were moved by none, since they stay holes.
-    ``refusals``: why not all went by the fastpath. ``sha256``: the hexadecimal checksum of both files, if verified.
+    ``method``: "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
+    written through the mount). ``paths``: bytes by "fastpath", "fallback", "kernel" and "mount"; "hole" counts holes,
+    which stay holes and are not moved. ``refusals``: why the fastpath did not move all bytes. ``sha256``: the
+    hexadecimal checksum of both files, if verified.
     """
 
     source: str
