@@ -103,10 +103,12 @@ def mount_as_user_in_namespace(setting: str, *options: str) -> subprocess.Comple
 
 
 def test_no_right_to_use_dev_fuse() -> None:
-    """Its mode has changed when the command looks: in a mount namespace where it is root's alone."""
+    """In a mount namespace where only root may open it."""
     setting = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && mknod -m 600 /dev/fuse c 10 229"
     done = mount_as_user_in_namespace(setting)
-    assert (done.returncode, done.stderr) == (1, "gpufs: /dev/fuse: Permission denied\n")
+    assert done.returncode == 1
+    assert "/dev/fuse: Permission denied" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_no_dev_fuse(mountpoint: Path) -> None:
@@ -115,7 +117,7 @@ def test_no_dev_fuse(mountpoint: Path) -> None:
     command = ["unshare", "-m", "sh", "-c", script, "sh", *GPUFS, "mount", str(mountpoint), "--driver", "host"]
     done = run(*command, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("gpufs: there is no /dev/fuse: ")
+    assert "/dev/fuse is missing" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -255,11 +255,9 @@ def test_cp_says_what_is_wrong(fake: FakeMount, cp: Any) -> None:
     "words", [("-f", "a", "b"), ("-rL", "a", "b"), ("--remove-destination", "a", "b"), ("--verifi", "a")]
 )
 def test_cp_refuses_other_options_of_cp(words: tuple[str, ...], cp: Any) -> None:
-    """With what to do instead."""
     code, output, errors = cp(*words)
     assert (code, output) == (2, "")
-    assert errors.startswith("gpufs: there is no option -")
-    assert "from backing/ of a mount it is as fast" in errors
+    assert len(errors.splitlines()) == 1
     assert ("--verify" in errors) == ("--verifi" in words)
 
 
