@@ -74,6 +74,23 @@ def test_set_id_bits_are_dropped_by_writers(root: Path) -> None:
     assert mode(file) == 0o6777
 
 
+def test_set_gid_without_group_execution_stays_for_members_of_the_group(root: Path) -> None:
+    file = root / "file"
+    actions: dict[str, Callable[[], object]] = {
+        "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
+        "truncate": lambda: os.truncate(file, 3),
+        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
+    }
+    file.touch()
+    os.chown(file, OTHER, OTHER)
+    for name, action in actions.items():
+        for groups, left in (([OTHER], 0o2767), ([], 0o767)):
+            file.write_bytes(b"content")
+            file.chmod(0o2767)
+            in_child(action, uid=NOBODY, gid=NOBODY, groups=groups)
+            assert mode(file) == left, (name, groups)
+
+
 def test_set_id_bits_that_are_dropped_show_at_once(root: Path) -> None:
     """Also where a program asks for the mode alone, which the kernel may have cached."""
     file = root / "file"

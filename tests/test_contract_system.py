@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import signal
 import stat
 import struct
-from collections.abc import Callable, Iterator
-from errno import EBUSY, EINVAL, ESTALE, EXDEV
+from collections.abc import Callable
+from errno import EBUSY, EINVAL, ENOSYS, ESRCH, ESTALE, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -170,20 +169,42 @@ def test_a_file_system_in_a_file(root: Path, reference: Path) -> None:
     assert lines[0] == lines[1]
 
 
-# ---- being told ----
+@privileged
+def test_chroot_and_pivot_root(root: Path) -> None:
+    (root / "inside").mkdir()
+    (root / "file").write_text("here")
+
+    def change() -> tuple[list[str], str, str]:
+        os.chroot(root)
+        os.chdir("/inside")
+        return sorted(os.listdir("/")), Path("../../../file").read_text(), os.getcwd()
+
+    assert in_child(change) == (["file", "inside"], "here", "/inside")
+
+    def pivot() -> list[str]:
+        bind(root, root)
+        os.chdir(root)
+        pivot_root = 155 if os.uname().machine == "x86_64" else 41
+        checked(libc.syscall(pivot_root, b".", b"inside"))
+        return sorted(os.listdir("/"))
+
+    assert apart(pivot) == ["file", "inside"]
 
 
-@pytest.fixture
-def signals() -> Iterator[list[int]]:
-    """The signals of a real-time number that come while the test runs."""
-    got: list[int] = []
-    number = signal.SIGRTMIN + 3
-    before = signal.signal(number, lambda *_: got.append(1))
-    yield got
-    signal.signal(number, before)
+@privileged
+def test_swap_and_quotas_are_refused(root: Path) -> None:
+    swap = root / "swap"
+    swap.write_bytes(bytes(8 * MIB))
+    swap.chmod(0o600)
+    run("mkswap", swap)
+    assert errno_of(lambda: checked(libc.swapon(os.fsencode(swap), 0))) == EINVAL
+    fd = os.open(root, os.O_RDONLY)
+    get_format, quotactl_fd, answer = 0x800004 << 8, 443, ctypes.create_string_buffer(64)
+    assert errno_of(lambda: checked(libc.syscall(quotactl_fd, fd, get_format, 0, answer))) in (ENOSYS, ESRCH)
+    os.close(fd)
 
 
-# ---- other ways to move bytes ----
+# ---- file handles ----
 
 
 def test_handles_outlive_names(root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EACCES, EROFS
@@ -89,6 +90,21 @@ def test_gpufs_mount_and_umount_of_a_plain_user(user: User, mountpoint: Path) ->
     finally:
         gpufs(user, "umount", mountpoint)
     assert as_nobody(lambda: os.listdir(mountpoint)) == []
+
+
+def test_a_mount_outlives_its_users_runtime_directory(mount: Mounter, user: User) -> None:
+    """systemd removes that directory when the user logs out."""
+    mounted = mount(user=user)
+    runtime = Path(user[1]["XDG_RUNTIME_DIR"]) / "gpufs"
+    wait_until(lambda: list(runtime.glob("*.socket")), 20, "the socket")
+    shutil.rmtree(runtime)
+
+    def use() -> None:
+        (mounted.device / "file").write_bytes(noise(MIB))
+        assert_same((mounted.device / "file").read_bytes(), noise(MIB))
+
+    as_nobody(use)
+    mounted.unmount()
 
 
 def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:
