@@ -1,4 +1,4 @@
-"""The rows of docs/internals/kernel-differences.md: calls that the kernel answers differently for FUSE than for tmpfs."""
+"""docs/internals/kernel-differences.md: calls that the kernel answers differently for FUSE than for tmpfs."""
 
 from __future__ import annotations
 
@@ -191,6 +191,22 @@ def fibmap(place: Place) -> int:
     return errno_of(fcntl.ioctl, place.fd, 1, bytearray(8))
 
 
+def register_faults(place: Place) -> int:
+    """userfaultfd(2) for a mapping of the file."""
+    number = {"x86_64": 323, "aarch64": 282}[os.uname().machine]
+    user_mode_only, api, register, missing = 1, 0xC018AA3F, 0xC020AA00, 1
+    handler = libc.syscall(number, os.O_CLOEXEC | user_mode_only)
+    if handler < 0:
+        pytest.skip(f"no userfaultfd here: {os.strerror(ctypes.get_errno())}")
+    fcntl.ioctl(handler, api, struct.pack("=QQQ", 0xAA, 0, 0))
+    os.ftruncate(place.fd, mmap.PAGESIZE)
+    with mmap.mmap(place.fd, mmap.PAGESIZE) as pages:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        code = errno_of(fcntl.ioctl, handler, register, struct.pack("=QQQQ", start, mmap.PAGESIZE, missing, 0))
+    os.close(handler)
+    return code
+
+
 def row(
     action: Callable[[Place], Any], here: object, on_tmpfs: object, *, cached: object = None, root: bool = False
 ) -> Any:
@@ -222,10 +238,11 @@ def row(
         row(map_owners, EINVAL, 0, root=True),
         row(seek_in_a_directory, (0, ENXIO), (EINVAL, EINVAL)),
         row(chown_that_changes_nothing, (0, 0o2706), (EPERM, 0o706), root=True),
+        row(register_faults, EINVAL, 0),
         row(fibmap, 0, EINVAL, root=True),
     ],
 )
-def test_the_kernel_answers(
+def test_the_kernel_answers_this_call_differently_for_fuse(
     root: Path,
     on_gpufs: bool,
     cached: bool,

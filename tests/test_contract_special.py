@@ -21,7 +21,7 @@ F_OFD_SETLK = 37
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def test_fifos(root: Path) -> None:
+def test_fifos_pass_data(root: Path) -> None:
     fifo = root / "fifo"
     os.mkfifo(fifo, 0o640)
     assert stat.S_ISFIFO(fifo.stat().st_mode)
@@ -122,7 +122,7 @@ def test_opening_breaks_a_lease(root: Path) -> None:
         signal.signal(number, before)
 
 
-def test_changes_are_notified(root: Path) -> None:
+def test_inotify_reports_changes(root: Path) -> None:
     fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     assert libc.inotify_add_watch(fd, os.fsencode(root), 0xFFF) > 0
     (root / "file").write_bytes(b"x")

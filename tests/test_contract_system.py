@@ -55,7 +55,7 @@ def program(root: Path) -> Path:
     return path
 
 
-def test_programs_run(root: Path, program: Path) -> None:
+def test_programs_and_scripts_run(root: Path, program: Path) -> None:
     run(program, "0")
     script = root / "script"
     script.write_text(f"#!{program} 0\n")
@@ -75,7 +75,7 @@ def test_programs_run(root: Path, program: Path) -> None:
 
 
 @privileged
-def test_bind_mounts(root: Path) -> None:
+def test_bind_mounts_work(root: Path) -> None:
     for name in ("source", "target"):
         (root / name).mkdir()
     (root / "source/file").write_text("bound")
@@ -105,7 +105,7 @@ def mount_overlay(place: Path, **directories: Path) -> None:
 
 
 @privileged
-def test_overlays(root: Path, reference: Path) -> None:
+def test_overlays_work_below_and_above(root: Path, reference: Path) -> None:
     """Below a tmpfs, and above one: the upper directory holds copies, opaque directories and marks of removed names."""
     if "overlay" not in Path("/proc/filesystems").read_text():
         pytest.skip("no overlays here")
@@ -152,7 +152,7 @@ def test_overlays(root: Path, reference: Path) -> None:
 
 
 @privileged
-def test_a_file_system_in_a_file(root: Path, reference: Path) -> None:
+def test_a_loop_device_works(root: Path, reference: Path) -> None:
     if not all(map(shutil.which, ("mkfs.ext4", "losetup"))) or not Path("/dev/loop-control").exists():
         pytest.skip("no loop devices here")
     image, place = root / "image", reference / "place"
@@ -207,7 +207,7 @@ def test_swap_and_quotas_are_refused(root: Path) -> None:
 # ---- file handles ----
 
 
-def test_handles_outlive_names(root: Path) -> None:
+def test_file_handles_outlive_names(root: Path) -> None:
     """name_to_handle_at(2) and open_by_handle_at(2), which takes root."""
     if os.geteuid() != 0:
         pytest.skip("open_by_handle_at takes root")
