@@ -8,7 +8,7 @@ from functools import partial
 
 from support.mounting import Session
 
-from campaigns import attached, fio, stamps, stressors, trees, twins
+from campaigns import attached, fio, stressors, twins
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -17,11 +17,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "fio-io_uring": partial(fio.verify, "io_uring", ["--direct=1", "--iodepth=16"]),
     "fio-mmap": partial(fio.verify, "mmap", []),
     "twins": twins.twins,
-    "stamps": stamps.four_processes,
     "attached": attached.killed,
     "fuzz": attached.attacked,
-    "rsync": trees.rsync,
-    "tar": trees.tar,
     "stress-ng": stressors.stress_ng,
 }
 

@@ -7,7 +7,6 @@ warm-up, so that threads started on demand do not count as leaks.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -64,7 +63,7 @@ class Held:
 
     @classmethod
     def of(cls, mount: GpufsMount) -> Held:
-        status = json.loads((mount.path / ".gpufs" / "status").read_text())
+        status = mount.status()
         process = Snapshot.of(mount.pid)
         table = status["statistics"]["table"]
         return cls(
