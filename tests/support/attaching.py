@@ -272,7 +272,7 @@ class Fuzzer:
                 with contextlib.suppress(TimeoutError):
                     while True:
                         answer, received = attacker.receive()
-                        self._judge(received)
+                        self._judge(received, pool)
                         if answer is None:
                             return
                         attacker.sock.settimeout(0.001)
@@ -305,7 +305,7 @@ class Fuzzer:
             del packet[chooser.randrange(len(packet)) :]
         return bytes(packet)
 
-    def _judge(self, received: list[int]) -> None:
+    def _judge(self, received: list[int], pool: dict[str, int]) -> None:
         """Fails if these descriptors give what the user may not have."""
         try:
             for fd in received:
@@ -314,8 +314,10 @@ class Fuzzer:
                     continue
                 content = os.pread(fd, size, 0)
                 assert self.SECRET * 4096 not in content, "the memory of a file that the user may not read"
-                if content[:1] == b"p":
-                    assert not grants_write(fd), "write access to a file that the user may only read"
+                grants_write(fd)  # to the user's own file, or to a copy
+                for name in ("public", "small"):
+                    left = os.pread(pool[name], 1, 0)
+                    assert left == b"p", f"write access to {name}, which the user may only read"
         finally:
             for fd in received:
                 os.close(fd)
