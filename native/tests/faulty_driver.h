@@ -43,8 +43,8 @@ class Fault {
 };
 
 struct FaultPlan {
-  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
-      create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
+  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer,
+      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;

@@ -73,8 +73,8 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
-    Result<std::shared_ptr<Buffer::Lease>> opened = found.lease(
-        (flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
+    Result<std::shared_ptr<Buffer::Lease>> opened =
+        found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value());
     if (handle.ok()) *lease = handle.value();

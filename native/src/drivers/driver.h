@@ -118,7 +118,7 @@ class ImportedRange {
  public:
   virtual ~ImportedRange() = default;
   [[nodiscard]] virtual DeviceAddress base() const = 0;
-  [[nodiscard]] virtual std::uint64_t capacity() const = 0;  // reserved addresses
+  [[nodiscard]] virtual std::uint64_t capacity() const = 0;     // reserved addresses
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }  // mapped, from the base
   // Maps a piece at the end of what is mapped. EINVAL: its offset is another one. EFBIG: it is beyond the capacity.
   Status add(const ExportedMemory& piece);

@@ -202,8 +202,8 @@ class SynchronousWork {
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
                                              const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
 
-// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by which
-// users hide devices from a process.
+// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by
+// which users hide devices from a process.
 Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable);
 
 }  // namespace gpufs::gpu

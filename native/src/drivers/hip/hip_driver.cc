@@ -157,7 +157,8 @@ class HipDevice final : public gpu::GpuDevice {
         wish != HipMemory::kPlain && library_.has_virtual_memory() && attribute(kHipAttributeVirtualMemory);
     if (virtual_memory && wish == HipMemory::kAuto && library_.moves_files() && kernel_moves_files(info_.pci_address)) {
       log_info(name(), ": the kernel moves files to and from plain memory, so each buffer is one allocation");
-      plain_reason_ = "it is plain memory, which the kernel moves files to and from: set the knob hip_memory to virtual";
+      plain_reason_ =
+          "it is plain memory, which the kernel moves files to and from: set the knob hip_memory to virtual";
       virtual_memory = false;
     }
     // The runtime maps, unmaps and opens one piece at a time, and its calls for files reach plain memory alone.
