@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -111,6 +112,27 @@ def test_leased_memory_cannot_be_taken_away(opened: engine.Engine, buffer: engin
     buffer.punch(0, 2 * MIB)
     assert_same(buffer.read_bytes(0, len(content)), bytes(2 * MIB) + content[2 * MIB :])
     buffer.resize(0)
+
+
+def test_a_sparse_file_is_loaded_over_leased_memory(
+    opened: engine.Engine, buffer: engine.Buffer, tmp_path: Path
+) -> None:
+    """Holes, which a load would punch otherwise, become zeros."""
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(noise(2 * MIB))
+        file.seek(12 * MIB)
+        file.write(b"end")
+    buffer.write(0, noise(12 * MIB + 3))
+    with (
+        engine.BackingFile.open(opened, path) as backing,
+        engine.Lease(buffer, writable=True) as lease,
+        mapped_by_another(lease, opened) as peer,
+    ):
+        assert backing.read(buffer, sparse=True) == 12 * MIB + 3
+        assert_same(buffer.read_bytes(0, 13 * MIB), path.read_bytes())
+        assert bytes.fromhex(peer.call("read", offset=8 * MIB, size=4096)) == bytes(4096)
+        assert bytes.fromhex(peer.call("read", offset=12 * MIB, size=3)) == b"end"
 
 
 def test_holes_are_memory_for_writers_and_an_error_for_readers(opened: engine.Engine, buffer: engine.Buffer) -> None:
