@@ -143,8 +143,8 @@ gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpuf
 
 /* ---- memory that programs share ---- */
 
-/* WRITE: those who map the memory may write to it. LOCAL: the memory is used in this process, by its address, and is not
- * exported. */
+/* WRITE: those who map the memory may write to it. LOCAL: the memory is used in this process, by its address, and is
+ * not exported. */
 enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2 };
 
 typedef struct {
@@ -188,8 +188,8 @@ gpufs_status gpufs_lease_close(gpufs_handle lease);
  * reserve_bytes: addresses for growth. ENODEV: this process does not see the device. */
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping);
-/* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those before
- * it mapped. EFBIG: beyond the capacity. */
+/* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those
+ * before it mapped. EFBIG: beyond the capacity. */
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
 /* Unmaps the memory, once no DLPack tensor of it is left. */

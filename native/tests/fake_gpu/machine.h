@@ -461,10 +461,10 @@ class Machine {
   api::Code set_access(Address address, std::size_t bytes, const api::Access* access, std::size_t count) {
     if (!are_mapped(address, bytes)) return api::kInvalidValue;
     if (!setup.tail_access && reservations_.size() > 1 && !reservations_.contains(address)) return api::kInvalidValue;
-    const bool writes = std::any_of(access, access + count, [](const api::Access& given) {
-      return given.flags == api::kAccessReadWrite;
-    });
-    if (::mprotect(pointer(address), bytes, writes ? PROT_READ | PROT_WRITE : PROT_READ) != 0) return api::kInvalidValue;
+    const bool writes = std::any_of(access, access + count,
+                                    [](const api::Access& given) { return given.flags == api::kAccessReadWrite; });
+    if (::mprotect(pointer(address), bytes, writes ? PROT_READ | PROT_WRITE : PROT_READ) != 0)
+      return api::kInvalidValue;
     for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;
          ++mapping) {
       for (std::size_t i = 0; i < count; ++i) mapping->second.access[access[i].location.id] = access[i].flags;
@@ -550,7 +550,8 @@ class Machine {
   }
   api::Code fill(Address destination, unsigned char value, std::size_t bytes, api::Stream handle) {
     api::Stream stream = nullptr;
-    if (const api::Code code = checked({destination}, destination, bytes, handle, &stream); code != api::kSuccess) return code;
+    if (const api::Code code = checked({destination}, destination, bytes, handle, &stream); code != api::kSuccess)
+      return code;
     come_behind_blocked(handle);
     stream->last_queue = nullptr;
     stream->queue([=] {
@@ -587,6 +588,15 @@ class Machine {
     lock.unlock();
     stream->synchronize();
     return planned != api::kSuccess ? planned : poison(device).load();
+  }
+  // All streams of the current device.
+  api::Code synchronize(std::unique_lock<std::mutex>& lock) {
+    std::vector<api::Stream> all(streams_.begin(), streams_.end());
+    std::erase_if(all, [this](api::Stream stream) { return stream->device != current(); });
+    const int device = current();
+    lock.unlock();
+    for (api::Stream stream : all) stream->synchronize();
+    return poison(device).load();
   }
   // The stream of a handle: the current device's default stream for the first numbers, null for what is none.
   api::Stream stream_at(api::Stream handle) {

@@ -368,6 +368,7 @@ ON_DEVICE(hipMemcpyPeerAsync,
           device == current_device && peer != device ? m.copy_within(number(destination), number(source), bytes, stream)
                                                      : api::kInvalidDevice)
 
+ON_DEVICE(hipDeviceSynchronize, (), m.synchronize(lock))
 CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
      m.granularity(bytes, *properties))
 CALL(hipMemAddressReserve,
