@@ -292,5 +292,5 @@ def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> N
     wait_for_leases(mounted, 0)
     assert mounted.alive()
     assert not [line for line in mounted.complaints() if "Traceback" in line or "ERROR" in line]
-    with gpufs.attach(mounted.device / "fuzz/secret") as array:
+    with gpufs.attach(mounted.device / "attacked/secret") as array:
         assert array.nbytes == 4 * MIB

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from support.users import user_gpufs
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
 
-# Enters a new root with the system's directories, the mount at /data, and the socket's directory; then a user namespace.
+# Enters a new root with the system's directories, the mount at /data and the socket's directory, and a user namespace.
 # $1: the mount, $2: the socket's directory, $3: an empty directory, $4: the user outside; the rest: the command.
 CONTAINER = """
 mount --make-rprivate /
@@ -42,9 +42,8 @@ NAMESPACES = ("--mount", "--pid", "--ipc", "--net", "--uts", "--cgroup", "--fork
 
 
 @pytest.fixture
-def container(mount: Mounter, tmp_path: Path) -> Iterator[GpufsMount]:
-    mounted = mount(allow_other=True)
-    yield mounted
+def container(mount: Mounter) -> GpufsMount:
+    return mount(allow_other=True)
 
 
 def words(mounted: GpufsMount, root: Path, user: int, script: str, *arguments: str) -> list[str]:
@@ -73,8 +72,6 @@ with gpufs.attach("/data/gpu0/weights", "r+") as array:
 with open("/data/gpu0/weights", "rb") as file:
     print(file.read(1)[0])
 """
-    import hashlib
-
     said = run(*words(container, tmp_path, user, script)).stdout.split()
     assert said == [hashlib.sha256(noise(5 * MIB)).hexdigest(), "201"]
     assert path.read_bytes()[0] == 201

@@ -43,8 +43,8 @@ class Fault {
 };
 
 struct FaultPlan {
-  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
-      create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
+  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer,
+      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
@@ -90,10 +90,11 @@ class FaultyMemory : public DeviceMemory {
     return {start, end - start};
   }
   void fix_in_place() override { ++plan_->fixed; }
-  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override {
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
+                                                    bool writable) override {
     Status status = plan_->export_memory.next("export");
     if (!status.ok()) return status;
-    return inner_->export_memory(from, capacity, writable);
+    return inner_->export_memory(from, end, capacity, writable);
   }
 
  private:

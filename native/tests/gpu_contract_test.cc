@@ -240,7 +240,7 @@ TEST_P(GpuContract, ExportsEveryPiece) {
   auto range = must(memory->reserve(2048 * kMiB));
   ASSERT_OK(memory->populate(0, 2 * granule_));
   ASSERT_OK(memory->populate(4 * granule_, 1100 * kMiB));
-  Result<std::vector<ExportedMemory>> exported = memory->export_memory(0, SIZE_MAX, true);
+  Result<std::vector<ExportedMemory>> exported = memory->export_memory(0, UINT64_MAX, SIZE_MAX, true);
   if (plain()) {
     EXPECT_EQ(exported.error(), EOPNOTSUPP);
     return;
@@ -270,7 +270,7 @@ TEST_P(GpuContract, ImportedMemoryIsTheExporters) {
     EXPECT_EQ(device_->create_import(granule_, true).error(), plain() ? EOPNOTSUPP : 0);
     return;
   }
-  const auto pieces = must(memory->export_memory(0, SIZE_MAX, true));
+  const auto pieces = must(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true));
   const auto writable = must(device_->create_import(4 * granule_, true));
   const auto read_only = must(device_->create_import(8 * granule_, false));
   for (const auto& piece : pieces) {
@@ -290,7 +290,7 @@ TEST_P(GpuContract, ImportedMemoryIsTheExporters) {
   EXPECT_TRUE(testing::same_bytes(read(range->base(), changed.size()), changed));
 
   ASSERT_OK(memory->populate(4 * granule_, granule_));
-  const auto more = must(memory->export_memory(4 * granule_, SIZE_MAX, true));
+  const auto more = must(memory->export_memory(4 * granule_, UINT64_MAX, SIZE_MAX, true));
   ASSERT_EQ(more.size(), 1U);
   EXPECT_EQ(writable->add(more[0]).error(), EFBIG);
   EXPECT_OK(read_only->add(more[0]));
@@ -298,6 +298,20 @@ TEST_P(GpuContract, ImportedMemoryIsTheExporters) {
   memory.reset();
   range.reset();
   EXPECT_TRUE(testing::same_bytes(read(writable->base(), changed.size()), changed));
+}
+
+TEST_P(GpuContract, SynchronizingWaitsForTheWorkOfAllStreams) {
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(64 * kMiB));
+  ASSERT_OK(memory->populate(0, 64 * kMiB));
+  const auto data = pattern(64 * kMiB, 4);
+  auto stream = must(device_->create_stream());
+  auto event = must(device_->create_event());
+  for (int round = 0; round < 20; ++round) ASSERT_OK(stream->copy_to_device(range->base(), data.data(), data.size()));
+  ASSERT_OK(stream->record(*event));
+  device_->synchronize();
+  EXPECT_TRUE(GetParam() == Library::kBareHip || must(event->query()));
+  ASSERT_OK(stream->synchronize());
 }
 
 TEST_P(GpuContract, OnlyMemoryCanBeImported) {

@@ -29,9 +29,16 @@ namespace {
 
 // What a mapping's handle names.
 struct Mapping {
+  Mapping(std::shared_ptr<Device> on, std::unique_ptr<ImportedRange> imported)
+      : device(std::move(on)), range(std::move(imported)) {}
+  // Kernels of the program may still use the memory: its arrays go without regard to its streams.
+  ~Mapping() { device->synchronize(); }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
   std::mutex mutex;  // guards the range's growth
-  std::shared_ptr<Device> device;
-  std::unique_ptr<ImportedRange> range;  // destroyed before the device
+  const std::shared_ptr<Device> device;
+  const std::unique_ptr<ImportedRange> range;  // destroyed before the device
 };
 
 // The devices that mappings of this process use, each opened once.
@@ -66,8 +73,8 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
-    Result<std::shared_ptr<Buffer::Lease>> opened = found.lease(
-        (flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
+    Result<std::shared_ptr<Buffer::Lease>> opened =
+        found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value());
     if (handle.ok()) *lease = handle.value();
@@ -115,9 +122,7 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
     Result<std::unique_ptr<gpufs::ImportedRange>> range =
         device.value()->create_import(reserve_bytes, (flags & GPUFS_LEASE_WRITE) != 0);
     if (!range.ok()) return range.status();
-    auto opened = std::make_shared<gpufs::Mapping>();
-    opened->device = device.take();
-    opened->range = range.take();
+    auto opened = std::make_shared<gpufs::Mapping>(device.take(), range.take());
     Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Mapping>(std::move(opened));
     if (handle.ok()) *mapping = handle.value();
     return handle.status();
@@ -157,6 +162,7 @@ gpufs_status gpufs_tensor_export(gpufs_handle owner, const gpufs_tensor* tensor,
     if (tensor == nullptr || managed == nullptr || (tensor->shape == nullptr && tensor->dimensions > 0)) {
       return gpufs::null_argument();
     }
+    if (tensor->dimensions < 0) return Status(EINVAL, "a tensor with a negative number of dimensions");
     std::shared_ptr<void> keep;
     if (Result<std::shared_ptr<Buffer::Lease>> lease = HandleTable::instance().get<Buffer::Lease>(owner); lease.ok()) {
       keep = lease.take();

@@ -104,12 +104,12 @@ class DeviceMemory {
   // Ends that.
   virtual void allow_moves() {}
 
-  // Descriptors with which other programs can map the memory at and above `from`, in order of their offsets, at most
+  // Descriptors with which other programs can map the memory from `from` to `end`, in order of their offsets, at most
   // `capacity` of them; call fix_in_place() first. `from` is 0 or the end of a piece that was exported before. The host
   // driver returns one memfd, whose offsets are the buffer's and which is open for writing only if `writable`; GPUs one
-  // descriptor for each piece, which shows [offset, offset+bytes) from its start and cannot be made read-only.
-  // EOPNOTSUPP: see Device::check_sharing().
-  virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity,
+  // descriptor for each piece, which shows [offset, offset+bytes) from its start and cannot be made read-only. The last
+  // piece may reach beyond `end`. EOPNOTSUPP: see Device::check_sharing().
+  virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                             bool writable) = 0;
 };
 
@@ -240,6 +240,9 @@ class Device {
 
   // The program's streams that wait for the engine.
   [[nodiscard]] BlockedStreams& blocked_streams() { return blocked_streams_; }
+
+  // Waits for all work that this process has queued on the device, the program's own too: before its addresses go.
+  virtual void synchronize() {}
 
   // Synchronous copies. The calling thread waits for its own copy only, not for work that others queued.
   virtual Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) = 0;

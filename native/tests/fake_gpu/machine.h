@@ -669,6 +669,15 @@ class Machine {
     stream->synchronize();
     return planned != api::kSuccess ? planned : poison(device).load();
   }
+  // All streams of the current device.
+  api::Code synchronize(std::unique_lock<std::mutex>& lock) {
+    std::vector<api::Stream> all(streams_.begin(), streams_.end());
+    std::erase_if(all, [this](api::Stream stream) { return stream->device != current(); });
+    const int device = current();
+    lock.unlock();
+    for (api::Stream stream : all) stream->synchronize();
+    return poison(device).load();
+  }
   // The stream of a handle: the current device's default stream for the first numbers, null for what is none.
   api::Stream stream_at(api::Stream handle) {
     if (number(handle) > api::kLastDefaultStream) return streams_.contains(handle) ? handle : nullptr;

@@ -377,7 +377,7 @@ ON_DEVICE(hipIpcOpenMemHandle, (void** address, api::IpcHandle handle, unsigned 
           flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
 ON_DEVICE(hipIpcCloseMemHandle, (void* address), m.ipc_close(number(address)))
 CALL(hipMemRetainAllocationHandle, (HipMemoryHandle * handle, void* address), m.retain(handle, number(address)))
-
+ON_DEVICE(hipDeviceSynchronize, (), m.synchronize(lock))
 CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
      m.granularity(bytes, *properties))
 CALL(hipMemAddressReserve,

@@ -362,6 +362,13 @@ Status GpuDevice::run(Queue queue) {
   return status.ok() ? work.finish() : status;
 }
 
+void GpuDevice::synchronize() {
+  const Current current(*this);
+  if (current.status().ok() && functions().synchronize) {
+    (void)check(functions().synchronize.symbol(), functions().synchronize());
+  }
+}
+
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
   if (bytes == 0) return health();
   return run([&](api::Stream stream) { return call(functions().copy_to_device, destination, source, bytes, stream); });

@@ -39,6 +39,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
+  void synchronize() override;
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
@@ -123,7 +124,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   DeviceInfo info_;
   bool spans_pieces_ = true;
   std::string access_remedy_;  // what the message adds when access to mapped memory is refused
-  std::string plain_reason_;   // why there is no virtual memory, for users
+  // Why there is no virtual memory, for users: by default, because the vendor's software has none.
+  std::string plain_reason_;
 
  private:
   friend Result<std::unique_ptr<Driver>> open_devices(
