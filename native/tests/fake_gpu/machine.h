@@ -111,6 +111,10 @@ struct StreamObject {
     std::unique_lock lock(mutex);
     changed.wait(lock, [this] { return tasks.empty() && !busy; });
   }
+  bool idle() {
+    const std::scoped_lock lock(mutex);
+    return tasks.empty() && !busy;
+  }
   void hold(bool now) {
     {
       const std::scoped_lock lock(mutex);
@@ -587,6 +591,18 @@ class Machine {
     lock.unlock();
     stream->synchronize();
     return planned != api::kSuccess ? planned : poison(device).load();
+  }
+  // Waits with the mutex free for a moment at a time, because streams come and go.
+  api::Code synchronize_device(std::unique_lock<std::mutex>& lock) {
+    const int device = current();
+    const auto works = [&](api::Stream stream) { return stream->device == device && !stream->idle(); };
+    const auto& ordinary = defaults_.at(static_cast<std::size_t>(device));
+    while (std::any_of(streams_.begin(), streams_.end(), works) || (ordinary != nullptr && works(ordinary.get()))) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      lock.lock();
+    }
+    return poison(device).load();
   }
   // The stream of a handle: the current device's default stream for the first numbers, null for what is none.
   api::Stream stream_at(api::Stream handle) {

@@ -300,6 +300,8 @@ ON_DEVICE(hipMemsetD8Async, (void* destination, unsigned char value, std::size_t
 ON_DEVICE(hipStreamCreateWithFlags, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(hipStreamDestroy, (api::Stream stream), m.destroy_stream(lock, stream))
 
+ON_DEVICE(hipDeviceSynchronize, (), m.synchronize_device(lock))
+
 api::Code hipStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
   std::unique_lock lock(m.mutex);

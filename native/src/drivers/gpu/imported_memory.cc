@@ -27,6 +27,8 @@ Result<std::unique_ptr<ImportedRange>> ImportedMemory::create(std::shared_ptr<Gp
 ImportedMemory::~ImportedMemory() {
   const Current current(*device_);
   const Functions& functions = device_->functions();
+  // Tensors are freed while kernels that read them are still queued, and unmapping does not wait for those.
+  functions.synchronize();
   // Failures have no remedy: the driver then keeps the addresses and the memory until the process ends.
   if (!device_->spans_pieces() || (bytes() > 0 && functions.memory_unmap(base_, bytes()) != api::kSuccess)) {
     for (const auto& [offset, bytes] : pieces_) functions.memory_unmap(base_ + offset, bytes);

@@ -49,6 +49,7 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   required(f.device_attribute, "cuDeviceGetAttribute", "hipDeviceGetAttribute");
   required(f.device_pci_address, "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId");
   required(f.device_total_memory, "cuDeviceTotalMem_v2", "hipDeviceTotalMem");
+  required(f.synchronize, "cuCtxSynchronize", "hipDeviceSynchronize");
   required(f.memory_info, "cuMemGetInfo_v2", "hipMemGetInfo");
   required(f.memory_allocate, "cuMemAlloc_v2", "hipMalloc");
   required(f.memory_free, "cuMemFree_v2", "hipFree");

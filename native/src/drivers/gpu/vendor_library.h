@@ -62,6 +62,7 @@ struct Functions {
   Function<int*, int, int> device_attribute;
   Function<char*, int, int> device_pci_address;
   Function<std::size_t*, int> device_total_memory;
+  Function<> synchronize;  // the current device, with all its streams
   Function<std::size_t*, std::size_t*> memory_info;
   Function<DeviceAddress*, std::size_t> memory_allocate;
   Function<DeviceAddress> memory_free;
