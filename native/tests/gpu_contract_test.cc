@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <future>
@@ -312,6 +313,30 @@ TEST_P(GpuContract, SynchronizingWaitsForTheWorkOfAllStreams) {
   device_->synchronize();
   EXPECT_TRUE(GetParam() == Library::kBareHip || must(event->query()));
   ASSERT_OK(stream->synchronize());
+}
+
+TEST_P(GpuContract, ImportedMemoryStaysMappedForQueuedWork) {
+  if (plain() || GetParam() == Library::kBareHip)
+    GTEST_SKIP() << "cannot import memory, or call a function in a stream";
+  auto memory = must(device_->create_memory());
+  auto range = must(memory->reserve(64 * kMiB));
+  ASSERT_OK(memory->populate(0, granule_));
+  if (device_->check_sharing().error() == EOPNOTSUPP) GTEST_SKIP() << device_->check_sharing().message();
+  write(range->base(), pattern(granule_, 1));
+  auto imported = must(device_->create_import(granule_, true));
+  for (const auto& piece : must(memory->export_memory(0, SIZE_MAX, true))) ASSERT_OK(imported->add(piece));
+  auto stream = must(device_->create_stream());
+  std::promise<void> gate;
+  std::shared_future<void> opened = gate.get_future().share();
+  ASSERT_OK(stream->call([](void* argument) { static_cast<std::shared_future<void>*>(argument)->wait(); }, &opened));
+  ASSERT_OK(stream->fill_zero(imported->base(), granule_));
+  std::future<void> unmapped = std::async(std::launch::async, [&] { imported.reset(); });
+  EXPECT_EQ(unmapped.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
+  gate.set_value();
+  unmapped.get();
+  EXPECT_OK(stream->synchronize());
+  EXPECT_OK(device_->health());
+  EXPECT_TRUE(all_zero(range->base(), granule_));
 }
 
 TEST_P(GpuContract, OnlyMemoryCanBeImported) {

@@ -31,23 +31,19 @@ namespace {
 struct Mapping {
   Mapping(std::shared_ptr<Device> on, std::unique_ptr<ImportedRange> imported)
       : device(std::move(on)), range(std::move(imported)) {}
-  // Kernels of the program may still use the memory: its arrays go without regard to its streams.
-  ~Mapping() { device->synchronize(); }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
 
   std::mutex mutex;  // guards the range's growth
   const std::shared_ptr<Device> device;
   const std::unique_ptr<ImportedRange> range;  // destroyed before the device
 };
 
-// The devices that mappings of this process use, each opened once.
+// The devices that mappings of this process use, each opened once and kept: making a GPU's context takes 100 ms.
 Result<std::shared_ptr<Device>> shared_device(const std::string& driver, const std::string& pci_address) {
   static std::mutex& mutex = *new std::mutex;
-  static auto& devices = *new std::map<std::pair<std::string, std::string>, std::weak_ptr<Device>>;
+  static auto& devices = *new std::map<std::pair<std::string, std::string>, std::shared_ptr<Device>>;
   const std::lock_guard lock(mutex);
-  std::weak_ptr<Device>& known = devices[{driver, pci_address}];
-  if (std::shared_ptr<Device> device = known.lock()) return device;
+  std::shared_ptr<Device>& known = devices[{driver, pci_address}];
+  if (known) return known;
   Result<std::shared_ptr<Device>> opened = open_device(driver, pci_address);
   if (opened.ok()) known = opened.value();
   return opened;

@@ -114,7 +114,8 @@ class DeviceMemory {
 };
 
 // Addresses at which this process sees memory that another program has exported. One thread at a time, except base()
-// and capacity(). Unmapped when destroyed (any thread), after which only the other users hold the memory.
+// and capacity(). Unmapped when destroyed (any thread), after which only the other users hold the memory. A GPU first
+// completes all work that this process has queued on it.
 class ImportedRange {
  public:
   virtual ~ImportedRange() = default;

@@ -234,6 +234,8 @@ api::Code cuMemcpyPeerAsync(CuAddress destination, CuContext peer, CuAddress sou
 ON_DEVICE(cuStreamCreate, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(cuStreamDestroy_v2, (api::Stream stream), m.destroy_stream(lock, stream))
 
+ON_DEVICE(cuCtxSynchronize, (), m.synchronize(lock))
+
 api::Code cuStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
   std::unique_lock lock(m.mutex);

@@ -112,6 +112,10 @@ struct StreamObject {
     std::unique_lock lock(mutex);
     changed.wait(lock, [this] { return tasks.empty() && !busy; });
   }
+  bool idle() {
+    const std::scoped_lock lock(mutex);
+    return tasks.empty() && !busy;
+  }
   void hold(bool now) {
     {
       const std::scoped_lock lock(mutex);
@@ -669,13 +673,16 @@ class Machine {
     stream->synchronize();
     return planned != api::kSuccess ? planned : poison(device).load();
   }
-  // All streams of the current device.
+  // Waits with the mutex free for a moment at a time, because streams come and go.
   api::Code synchronize(std::unique_lock<std::mutex>& lock) {
-    std::vector<api::Stream> all(streams_.begin(), streams_.end());
-    std::erase_if(all, [this](api::Stream stream) { return stream->device != current(); });
     const int device = current();
-    lock.unlock();
-    for (api::Stream stream : all) stream->synchronize();
+    const auto works = [&](api::Stream stream) { return stream->device == device && !stream->idle(); };
+    const auto& ordinary = defaults_.at(static_cast<std::size_t>(device));
+    while (std::any_of(streams_.begin(), streams_.end(), works) || (ordinary != nullptr && works(ordinary.get()))) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      lock.lock();
+    }
     return poison(device).load();
   }
   // The stream of a handle: the current device's default stream for the first numbers, null for what is none.

@@ -300,6 +300,8 @@ ON_DEVICE(hipMemsetD8Async, (void* destination, unsigned char value, std::size_t
 ON_DEVICE(hipStreamCreateWithFlags, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(hipStreamDestroy, (api::Stream stream), m.destroy_stream(lock, stream))
 
+ON_DEVICE(hipDeviceSynchronize, (), m.synchronize(lock))
+
 api::Code hipStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
   std::unique_lock lock(m.mutex);
@@ -377,7 +379,6 @@ ON_DEVICE(hipIpcOpenMemHandle, (void** address, api::IpcHandle handle, unsigned 
           flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
 ON_DEVICE(hipIpcCloseMemHandle, (void* address), m.ipc_close(number(address)))
 CALL(hipMemRetainAllocationHandle, (HipMemoryHandle * handle, void* address), m.retain(handle, number(address)))
-ON_DEVICE(hipDeviceSynchronize, (), m.synchronize(lock))
 CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
      m.granularity(bytes, *properties))
 CALL(hipMemAddressReserve,

@@ -49,6 +49,7 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   required(f.device_attribute, "cuDeviceGetAttribute", "hipDeviceGetAttribute");
   required(f.device_pci_address, "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId");
   required(f.device_total_memory, "cuDeviceTotalMem_v2", "hipDeviceTotalMem");
+  required(f.synchronize, "cuCtxSynchronize", "hipDeviceSynchronize");
   required(f.memory_info, "cuMemGetInfo_v2", "hipMemGetInfo");
   required(f.memory_allocate, "cuMemAlloc_v2", "hipMalloc");
   required(f.memory_free, "cuMemFree_v2", "hipFree");
@@ -80,7 +81,6 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   optional(f.device_can_access_peer, "cuDeviceCanAccessPeer", "hipDeviceCanAccessPeer");
   optional(f.memory_export, "cuMemExportToShareableHandle", "hipMemExportToShareableHandle");
   optional(f.memory_import, "cuMemImportFromShareableHandle", "hipMemImportFromShareableHandle");
-  optional(f.synchronize, "cuCtxSynchronize", "hipDeviceSynchronize");
   optional(f.launch_host, "cuLaunchHostFunc", "hipLaunchHostFunc");
   optional(f.stream_capturing, "cuStreamIsCapturing", "hipStreamIsCapturing");
   optional(f.host_address, "cuMemHostGetDevicePointer_v2", "hipHostGetDevicePointer");

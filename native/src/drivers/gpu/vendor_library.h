@@ -62,6 +62,7 @@ struct Functions {
   Function<int*, int, int> device_attribute;
   Function<char*, int, int> device_pci_address;
   Function<std::size_t*, int> device_total_memory;
+  Function<> synchronize;  // the current device, with all its streams
   Function<std::size_t*, std::size_t*> memory_info;
   Function<DeviceAddress*, std::size_t> memory_allocate;
   Function<DeviceAddress> memory_free;
@@ -95,7 +96,6 @@ struct Functions {
   Function<int*, int, int> device_can_access_peer;
   Function<void*, Handle, int, Flags> memory_export;
   Function<Handle*, void*, int> memory_import;
-  Function<> synchronize;
   Function<api::Stream, HostFunction, void*> launch_host;
   Function<api::Stream, int*> stream_capturing;
   Function<DeviceAddress*, void*, unsigned> host_address;
