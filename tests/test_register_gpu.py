@@ -78,10 +78,14 @@ def program(driver: str) -> Iterator[Callable[..., Program]]:
 
 @pytest.mark.parametrize("kind", ["plain", "virtual"])
 def test_a_part_of_an_allocation_is_a_file(
-    root: Path, tmp_path: Path, program: Callable[..., Program], kind: str
+    root: Path, tmp_path: Path, program: Callable[..., Program], kind: str, driver: str
 ) -> None:
     offset = MIB + 512
     running = program(root / "live", offset=offset, kind=kind)
+    if kind == "virtual" and driver == "hip":  # the fake's kernel moves files, so the mount has no ranges of addresses
+        assert running.answer.startswith(str(errno.EOPNOTSUPP))
+        assert not list(root.iterdir())
+        return
     assert running.answer == "ready"
     content = noise(4 * MIB)[offset:]
     assert hashlib.sha256((root / "live").read_bytes()).digest() == hashlib.sha256(content).digest()

@@ -280,8 +280,8 @@ INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredDescriptorTest, ::testing::Values(kC
                          [](const auto& test) { return std::string(test.param.name); });
 
 TEST_P(RegisteredDescriptorTest, ShowsAPartOfPhysicalMemory) {
-  const auto buffer = std::make_shared<RegisteredBuffer>(
-      context_, must(device().map_foreign(exported(kInside, kMiB))), kMiB, true);
+  const auto buffer =
+      std::make_shared<RegisteredBuffer>(context_, must(device().map_foreign(exported(kInside, kMiB))), kMiB, true);
   std::vector<std::byte> read(kMiB);
   ASSERT_EQ(must(buffer->read(0, read)), kMiB);
   EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + kInside));
