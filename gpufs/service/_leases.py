@@ -257,12 +257,16 @@ class ClientLeases:
             await self._refuse(message.id, OSError(errno.EBADF, "nothing is attached under this number"))
             return
         lease = attachment.lease
+
+        def refresh() -> int:
+            lease.refresh()
+            return lease.bytes
+
         try:
-            await self._client.in_thread(lease.refresh, attachment.holdings)
+            attachment.holder.bytes = await self._client.in_thread(refresh, attachment.holdings)
         except OSError as failure:
             await self._refuse(message.id, failure)
             return
-        attachment.holder.bytes = lease.bytes
         await self._answer(message.id, attachment, lease, message.start)
 
     async def _detach(self, message: Detach, attachment: _Attachment | None) -> None:
