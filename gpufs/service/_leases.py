@@ -177,7 +177,8 @@ class ClientLeases:
         attachment = self._attachments.get(message.id)
         if len(descriptors) != isinstance(message, Attach):
             raise ProtocolError(f"a message of type {message.TYPE} with {len(descriptors)} descriptors")
-        if attachment is not None and attachment.busy:
+        # An interrupted client may end what it has just asked for.
+        if attachment is not None and attachment.busy and not isinstance(message, Detach):
             raise ProtocolError("a request for an attachment whose last request has not been answered")
         if self._working >= self._limits.requests:
             raise ProtocolError("too many requests at once")
@@ -193,7 +194,7 @@ class ClientLeases:
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, attachment)
         else:
-            work = functools.partial(self._detach, message)
+            work = functools.partial(self._detach, message, attachment)
         self._working += 1
         if attachment is not None:
             attachment.busy = True
@@ -212,8 +213,8 @@ class ClientLeases:
         """Ends all leases, and waits so long for that."""
         with trio.move_on_after(seconds):
             async with trio.open_nursery() as nursery:
-                for number in list(self._attachments):
-                    nursery.start_soon(self._end, number)
+                for number, attachment in list(self._attachments.items()):
+                    nursery.start_soon(self._end, number, attachment)
 
     async def _attach(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> None:
         def prepare() -> MountLease:
@@ -222,7 +223,7 @@ class ClientLeases:
         try:
             attachment.lease = await self._client.in_thread(prepare, attachment.holdings)
         except OSError as failure:
-            await self._end(message.id)
+            await self._end(message.id, attachment)
             await self._refuse(message.id, failure)
             return
         holder = attachment.holder
@@ -261,23 +262,27 @@ class ClientLeases:
             await self._refuse(message.id, OSError(errno.EBADF, "nothing is attached under this number"))
             return
         lease = attachment.lease
+
+        def refresh() -> int:
+            lease.refresh()
+            return lease.bytes
+
         try:
-            await self._client.in_thread(lease.refresh, attachment.holdings)
+            attachment.holder.bytes = await self._client.in_thread(refresh, attachment.holdings)
         except OSError as failure:
             await self._refuse(message.id, failure)
             return
-        attachment.holder.bytes = lease.bytes
         await self._answer(message.id, attachment, lease, message.start)
 
-    async def _detach(self, message: Detach) -> None:
-        await self._end(message.id)
+    async def _detach(self, message: Detach, attachment: _Attachment | None) -> None:
+        await self._end(message.id, attachment)
         await self._send(Detached(message.id))
 
-    async def _end(self, number: int) -> None:
-        """Ends a lease and waits until its memory is released."""
-        attachment = self._attachments.pop(number, None)
-        if attachment is None:
+    async def _end(self, number: int, attachment: _Attachment | None) -> None:
+        """Ends a lease and waits until its memory is released. Another one may have its number by now, and stays."""
+        if attachment is None or self._attachments.get(number) is not attachment:
             return
+        del self._attachments[number]
         released = trio.Event()
         token = trio.lowlevel.current_trio_token()
 
@@ -293,11 +298,12 @@ class ClientLeases:
     async def _answer(self, number: int, attachment: _Attachment, lease: MountLease, start: int) -> None:
         """Sends the memory from ``start`` on."""
 
-        def take() -> _Outgoing:
-            return attachment.holdings.hold(_Outgoing(lease.pieces(start)))
+        def take() -> tuple[_Outgoing, int]:
+            size = lease.bytes
+            return attachment.holdings.hold(_Outgoing(lease.pieces(start))), size
 
         try:
-            outgoing = await self._client.in_thread(take, attachment.holdings)
+            outgoing, size = await self._client.in_thread(take, attachment.holdings)
         except OSError as failure:
             await self._refuse(number, failure)
             return
@@ -308,7 +314,7 @@ class ClientLeases:
                 driver=lease.driver,
                 pci_address=lease.pci_address,
                 device=lease.device,
-                size=lease.bytes,
+                size=size,
                 private=lease.private,
                 pieces=len(pieces),
             )
