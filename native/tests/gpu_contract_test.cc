@@ -324,7 +324,7 @@ TEST_P(GpuContract, ImportedMemoryStaysMappedForQueuedWork) {
   if (device_->check_sharing().error() == EOPNOTSUPP) GTEST_SKIP() << device_->check_sharing().message();
   write(range->base(), pattern(granule_, 1));
   auto imported = must(device_->create_import(granule_, true));
-  for (const auto& piece : must(memory->export_memory(0, SIZE_MAX, true))) ASSERT_OK(imported->add(piece));
+  for (const auto& piece : must(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true))) ASSERT_OK(imported->add(piece));
   auto stream = must(device_->create_stream());
   std::promise<void> gate;
   std::shared_future<void> opened = gate.get_future().share();
