@@ -264,7 +264,7 @@ class RegisteredDescriptorTest : public RegisteredGpuTest {
     memory_->fix_in_place();
   }
   ForeignMemory exported(std::uint64_t offset, std::uint64_t bytes) {
-    std::vector<ExportedMemory> pieces = must(memory_->export_memory(0, 1, true));
+    std::vector<ExportedMemory> pieces = must(memory_->export_memory(0, 1, 1, true));
     ForeignMemory memory;
     memory.kind = ShareKind::kDescriptor;
     memory.descriptor = std::move(pieces.at(0).descriptor);

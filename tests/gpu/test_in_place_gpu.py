@@ -167,7 +167,7 @@ def test_tensors_equal_those_of_safetensors(gpu: GpufsMount, tmp_path: Path) -> 
     source = tmp_path / "model.safetensors"
     save_file(tensors, source)
     file = gpu.device / source.name
-    subprocess.run([GPUFS, "cp", source, file], check=True)
+    subprocess.run([*GPUFS, "cp", source, file], check=True)
     found, expected = gpufs.torch.load_file(file), load_file(source, device="cuda")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -192,12 +192,12 @@ def test_a_restarted_program_loads_nothing(gpu: GpufsMount, tmp_path: Path) -> N
     source = tmp_path / "weights.safetensors"
     save_file({f"w{index}": torch.randn(1024, 1024, 64) for index in range(4)}, source)
     file = gpu.device / source.name
-    subprocess.run([GPUFS, "cp", source, file], check=True)
+    subprocess.run([*GPUFS, "cp", source, file], check=True)
     before = memory_used(gpu)
     assert before >= GIB
 
     def moved() -> int:
-        found = json.loads(subprocess.run([GPUFS, "stats", "--json", gpu.path], check=True, capture_output=True).stdout)
+        found = json.loads(subprocess.run([*GPUFS, "stats", "--json", gpu.path], check=True, capture_output=True).stdout)
         return sum(_bytes_of(found))
 
     with program(SERVER, file) as first:

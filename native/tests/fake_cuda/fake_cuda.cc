@@ -264,7 +264,6 @@ ON_DEVICE(cuEventRecord, (api::Event event, api::Stream stream), m.record(event,
 ON_DEVICE(cuEventQuery, (api::Event event), m.query(event))
 ON_DEVICE(cuEventSynchronize, (api::Event event), m.synchronize_event(lock, event))
 
-ON_DEVICE(cuCtxSynchronize, (), m.synchronize(lock))
 CALL(cuMemGetAllocationGranularity,
      (std::size_t * bytes, const api::AllocationProperties* properties, unsigned /*option*/),
      m.granularity(bytes, *properties))
