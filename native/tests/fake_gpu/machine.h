@@ -500,10 +500,11 @@ class Machine {
     std::array<char, 64> name{};
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
     const std::string prefix = "/memfd:" + kMemoryName;
-    if (::readlink(path.c_str(), name.data(), name.size() - 1) < 0) return api::kInvalidValue;
+    if (::readlink(path.c_str(), name.data(), name.size() - 1) < 0) return api::kUnknown;
     const off_t bytes = ::lseek(fd, 0, SEEK_END);
     const int own = ::dup(fd);
-    if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kInvalidValue;
+    // The code of CUDA's driver 580 for a descriptor of something else.
+    if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kUnknown;
     *handle = as<VendorsHandle>(next_handle_);
     const int device = std::atoi(name.data() + prefix.size());
     physical_[next_handle_++] = Physical{own, device, static_cast<std::uint64_t>(bytes), false, 0, true};

@@ -178,9 +178,14 @@ Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, b
 
 Status GpuDevice::check(const char* symbol, api::Code code) {
   if (code == api::kSuccess) return {};
-  Status status{errno_of(code), name() + ": " + public_name(symbol) + ": " + library_->describe(code), code};
+  Status status = described(symbol, code);
   if (library_->is_fatal(code)) fail(status);
   return status;
+}
+
+Status GpuDevice::described(const char* symbol, api::Code code) const {
+  if (code == api::kSuccess) return {};
+  return {errno_of(code), name() + ": " + public_name(symbol) + ": " + library_->describe(code), code};
 }
 
 Status GpuDevice::lacks(const std::string& what, const char* symbol) const {
@@ -320,7 +325,7 @@ Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool wri
 Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
   // Passed by value, as a pointer.
   void* const value = reinterpret_cast<void*>(static_cast<std::uintptr_t>(descriptor));
-  return call(functions().memory_import, handle, value, api::kHandleDescriptor);
+  return call_for_others(functions().memory_import, handle, value, api::kHandleDescriptor);
 }
 
 // ---- streams and synchronous copies ----

@@ -60,7 +60,14 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status call(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
     return check(function.symbol(), function(arguments...));
   }
+  // The same where another program chose the arguments, a descriptor or a handle. Drivers answer a wrong one with codes
+  // that otherwise mean a broken device (CUDA: UNKNOWN), so no failure puts the device out of service.
+  template <typename... Parameters>
+  Status call_for_others(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
+    return described(function.symbol(), function(arguments...));
+  }
   Status check(const char* symbol, api::Code code);
+  [[nodiscard]] Status described(const char* symbol, api::Code code) const;
   // Puts the device out of service; only the first reason is kept.
   void fail(const Status& reason);
   // EOPNOTSUPP: "this NVIDIA driver cannot ... (cuLaunchHostFunc)".

@@ -24,7 +24,7 @@ Result<std::unique_ptr<ForeignMapping>> IpcMemory::open(std::shared_ptr<GpuDevic
   static_assert(sizeof handle.bytes == ForeignMemory::kHandleBytes);
   std::copy(memory.handle.begin(), memory.handle.end(), std::begin(handle.bytes));
   DeviceAddress base = 0;
-  Status status = device->call(functions.ipc_open, &base, handle, unsigned{api::kIpcLazyPeerAccess});
+  Status status = device->call_for_others(functions.ipc_open, &base, handle, unsigned{api::kIpcLazyPeerAccess});
   if (!status.ok()) return Status{EINVAL, "the handle cannot be opened: " + status.message(), status.device_code()};
   std::unique_ptr<IpcMemory> opened(new IpcMemory(device, base, memory.offset));
 

@@ -132,7 +132,7 @@ class HipDevice final : public gpu::GpuDevice {
 
   Status import_physical(int descriptor, gpu::PhysicalHandle* handle) override {
     if (library_.version() >= kHipVersion71) return GpuDevice::import_physical(descriptor, handle);
-    return call(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
+    return call_for_others(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
   }
 
   Status check_stream(api::Stream stream, bool certain) override;
