@@ -200,12 +200,13 @@ def as_nobody(mount: GpufsMount, count: int) -> list[socket.socket]:
 
     def connect(channel: socket.socket) -> None:
         socks = [raw_connection(mount.path) for _ in range(count)]
-        socket.send_fds(channel, [b"x"], [sock.fileno() for sock in socks])
+        for sock in socks:
+            socket.send_fds(channel, [b"x"], [sock.fileno()])
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         in_child(lambda: connect(theirs), uid=NOBODY, gid=NOBODY)
-        _, descriptors, _, _ = socket.recv_fds(ours, 1, count)
+        descriptors = [fd for _ in range(count) for fd in socket.recv_fds(ours, 1, 1)[1]]
     socks = [socket.socket(fileno=fd) for fd in descriptors]
     for sock in socks:
         sock.settimeout(PATIENCE)
@@ -214,7 +215,7 @@ def as_nobody(mount: GpufsMount, count: int) -> list[socket.socket]:
 
 def test_connections_of_a_user_are_bounded(mount: Mounter) -> None:
     own = mount(allow_other=True)
-    held = as_nobody(own, 33)
+    held = as_nobody(own, 257)
     with held.pop() as refused:
         assert answer(refused).error == errno.EBUSY
     for sock in held:
