@@ -1,4 +1,4 @@
-// A driver for tests: the host's devices behind a wall that counts calls, fails planned ones, and tells what is held.
+// A driver for tests: the host's devices, with calls that are counted and that fail as planned.
 // Owned by the test; the plan is shared by every device and memory of the driver.
 // Any thread may call any function; the plan is set while nothing runs.
 #pragma once
@@ -50,7 +50,11 @@ struct FaultPlan {
   bool waits_for_values = true;
   std::atomic<bool> lags{false};     // an event is reported done at its second query at the earliest
   std::uint64_t span = 0;            // release_span() widens to multiples of this
-  std::function<void()> on_release;  // called before memory is given back
+  std::function<void()> on_release;  // called before memory is released
+  std::function<Status()> on_pin, on_unpin;
+  bool pins_read_only = true;
+  bool reports_pinned_ranges = true;
+  std::int64_t seen_at = 0;  // distance from pinned memory to the device's addresses of it; -1: it has none
   std::atomic<int> memories{0};
   std::atomic<int> fixed{0};
 };
@@ -167,8 +171,8 @@ class FaultyStream : public Stream {
 
 class FaultyDevice : public Device {
  public:
-  FaultyDevice(Device* inner, std::shared_ptr<FaultPlan> plan)
-      : inner_(inner), plan_(std::move(plan)), info_(inner->info()) {
+  FaultyDevice(std::shared_ptr<Device> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)), info_(inner_->info()) {
     info_.reserve_copies = plan_->reserve_copies;
     info_.cpu_addressable = plan_->cpu_addressable;
   }
@@ -227,48 +231,43 @@ class FaultyDevice : public Device {
   }
   Status pin(void* address, std::size_t n) override {
     Status status = plan_->pin.next("pin");
+    if (status.ok() && plan_->on_pin) status = plan_->on_pin();
     return status.ok() ? inner_->pin(address, n) : status;
   }
   Status pin_read_only(const void* address, std::size_t n) override {
-    Status status = plan_->pin.next("pin_read_only");
-    return status.ok() ? inner_->pin(const_cast<void*>(address), n) : status;
+    if (!plan_->pins_read_only) return Status(EOPNOTSUPP, "planned: no read-only pinning");
+    return pin(const_cast<void*>(address), n);
   }
   Status unpin(void* address) override {
     Status status = plan_->unpin.next("unpin");
+    if (status.ok() && plan_->on_unpin) status = plan_->on_unpin();
     return status.ok() ? inner_->unpin(address) : status;
   }
-  Result<PinnedHostRange> pinned_range(const void* address) override { return inner_->pinned_range(address); }
-  Result<DeviceAddress> address_of_pinned(void* address) override { return inner_->address_of_pinned(address); }
+  Result<PinnedHostRange> pinned_range(const void* address) override {
+    if (!plan_->reports_pinned_ranges) return Status(EOPNOTSUPP, "planned: pinned ranges are not reported");
+    return inner_->pinned_range(address);
+  }
+  Result<DeviceAddress> address_of_pinned(void* address) override {
+    if (plan_->seen_at < 0) return Status(EOPNOTSUPP, "planned: no device address");
+    return reinterpret_cast<DeviceAddress>(address) + static_cast<DeviceAddress>(plan_->seen_at);
+  }
 
  private:
-  Device* inner_;
+  std::shared_ptr<Device> inner_;
   std::shared_ptr<FaultPlan> plan_;
   DeviceInfo info_;
 };
 
-class FaultyDriver : public Driver {
- public:
-  FaultyDriver(std::unique_ptr<Driver> inner, std::shared_ptr<FaultPlan> plan) : inner_(std::move(inner)) {
-    for (const std::shared_ptr<Device>& device : inner_->devices()) {
-      devices_.push_back(std::make_unique<FaultyDevice>(device.get(), plan));
-    }
-  }
-  [[nodiscard]] const char* name() const override { return "host"; }
-  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
-
- private:
-  std::unique_ptr<Driver> inner_;
-  std::vector<std::shared_ptr<Device>> devices_;
-};
-
-inline std::shared_ptr<Driver> make_faulty_driver(std::shared_ptr<FaultPlan> plan, std::uint64_t memory_bytes,
+inline std::shared_ptr<Driver> make_faulty_driver(const std::shared_ptr<FaultPlan>& plan, std::uint64_t memory_bytes,
                                                   int devices = 1) {
   DriverOptions options;
   options.devices = devices;
   options.memory_bytes = memory_bytes;
   Result<std::unique_ptr<Driver>> host = open_driver("host", options);
   if (!host.ok()) return nullptr;
-  return std::make_shared<FaultyDriver>(host.take(), std::move(plan));
+  std::vector<std::shared_ptr<Device>> faulty;
+  for (const auto& device : host.value()->devices()) faulty.push_back(std::make_shared<FaultyDevice>(device, plan));
+  return std::make_shared<Driver>("host", std::move(faulty));
 }
 
 }  // namespace gpufs::testing

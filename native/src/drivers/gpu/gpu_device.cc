@@ -51,18 +51,6 @@ int numa_node_of(const std::string& pci_address) {
   return file >> node ? node : -1;
 }
 
-class GpuDriver final : public Driver {
- public:
-  GpuDriver(const char* name, std::vector<std::shared_ptr<Device>> devices)
-      : name_(name), devices_(std::move(devices)) {}
-  [[nodiscard]] const char* name() const override { return name_; }
-  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
-
- private:
-  const char* const name_;
-  const std::vector<std::shared_ptr<Device>> devices_;
-};
-
 }  // namespace
 
 // ---- opening ----
@@ -91,8 +79,7 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, cons
       if (reachable.ok() && reachable.value()) device->let_in(peer->ordinal_);
     }
   }
-  return std::unique_ptr<Driver>(
-      std::make_unique<GpuDriver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end())));
+  return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
 
 GpuDevice::GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, const DriverOptions& options)
