@@ -218,9 +218,15 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
   };
-  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) static_cast<void>(spares_.drop());
+  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) spares_.drop();
+  std::uint64_t releases = spares_.releases();
   Status status = create();
-  if (status.error() == ENOSPC && spares_.drop()) status = create();
+  while (status.error() == ENOSPC) {
+    const std::uint64_t now = spares_.drop();
+    if (now == releases) break;  // there was nothing to release, here or in another thread
+    releases = now;
+    status = create();
+  }
   if (!status.ok()) give_back(bytes);
   return status;
 }
