@@ -45,7 +45,7 @@ class LogTest : public ::testing::Test {
   int pipe_[2] = {-1, -1};
 };
 
-TEST_F(LogTest, LinesLookLikePythons) {
+TEST_F(LogTest, LinesHaveTheFormatOfPythonsLogging) {
   log_configure(pipe_[1], LogLevel::kInfo);
   ::pthread_setname_np(::pthread_self(), "tester");
   errno = EDOM;
@@ -60,7 +60,7 @@ TEST_F(LogTest, LinesLookLikePythons) {
   EXPECT_EQ(line.substr(23), " WARNING gpufs.native: [tester] two lines\n");
 }
 
-TEST_F(LogTest, LevelAndDescriptorDecide) {
+TEST_F(LogTest, LinesBelowTheLevelAreDropped) {
   log_warning("nowhere yet");
   log_configure(pipe_[1], LogLevel::kWarning);
   EXPECT_FALSE(log_enabled(LogLevel::kInfo));

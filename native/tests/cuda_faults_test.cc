@@ -31,9 +31,7 @@ TEST_F(CudaFaults, ManagedMemoryIsNotTheDevicesOwn) {
   FakeGpuSetup setup;
   setup.managed = true;
   open(setup);
-  auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(kGranule));
-  ASSERT_OK(memory->populate(0, kGranule));
+  auto [memory, range] = take(device(), kGranule);
   EXPECT_FALSE(device().holds(range->base()));
 }
 

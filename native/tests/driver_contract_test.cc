@@ -109,7 +109,8 @@ TEST_P(DriverContract, DescribesItsDevices) {
   EXPECT_EQ(info.index, 0);
   EXPECT_FALSE(info.name.empty());
   EXPECT_EQ(info.pci_address.empty(), on_host());
-  EXPECT_TRUE(std::none_of(info.pci_address.begin(), info.pci_address.end(), [](char c) { return 'A' <= c && c <= 'Z'; }));
+  EXPECT_TRUE(
+      std::none_of(info.pci_address.begin(), info.pci_address.end(), [](char c) { return 'A' <= c && c <= 'Z'; }));
   EXPECT_GT(info.total_bytes, granule_);
   EXPECT_EQ(granule_ & (granule_ - 1), 0U);
   EXPECT_EQ(info.cpu_addressable, on_host());
@@ -120,9 +121,7 @@ TEST_P(DriverContract, DescribesItsDevices) {
 }
 
 TEST_P(DriverContract, CopiesEverySizeInAndOut) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(8 * granule_));
-  ASSERT_OK(memory->populate(0, 4 * granule_));
+  auto [memory, range] = take(*device_, 4 * granule_, 8 * granule_);
   EXPECT_TRUE(all_zero(range->base(), 4 * granule_));
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{4095}, std::size_t{65537}, 3 * granule_ + 17}) {
     const std::vector<std::byte> data = pattern(bytes, static_cast<unsigned>(bytes));
@@ -134,9 +133,7 @@ TEST_P(DriverContract, CopiesEverySizeInAndOut) {
 }
 
 TEST_P(DriverContract, CopiesAndZeroesWithin) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(4 * granule_));
-  ASSERT_OK(memory->populate(0, 4 * granule_));
+  auto [memory, range] = take(*device_, 4 * granule_);
   const std::vector<std::byte> data = pattern(granule_, 7);
   write(range->base(), data);
   ASSERT_OK(device_->copy_within(range->base() + 2 * granule_ + 3, range->base(), granule_));
@@ -148,8 +145,7 @@ TEST_P(DriverContract, CopiesAndZeroesWithin) {
 }
 
 TEST_P(DriverContract, MemoryIsZeroWheneverItIsPopulated) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(8 * granule_));
+  auto [memory, range] = take(*device_, 0, 8 * granule_);
   for (int round = 0; round < 2; ++round) {
     ASSERT_OK(memory->populate(granule_, 6 * granule_));
     EXPECT_TRUE(all_zero(range->base() + granule_, 6 * granule_));
@@ -162,8 +158,7 @@ TEST_P(DriverContract, MemoryIsZeroWheneverItIsPopulated) {
 }
 
 TEST_P(DriverContract, ALargerRangeShowsTheSameMemory) {
-  auto memory = must(device_->create_memory());
-  auto first = must(memory->reserve(2 * granule_));
+  auto [memory, first] = take(*device_, 0, 2 * granule_);
   ASSERT_OK(memory->populate(granule_, granule_));
   const std::vector<std::byte> data = pattern(granule_, 3);
   write(first->base() + granule_, data);
@@ -183,8 +178,7 @@ TEST_P(DriverContract, ALargerRangeShowsTheSameMemory) {
 }
 
 TEST_P(DriverContract, ReleasingAPartKeepsTheRest) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(32 * granule_));
+  auto [memory, range] = take(*device_, 0, 32 * granule_);
   auto later = must(memory->reserve(64 * granule_));
   const std::uint64_t before = must(device_->memory()).free_bytes;
   ASSERT_OK(memory->populate(0, 16 * granule_));
@@ -213,9 +207,7 @@ TEST_P(DriverContract, ReleasingAPartKeepsTheRest) {
 }
 
 TEST_P(DriverContract, FixedMemoryIsNotMoved) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(16 * granule_));
-  ASSERT_OK(memory->populate(0, 8 * granule_));
+  auto [memory, range] = take(*device_, 8 * granule_, 16 * granule_);
   memory->fix_in_place();
   const std::vector<std::byte> data = pattern(8 * granule_, 11);
   write(range->base(), data);
@@ -235,9 +227,7 @@ TEST_P(DriverContract, FixedMemoryIsNotMoved) {
 
 TEST_P(DriverContract, ExportsEveryPiece) {
   if (on_host()) GTEST_SKIP() << "its memory is one piece";
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(512 * kMiB));
-  ASSERT_OK(memory->populate(0, 2 * granule_));
+  auto [memory, range] = take(*device_, 2 * granule_, 512 * kMiB);
   ASSERT_OK(memory->populate(4 * granule_, 300 * kMiB));
   Result<std::vector<ExportedMemory>> exported = memory->export_memory();
   if (plain()) {
@@ -258,9 +248,7 @@ TEST_P(DriverContract, ExportsEveryPiece) {
 }
 
 TEST_P(DriverContract, StreamsAndEventsKeepOrder) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(64 * kMiB));
-  ASSERT_OK(memory->populate(0, 64 * kMiB));
+  auto [memory, range] = take(*device_, 64 * kMiB);
   auto one = must(device_->create_stream());
   auto two = must(device_->create_stream());
   auto loaded = must(device_->create_event());
@@ -296,14 +284,12 @@ TEST_P(DriverContract, StreamsAndEventsKeepOrder) {
   ::munmap(pinned, 2 * bytes);
 }
 
-// As many streams as may wait for operations, each blocked as OperationStream does it, with a copy of the program's
-// before; they go on at the latest after a time that only a hang exceeds.
+// As many streams are blocked as may wait for operations, each as by OperationStream and after a copy of the program.
+// They continue after 20 s at the latest, which only a hang exceeds.
 TEST_P(DriverContract, WorkGoesOnBesideBlockedStreams) {
   if (GetParam() == Library::kBareHip) GTEST_SKIP() << "its streams cannot wait for a value";
   constexpr std::size_t kBytes = 4 * kMiB;
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(64 * kMiB));
-  ASSERT_OK(memory->populate(0, 32 * kMiB));
+  auto [memory, range] = take(*device_, 32 * kMiB, 64 * kMiB);
   PinnedPool pool(*device_);
   const PinnedBlock host = must(pool.take(2 * kBytes));
   const PinnedBlock gate = must(pool.take(8));
@@ -355,9 +341,7 @@ TEST_P(DriverContract, PinsReadOnlyFileMappings) {
   ASSERT_NE(mapping, MAP_FAILED);
   const Status pinned = device_->pin_read_only(mapping, data.size());
   if (pinned.ok()) {
-    auto memory = must(device_->create_memory());
-    auto range = must(memory->reserve(data.size()));
-    ASSERT_OK(memory->populate(0, data.size()));
+    auto [memory, range] = take(*device_, data.size());
     ASSERT_OK(device_->copy_in(range->base(), mapping, data.size()));
     EXPECT_TRUE(testing::same_bytes(read(range->base(), data.size()), data));
     EXPECT_OK(device_->unpin(mapping));
@@ -371,9 +355,7 @@ TEST_P(DriverContract, PinsReadOnlyFileMappings) {
 
 TEST_P(DriverContract, ManyThreadsCopyWithoutBinding) {
   constexpr int kThreads = 6;
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(kThreads * granule_));
-  ASSERT_OK(memory->populate(0, kThreads * granule_));
+  auto [memory, range] = take(*device_, kThreads * granule_);
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] {
@@ -432,20 +414,14 @@ TEST_P(DriverContract, MoreThanTheDeviceHasIsReportedAsFull) {
   }
   EXPECT_OK(device_->health());
   EXPECT_GE(must(device_->memory()).free_bytes + 64 * kMiB, before);
-  auto small = must(device_->create_memory());
-  auto place = must(small->reserve(granule_));
-  EXPECT_OK(small->populate(0, granule_));
+  auto [small, place] = take(*device_, granule_);
 }
 
 TEST_P(DriverContract, CopiesToPeers) {
   if (driver_->devices().size() < 2) GTEST_SKIP() << "one device only";
   Device& peer = *driver_->devices().at(1);
-  auto here = must(device_->create_memory());
-  auto here_range = must(here->reserve(32 * kMiB));
-  ASSERT_OK(here->populate(0, 32 * kMiB));
-  auto there = must(peer.create_memory());
-  auto there_range = must(there->reserve(32 * kMiB));
-  ASSERT_OK(there->populate(0, 32 * kMiB));
+  auto [here, here_range] = take(*device_, 32 * kMiB);
+  auto [there, there_range] = take(peer, 32 * kMiB);
   const std::vector<std::byte> data = pattern(32 * kMiB, 21);
   write(here_range->base(), data);
   const Status copied = device_->copy_to_peer(peer, there_range->base(), here_range->base(), data.size());
@@ -457,10 +433,8 @@ TEST_P(DriverContract, CopiesToPeers) {
   EXPECT_OK(device_->copy_to_peer(*device_, here_range->base() + 16 * kMiB, here_range->base(), 4096));
 }
 
-TEST_P(DriverContract, KnowsItsOwnMemory) {
-  auto memory = must(device_->create_memory());
-  auto range = must(memory->reserve(2 * granule_));
-  ASSERT_OK(memory->populate(0, 2 * granule_));
+TEST_P(DriverContract, RecognisesItsOwnMemory) {
+  auto [memory, range] = take(*device_, 2 * granule_);
   if (on_host()) GTEST_SKIP() << "all of its memory is host memory";
   // A runtime that cannot describe memory recognises none.
   const bool says = GetParam() != Library::kBareHip;
@@ -474,9 +448,7 @@ TEST_P(DriverContract, KnowsItsOwnMemory) {
 
 TEST_P(DriverContract, AnyThreadMayReleaseARange) {
   for (int round = 0; round < 20; ++round) {
-    auto memory = must(device_->create_memory());
-    auto first = must(memory->reserve(8 * granule_));
-    ASSERT_OK(memory->populate(0, 8 * granule_));
+    auto [memory, first] = take(*device_, 8 * granule_);
     auto second = must(memory->reserve(16 * granule_));
     std::thread other([range = std::move(first)]() mutable { range.reset(); });
     memory->release(2 * granule_, granule_);

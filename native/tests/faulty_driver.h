@@ -34,6 +34,13 @@ class Fault {
     if (first_ != 0 && call >= first_ && call <= last_) return Status(error_, std::string("planned: ") + what, 700);
     return {};
   }
+  // What work() returns, unless this call fails.
+  template <typename Work>
+  auto next(const char* what, Work work) -> decltype(work()) {
+    Status status = next(what);
+    if (!status.ok()) return status;
+    return work();
+  }
 
  private:
   std::atomic<int> calls_{0};
@@ -67,9 +74,7 @@ class FaultyMemory : public DeviceMemory {
   }
   ~FaultyMemory() override { --plan_->memories; }
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override {
-    Status status = plan_->reserve.next("reserve");
-    if (!status.ok()) return status;
-    return inner_->reserve(bytes);
+    return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes); });
   }
   using DeviceMemory::populate;
   Status populate(std::span<const MemorySpan> spans) override {
@@ -95,9 +100,7 @@ class FaultyMemory : public DeviceMemory {
   }
   void fix_in_place() override { ++plan_->fixed; }
   Result<std::vector<ExportedMemory>> export_memory() override {
-    Status status = plan_->export_memory.next("export");
-    if (!status.ok()) return status;
-    return inner_->export_memory();
+    return plan_->export_memory.next("export", [&] { return inner_->export_memory(); });
   }
 
  private:
@@ -132,20 +135,17 @@ class FaultyStream : public Stream {
   FaultyStream(std::unique_ptr<Stream> inner, std::shared_ptr<FaultPlan> plan)
       : inner_(std::move(inner)), plan_(std::move(plan)) {}
   Status copy_to_device(DeviceAddress to, const void* from, std::size_t n) override {
-    Status status = plan_->stream_copy.next("stream copy");
-    return status.ok() ? inner_->copy_to_device(to, from, n) : status;
+    return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_device(to, from, n); });
   }
   Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->stream_copy.next("stream copy");
-    return status.ok() ? inner_->copy_to_host(to, from, n) : status;
+    return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_host(to, from, n); });
   }
   Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
     return inner_->copy_on_device(to, from, n);
   }
   Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
   Status record(Event& event) override {
-    Status status = plan_->record.next("record");
-    return status.ok() ? inner_->record(static_cast<FaultyEvent&>(event).inner()) : status;
+    return plan_->record.next("record", [&] { return inner_->record(static_cast<FaultyEvent&>(event).inner()); });
   }
   Status wait(Event& event) override { return inner_->wait(static_cast<FaultyEvent&>(event).inner()); }
   Status call(HostFunction function, void* argument) override {
@@ -155,13 +155,11 @@ class FaultyStream : public Stream {
   }
   Status wait_for_value(DeviceAddress cell, std::uint32_t value) override {
     if (!plan_->waits_for_values) return Status(EOPNOTSUPP, "planned: streams do not wait for values");
-    Status status = plan_->wait_for_value.next("wait_for_value");
-    return status.ok() ? inner_->wait_for_value(cell, value) : status;
+    return plan_->wait_for_value.next("wait_for_value", [&] { return inner_->wait_for_value(cell, value); });
   }
   [[nodiscard]] NativeStream native() const override { return inner_->native(); }
   Status synchronize() override {
-    Status status = plan_->synchronize.next("synchronize");
-    return status.ok() ? inner_->synchronize() : status;
+    return plan_->synchronize.next("synchronize", [&] { return inner_->synchronize(); });
   }
 
  private:
@@ -181,30 +179,16 @@ class FaultyDevice : public Device {
   Status bind_thread() override { return plan_->bind.next("bind"); }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override {
-    Status status = plan_->create_memory.next("create_memory");
-    if (!status.ok()) return status;
-    Result<std::unique_ptr<DeviceMemory>> made = inner_->create_memory();
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<DeviceMemory>(std::make_unique<FaultyMemory>(made.take(), plan_));
+    return plan_->create_memory.next("create_memory", [&] { return wrap<FaultyMemory>(inner_->create_memory()); });
   }
   Result<std::unique_ptr<Stream>> create_stream() override {
-    Status status = plan_->create_stream.next("create_stream");
-    if (!status.ok()) return status;
-    Result<std::unique_ptr<Stream>> made = inner_->create_stream();
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<Stream>(std::make_unique<FaultyStream>(made.take(), plan_));
+    return plan_->create_stream.next("create_stream", [&] { return wrap<FaultyStream>(inner_->create_stream()); });
   }
   Result<std::unique_ptr<Event>> create_event() override {
-    Status status = plan_->create_event.next("create_event");
-    if (!status.ok()) return status;
-    Result<std::unique_ptr<Event>> made = inner_->create_event();
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<Event>(std::make_unique<FaultyEvent>(made.take(), plan_));
+    return plan_->create_event.next("create_event", [&] { return wrap<FaultyEvent>(inner_->create_event()); });
   }
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override {
-    Result<std::unique_ptr<Stream>> made = inner_->adopt_stream(native, certain);
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<Stream>(std::make_unique<FaultyStream>(made.take(), plan_));
+    return wrap<FaultyStream>(inner_->adopt_stream(native, certain));
   }
   Status copy_in(DeviceAddress to, const void* from, std::size_t n) override {
     Status status = plan_->copy_in.next("copy_in");
@@ -214,20 +198,17 @@ class FaultyDevice : public Device {
     return status;
   }
   Status copy_out(void* to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->copy_out.next("copy_out");
-    return status.ok() ? inner_->copy_out(to, from, n) : status;
+    return plan_->copy_out.next("copy_out", [&] { return inner_->copy_out(to, from, n); });
   }
   Status copy_within(DeviceAddress to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->copy_within.next("copy_within");
-    return status.ok() ? inner_->copy_within(to, from, n) : status;
+    return plan_->copy_within.next("copy_within", [&] { return inner_->copy_within(to, from, n); });
   }
   Status zero(DeviceAddress to, std::size_t n) override {
-    Status status = plan_->zero.next("zero");
-    return status.ok() ? inner_->zero(to, n) : status;
+    return plan_->zero.next("zero", [&] { return inner_->zero(to, n); });
   }
   Status copy_to_peer(Device& peer, DeviceAddress to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->peer.next("copy_to_peer");
-    return status.ok() ? inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n) : status;
+    return plan_->peer.next(
+        "copy_to_peer", [&] { return inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n); });
   }
   Status pin(void* address, std::size_t n) override {
     Status status = plan_->pin.next("pin");
@@ -253,6 +234,12 @@ class FaultyDevice : public Device {
   }
 
  private:
+  template <typename Faulty, typename T>
+  Result<std::unique_ptr<T>> wrap(Result<std::unique_ptr<T>> made) {
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<T>(std::make_unique<Faulty>(made.take(), plan_));
+  }
+
   std::shared_ptr<Device> inner_;
   std::shared_ptr<FaultPlan> plan_;
   DeviceInfo info_;

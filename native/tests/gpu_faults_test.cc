@@ -24,7 +24,9 @@ constexpr Names kEventQuery{"cuEventQuery", "hipEventQuery"};
 class GpuFaults : public FakeVendorTest {
  protected:
   static bool of_cuda() { return GetParam() == 0; }
-  void fail(const Names& function, int n, api::Code code, int times = 1) { fake().fail(symbol(function), n, code, times); }
+  void fail(const Names& function, int n, api::Code code, int times = 1) {
+    fake().fail(symbol(function), n, code, times);
+  }
   void expect_zeros(const Filled& filled, std::uint64_t offset, std::uint64_t bytes) {
     std::vector<std::byte> back(bytes, std::byte{1});
     EXPECT_OK(device().copy_out(back.data(), filled.range->base() + offset, bytes));
@@ -39,8 +41,8 @@ TEST_P(GpuFaults, EveryStepOfOpeningMayFail) {
   fake().reset(&setup_);
   const int before = fake_state().contexts;  // other tests may have left devices open
   const std::vector<const char*> steps =
-      of_cuda() ? std::vector{"cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetName", "cuDeviceGetPCIBusId",
-                              "cuDeviceTotalMem_v2", "cuMemGetAllocationGranularity"}
+      of_cuda() ? std::vector{"cuDeviceGet",         "cuDevicePrimaryCtxRetain", "cuDeviceGetName",
+                              "cuDeviceGetPCIBusId", "cuDeviceTotalMem_v2",      "cuMemGetAllocationGranularity"}
                 : std::vector{"hipDeviceGetName", "hipDeviceGetPCIBusId", "hipDeviceTotalMem",
                               "hipMemGetAllocationGranularity"};
   for (const char* step : steps) {
@@ -73,9 +75,7 @@ TEST_P(GpuFaults, DevicesAreCounted) {
 
 TEST_P(GpuFaults, PopulateIsAllOrNothing) {
   open();
-  auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(1024 * kMiB));
-  ASSERT_OK(memory->populate(0, kGranule));
+  auto [memory, range] = take(device(), kGranule, 1024 * kMiB);
   const FakeGpuState before = fake_state();
   struct Plan {
     Names function;
@@ -84,10 +84,8 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
     int error;
   };
   for (const Plan& plan :
-       {Plan{kMemoryCreate, 1, api::kOutOfMemory, ENOSPC},
-        Plan{kMemoryCreate, 3, api::kOutOfMemory, ENOSPC},
-        Plan{kMemoryMap, 1, api::kInvalidValue, EIO},
-        Plan{kMemoryMap, 3, api::kOutOfMemory, ENOSPC},
+       {Plan{kMemoryCreate, 1, api::kOutOfMemory, ENOSPC}, Plan{kMemoryCreate, 3, api::kOutOfMemory, ENOSPC},
+        Plan{kMemoryMap, 1, api::kInvalidValue, EIO}, Plan{kMemoryMap, 3, api::kOutOfMemory, ENOSPC},
         Plan{kMemorySetAccess, 1, api::kInvalidValue, EIO}, Plan{kFill, 1, api::kInvalidValue, EIO},
         Plan{kStreamSynchronize, 1, api::kInvalidValue, EIO}}) {
     SCOPED_TRACE(symbol(plan.function) + std::string(" ") + std::to_string(plan.n));
@@ -134,10 +132,9 @@ TEST_P(GpuFaults, AFailedSplitLeavesThePieceAsItWas) {
   // Two parts of the piece stay: they are copied to memory that is mapped elsewhere and then unmapped there, and then
   // replace the old mapping.
   for (const auto& [function, n, times] :
-       {Plan{kAddressReserve, 1}, Plan{kMemoryCreate, 1}, Plan{kMemoryCreate, 2},
-        Plan{kMemoryMap, 1}, Plan{kMemoryMap, 3}, Plan{kMemoryMap, 3, 3},
-        Plan{kMemoryMap, 4}, Plan{kMemorySetAccess, 2}, Plan{kMemorySetAccess, 3, 2},
-        Plan{kMemorySetAccess, 4, 3}, Plan{kMemoryUnmap, 3}, Plan{kCopyOnDevice, 1},
+       {Plan{kAddressReserve, 1}, Plan{kMemoryCreate, 1}, Plan{kMemoryCreate, 2}, Plan{kMemoryMap, 1},
+        Plan{kMemoryMap, 3}, Plan{kMemoryMap, 3, 3}, Plan{kMemoryMap, 4}, Plan{kMemorySetAccess, 2},
+        Plan{kMemorySetAccess, 3, 2}, Plan{kMemorySetAccess, 4, 3}, Plan{kMemoryUnmap, 3}, Plan{kCopyOnDevice, 1},
         Plan{kStreamSynchronize, 1}}) {
     for (const api::Code code : {api::kOutOfMemory, api::kInvalidValue}) {
       SCOPED_TRACE(symbol(function) + std::string(" ") + std::to_string(n) + ": " + std::to_string(code));
@@ -273,9 +270,7 @@ TEST_P(GpuFaults, AFatalFailureStaysWithItsDevice) {
   EXPECT_EQ(device().create_memory().error(), EIO);
 
   EXPECT_OK(device(1).health());
-  auto memory = must(device(1).create_memory());
-  auto range = must(memory->reserve(kGranule));
-  ASSERT_OK(memory->populate(0, kGranule));
+  auto [memory, range] = take(device(1), kGranule);
   EXPECT_OK(device(1).copy_out(&byte, range->base(), 1));
 }
 
@@ -288,9 +283,7 @@ TEST_P(GpuFaults, ThreadsKeepTheirCurrentDevice) {
     std::byte byte{};
     const int before = fake().current();
     EXPECT_EQ(before, of_cuda() ? -1 : 0);
-    auto memory = must(device(1).create_memory());
-    auto range = must(memory->reserve(kGranule));
-    EXPECT_OK(memory->populate(0, kGranule));
+    auto [memory, range] = take(device(1), kGranule);
     EXPECT_EQ(fake().current(), before);
     EXPECT_OK(device(1).bind_thread());
     EXPECT_EQ(fake().current(), 1);
@@ -314,7 +307,8 @@ TEST_P(GpuFaults, AFailureToInitialiseIsReported) {
     EXPECT_EQ(driver.error(), ENODEV);
     EXPECT_EQ(driver.status().device_code(), api::kNotInitialized);
     EXPECT_NE(driver.status().message().find("Init"), std::string::npos) << driver.status().message();
-  }).join();
+  })
+      .join();
 }
 
 TEST_P(GpuFaults, FatalCodesAndOnlyTheyPutTheDeviceOutOfService) {
@@ -402,9 +396,7 @@ TEST_P(GpuFaults, PlainMemoryReportsAFullDevice) {
   setup.memory_bytes = 64 * kMiB;
   open(setup);
   EXPECT_TRUE(device().info().reserve_copies);
-  auto memory = must(device().create_memory());
-  auto range = must(memory->reserve(32 * kMiB));
-  ASSERT_OK(memory->populate(0, 32 * kMiB));
+  auto [memory, range] = take(device(), 32 * kMiB);
   EXPECT_EQ(memory->reserve(40 * kMiB).error(), ENOSPC);
   fail(kCopyOnDevice, 1, api::kInvalidValue);
   EXPECT_EQ(memory->reserve(32 * kMiB).error(), EIO);

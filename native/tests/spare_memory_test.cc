@@ -27,21 +27,12 @@ class SpareMemoryTest : public FakeCuda {
     options.memory_bytes = cap;
     open(setup, options);
   }
-  struct Memory {
-    std::unique_ptr<DeviceMemory> memory;
-    std::shared_ptr<AddressRange> range;
-  };
-  Memory take(std::uint64_t bytes) {
-    Memory taken{must(device().create_memory()), nullptr};
-    taken.range = must(taken.memory->reserve(bytes));
-    EXPECT_OK(taken.memory->populate(0, bytes));
-    return taken;
-  }
+  Taken take(std::uint64_t bytes) { return gpu_test::take(device(), bytes); }
 };
 
 TEST_F(SpareMemoryTest, ReleasedMemoryIsReusedZeroed) {
   start(hours(1));
-  Memory first = take(kPiece);
+  Taken first = take(kPiece);
   const std::vector<std::byte> data(kPiece, std::byte{7});
   ASSERT_OK(device().copy_in(first.range->base(), data.data(), data.size()));
   const std::uint64_t before = must(device().memory()).free_bytes;
@@ -50,13 +41,13 @@ TEST_F(SpareMemoryTest, ReleasedMemoryIsReusedZeroed) {
   EXPECT_EQ(fake_state().mappings, 0);
   EXPECT_EQ(must(device().memory()).free_bytes, before + kPiece);  // it counts as free
 
-  Memory second = take(kPiece);
+  Taken second = take(kPiece);
   EXPECT_EQ(fake().calls("cuMemCreate"), 1);
   std::vector<std::byte> found(kPiece, std::byte{1});
   ASSERT_OK(device().copy_out(found.data(), second.range->base(), found.size()));
   EXPECT_EQ(found, std::vector<std::byte>(kPiece));
 
-  Memory other = take(kPiece / 2);
+  Taken other = take(kPiece / 2);
   EXPECT_EQ(fake().calls("cuMemCreate"), 2);
 }
 
@@ -77,7 +68,7 @@ TEST_F(SpareMemoryTest, NoAllocationFailsBecauseOfIt) {
   take(kPiece);
   ASSERT_EQ(fake_state().handles, 1);
   fake().fail("cuMemCreate", 1, api::kOutOfMemory, 1);
-  Memory larger = take(2 * kPiece);
+  Taken larger = take(2 * kPiece);
   EXPECT_EQ(fake_state().handles, 1);
   EXPECT_EQ(fake_state().bytes_used, 2 * kPiece);
 }
@@ -104,9 +95,9 @@ TEST_F(SpareMemoryTest, TheCapHoldsForUsedAndCachedMemoryTogether) {
   start(hours(1), 4 * kPiece);
   take(3 * kPiece);
   ASSERT_EQ(fake_state().bytes_used, 3 * kPiece);
-  Memory small = take(kPiece);
+  Taken small = take(kPiece);
   EXPECT_EQ(fake_state().bytes_used, 4 * kPiece);
-  Memory more = take(2 * kPiece);
+  Taken more = take(2 * kPiece);
   EXPECT_EQ(fake_state().bytes_used, 3 * kPiece);
 }
 
@@ -117,12 +108,12 @@ TEST_F(SpareMemoryTest, MemoryThatMustNotBeReusedIsReleased) {
   driver_.reset();
 
   start(hours(1));
-  Memory shared = take(kPiece);  // others may have mapped it
+  Taken shared = take(kPiece);  // others may have mapped it
   ASSERT_EQ(must(shared.memory->export_memory()).size(), 1U);
   shared = {};
   EXPECT_EQ(fake_state().handles, 0);
 
-  Memory taken = take(kPiece);  // of a device that goes out of service
+  Taken taken = take(kPiece);  // of a device that goes out of service
   fake().fail("cuMemcpyHtoDAsync_v2", 1, api::kLaunchFailed, 1);
   const std::byte byte{};
   EXPECT_EQ(device().copy_in(taken.range->base(), &byte, 1).error(), EIO);

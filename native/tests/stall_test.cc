@@ -1,5 +1,5 @@
-// Stalled devices: copies of the program's own, behind blocked streams, hold all queues for copies, and the engine's
-// copies wait behind those. Over the fakes of both vendors.
+// Stalled devices: copies of the program, behind blocked streams, occupy all queues for copies, and the engine's copies
+// wait behind them. Over the fakes of both vendors.
 
 #include <gtest/gtest.h>
 
@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::size_t kQueues = 4;
 constexpr std::size_t kBytes = std::size_t{300} << 10;
+constexpr int kChunks = 2;  // of kBytes
 constexpr std::size_t kTheirs = std::size_t{64} << 10;
 
 IoOptions hasty() {
@@ -80,8 +81,10 @@ class Stall : public ::testing::TestWithParam<Kind> {
     }
     gate->open();
   }
-  // All that is under way waits for the device by then.
-  static void wait_for_stall() { std::this_thread::sleep_for(700ms); }
+  // Until the engine has queued so many copies, all behind the program's.
+  void wait_for_copies(int copies) {
+    ASSERT_TRUE(soon([&] { return fake().calls("copy, pinned") >= static_cast<int>(kQueues) + copies; }));
+  }
   void submit(const std::shared_ptr<CompletionQueue>& queue, std::shared_ptr<OperationStream> stream,
               std::int64_t* count = nullptr) {
     buffers.push_back(rig->buffer());
@@ -108,7 +111,7 @@ INSTANTIATE_TEST_SUITE_P(Drivers, Stall, ::testing::Values(Kind::kCuda, Kind::kC
 TEST_P(Stall, ClosingABatchTimesOut) {
   auto batch = rig->engine->open_queue(0);
   block_behind_the_program(batch);
-  wait_for_stall();
+  wait_for_copies(kChunks);
   const Status closed = batch->close(rig->engine->stall_timeout());
   EXPECT_EQ(closed.error(), ETIMEDOUT);
   EXPECT_NE(closed.message().find("1 cancelled operations have not ended"), std::string::npos) << closed.message();
@@ -125,7 +128,7 @@ TEST_P(Stall, ClosingATransferTimesOut) {
   request.file = rig->file;
   request.target = Target::of_buffer(rig->buffer());
   const std::shared_ptr<Transfer> transfer = must(rig->transfers->start(request));
-  wait_for_stall();
+  wait_for_copies(2 * kChunks);
   EXPECT_EQ(transfer->close().error(), ETIMEDOUT);
   gate->open();
   EXPECT_OK(transfer->close());
@@ -145,20 +148,15 @@ TEST_P(Stall, UnlockingMemoryTimesOut) {
 
 TEST_P(Stall, StreamsGoOnWhenTheEngineCloses) {
   block_behind_operations(rig->queue);
-  // Operations that no stream has reached end when they are cancelled.
-  ASSERT_TRUE(soon([&] {
-    return std::any_of(streams.begin(), streams.begin() + kQueues,
-                       [](const auto& stream) { return stream->queued().empty(); });
-  }));
-  wait_for_stall();
+  wait_for_copies(1);
   rig->engine->shutdown();
-  // Those that no thread had come to ended when they were cancelled.
+  // Operations that had queued no copy ended when they were cancelled.
   EXPECT_EQ(rig->engine->released_early().error(), ETIMEDOUT);
   EXPECT_EQ(rig->transfers->left_in_use(), 0U);
   EXPECT_EQ(rig->engine->outstanding(), 0U);
-  std::size_t told = 0;
-  for (const std::int64_t count : counts) told += count == -ETIMEDOUT ? 1 : 0;
-  EXPECT_GE(told, 1U);
+  std::size_t timed_out = 0;
+  for (const std::int64_t count : counts) timed_out += count == -ETIMEDOUT ? 1 : 0;
+  EXPECT_GE(timed_out, 1U);
   for (const auto& program : programs) EXPECT_OK(program->synchronize());
   EXPECT_EQ(rig->queue->collect(kQueues, kQueues, 0ms).size(), kQueues);
 }
@@ -168,7 +166,7 @@ TEST_P(Stall, MemoryInUseIsKeptWhenTheEngineCloses) {
   GTEST_SKIP() << "a detached thread's end and the reuse of its stack, in the C library, look like a race";
 #endif
   block_behind_the_program(rig->queue);
-  wait_for_stall();
+  wait_for_copies(kChunks);
   const FakeGpuState before = state_of(fake());
   rig->engine->shutdown();
   rig->transfers->shutdown();

@@ -1,6 +1,4 @@
-#include <array>
 #include <cerrno>
-#include <string_view>
 
 #include "drivers/cuda/cuda_driver.h"
 #include "drivers/driver.h"
@@ -8,27 +6,11 @@
 #include "drivers/host/host_driver.h"
 
 namespace gpufs {
-namespace {
-
-struct DriverEntry {
-  std::string_view name;
-  Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
-};
-
-constexpr std::array<DriverEntry, 3> kDrivers{{
-    {"host", open_host_driver},
-    {"cuda", open_cuda_driver},
-    {"hip", open_hip_driver},
-}};
-
-}  // namespace
 
 Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options) {
-  for (const DriverEntry& entry : kDrivers) {
-    if (entry.name != name) continue;
-    if (options.devices < 0) return Status(EINVAL, "the number of devices is negative");
-    return entry.open(options);
-  }
+  if (name == "host") return open_host_driver(options);
+  if (name == "cuda") return open_cuda_driver(options);
+  if (name == "hip") return open_hip_driver(options);
   return Status(EINVAL, "unknown driver \"" + name + "\": there are host, cuda and hip");
 }
 

@@ -129,7 +129,7 @@ class HostLocks {
 
   // Guards all below and every entry. Innermost: the driver is never called under it.
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;  // an entry is not busy any more
+  mutable std::condition_variable changed_;                   // an entry is not busy any more
   std::map<std::uintptr_t, std::shared_ptr<Entry>> entries_;  // by start; none overlap
   bool closed_ = false;
 };
