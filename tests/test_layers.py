@@ -26,7 +26,7 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": set(),
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
-    "gpufs.client": {"mounting", "protocol", "_version"},
+    "gpufs.client": {"engine", "mounting", "protocol", "_version"},  # engine: lazily, to map memory
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},

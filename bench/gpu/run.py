@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import in_place
 import peaks
 from libcuda import GIB, MIB, Cuda, CudaError
 
@@ -723,6 +724,11 @@ def main(arguments: list[str]) -> int:
         with mounted(bench, folder / "mnt", {"data": folder, "shm": tmpfs}) as mount:
             if mount is not None:
                 measure_mount(bench, args, mount, path, tmpfs)
+                in_place.measure_attach(bench, mount.device)
+                if not args.no_others:
+                    in_place.measure_tensors(
+                        bench, path, mount.device, lambda model, file: command(*GPUFS, "cp", model, file)
+                    )
                 environment["status"] = mount.status()
         if not args.no_others:
             measure_others(bench, args, path, tmpfs)

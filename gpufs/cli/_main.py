@@ -14,6 +14,7 @@ COMMANDS: Final = {
     "umount": "gpufs.cli.umount",
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
+    "leases": "gpufs.cli.leases",
     "stats": "gpufs.cli.stats",
     "trace": "gpufs.cli.trace",
     "doctor": "gpufs.cli.doctor",

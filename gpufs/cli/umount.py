@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from gpufs import mounting, statistics
-from gpufs.cli import _mounts
+from gpufs.cli import _leases, _mounts
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
 
 
 @click.command(name="umount")
@@ -50,6 +51,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         return
     mountpoint = entry.mountpoint
     pids = _mounts.daemons(mountpoint, entry)
+    leases = _leases_of(entry, pids, timeout)
     if force:
         _signal(pids, signal.SIGTERM)
         # A stopped process does not handle SIGTERM.
@@ -59,6 +61,8 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
             _unmount(mountpoint, force=True, lazy=lazy)
     else:
         _unmount(mountpoint, force=False, lazy=lazy)
+    for lease in leases:
+        complain(f"{path}: still attached: {_leases.named(lease)}: the memory is released when that program ends")
     if lazy and not force:
         return
     # After --force the connection is aborted and the files are gone: SIGKILL loses nothing.
@@ -68,6 +72,14 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     if left:
         text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
         raise Failure(text if force else f"{text} (--force ends it)")
+
+
+def _leases_of(entry: mounting.MountEntry, pids: list[int], timeout: float) -> list[dict[str, Any]]:
+    """The mount's leases, none if it does not answer. A stopped daemon is not asked: that would keep the mount busy."""
+    if not pids or any(map(_mounts.is_stopped, pids)):
+        return []
+    (leases,) = _leases.collect([entry], min(timeout, _LEASES_TIMEOUT))
+    return [] if isinstance(leases, OSError) else leases
 
 
 def _forget_counters(entry: mounting.MountEntry) -> bytes:

@@ -180,27 +180,36 @@ class Connection:
             raise
 
     def _receive(self) -> ServerMessage:
+        message, descriptors = self._receive_all(protocol.MAX_DESCRIPTORS)
+        protocol.close_all(descriptors)
+        return message
+
+    def _receive_all(self, most: int) -> tuple[ServerMessage, list[int]]:
+        """The next message, and at most so many descriptors, which are the caller's."""
         try:
-            return self._next_message()
+            return self._next_message(most)
         except OSError:
             self._lost = True
             raise
 
-    def _next_message(self) -> ServerMessage:
+    def _next_message(self, most: int) -> tuple[ServerMessage, list[int]]:
         try:
             try:
-                data, descriptors = protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock, most)
             except ConnectionResetError:
                 # Comes once, before anything else, if the daemon closed without reading our last message.
-                data, descriptors = protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock, most)
         except TimeoutError:
             raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer") from None
-        protocol.close_all(descriptors)
-        if not data:
-            raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
-        message = protocol.decode_server(data)
-        if isinstance(message, Goodbye):
-            if message.error == errno.ETIMEDOUT:
-                raise IdleError(message.error, message.message)
-            raise OSError(message.error or errno.ECONNRESET, message.message)
-        return message
+        try:
+            if not data:
+                raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
+            message = protocol.decode_server(data)
+            if isinstance(message, Goodbye):
+                if message.error == errno.ETIMEDOUT:
+                    raise IdleError(message.error, message.message)
+                raise OSError(message.error or errno.ECONNRESET, message.message)
+        except OSError:
+            protocol.close_all(descriptors)
+            raise
+        return message, descriptors

@@ -124,6 +124,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Allow access by other users, subject to each file's mode and owner.",
     ),
     Knob(
+        "trust_readers",
+        kinds.BOOLEAN,
+        False,
+        "Share a GPU's memory also with programs that may only read a file, and trust them not to write to it: "
+        "a GPU's driver cannot forbid that. Otherwise such a program gets a private copy in GPU memory.",
+    ),
+    Knob(
         "backing",
         kinds.BACKINGS,
         None,
@@ -260,8 +267,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "status_timeout",
         kinds.duration(0.1, 3600),
         2.0,
-        "How long `gpufs status`, `gpufs df` and `gpufs stats` wait for a mount to answer.",
-        commands=("status", "df", "stats"),
+        "How long `gpufs status`, `gpufs df`, `gpufs leases` and `gpufs stats` wait for a mount to answer.",
+        commands=("status", "df", "leases", "stats"),
     ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )

@@ -36,7 +36,7 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
-from gpufs.fs.control import MountStatistics, MountStatus, version_text
+from gpufs.fs.control import MountStatistics, MountStatus, leases_text, version_text
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
@@ -331,6 +331,7 @@ class Daemon:
             "stats": lambda _: counted.as_bytes(),
             "metrics": lambda _: counted.as_metrics(),
             "socket": lambda _: os.fsencode(socket_path) + b"\n",
+            "leases": lambda uid: leases_text(self._service.leases(uid) if self._service is not None else []),
         }
         tree = Tree(
             mount,
@@ -390,7 +391,7 @@ class Daemon:
                     self._service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            service.ServedMount(mount),
+                            service.ServedMount(mount, trust_readers=bool(self._request.config["trust_readers"])),
                             path=socket_path,
                             device=entry.st_dev,
                             allow_other=bool(self._request.config["allow_other"]),

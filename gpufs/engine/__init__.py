@@ -11,7 +11,9 @@ not closed is closed when the interpreter exits.
 from gpufs.engine._arrays import DeviceRange
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
+from gpufs.engine._dlpack import dlpack_capsule
 from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
+from gpufs.engine._lease import Lease, Mapping, SharedPiece
 from gpufs.engine._locks import HostLock
 from gpufs.engine._mount import (
     NOATIME,
@@ -90,10 +92,13 @@ __all__ = [
     "EngineError",
     "HostLock",
     "Late",
+    "Lease",
+    "Mapping",
     "Mount",
     "Operation",
     "OperationFuture",
     "OperationResult",
+    "SharedPiece",
     "Stream",
     "SupportsCudaStream",
     "Trace",
@@ -101,6 +106,7 @@ __all__ = [
     "TransferError",
     "TransferProgress",
     "configure_operations",
+    "dlpack_capsule",
     "engine_version",
     "fastpath_probe",
     "io_configure",

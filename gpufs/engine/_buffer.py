@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from gpufs.engine._arguments import instance, signed, unsigned
 from gpufs.engine._arrays import host_range
 from gpufs.engine._binding import Handle, check
+from gpufs.engine._dlpack import KIND_OF_DRIVER, dlpack_capsule
 from gpufs.engine._engine import Engine
+from gpufs.engine._lease import Lease
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from numpy.typing import NDArray
     from typing_extensions import Buffer as PythonBuffer
 
     from gpufs.engine._arrays import DeviceRange, MemoryBuffer, SupportsCudaArrayInterface, SupportsDLPack
@@ -69,15 +72,21 @@ class Buffer(Handle):
     ...     buffer.read_bytes(0, 3)
     7
     b'wei'
+
+    Other libraries use the memory in place: ``torch.from_dlpack(buffer)`` and, on the host driver,
+    ``numpy.asarray(buffer)`` are arrays of its bytes.
     """
 
-    __slots__ = ("engine",)
+    __slots__ = ("_views", "engine")
+    # Addresses that were given out by __cuda_array_interface__: bytes, address, and what keeps them.
+    _views: list[tuple[int, int, object]]
 
     def __init__(self, engine: Engine, device: int = 0) -> None:
         handle = ffi.new("gpufs_handle *")
         instance("engine", Engine, engine)
         check(lib.gpufs_buffer_create(engine._handle, signed("device", device), handle))
         self.engine = engine
+        self._views = []
         self._own(handle[0], lib.gpufs_buffer_close)
 
     @classmethod
@@ -85,8 +94,83 @@ class Buffer(Handle):
         """Make a buffer of a handle that the engine has returned."""
         buffer = cls.__new__(cls)
         buffer.engine = engine
+        buffer._views = []
         buffer._own(handle, lib.gpufs_buffer_close)
         return buffer
+
+    def __len__(self) -> int:
+        return self.info.size
+
+    def __repr__(self) -> str:
+        if self.closed or self.engine.closed:
+            return super().__repr__()
+        info = self.info
+        return f"<gpufs.engine.Buffer {info.size} bytes on {self.engine.driver}:{info.device}>"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's kind and number of the device."""
+        return KIND_OF_DRIVER[self.engine.driver], self.info.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[Any, Any] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return the memory as a DLPack capsule: a writable array of uint8, with as many elements as bytes.
+
+        Holes of the buffer get memory. While the consumer's array lives, it cannot be cut off or punched (EBUSY). Where
+        device memory is plain (HIP), its size is also the largest that the buffer can have from then on.
+
+        Parameters
+        ----------
+        stream, max_version, dl_device, copy
+            As the array API standard says. A copy on request is refused: copy the resulting array.
+
+        Raises
+        ------
+        BufferError, ValueError, TypeError
+            The consumer asks for what is not possible.
+        EngineError
+            ENOSPC: no memory for the holes.
+        """
+        asked = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
+        return self._view(**asked)[2]
+
+    def _view(self, **asked: Any) -> tuple[int, int, Any]:
+        with Lease._local(self) as lease:
+            size, address = lease.bytes, lease.address
+            driver, device = self.engine.driver, self.info.device
+            return size, address, dlpack_capsule(lease, driver, device, address, (size,), **asked)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory as an array of uint8, on GPUs. Cutting it off is EBUSY as long as this object exists."""
+        if self.engine.driver == "host":
+            raise AttributeError("__cuda_array_interface__: the buffer is in host memory")
+        if not self._views or self._views[-1][0] != self.info.size:
+            self._views.append(self._view())
+        size, address, _ = self._views[-1]
+        data = (address, False)
+        return {"shape": (size,), "typestr": "|u1", "data": data, "strides": None, "stream": None, "version": 3}
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "NDArray[Any]":
+        """Return the memory as a numpy array, without a copy. TypeError on GPUs, whose memory numpy cannot use."""
+        if self.engine.driver != "host":
+            raise TypeError(
+                f"{self!r} is in the memory of a GPU, which numpy cannot use: copy it with read(), or pass it to "
+                "torch.from_dlpack or cupy.from_dlpack"
+            )
+        import numpy
+
+        array = numpy.from_dlpack(self)
+        if dtype is not None and numpy.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError(f"an array of {numpy.dtype(dtype)} would be a copy of the buffer's bytes")
+            return array.astype(dtype)
+        return array.copy() if copy else array
 
     @property
     def info(self) -> BufferInfo:
@@ -161,6 +245,30 @@ class Buffer(Handle):
             check(call(self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes, done))
         finally:
             host.release()
+        return int(done[0])
+
+    def copy_from(self, source: "Buffer", source_offset: int = 0, offset: int = 0, size: int | None = None) -> int:
+        """Copy from another buffer of the engine, within the device or between devices.
+
+        Parameters
+        ----------
+        source
+            The buffer to copy from.
+        source_offset, offset
+            Where to begin there and here, in bytes.
+        size
+            How many bytes; by default all to the end of the source.
+
+        Returns
+        -------
+        int
+            The bytes copied, fewer than ``size`` only at the end of the source. Holes become zeros.
+        """
+        instance("source", Buffer, source)
+        done = ffi.new("uint64_t *")
+        count = (1 << 64) - 1 if size is None else unsigned("size", size)
+        place = unsigned("source_offset", source_offset), self._handle, unsigned("offset", offset)
+        check(lib.gpufs_buffer_copy(source._handle, *place, count, done))
         return int(done[0])
 
     def resize(self, size: int) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,11 @@ class MountStatistics:
         from gpufs.statistics import prometheus  # most mounts never need it
 
         return prometheus.metrics(self.read())
+
+
+def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:
+    """The text of ``.gpufs/leases``: one JSON object with a list of the leases."""
+    return json.dumps({"leases": leases}, indent=2).encode() + b"\n"
 
 
 def version_text() -> bytes:

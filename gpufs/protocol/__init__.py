@@ -21,7 +21,8 @@ Check: TypeAlias = Callable[[Any], bool]
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 16384
-MAX_DESCRIPTORS: Final = 2
+MAX_DESCRIPTORS: Final = 2  # in a client's message
+MAX_PIECES: Final = 253  # descriptors in one message of the daemon; the kernel takes no more (SCM_MAX_FD)
 MAX_TEXT: Final = 1024  # characters of a text in a message
 MAX_OFFSET: Final = (1 << 63) - 1
 
@@ -29,6 +30,8 @@ LOAD: Final = "load"  # from the host's file into the buffer
 STORE: Final = "store"  # from the buffer into the host's file
 FASTPATH: Final = ("auto", "off", "require")
 SYNC: Final = ("none", "data", "full")
+READ: Final = "r"  # modes of an attachment
+READ_WRITE: Final = "r+"
 
 _INT = struct.Struct("@i")
 
@@ -66,6 +69,10 @@ def _versions(value: Any) -> bool:
 
 def _counts(value: Any) -> bool:
     return type(value) is dict and len(value) <= 16 and all(_text(key) and _count(item) for key, item in value.items())
+
+
+def _sizes(value: Any) -> bool:
+    return type(value) is list and len(value) <= MAX_PIECES and all(map(_count, value))
 
 
 def _texts(value: Any) -> bool:
@@ -174,6 +181,89 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Attach:
+    """Asks for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
+
+    ``mode``: READ, or READ_WRITE, for which the descriptor must be open for reading and writing.
+    """
+
+    TYPE: ClassVar[str] = "attach"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "mode": _one_of(READ, READ_WRITE)}
+    id: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Asks for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
+
+    TYPE: ClassVar[str] = "refresh"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "start": _integer(0, MAX_OFFSET)}
+    id: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Detach:
+    """Ends a lease. The end of the connection ends all of them."""
+
+    TYPE: ClassVar[str] = "detach"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
+    id: int
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
+
+    ``size``: of the file in bytes. ``driver``, ``pci_address``: the device; ``device``: its number in the mount.
+    ``private``: the memory is a copy of the file's contents, for this client alone.
+    """
+
+    TYPE: ClassVar[str] = "attached"
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "id": _id,
+        "error": _errno,
+        "message": _text,
+        "driver": _text,
+        "pci_address": _text,
+        "device": _integer(0, 1 << 16),
+        "size": _integer(0, MAX_OFFSET),
+        "private": lambda value: type(value) is bool,
+        "pieces": _integer(0, 1 << 32),
+    }
+    id: int
+    error: int = 0
+    message: str = ""
+    driver: str = ""
+    pci_address: str = ""
+    device: int = 0
+    size: int = 0
+    private: bool = False
+    pieces: int = 0
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of memory, in the file's order, each with a descriptor. Offsets and sizes in bytes of the file."""
+
+    TYPE: ClassVar[str] = "pieces"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "offsets": _sizes, "sizes": _sizes}
+    id: int
+    offsets: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class Detached:
+    """The answer to Detach: the lease has ended."""
+
+    TYPE: ClassVar[str] = "detached"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
+    id: int
+
+
+@dataclass(frozen=True)
 class Goodbye:
     """The daemon's last message on a connection that it ends, and why."""
 
@@ -183,10 +273,14 @@ class Goodbye:
     message: str
 
 
-ClientMessage = Hello | Copy | Cancel
-ServerMessage = Welcome | Progress | Result | Goodbye
-_CLIENT: Final[Mapping[str, type[ClientMessage]]] = {kind.TYPE: kind for kind in (Hello, Copy, Cancel)}
-_SERVER: Final[Mapping[str, type[ServerMessage]]] = {kind.TYPE: kind for kind in (Welcome, Progress, Result, Goodbye)}
+ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach
+ServerMessage = Welcome | Progress | Result | Attached | Pieces | Detached | Goodbye
+_CLIENT: Final[Mapping[str, type[ClientMessage]]] = {
+    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Attach, Refresh, Detach)
+}
+_SERVER: Final[Mapping[str, type[ServerMessage]]] = {
+    kind.TYPE: kind for kind in (Welcome, Progress, Result, Attached, Pieces, Detached, Goodbye)
+}
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:
@@ -234,13 +328,13 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+def receive(sock: socket.socket, most: int = MAX_DESCRIPTORS) -> tuple[bytes, list[int]]:
     """One packet and the descriptors that came with it, which are the caller's and close on exec; b"" at the end.
 
-    Waits as the socket does. ProtocolError for a packet that is too large or has too many descriptors, EMFILE where
-    this process can take no more of them; all that had come are closed then.
+    Waits as the socket does. ProtocolError for a packet that is too large or has more than ``most`` descriptors, EMFILE
+    if this process has no space for them; all that had come are closed then.
     """
-    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
+    space = socket.CMSG_SPACE(most * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, socket.MSG_CMSG_CLOEXEC)
     descriptors: list[int] = []
     for level, kind, content in ancillary:
@@ -250,10 +344,10 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     problem = None
     if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
         problem = ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
-    elif flags & socket.MSG_CTRUNC and len(descriptors) < MAX_DESCRIPTORS:
+    elif flags & socket.MSG_CTRUNC and len(descriptors) < most:
         problem = ProtocolError("no descriptor is free to take those of a message", errno.EMFILE)
     elif flags & socket.MSG_CTRUNC:
-        problem = ProtocolError(f"a message with more than {MAX_DESCRIPTORS} descriptors")
+        problem = ProtocolError(f"a message with more than {most} descriptors")
     if problem:
         close_all(descriptors)
         raise problem

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, EXDEV
 from typing import Final
 
-from gpufs.protocol import LOAD
+from gpufs.protocol import LOAD, READ_WRITE
 from gpufs.protocol.statx import Identity, file_system_type, identity, open_flags
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
@@ -107,6 +107,43 @@ def identify(host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identi
     if not stat.S_ISREG(host.mode) and not stat.S_ISBLK(host.mode):
         raise OSError(EINVAL, "the host's file is neither a regular file nor a block device")
     return host, mount
+
+
+def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
+    """Check the descriptor of a file whose memory a client asks for. Asks no file system anything.
+
+    Parameters
+    ----------
+    fd
+        The client's descriptor.
+    mode
+        READ or READ_WRITE.
+    device
+        The st_dev of our mount.
+
+    Returns
+    -------
+    int, bool
+        The inode, and whether the client may write to it.
+
+    Raises
+    ------
+    OSError
+        EBADF for a descriptor that does not give these rights, EXDEV for a file that is not on our mount, EISDIR and
+        EINVAL for one that is not a regular file.
+    """
+    what = "the file to attach"
+    _check_mode(fd, write=False, what=what)
+    if mode == READ_WRITE:
+        _check_mode(fd, write=True, what=what)
+    found = identity(fd)
+    if found.device != device:
+        raise OSError(EXDEV, f"{what} is not on this mount")
+    if stat.S_ISDIR(found.mode):
+        raise OSError(EISDIR, os.strerror(EISDIR))
+    if not stat.S_ISREG(found.mode):
+        raise OSError(EINVAL, f"{what} is not a regular file")
+    return found.ino, open_flags(fd) & (os.O_ACCMODE | os.O_APPEND) == os.O_RDWR
 
 
 def check_file_system(fd: int) -> bool:

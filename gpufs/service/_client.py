@@ -1,4 +1,4 @@
-"""One client: its connection, its copies, and how much it may use."""
+"""One client: its connection, its copies, and how much it may use. Its leases are in _leases.py."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -23,17 +23,21 @@ from gpufs._version import __version__
 from gpufs.daemon import threads
 from gpufs.protocol import (
     LOAD,
+    Attach,
     ClientMessage,
     Copy,
+    Detach,
     Goodbye,
     Hello,
     ProtocolError,
+    Refresh,
     Result,
     ServerMessage,
     Welcome,
 )
 from gpufs.service import _checks
 from gpufs.service._holdings import Abandoned, Descriptor, Holdings
+from gpufs.service._leases import ClientLeases, Holder, LeaseTable, program_of
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
 
@@ -43,6 +47,8 @@ T = TypeVar("T")
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
 _SERVER_BIT: Final = 1 << 62
+# Seconds between attempts to send descriptors while the kernel takes no more of them from this process.
+_IN_FLIGHT_PAUSE: Final = 0.01
 
 
 @dataclass(slots=True)
@@ -123,6 +129,7 @@ class ClientConnection:
         device: int,
         limits: Limits,
         counters: Counters,
+        table: LeaseTable,
     ) -> None:
         """``device``: the st_dev of the mount; ``number``: names the connection in logs."""
         sock.setblocking(False)
@@ -140,9 +147,11 @@ class ClientConnection:
         self._at_rest = 0.0  # since when there was neither a message nor a copy, by trio's clock
         self._greeted = False  # and has kept to the protocol since
         self._name = f"connection {number} ({peer})"
+        holder = Holder(peer.pid, peer.uid, program_of(peer.pid))
+        self._leases = ClientLeases(self, holder, mount, device, limits, table)
 
     async def run(self) -> bool:
-        """Returns when the connection has ended; the client's copies are cancelled then.
+        """Returns when the connection has ended; the client's copies are cancelled and its leases end then.
 
         False if the client broke the protocol or did not say hello.
         """
@@ -152,10 +161,10 @@ class ClientConnection:
         except ProtocolError as violation:
             self._counters.violations += 1
             self._greeted = False
-            self._log(logging.INFO, "ended: %s", violation.strerror)
+            self.log(logging.INFO, "ended: %s", violation.strerror)
             self._say_goodbye(violation.errno or errno.EPROTO, str(violation.strerror))
         except trio.TooSlowError:
-            self._log(logging.INFO, "ended: too slow")
+            self.log(logging.INFO, "ended: too slow")
             self._say_goodbye(errno.ETIMEDOUT, "too slow")
         except BaseException:
             # Cancelled comes alone, or as a group from the copies' nursery.
@@ -164,9 +173,11 @@ class ClientConnection:
             raise
         finally:
             self._sock.close()
+            with trio.CancelScope(shield=True):
+                await self._leases.close(self._limits.grace)
         return self._greeted
 
-    def _log(self, level: int, text: str, *arguments: object) -> None:
+    def log(self, level: int, text: str, *arguments: object) -> None:
         log.log(level, "%s: " + text, self._name, *arguments, extra={"user": self._peer.uid})
 
     # ---- messages ----
@@ -182,8 +193,8 @@ class ClientConnection:
             if protocol.VERSION not in message.versions:
                 raise ProtocolError(f"only version {protocol.VERSION} is spoken here", errno.EPROTONOSUPPORT)
             self._greeted = True
-            self._log(logging.DEBUG, "%r", message.program)
-            await self._send(Welcome(protocol.VERSION, f"gpufs {__version__}", self._limits.requests))
+            self.log(logging.DEBUG, "%r", message.program)
+            await self.send(Welcome(protocol.VERSION, f"gpufs {__version__}", self._limits.requests))
         violation = None
         async with trio.open_nursery() as nursery:
             try:
@@ -203,6 +214,12 @@ class ClientConnection:
                 return
             if isinstance(message, Copy):
                 await self._accept(message, descriptors, nursery)
+            elif isinstance(message, Attach | Refresh | Detach):
+                try:
+                    self._leases.accept(message, descriptors, nursery)
+                except ProtocolError:
+                    self._discard(descriptors)
+                    raise
             else:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
@@ -215,13 +232,13 @@ class ClientConnection:
                 window, count = trio.current_time(), 0
 
     async def _receive_within_limits(self) -> tuple[ClientMessage | None, list[int]]:
-        """As _receive(). TooSlowError after too long without a message or a copy in progress."""
+        """As _receive(). TooSlowError after too long without a message, a copy in progress or a lease."""
         self._at_rest = trio.current_time()
         while True:
-            since = trio.current_time() if self._tasks else self._at_rest
+            since = trio.current_time() if self._tasks or self._leases else self._at_rest
             with trio.move_on_at(since + self._limits.idle):
                 return await self._receive()
-            if not self._tasks and trio.current_time() >= self._at_rest + self._limits.idle:
+            if not self._tasks and not self._leases and trio.current_time() >= self._at_rest + self._limits.idle:
                 raise trio.TooSlowError
 
     async def _receive(self) -> tuple[ClientMessage | None, list[int]]:
@@ -241,14 +258,24 @@ class ClientConnection:
             self._discard(descriptors)
             raise
 
-    async def _send(self, message: ServerMessage) -> None:
+    async def send(self, message: ServerMessage, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message as soon as the client has taken earlier ones."""
         async with self._sending:  # one task at a time may wait for a descriptor
             while True:
                 try:
-                    protocol.send(self._sock, message)
+                    protocol.send(self._sock, message, descriptors)
                     return
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(self._sock)
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:  # the client has not received earlier descriptors yet
+                        raise
+                    await trio.sleep(_IN_FLIGHT_PAUSE)
+
+    def hang_up(self) -> None:
+        """Ends the connection, because the client would wait forever for a message that cannot be sent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _send_if_possible(self, message: ServerMessage) -> None:
         """For messages that may be dropped: a client that does not read gets no progress."""
@@ -291,7 +318,7 @@ class ClientConnection:
         try:
             try:
                 with task.scope, trio.fail_after(self._limits.prepare):
-                    await self._in_thread(functools.partial(self._prepare, task, host, mount), task)
+                    await self.in_thread(functools.partial(self._prepare, task, host, mount), task.holdings)
             except OSError as error:
                 refused = True
                 state = TransferState(
@@ -402,12 +429,12 @@ class ClientConnection:
 
         try:
             with trio.fail_at(deadline):
-                await self._in_thread(settle, task)
+                await self.in_thread(settle, task.holdings)
         except OSError as error:
             if not state.error:
                 return dataclasses.replace(state, error=error.errno or errno.EIO, message=error.strerror or "")
         except trio.TooSlowError:
-            self._log(logging.INFO, "a file does not answer after its copy")
+            self.log(logging.INFO, "a file does not answer after its copy")
         return state
 
     async def _close_holdings(self, task: _CopyTask, deadline: float) -> None:
@@ -442,14 +469,12 @@ class ClientConnection:
         )
         try:
             with trio.move_on_after(patience) as scope:
-                await self._send(result)
+                await self.send(result)
             sent = not scope.cancelled_caught
         except OSError:
             sent = False  # the client has gone
         if not sent:
-            # Otherwise a client would wait forever for the result.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            self.hang_up()
 
     def _account(self, task: _CopyTask, state: TransferState, refused: bool) -> None:
         copy, counters = task.copy, self._counters
@@ -467,7 +492,7 @@ class ClientConnection:
             counters.stored_bytes += state.done
         counters.path_bytes.update(state.paths)
         counters.refusals.update(state.refusals)
-        self._log(
+        self.log(
             logging.INFO,
             "%s of %d bytes in %.3f s: %s",
             copy.direction,
@@ -478,14 +503,14 @@ class ClientConnection:
 
     # ---- threads ----
 
-    async def _in_thread(self, work: Callable[[], T], task: _CopyTask) -> T:
-        """Runs work that may block on one of the client's threads, with the copy's holdings in use.
+    async def in_thread(self, work: Callable[[], T], holdings: Holdings) -> T:
+        """Runs work that may block on one of the client's threads, with these holdings in use.
 
         Cancellation abandons the thread; it closes the holdings if it was the last to use them.
         """
 
         def guarded() -> T:
-            with task.holdings.use():
+            with holdings.use():
                 return work()
 
         try:

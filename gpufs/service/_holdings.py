@@ -1,4 +1,4 @@
-"""What a copy holds: descriptors and objects of the engine, each closed exactly once and never while in use.
+"""What a copy or a lease holds: descriptors and objects of the engine, each closed exactly once and never while in use.
 
 Using and closing them can block for as long as a file's server likes, so it happens on threads that the loop may have
 abandoned. Such a thread must not find its descriptor's number closed, and reused, by others.
@@ -7,7 +7,7 @@ abandoned. Such a thread must not find its descriptor's number closed, and reuse
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 
@@ -25,7 +25,7 @@ class Abandoned(Exception):
 
 
 class Holdings:
-    """What one copy holds. Any thread may call; use() and drop() may block while they close things."""
+    """What one copy or lease holds. Any thread may call; use() and drop() may block while they close things."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below; nothing is closed under it
@@ -43,6 +43,11 @@ class Holdings:
         with self._lock:
             self._closers.append(item.close)
         return item
+
+    def release(self, item: Closable) -> None:
+        """Forgets an object that has been closed. Nothing happens once everything has been dropped."""
+        with self._lock, suppress(ValueError):
+            self._closers.remove(item.close)
 
     @contextmanager
     def use(self) -> Iterator[None]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 class Limits:
     """How much clients may use. Times in seconds."""
 
-    connections: int = 128  # of all users together except root and the mount's owner
-    connections_per_user: int = 32
+    connections: int = 1024  # of all users together except root and the mount's owner
+    connections_per_user: int = 256  # a program that has files attached keeps one
     bad_connections: int = 20  # of a user within ten seconds; until they are over, further ones are refused
     requests: int = 16  # in progress on one connection
+    attachments: int = 4096  # of one connection
+    attachments_per_user: int = 16384
+    private_share: float = 0.5  # of a device's memory, for private copies of one user except root and the mount's owner
     threads: int = 4  # that one connection may block on its files
     messages_per_second: int = 500  # of one connection; more are read later
     hello: float = 15.0  # until the first message

@@ -4,7 +4,7 @@ import os
 import stat
 import time
 from dataclasses import dataclass, field
-from errno import EINVAL, EISDIR, ENOENT
+from errno import EINVAL, EISDIR, ENODATA, ENOENT, EOPNOTSUPP
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 if TYPE_CHECKING:
@@ -73,11 +73,50 @@ class MountTransfer:
         self._transfer.close()
 
 
-class ServedMount:
-    """The mount that the service copies into and out of. Any thread may call; all methods may block."""
+class MountLease:
+    """The memory of a file for a program that maps it. Any thread may call; all methods may block.
 
-    def __init__(self, mount: "engine.Mount") -> None:
+    ``driver``, ``pci_address`` and ``device`` (its number in the mount) say where it is. ``private``: it is a copy.
+    """
+
+    def __init__(self, lease: "engine.Lease", driver: str, pci_address: str, device: int, *, private: bool) -> None:
+        self._lease = lease
+        self.driver = driver
+        self.pci_address = pci_address
+        self.device = device
+        self.private = private
+
+    @property
+    def bytes(self) -> int:
+        """The size that the lease covers."""
+        return self._lease.bytes
+
+    def refresh(self) -> None:
+        """Covers what the file has grown by."""
+        if self.private:
+            raise OSError(EOPNOTSUPP, "a private copy does not follow the file: attach it again")
+        self._lease.refresh()
+
+    def pieces(self, start: int) -> "list[engine.SharedPiece]":
+        """The memory from ``start`` on. The descriptors are the caller's."""
+        return self._lease.pieces(start)
+
+    def close(self) -> None:
+        """Ends the lease."""
+        self._lease.close()
+
+
+class ServedMount:
+    """The mount that the service copies into and out of, and whose memory it shares. Any thread may call; all methods
+    may block.
+
+    ``trust_readers``: clients that may only read get the memory itself on GPUs, too, whose descriptors always give
+    write access.
+    """
+
+    def __init__(self, mount: "engine.Mount", *, trust_readers: bool = False) -> None:
         self._mount = mount
+        self._trust_readers = trust_readers
 
     def open_host(self, fd: int) -> Any:
         """The host's file behind a descriptor, which stays the caller's. OSError if it cannot be used."""
@@ -125,6 +164,43 @@ class ServedMount:
             client=client,
         )
         return MountTransfer(transfer)
+
+    def gets_copy(self, buffer: Any) -> bool:
+        """Whether a client that may only read this buffer gets a private copy of it.
+
+        On GPUs it does, because a descriptor of device memory always gives write access. A small file is copied on
+        every driver: sharing it would move it to a granule of its own, for good, and a reader could do that to all
+        small files of a mount.
+        """
+        granule = buffer.engine.devices[buffer.info.device].info.granule
+        if buffer.info.held_bytes < granule:
+            return True
+        return self._mount.engine.driver != "host" and not self._trust_readers
+
+    def device_bytes(self, buffer: Any) -> int:
+        """The memory of a buffer's device."""
+        total: int = buffer.engine.devices[buffer.info.device].memory().total_bytes
+        return total
+
+    def lease(self, buffer: Any, *, writable: bool, private: bool, label: str) -> MountLease:
+        """Opens a lease on a buffer, or on a private copy of it. ``label``: the holder, for messages.
+
+        OSError ENODATA if it has holes and is not ``writable``, ENOSPC if the memory for its holes or the copy is
+        missing.
+        """
+        from gpufs.engine import Buffer, Lease
+
+        index = buffer.info.device
+        where = (buffer.engine.driver, buffer.engine.devices[index].info.pci_address, index)
+        if not private:
+            return MountLease(Lease(buffer, writable=writable, label=label), *where, private=False)
+        size = buffer.info.size
+        if buffer.seek(0, os.SEEK_HOLE) < size:  # or the copy would fill them with zeros
+            raise OSError(ENODATA, "the file has holes, which have no memory: allocate them with fallocate(1)")
+        self.await_space(buffer, size)
+        with Buffer(buffer.engine, index) as copy:  # afterwards the lease keeps the memory
+            copy.copy_from(buffer, size=size)
+            return MountLease(Lease(copy, label=label), *where, private=True)
 
     def await_space(self, buffer: Any, size: int) -> None:
         """Before a load of so many bytes: waits a little for the memory of files that have just been removed."""

@@ -17,6 +17,7 @@ import trio
 
 from gpufs import protocol
 from gpufs.service._client import ClientConnection, Counters, Peer
+from gpufs.service._leases import LeaseTable
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
 
@@ -42,6 +43,7 @@ class Service:
         self._device = device
         self._limits = limits
         self._counters = Counters()
+        self._leases = LeaseTable(limits)
         self._users: Counter[int] = Counter()  # connections of each user
         self._strangers = 0  # connections of all users except root and this process's own
         self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
@@ -51,6 +53,10 @@ class Service:
         """Counters since the start, and what runs now; sizes in bytes. Any thread may call."""
         counters = {field.name: getattr(self._counters, field.name) for field in fields(self._counters)}
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
+
+    def leases(self, uid: int) -> list[dict[str, Any]]:
+        """The leases that a user may see, oldest first. Any thread may call."""
+        return self._leases.as_list(uid)
 
     async def _run(self, listener: socket.socket) -> None:
         number = refusals = 0
@@ -96,7 +102,8 @@ class Service:
 
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
         try:
-            client = ClientConnection(sock, peer, number, self._mount, self._device, self._limits, self._counters)
+            shared = (self._mount, self._device, self._limits, self._counters, self._leases)
+            client = ClientConnection(sock, peer, number, *shared)
             if not await client.run():
                 self._bad[peer.uid] += 1
         except Exception:
@@ -182,7 +189,7 @@ async def serve(
     limits: Limits | None = None,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serves copies for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
+    """Serves copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount. When

@@ -136,6 +136,82 @@ gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void
                                 uint64_t* done);
 /* The device address of offset 0; from now on the buffer never moves and cannot grow past maximum_bytes. */
 gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address);
+/* Copies within and between devices, from one buffer of the engine's to another, holes as zeros; the buffer grows as
+ * needed. *done is the count, short only at the end of the source. */
+gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,
+                               uint64_t bytes, uint64_t* done);
+
+/* ---- memory that programs share ---- */
+
+/* WRITE: those who map the memory may write to it. LOCAL: the memory is used in this process, by its address, and is not
+ * exported. */
+enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2 };
+
+typedef struct {
+  uint64_t bytes;   /* of the buffer, from its start */
+  uint64_t address; /* of the first byte in this process, while the lease is open; refreshing may change it */
+} gpufs_lease_info;
+
+/* One piece of memory: [offset, offset+bytes) of the buffer, at the start of the descriptor for GPUs, at `offset` of it
+ * on the host driver. */
+typedef struct {
+  uint64_t offset;
+  uint64_t bytes;
+  int32_t fd;
+  uint32_t reserved; /* 0 */
+} gpufs_shared_piece;
+
+typedef struct {
+  uint64_t address;  /* of the first byte in this process */
+  uint64_t bytes;    /* mapped from there */
+  uint64_t capacity; /* to which it can be extended */
+  int32_t device;    /* the device's number in this process */
+} gpufs_mapping_info;
+
+/* A lease keeps the first bytes of a buffer, as many as it has now, in place for somebody who maps them or uses their
+ * address. While it is open the buffer cannot be made smaller than that, nor punched there (EBUSY); it can grow. The
+ * memory exists until the lease is closed, also if the buffer's file is removed. label: what messages call the holder;
+ * NULL: nothing. WRITE allocates holes (ENOSPC as usual); without it they are ENODATA. EOPNOTSUPP: the device's memory
+ * cannot be exported; the text says why. Closed with the buffer's engine or mount. */
+gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, gpufs_handle* lease);
+gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);
+/* Extends it to what the buffer has grown to. */
+gpufs_status gpufs_lease_refresh(gpufs_handle lease);
+/* The pieces from `from` on, at most `capacity` of them: 0, or the end of a piece that was returned before. Their
+ * descriptors are the caller's. The last piece may reach beyond the lease's bytes. *count is 0 at the end. */
+gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_piece* pieces, uint64_t capacity,
+                                uint64_t* count);
+gpufs_status gpufs_lease_close(gpufs_handle lease);
+
+/* Maps memory that another program leases; no engine is needed. The device is found by its PCI address (any text on the
+ * host driver), since its number differs between programs. Without GPUFS_LEASE_WRITE the memory is mapped read-only.
+ * reserve_bytes: addresses for growth. ENODEV: this process does not see the device. */
+gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
+                                gpufs_handle* mapping);
+/* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those before
+ * it mapped. EFBIG: beyond the capacity. */
+gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
+gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
+/* Unmaps the memory, once no DLPack tensor of it is left. */
+gpufs_status gpufs_mapping_close(gpufs_handle mapping);
+
+typedef struct {
+  uint64_t address;
+  const int64_t* shape;
+  int32_t dimensions;
+  int32_t device_type; /* DLPack's numbers, as the next three */
+  int32_t device_id;
+  uint8_t type_code;
+  uint8_t type_bits;
+  int32_t versioned; /* DLManagedTensorVersioned instead of DLManagedTensor */
+  int32_t read_only; /* versioned only */
+} gpufs_tensor;
+
+/* A DLPack tensor, contiguous in C order, of a lease's or mapping's memory, which it keeps (open or closed) until its
+ * deleter is called; any thread may call that. */
+gpufs_status gpufs_tensor_export(gpufs_handle owner, const gpufs_tensor* tensor, void** managed);
+/* Calls the deleter. */
+void gpufs_tensor_release(void* managed, int32_t versioned);
 
 /* ---- host memory that is locked ---- */
 

@@ -77,10 +77,11 @@ TEST_P(BufferFaultsTest, MovingOutOfASlotFails) {
   plan->populate.at(1, 1, ENOSPC);
   EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), ENOSPC);
   plan->populate.clear();
-  plan->export_memory.at(1, 1, EOPNOTSUPP);
-  expect_unchanged();
-  EXPECT_EQ(buffer->export_memory().error(), EOPNOTSUPP);
-  held = kGranule;
+  plan->sharing.at(1, 1, EOPNOTSUPP);
+  EXPECT_EQ(buffer->lease(true, true, "").error(), EOPNOTSUPP);
+  plan->populate.at(1, 1, ENOSPC);
+  EXPECT_EQ(buffer->lease(true, true, "").error(), ENOSPC);
+  plan->populate.clear();
   expect_unchanged();
 }
 

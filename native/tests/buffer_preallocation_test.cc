@@ -89,7 +89,8 @@ TEST_F(BufferPreallocationTest, OnlyWhenRequestedAndReleasable) {
   ASSERT_TRUE(fixed->pin_address(128 * kMiB).ok());
   grow(*fixed, 12);
   const auto exported = grown(8);
-  ASSERT_TRUE(exported->export_memory().ok());
+  const auto lease = exported->lease(false, true, "");
+  ASSERT_TRUE(lease.ok()) << lease.status().message();
   grow(*exported, 12);
   EXPECT_EQ(used(), 32 * kGranule);
 }
@@ -156,7 +157,7 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
     write(*small, 0, pattern(100, 1));
     const auto growing = grown(17);
     const auto filler = fill_device(256 * kMiB);
-    EXPECT_EQ(exports ? small->export_memory().error() : small->pin_address(kMiB).error(), 0);
+    EXPECT_EQ(exports ? small->lease(true, true, "").error() : small->pin_address(kMiB).error(), 0);
     EXPECT_EQ(preallocated(*growing), 0U);
     EXPECT_TRUE(contents(*small) == pattern(100, 1));
   }

@@ -253,26 +253,6 @@ TEST_F(BufferTest, AFixedAddressStays) {
   EXPECT_EQ(allocated->write(kMiB, pattern(1, 1)).error(), EFBIG);
 }
 
-TEST_F(BufferTest, ExportedMemoryIsTheFile) {
-  start(64 * kMiB, 65536);
-  const auto buffer = make();
-  const auto data = pattern(100, 3);
-  write(*buffer, 0, data);
-  EXPECT_EQ(buffer->bytes_held(), 512U);  // in a slab until its address is needed
-  std::vector<ExportedMemory> exported = buffer->export_memory().take();
-  EXPECT_EQ(buffer->bytes_held(), kGranule);
-  ASSERT_EQ(exported.size(), 1U);
-  void* const mapped = ::mmap(nullptr, kGranule, PROT_READ, MAP_SHARED, exported[0].descriptor.get(), 0);
-  ASSERT_NE(mapped, MAP_FAILED);
-  EXPECT_EQ(std::memcmp(mapped, data.data(), data.size()), 0);
-  // Emptied and written again, it is still the same memory.
-  ASSERT_TRUE(buffer->resize(0).ok());
-  write(*buffer, 0, std::span(data).first(50));
-  EXPECT_EQ(std::memcmp(mapped, data.data(), 50), 0);
-  EXPECT_EQ(static_cast<const char*>(mapped)[50], 0);
-  ::munmap(mapped, kGranule);
-}
-
 TEST_F(BufferTest, CopiesBetweenDevices) {
   start(64 * kMiB, 0, 2);
   const auto from = make(0);

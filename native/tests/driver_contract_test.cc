@@ -227,9 +227,9 @@ TEST_P(DriverContract, FixedMemoryIsNotMoved) {
 
 TEST_P(DriverContract, ExportsEveryPiece) {
   if (on_host()) GTEST_SKIP() << "its memory is one piece";
-  auto [memory, range] = take(*device_, 2 * granule_, 512 * kMiB);
-  ASSERT_OK(memory->populate(4 * granule_, 300 * kMiB));
-  Result<std::vector<ExportedMemory>> exported = memory->export_memory();
+  auto [memory, range] = take(*device_, 2 * granule_, 2048 * kMiB);
+  ASSERT_OK(memory->populate(4 * granule_, 1100 * kMiB));
+  Result<std::vector<ExportedMemory>> exported = memory->export_memory(0, SIZE_MAX, true);
   if (plain()) {
     EXPECT_EQ(exported.error(), EOPNOTSUPP);
     return;
@@ -239,12 +239,75 @@ TEST_P(DriverContract, ExportsEveryPiece) {
   ASSERT_EQ(exported.value().size(), 3U);
   EXPECT_EQ(exported.value()[0].bytes, 2 * granule_);
   EXPECT_EQ(exported.value()[1].offset, 4 * granule_);
-  EXPECT_EQ(exported.value()[1].bytes, 256 * kMiB);
-  EXPECT_EQ(exported.value()[2].offset, 4 * granule_ + 256 * kMiB);
-  EXPECT_EQ(exported.value()[2].bytes, 44 * kMiB);
+  EXPECT_EQ(exported.value()[1].bytes, 1024 * kMiB);
+  EXPECT_EQ(exported.value()[2].offset, 4 * granule_ + 1024 * kMiB);
+  EXPECT_EQ(exported.value()[2].bytes, 76 * kMiB);
   for (const ExportedMemory& part : exported.value()) {
     EXPECT_EQ(::fcntl(part.descriptor.get(), F_GETFD), FD_CLOEXEC);
   }
+}
+
+TEST_P(DriverContract, ImportedMemoryIsTheExporters) {
+  if (on_host()) GTEST_SKIP() << "it has tests of its own";
+  auto [memory, range] = take(*device_, granule_, 512 * kMiB);
+  ASSERT_OK(memory->populate(granule_, 3 * granule_));
+  const Status shares = device_->check_sharing();
+  if (plain() || shares.error() == EOPNOTSUPP) {
+    EXPECT_EQ(shares.error(), EOPNOTSUPP);
+    EXPECT_NE(shares.message().find("shared"), std::string::npos);
+    EXPECT_EQ(device_->create_import(granule_, true).error(), plain() ? EOPNOTSUPP : 0);
+    return;
+  }
+  const auto pieces = must(memory->export_memory(0, SIZE_MAX, true));
+  const auto writable = must(device_->create_import(4 * granule_, true));
+  const auto read_only = must(device_->create_import(8 * granule_, false));
+  for (const auto& piece : pieces) {
+    ASSERT_OK(writable->add(piece));
+    ASSERT_OK(read_only->add(piece));
+  }
+  EXPECT_EQ(writable->bytes(), 4 * granule_);
+  const auto data = pattern(2 * granule_, 1);
+  write(range->base() + granule_ / 2, data);  // across two pieces
+  EXPECT_TRUE(testing::same_bytes(read(writable->base() + granule_ / 2, data.size()), data));
+  const auto changed = pattern(granule_, 2);
+  write(writable->base(), changed);
+  EXPECT_TRUE(testing::same_bytes(read(range->base(), changed.size()), changed));
+  EXPECT_TRUE(testing::same_bytes(read(read_only->base(), changed.size()), changed));
+  EXPECT_FALSE(device_->copy_in(read_only->base(), data.data(), 16).ok());
+  EXPECT_OK(device_->health());
+  EXPECT_TRUE(testing::same_bytes(read(range->base(), changed.size()), changed));
+
+  ASSERT_OK(memory->populate(4 * granule_, granule_));
+  const auto more = must(memory->export_memory(4 * granule_, SIZE_MAX, true));
+  ASSERT_EQ(more.size(), 1U);
+  EXPECT_EQ(writable->add(more[0]).error(), EFBIG);
+  EXPECT_OK(read_only->add(more[0]));
+  // The importer keeps what the exporter has released.
+  memory.reset();
+  range.reset();
+  EXPECT_TRUE(testing::same_bytes(read(writable->base(), changed.size()), changed));
+}
+
+TEST_P(DriverContract, OnlyMemoryCanBeImported) {
+  if (plain()) return;
+  const auto imported = must(device_->create_import(granule_, false));
+  UniqueFd other(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  EXPECT_NE(imported->add({0, granule_, std::move(other)}).error(), 0);
+  EXPECT_EQ(imported->bytes(), 0U);
+  EXPECT_OK(device_->health());
+}
+
+TEST_P(DriverContract, OneDeviceOpensByItsPciAddress) {
+  if (on_host()) GTEST_SKIP() << "it has no PCI address";
+  const std::string address = device_->info().pci_address;
+  const auto open_one = [&](const std::string& at) -> Result<std::shared_ptr<Device>> {
+    if (real()) return open_device(of_cuda() ? "cuda" : "hip", at);
+    return of_cuda() ? open_cuda_device_from(GPUFS_FAKE_CUDA, at) : open_hip_device_from({hip_library()}, at);
+  };
+  EXPECT_EQ(must(open_one(address))->info().pci_address, address);
+  const Status missing = open_one("0000:ee:1f.0").status();
+  EXPECT_EQ(missing.error(), ENODEV);
+  EXPECT_NE(missing.message().find("VISIBLE_DEVICES"), std::string::npos);
 }
 
 TEST_P(DriverContract, StreamsAndEventsKeepOrder) {

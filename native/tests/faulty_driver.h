@@ -50,8 +50,8 @@ class Fault {
 };
 
 struct FaultPlan {
-  Fault create_memory, reserve, populate, export_memory, bind, copy_in, copy_out, copy_within, zero, peer, create_event,
-      create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
+  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer,
+      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
@@ -99,8 +99,8 @@ class FaultyMemory : public DeviceMemory {
     return {start, end - start};
   }
   void fix_in_place() override { ++plan_->fixed; }
-  Result<std::vector<ExportedMemory>> export_memory() override {
-    return plan_->export_memory.next("export", [&] { return inner_->export_memory(); });
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override {
+    return plan_->export_memory.next("export", [&] { return inner_->export_memory(from, capacity, writable); });
   }
 
  private:
@@ -180,6 +180,10 @@ class FaultyDevice : public Device {
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override {
     return plan_->create_memory.next("create_memory", [&] { return wrap<FaultyMemory>(inner_->create_memory()); });
+  }
+  Status check_sharing() override { return plan_->sharing.next("sharing"); }
+  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override {
+    return inner_->create_import(capacity, writable);
   }
   Result<std::unique_ptr<Stream>> create_stream() override {
     return plan_->create_stream.next("create_stream", [&] { return wrap<FaultyStream>(inner_->create_stream()); });

@@ -284,7 +284,7 @@ class FakeBuffer : public Buffer {
     return done;
   }
   Result<DeviceAddress> pin_address(std::uint64_t) override { return unused(); }
-  Result<std::vector<ExportedMemory>> export_memory() override { return unused(); }
+  Result<std::shared_ptr<Lease>> lease(bool, bool, std::string) override { return unused(); }
 
   [[nodiscard]] bool copies_briefly(const Buffer&, std::uint64_t, std::uint64_t) const override { return brief; }
   std::atomic<bool> brief{false};             // what copies_briefly() returns

@@ -75,7 +75,7 @@ TEST_P(GpuFaults, DevicesAreCounted) {
 
 TEST_P(GpuFaults, PopulateIsAllOrNothing) {
   open();
-  auto [memory, range] = take(device(), kGranule, 1024 * kMiB);
+  auto [memory, range] = take(device(), kGranule, 4096 * kMiB);
   const FakeGpuState before = fake_state();
   struct Plan {
     Names function;
@@ -90,7 +90,7 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
         Plan{kStreamSynchronize, 1, api::kInvalidValue, EIO}}) {
     SCOPED_TRACE(symbol(plan.function) + std::string(" ") + std::to_string(plan.n));
     fail(plan.function, plan.n, plan.code);
-    const Status status = memory->populate(kGranule, 700 * kMiB);
+    const Status status = memory->populate(kGranule, 2700 * kMiB);
     EXPECT_EQ(status.error(), plan.error);
     EXPECT_EQ(status.device_code(), plan.code);
     EXPECT_NE(status.message().find("gpu 0: " + gpu::public_name(symbol(plan.function)) + ": "), std::string::npos)
@@ -100,8 +100,8 @@ TEST_P(GpuFaults, PopulateIsAllOrNothing) {
     EXPECT_EQ(fake_state().mappings, before.mappings);
   }
   EXPECT_OK(device().health());
-  EXPECT_OK(memory->populate(kGranule, 700 * kMiB));
-  EXPECT_EQ(fake_state().handles, 4);  // 256 + 256 + 188 MiB beside the first
+  EXPECT_OK(memory->populate(kGranule, 2700 * kMiB));
+  EXPECT_EQ(fake_state().handles, 4);  // 1024 + 1024 + 652 MiB beside the first
 }
 
 TEST_P(GpuFaults, ReserveFailsAndTheEarlierRangeStays) {
@@ -356,15 +356,20 @@ TEST_P(GpuFaults, EventsWaitUntilTheWorkIsDone) {
   EXPECT_EQ(device().health().device_code(), api::kLaunchFailed);
 }
 
-TEST_P(GpuFaults, AFailedExportClosesItsDescriptorsAndFixesNothing) {
+TEST_P(GpuFaults, AFailedExportClosesItsDescriptors) {
   open();
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
   fail(kMemoryExport, 2, api::kInvalidValue);
-  EXPECT_EQ(filled.memory->export_memory().error(), EIO);
+  EXPECT_EQ(filled.memory->export_memory(0, SIZE_MAX, true).error(), EIO);
+  EXPECT_EQ(must(filled.memory->export_memory(0, SIZE_MAX, true)).size(), 2U);
+  EXPECT_EQ(must(filled.memory->export_memory(0, 1, true)).size(), 1U);
+  EXPECT_EQ(must(filled.memory->export_memory(2 * kGranule, SIZE_MAX, true)).size(), 1U);
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
-  EXPECT_EQ(must(filled.memory->export_memory()).size(), 2U);
+  filled.memory->fix_in_place();
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);
+  filled.memory->allow_moves();
+  EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
 }
 
 TEST_P(GpuFaults, HostFunctionsMayNotCallTheDriver) {

@@ -110,4 +110,17 @@ gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, u
     return promised.status();
   });
 }
+
+gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,
+                               uint64_t bytes, uint64_t* done) {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
+    if (done == nullptr) return gpufs::null_argument();
+    *done = 0;
+    const Result<std::shared_ptr<Buffer>> from = HandleTable::instance().get<Buffer>(source);
+    if (!from.ok()) return from.status();
+    const Result<std::uint64_t> copied = found.copy_from(*from.value(), source_offset, offset, bytes, nullptr);
+    if (copied.ok()) *done = copied.value();
+    return copied.status();
+  });
+}
 }

@@ -43,6 +43,13 @@ Result<std::shared_ptr<void>> HandleTable::find(gpufs_handle handle, std::type_i
   return object;
 }
 
+Result<gpufs_handle> HandleTable::owner_of(gpufs_handle handle) {
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find(handle);
+  if (found == entries_.end()) return Status(EBADF, "the handle is not open");
+  return found->second.owner;
+}
+
 void HandleTable::close_owned(gpufs_handle owner) {
   if (owner == 0 || forked_child.load(std::memory_order_relaxed)) return;
   std::vector<gpufs_handle> owned;

@@ -47,6 +47,9 @@ class HandleTable {
     return std::static_pointer_cast<T>(found.take());
   }
 
+  // The owner that put() was called with. EBADF: the handle is not open.
+  Result<gpufs_handle> owner_of(gpufs_handle handle);
+
   // Closes every handle that belongs to `owner`, youngest first. The owner's own handle must have been taken before,
   // so that no new ones are added.
   void close_owned(gpufs_handle owner);

@@ -101,11 +101,32 @@ class DeviceMemory {
   // From now on populated memory is never moved, because something outside uses its addresses or has mapped an export.
   // A driver that takes memory in larger pieces then frees a piece only once all of it has been released.
   virtual void fix_in_place() {}
+  // Ends that.
+  virtual void allow_moves() {}
 
-  // Descriptors with which another process can map this memory, in order of their offsets, and fix_in_place(). The host
-  // driver returns one memfd, whose offsets are the buffer's; GPUs one descriptor for each piece, which shows
-  // [offset, offset+bytes) from its start. EOPNOTSUPP: the driver cannot.
-  virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
+  // Descriptors with which other programs can map the memory at and above `from`, in order of their offsets, at most
+  // `capacity` of them; call fix_in_place() first. `from` is 0 or the end of a piece that was exported before. The host
+  // driver returns one memfd, whose offsets are the buffer's and which is open for writing only if `writable`; GPUs one
+  // descriptor for each piece, which shows [offset, offset+bytes) from its start and cannot be made read-only.
+  // EOPNOTSUPP: see Device::check_sharing().
+  virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity,
+                                                            bool writable) = 0;
+};
+
+// Addresses at which this process sees memory that another program has exported. One thread at a time, except base()
+// and capacity(). Unmapped when destroyed (any thread), after which only the other users hold the memory.
+class ImportedRange {
+ public:
+  virtual ~ImportedRange() = default;
+  [[nodiscard]] virtual DeviceAddress base() const = 0;
+  [[nodiscard]] virtual std::uint64_t capacity() const = 0;  // reserved addresses
+  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }  // mapped, from the base
+  // Maps a piece at the end of what is mapped. EINVAL: its offset is another one. EFBIG: it is beyond the capacity.
+  Status add(const ExportedMemory& piece);
+
+ private:
+  virtual Status map(const ExportedMemory& piece) = 0;
+  std::uint64_t bytes_ = 0;
 };
 
 // A point in a stream's order. Recording it again reuses it, once nothing waits for the earlier recording.
@@ -169,6 +190,11 @@ class Device {
   virtual Status health() = 0;
 
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
+  // EOPNOTSUPP, with the reason for users: memory of create_memory() cannot be exported.
+  virtual Status check_sharing() { return {}; }
+  // Reserves addresses for pieces of DeviceMemory::export_memory(), of this device and driver. writable: the device may
+  // write to them.
+  virtual Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) = 0;
   virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
   virtual Result<std::unique_ptr<Event>> create_event() = 0;
   // A stream that the program created with the vendor's runtime. Destroying the object neither waits for the stream nor
@@ -238,5 +264,10 @@ class Driver {
 // Opens a driver by name. ENODEV, with a message for users ("cuda is not available: libcuda.so.1 was not found"), if it
 // cannot be used here; EINVAL for an unknown name or bad options.
 Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options);
+
+// Opens one device, to map what other programs have exported: no other device is touched, and memory is not limited.
+// Devices are found by their PCI address, since their numbers differ between programs (CUDA_VISIBLE_DEVICES). The host
+// driver has no addresses: pass "". ENODEV, with a message for users, if this process does not see the device.
+Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address);
 
 }  // namespace gpufs

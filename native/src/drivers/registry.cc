@@ -6,12 +6,26 @@
 #include "drivers/host/host_driver.h"
 
 namespace gpufs {
+namespace {
+
+Status unknown_driver(const std::string& name) {
+  return {EINVAL, "unknown driver \"" + name + "\": there are host, cuda and hip"};
+}
+
+}  // namespace
 
 Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options) {
   if (name == "host") return open_host_driver(options);
   if (name == "cuda") return open_cuda_driver(options);
   if (name == "hip") return open_hip_driver(options);
-  return Status(EINVAL, "unknown driver \"" + name + "\": there are host, cuda and hip");
+  return unknown_driver(name);
+}
+
+Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address) {
+  if (driver == "host") return open_host_device(pci_address);
+  if (driver == "cuda") return open_cuda_device(pci_address);
+  if (driver == "hip") return open_hip_device(pci_address);
+  return unknown_driver(driver);
 }
 
 }  // namespace gpufs

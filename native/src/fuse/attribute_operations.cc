@@ -149,6 +149,7 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
     if (status.ok()) {
       reply_attributes(*inode, reply);
     } else {
+      if (status.error() == EBUSY) log_warning("truncating inode ", inode->ino(), " failed: ", status.message());
       // A file that has left the table by now had no name and no user.
       reply.error(status.error() == ENOENT ? ESTALE : status.error());
     }

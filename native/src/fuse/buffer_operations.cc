@@ -17,7 +17,7 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kAllocateChunk = std::uint64_t{256} << 20;  // an INTERRUPT ends an allocation between two
+constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;   // an INTERRUPT ends an allocation between two
 
 // What the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {

@@ -62,6 +62,7 @@ Status TargetMemory::punch(std::vector<HoleRange> holes, const std::atomic<bool>
     const Result<std::uint64_t> data = buffer.seek_data(start);
     if (!data.ok() || data.value() >= end) continue;
     Status punched = buffer.punch(start, end - start);
+    if (punched.error() == EBUSY) punched = buffer.zero_range(start, end - start, /*keep_size=*/true);  // leased
     if (!punched.ok()) return punched;
   }
   return {};

@@ -133,8 +133,26 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
   // never moves again. EFBIG if the buffer is larger already, or its address is promised for less.
   virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
-  // Descriptors of the memory for other processes: see DeviceMemory::export_memory().
-  virtual Result<std::vector<ExportedMemory>> export_memory() = 0;
+  // Keeps the memory of [0, bytes()) in place, for somebody who maps it or uses its address, and keeps the buffer.
+  // While a lease lives, resize() to less than bytes() and punch() there are EBUSY. Growth is allowed.
+  class Lease {
+   public:
+    virtual ~Lease() = default;
+    // The buffer's size when the lease began, or was last extended.
+    [[nodiscard]] virtual std::uint64_t bytes() const = 0;
+    // Extends the lease to the buffer's size now. Fails as Buffer::lease(); the lease is then as before.
+    virtual Status refresh() = 0;
+    // See DeviceMemory::export_memory(). The pieces are whole: the last one may reach beyond bytes().
+    virtual Result<std::vector<ExportedMemory>> pieces(std::uint64_t from, std::size_t capacity) = 0;
+    // The device address of offset 0 in this process, valid while this object lives; refresh() may change it. 0 if the
+    // lease is empty.
+    [[nodiscard]] virtual DeviceAddress address() const = 0;
+  };
+  // writable: holes get memory first (ENOSPC), and descriptors give access for writing where the driver makes a
+  // difference. Otherwise a hole is ENODATA. exports: pieces() will be called; EOPNOTSUPP if the device cannot share
+  // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a lease without `exports` fixes the address, and
+  // so limits the size, as pin_address(size()) does. label: what messages call the holder.
+  virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
 
   // Noted by whatever moves the bytes.
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }

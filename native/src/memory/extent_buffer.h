@@ -69,7 +69,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
   Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
-  Result<std::vector<ExportedMemory>> export_memory() override;
+  Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
  private:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -115,6 +115,7 @@ class ExtentBuffer : public Buffer {
   };
   class ReadPin;
   class WritePin;
+  class SharedLease;
   class Exclusion;
 
   static Status would_wait() { return Status(EAGAIN, "the buffer is in use"); }
@@ -176,6 +177,15 @@ class ExtentBuffer : public Buffer {
                    std::uint64_t* done);
   Status copy_hole(std::uint64_t offset, std::uint64_t end);
 
+  // ---- extent_buffer_lease.cc: leases. Those named _locked need state_mutex_. ----
+  // Makes the memory of [0, size()) exist where it will stay. Needs mutation_mutex_.
+  Status fix_for_lease(bool writable, bool exports, std::uint64_t* bytes);
+  // Lets the driver move memory again, if neither a lease nor a promised address forbids that. Needs mutation_mutex_.
+  void unfix_unless_used();
+  [[nodiscard]] bool leased() const;
+  // EBUSY if a lease covers memory at or above `offset`.
+  [[nodiscard]] Status check_leases_locked(const char* what, std::uint64_t offset) const;
+
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
 
@@ -187,7 +197,6 @@ class ExtentBuffer : public Buffer {
   Extents preallocated_;                  // exists in range_, as zeros, and is in no snapshot
   Extents fallocated_;                    // by fallocate(KEEP_SIZE): trim() keeps it
   bool preallocates_ = false;
-  bool exported_ = false;       // others use the memory: it is emptied, but never replaced
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
   // What pin_address() allows the buffer to grow to. Written under both mutexes, read under either.
   std::uint64_t address_limit_ = kNoLimit;
@@ -199,7 +208,8 @@ class ExtentBuffer : public Buffer {
   // replaces.
   SnapshotPointer snapshot_;                // never null
   std::uint64_t snapshots_ = 0;             // that exist, with those which only pins still hold
-  std::vector<WriteLease*> writers_;        // all leases for writing
+  std::vector<WriteLease*> writers_;        // all pins for writing
+  std::vector<const SharedLease*> leases_;  // added by holders of mutation_mutex_
   std::uint64_t write_limit_ = kNoLimit;    // writes that end above it take the slow path
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is in progress: no size above it
   std::uint64_t shrinks_ = 0;               // begun so far

@@ -179,7 +179,7 @@ Status ExtentBuffer::grow_own(const Extents& missing, bool speculative) {
 
 std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing) {
   // Fixed memory, or addresses that are memory, could not go back.
-  if (!preallocates_ || existing == 0 || exported_ || address_limit_ != kNoLimit) return 0;
+  if (!preallocates_ || existing == 0 || leased() || address_limit_ != kNoLimit) return 0;
   const Result<MemoryInfo> memory = context_->device().memory();
   if (!memory.ok()) return 0;
   const std::uint64_t most = std::min(kMostPreallocated, memory.value().free_bytes / kFreeParts);
@@ -256,7 +256,7 @@ Status ExtentBuffer::leave_slot(const Extents& missing) {
 }
 
 void ExtentBuffer::drop_empty_memory() {
-  if (exported_ || address_limit_ != kNoLimit) return;
+  if (leased() || address_limit_ != kNoLimit) return;
   bool in_slot = false;
   {
     const SnapshotPointer now = current();
@@ -370,23 +370,6 @@ Status ExtentBuffer::fix_address(std::uint64_t maximum_bytes, DeviceAddress* add
   memory_->fix_in_place();
   *address = range_->base();
   return {};
-}
-
-Result<std::vector<ExportedMemory>> ExtentBuffer::export_memory() {
-  Result<std::vector<ExportedMemory>> exported = Status(EIO, "");
-  const Status status = retry_when_full([&] {
-    const std::lock_guard mutation(mutation_mutex_);
-    (void)release_unused(TimePoint::max());
-    Status done = ensure_own(0, 0, 0, /*fixed=*/false, /*speculative=*/false);
-    if (!done.ok()) return done;
-    exported = memory_->export_memory();
-    done = exported.status();
-    exported_ = exported_ || done.ok();
-    if (!done.ok()) drop_empty_memory();
-    return done;
-  });
-  if (!status.ok()) return status;
-  return exported;
 }
 
 }  // namespace gpufs

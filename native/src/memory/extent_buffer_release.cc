@@ -69,6 +69,7 @@ std::shared_ptr<void> ExtentBuffer::keep_unpublished() {
 }
 
 bool ExtentBuffer::release_unused(TimePoint deadline) {
+  unfix_unless_used();
   Exclusion exclusion(*this);
   Extents kept;
   Extents removed = preallocated_;
@@ -121,6 +122,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
   if (size > address_limit_) {
     return Status(EFBIG, "the buffer's address is promised for " + std::to_string(address_limit_) + " bytes at most");
   }
+  unfix_unless_used();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
   std::uint64_t highest = 0;
@@ -132,6 +134,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
       size_.store(size, std::memory_order_release);
       return {};
     }
+    if (Status leases = check_leases_locked("made smaller", size); !leases.ok()) return leases;
     if (!this_thread_may_wait()) return would_wait();
     // Writes in progress count as done before: what they put above the size goes with the rest, and the end that they
     // publish is ignored. Later ones that end above it wait for this.
@@ -173,7 +176,7 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest, Exclusion
     replace(make_snapshot(before));
     return status;
   }
-  if (kept.empty() && !exported_ && address_limit_ == kNoLimit) {
+  if (kept.empty() && !leased() && address_limit_ == kNoLimit) {
     drop_empty_memory();  // as a whole, without a release of its parts
   } else if (!removed.empty()) {
     release(removed);
@@ -188,6 +191,10 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
   const std::lock_guard mutation(mutation_mutex_);
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (Status leases = check_leases_locked("punched", offset); !leases.ok()) return leases;
+  }
   (void)release_unused(TimePoint{});  // the caller wants memory back; as much as nobody uses now
   Exclusion exclusion(*this);
   bool to_the_end = false;

@@ -278,5 +278,7 @@ CALL(cuMemSetAccess, (CuAddress address, std::size_t bytes, const api::Access* a
      m.set_access(address, bytes, access, count))
 CALL(cuMemExportToShareableHandle, (void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/),
      m.export_memory(out, handle, type))
+CALL(cuMemImportFromShareableHandle, (CuMemoryHandle * handle, void* descriptor, int type),
+     m.import_memory(handle, static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor)), type))
 
 }  // extern "C"

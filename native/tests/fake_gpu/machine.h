@@ -185,6 +185,9 @@ struct Vendor {
   int (*current)();  // the device current on the calling thread, -1 if none
 };
 
+// Physical memory is a file of this name and the number of its device, by which other processes know it again.
+inline const std::string kMemoryName = "fake_gpu_";
+
 inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 inline Address number(const void* address) { return reinterpret_cast<Address>(address); }
 
@@ -380,7 +383,7 @@ class Machine {
       return api::kInvalidValue;
     }
     if (used(device) + bytes > setup.memory_bytes) return api::kOutOfMemory;
-    const int fd = ::memfd_create("fake_gpu", MFD_CLOEXEC);
+    const int fd = ::memfd_create((kMemoryName + std::to_string(device)).c_str(), MFD_CLOEXEC);
     if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
     // Fresh memory is not zero, in every large page.
     for (std::uint64_t at = 0; at < bytes; at += kLargePage) {
@@ -404,6 +407,22 @@ class Machine {
     const int fd = ::dup(physical->second.fd);
     if (fd < 0) return api::kOutOfMemory;
     std::memcpy(out, &fd, sizeof fd);
+    return api::kSuccess;
+  }
+  // Memory of this process or another one. It is accounted where it was created.
+  template <typename VendorsHandle>
+  api::Code import_memory(VendorsHandle* handle, int fd, int type) {
+    if (type != api::kHandleDescriptor) return api::kInvalidValue;
+    std::array<char, 64> name{};
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    const std::string prefix = "/memfd:" + kMemoryName;
+    if (::readlink(path.c_str(), name.data(), name.size() - 1) < 0) return api::kInvalidValue;
+    const off_t bytes = ::lseek(fd, 0, SEEK_END);
+    const int own = ::dup(fd);
+    if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kInvalidValue;
+    *handle = as<VendorsHandle>(next_handle_);
+    const int device = std::atoi(name.data() + prefix.size());
+    physical_[next_handle_++] = Physical{own, device, static_cast<std::uint64_t>(bytes), false, 0, true};
     return api::kSuccess;
   }
   api::Code map(Address address, std::size_t bytes, std::size_t offset, Handle handle) {
@@ -442,10 +461,13 @@ class Machine {
   api::Code set_access(Address address, std::size_t bytes, const api::Access* access, std::size_t count) {
     if (!are_mapped(address, bytes)) return api::kInvalidValue;
     if (!setup.tail_access && reservations_.size() > 1 && !reservations_.contains(address)) return api::kInvalidValue;
-    if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return api::kInvalidValue;
+    const bool writes = std::any_of(access, access + count, [](const api::Access& given) {
+      return given.flags == api::kAccessReadWrite;
+    });
+    if (::mprotect(pointer(address), bytes, writes ? PROT_READ | PROT_WRITE : PROT_READ) != 0) return api::kInvalidValue;
     for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;
          ++mapping) {
-      for (std::size_t i = 0; i < count; ++i) mapping->second.devices.insert(access[i].location.id);
+      for (std::size_t i = 0; i < count; ++i) mapping->second.access[access[i].location.id] = access[i].flags;
     }
     return api::kSuccess;
   }
@@ -455,7 +477,7 @@ class Machine {
     const Address end = address + bytes;
     while (address < end) {
       if (const auto mapping = around(mappings_, address); mapping != mappings_.end()) {
-        if (!mapping->second.devices.contains(device)) return false;
+        if (!mapping->second.access.contains(device)) return false;
         address = mapping->first + mapping->second.bytes;
       } else if (const auto allocation = around(allocations_, address); allocation != allocations_.end()) {
         address = allocation->first + allocation->second.bytes;
@@ -466,6 +488,14 @@ class Machine {
       }
     }
     return true;
+  }
+  // Whether a part of [address, address + bytes) is mapped for reading alone.
+  [[nodiscard]] bool read_only(Address address, std::uint64_t bytes, int device) const {
+    return std::any_of(mappings_.begin(), mappings_.end(), [&](const auto& mapping) {
+      const auto access = mapping.second.access.find(device);
+      return mapping.first < address + bytes && address < mapping.first + mapping.second.bytes &&
+             access != mapping.second.access.end() && access->second != api::kAccessReadWrite;
+    });
   }
   // Whether an address lies in a range of virtual memory.
   [[nodiscard]] bool is_mapped_at(Address address) const { return around(mappings_, address) != mappings_.end(); }
@@ -520,7 +550,7 @@ class Machine {
   }
   api::Code fill(Address destination, unsigned char value, std::size_t bytes, api::Stream handle) {
     api::Stream stream = nullptr;
-    if (const api::Code code = checked({destination}, bytes, handle, &stream); code != api::kSuccess) return code;
+    if (const api::Code code = checked({destination}, destination, bytes, handle, &stream); code != api::kSuccess) return code;
     come_behind_blocked(handle);
     stream->last_queue = nullptr;
     stream->queue([=] {
@@ -662,11 +692,12 @@ class Machine {
     std::uint64_t bytes = 0;
     bool released = false;
     int mappings = 0;
+    bool imported = false;
   };
   struct Mapping {
     std::uint64_t bytes = 0;
     Handle handle = 0;
-    std::set<int> devices;  // that have access
+    std::map<int, int> access;  // by device
   };
   struct Allocation {
     int device = 0;
@@ -734,13 +765,13 @@ class Machine {
   }
   void free_if_unused(std::map<Handle, Physical>::iterator it) {
     if (!it->second.released || it->second.mappings != 0) return;
-    used(it->second.device) -= it->second.bytes;
+    if (!it->second.imported) used(it->second.device) -= it->second.bytes;
     ::close(it->second.fd);
     physical_.erase(it);
   }
 
-  // The stream, if it is one of the current device's and that may touch all the addresses.
-  api::Code checked(std::initializer_list<Address> addresses, std::uint64_t bytes, api::Stream handle,
+  // The stream, if it is one of the current device's and that may touch all the addresses, and write to one of them.
+  api::Code checked(std::initializer_list<Address> addresses, Address written, std::uint64_t bytes, api::Stream handle,
                     api::Stream* stream) {
     *stream = stream_at(handle);
     if (*stream == nullptr || (*stream)->device != current()) return api::kInvalidHandle;
@@ -749,7 +780,7 @@ class Machine {
       poison(current()) = api::kIllegalAddress;
       return api::kIllegalAddress;
     }
-    return api::kSuccess;
+    return read_only(written, bytes, current()) ? api::kInvalidValue : api::kSuccess;
   }
   static api::CopyQueue& to_device(api::StreamObject& stream) { return stream.copies_in; }
   static api::CopyQueue& to_host(api::StreamObject& stream) { return stream.copies_out; }
@@ -764,7 +795,7 @@ class Machine {
   api::Code copy(api::Stream handle, std::initializer_list<Address> addresses, void* destination, const void* source,
                  std::size_t bytes, const void* host, api::CopyQueue& (*in)(api::StreamObject&) = nullptr) {
     api::Stream stream = nullptr;
-    api::Code code = checked(addresses, bytes, handle, &stream);
+    api::Code code = checked(addresses, number(destination), bytes, handle, &stream);
     if (code == api::kSuccess && host != nullptr) code = count_host_copy(host, bytes);
     if (code != api::kSuccess) return code;
     stream->last_queue = in == nullptr ? nullptr : &in(*stream);

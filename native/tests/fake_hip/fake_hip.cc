@@ -387,6 +387,12 @@ CALL(hipMemSetAccess, (void* address, std::size_t bytes, const api::Access* acce
      m.set_access(number(address), bytes, access, count))
 CALL(hipMemExportToShareableHandle, (void* out, HipMemoryHandle handle, int type, unsigned long long /*flags*/),
      m.export_memory(out, number(handle), type))
+// Before ROCm 7.1 the descriptor is passed by its address.
+CALL(hipMemImportFromShareableHandle, (HipMemoryHandle * handle, void* descriptor, int type),
+     m.import_memory(handle,
+                     m.setup.version < 70'100'000 ? *static_cast<int*>(descriptor)
+                                                  : static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor)),
+                     type))
 #endif
 
 }  // extern "C"

@@ -248,4 +248,19 @@ Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& path, c
                            [&](int index) { return cuda::CudaDevice::open(library, index, options); });
 }
 
+Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address) {
+  return open_cuda_device_from("libcuda.so.1", pci_address);
+}
+
+Result<std::shared_ptr<Device>> open_cuda_device_from(const std::string& path, const std::string& pci_address) {
+  Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
+  if (!loaded.ok()) return loaded.status();
+  const std::shared_ptr<const cuda::Library> library = loaded.take();
+  Result<int> ordinal = gpu::find_device(*library, pci_address, "CUDA_VISIBLE_DEVICES");
+  if (!ordinal.ok()) return ordinal.status();
+  Result<std::shared_ptr<gpu::GpuDevice>> device = cuda::CudaDevice::open(library, ordinal.value(), {});
+  if (!device.ok()) return device.status();
+  return std::shared_ptr<Device>(device.take());
+}
+
 }  // namespace gpufs

@@ -13,5 +13,8 @@ namespace gpufs {
 Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options);
 // The same with another library, for tests.
 Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& library, const DriverOptions& options);
+// See open_device().
+Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address);
+Result<std::shared_ptr<Device>> open_cuda_device_from(const std::string& library, const std::string& pci_address);
 
 }  // namespace gpufs

@@ -44,6 +44,7 @@ enum : int {
   kAllocationPinned = 1,
   kLocationDevice = 1,
   kHandleDescriptor = 1,
+  kAccessRead = 1,
   kAccessReadWrite = 3,
   kMemoryTypeDevice = 2,  // HIP: since ROCm 6; earlier versions have other numbers
   // Attributes of a pointer, also of one to pinned host memory.

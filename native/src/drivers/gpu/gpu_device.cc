@@ -1,5 +1,7 @@
 #include "drivers/gpu/gpu_device.h"
 
+#include <strings.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
@@ -10,6 +12,7 @@
 #include <typeinfo>
 
 #include "base/log.h"
+#include "drivers/gpu/imported_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
@@ -82,6 +85,20 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, cons
   return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
 
+Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable) {
+  const Functions& functions = library.functions();
+  int count = 0;
+  const api::Code code = functions.device_count(&count);
+  if (code != api::kSuccess && code != api::kNoDevice) return Status{ENODEV, library.describe(code), code};
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    std::array<char, 64> text{};
+    if (functions.device_pci_address(text.data(), int{text.size()}, ordinal) != api::kSuccess) continue;
+    if (::strcasecmp(text.data(), pci_address.c_str()) == 0) return ordinal;
+  }
+  return Status{ENODEV, "this process does not see the GPU at " + pci_address + " (it sees " + std::to_string(count) +
+                            "): is it missing in " + hiding_variable + "?"};
+}
+
 GpuDevice::GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, const DriverOptions& options)
     : ordinal_(ordinal), library_(std::move(library)), cap_(options.memory_bytes) {}
 
@@ -122,6 +139,7 @@ bool GpuDevice::attribute(int which) {
 }
 
 Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, bool direct_rdma) {
+  if (plain_reason_.empty()) plain_reason_ = std::string(library_->software()) + " has no virtual memory management";
   virtual_memory_ = virtual_memory;
   info_.reserve_copies = !virtual_memory;
   if (!virtual_memory) return {};
@@ -198,6 +216,19 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
 }
 
+Status GpuDevice::check_sharing() {
+  if (!virtual_memory_) return {EOPNOTSUPP, name() + ": memory cannot be shared with other programs: " + plain_reason_};
+  if (!exports_descriptors_) {
+    return {EOPNOTSUPP, name() + ": memory cannot be shared with other programs: " + library_->software() +
+                            " cannot export it as file descriptors"};
+  }
+  return {};
+}
+
+Result<std::unique_ptr<ImportedRange>> GpuDevice::create_import(std::uint64_t capacity, bool writable) {
+  return ImportedMemory::create(shared_from_this(), capacity, writable);
+}
+
 Status GpuDevice::take(std::uint64_t bytes) {
   std::uint64_t taken = taken_.load(std::memory_order_relaxed);
   do {
@@ -264,6 +295,17 @@ Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
       full_if_out_of_memory(call(functions().memory_set_access, address, bytes, access_.data(), access_.size()));
   if (status.device_code() != api::kInvalidValue) return status;
   return {status.error(), status.message() + access_remedy_, status.device_code()};
+}
+
+Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool writable) {
+  const api::Access own{{api::kLocationDevice, ordinal_}, writable ? api::kAccessReadWrite : api::kAccessRead};
+  return full_if_out_of_memory(call(functions().memory_set_access, address, bytes, &own, 1));
+}
+
+Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
+  // Passed by value, as a pointer.
+  void* const value = reinterpret_cast<void*>(static_cast<std::uintptr_t>(descriptor));
+  return call(functions().memory_import, handle, value, api::kHandleDescriptor);
 }
 
 // ---- streams and synchronous copies ----

@@ -32,6 +32,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status health() override;
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
+  Status check_sharing() override;
+  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
@@ -64,7 +66,6 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   // Whether there are address ranges and physical memory; otherwise there are plain allocations only.
   [[nodiscard]] bool virtual_memory() const { return virtual_memory_; }
-  [[nodiscard]] bool exports_descriptors() const { return exports_descriptors_; }
   // Whether one call may unmap or open several pieces that were mapped side by side.
   [[nodiscard]] bool spans_pieces() const { return spans_pieces_; }
 
@@ -78,6 +79,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle);
   // Gives the device and its peers access to mapped addresses.
   Status allow(DeviceAddress address, std::uint64_t bytes);
+  // Gives this device alone access.
+  Status allow_own(DeviceAddress address, std::uint64_t bytes, bool writable);
 
   // Streams for synchronous work, each lent to one thread at a time, so that no thread waits for another's copy.
   Result<api::Stream> borrow_stream();
@@ -94,6 +97,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // peer: a device of the same vendor.
   virtual Status queue_copy_to_peer(GpuDevice& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
                                     api::Stream stream) = 0;
+  // Physical memory that a descriptor stands for; the caller releases the handle.
+  virtual Status import_physical(int descriptor, PhysicalHandle* handle);
   // Lets this device reach plain allocations of the peer.
   virtual Status enable_peer(GpuDevice& peer) = 0;
 
@@ -117,6 +122,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   DeviceInfo info_;
   bool spans_pieces_ = true;
   std::string access_remedy_;  // what the message adds when access to mapped memory is refused
+  std::string plain_reason_;   // why there is no virtual memory, for users
 
  private:
   friend Result<std::unique_ptr<Driver>> open_devices(
@@ -193,5 +199,9 @@ class SynchronousWork {
 // The driver of the first of `found` devices, as many as the options want; open() opens one. EINVAL, ENODEV.
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
                                              const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
+
+// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by which
+// users hide devices from a process.
+Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable);
 
 }  // namespace gpufs::gpu

@@ -78,8 +78,9 @@ void PlainMemory::release(std::span<const MemorySpan> spans) {
   }
 }
 
-Result<std::vector<ExportedMemory>> PlainMemory::export_memory() {
-  return Status{EOPNOTSUPP, "this device has no virtual memory management, so its memory cannot be exported"};
+Result<std::vector<ExportedMemory>> PlainMemory::export_memory(std::uint64_t /*from*/, std::size_t /*capacity*/,
+                                                               bool /*writable*/) {
+  return device_->check_sharing();
 }
 
 }  // namespace gpufs::gpu

@@ -79,6 +79,7 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
 
   optional(f.device_can_access_peer, "cuDeviceCanAccessPeer", "hipDeviceCanAccessPeer");
   optional(f.memory_export, "cuMemExportToShareableHandle", "hipMemExportToShareableHandle");
+  optional(f.memory_import, "cuMemImportFromShareableHandle", "hipMemImportFromShareableHandle");
   optional(f.launch_host, "cuLaunchHostFunc", "hipLaunchHostFunc");
   optional(f.stream_capturing, "cuStreamIsCapturing", "hipStreamIsCapturing");
   optional(f.host_address, "cuMemHostGetDevicePointer_v2", "hipHostGetDevicePointer");

@@ -94,6 +94,7 @@ struct Functions {
   // Optional, each on its own.
   Function<int*, int, int> device_can_access_peer;
   Function<void*, Handle, int, Flags> memory_export;
+  Function<Handle*, void*, int> memory_import;
   Function<api::Stream, HostFunction, void*> launch_host;
   Function<api::Stream, int*> stream_capturing;
   Function<DeviceAddress*, void*, unsigned> host_address;

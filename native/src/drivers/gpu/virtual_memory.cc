@@ -12,6 +12,9 @@
 namespace gpufs::gpu {
 namespace {
 
+// Smaller pieces could be so many that their descriptors reach the process's limit.
+constexpr std::uint64_t kSmallestCached = std::uint64_t{64} << 20;
+
 // How often restoring a mapping is tried.
 constexpr int kRestoreAttempts = 5;
 
@@ -29,13 +32,19 @@ PhysicalMemory::~PhysicalMemory() { device_->return_physical(handle_, bytes_, !e
 
 Result<UniqueFd> PhysicalMemory::export_descriptor() {
   exported_ = true;
-  int fd = -1;
-  Status status = device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0);
-  if (!status.ok()) return status;
-  UniqueFd descriptor(fd);
-  // The driver opens it inheritable.
-  if (::fcntl(descriptor.get(), F_SETFD, FD_CLOEXEC) != 0) return Status::from_errno(errno, "fcntl(F_SETFD)");
-  return descriptor;
+  if (!descriptor_.valid()) {
+    int fd = -1;
+    Status status = device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0);
+    if (!status.ok()) return status;
+    UniqueFd descriptor(fd);
+    // The driver opens it inheritable.
+    if (::fcntl(descriptor.get(), F_SETFD, FD_CLOEXEC) != 0) return Status::from_errno(errno, "fcntl(F_SETFD)");
+    if (bytes_ < kSmallestCached) return descriptor;
+    descriptor_ = std::move(descriptor);
+  }
+  UniqueFd copy(::fcntl(descriptor_.get(), F_DUPFD_CLOEXEC, 3));
+  if (!copy.valid()) return Status::from_errno(errno, "duplicating the descriptor of a piece of memory");
+  return copy;
 }
 
 Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
@@ -361,19 +370,17 @@ Status VirtualMemory::split(Pieces::iterator piece) {
   return failure;
 }
 
-Result<std::vector<ExportedMemory>> VirtualMemory::export_memory() {
-  if (!device_->exports_descriptors()) {
-    return Status{EOPNOTSUPP, "this device cannot export memory as file descriptors"};
-  }
+Result<std::vector<ExportedMemory>> VirtualMemory::export_memory(std::uint64_t from, std::size_t capacity,
+                                                                 bool /*writable*/) {
+  if (Status status = device_->check_sharing(); !status.ok()) return status;
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   std::vector<ExportedMemory> exported;
-  for (const auto& piece : pieces_) {
-    Result<UniqueFd> descriptor = piece.second.physical->export_descriptor();
+  for (auto piece = pieces_.lower_bound(from); piece != pieces_.end() && exported.size() < capacity; ++piece) {
+    Result<UniqueFd> descriptor = piece->second.physical->export_descriptor();
     if (!descriptor.ok()) return descriptor.status();
-    exported.push_back({piece.first, piece.second.physical->bytes(), descriptor.take()});
+    exported.push_back({piece->first, piece->second.physical->bytes(), descriptor.take()});
   }
-  fixed_ = true;
   return exported;
 }
 

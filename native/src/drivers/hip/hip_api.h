@@ -19,6 +19,8 @@ enum : api::Code {
 
 // hipRuntimeGetVersion() answers major * 10,000,000 + minor * 100,000 + patch.
 inline constexpr int kHipVersion6 = 60'000'000;
+// Since then hipMemImportFromShareableHandle() takes a descriptor by value, before by its address.
+inline constexpr int kHipVersion71 = 70'100'000;
 
 inline constexpr std::uint32_t kHipWholeValue = 0xffffffff;
 

@@ -129,6 +129,11 @@ class HipDevice final : public gpu::GpuDevice {
     return call(wait, stream, cell, value, api::kWaitValueNotLess, kHipWholeValue);
   }
 
+  Status import_physical(int descriptor, gpu::PhysicalHandle* handle) override {
+    if (library_.version() >= kHipVersion71) return GpuDevice::import_physical(descriptor, handle);
+    return call(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
+  }
+
   Status check_stream(api::Stream stream, bool certain) override;
   bool holds(DeviceAddress address) override;
 
@@ -152,6 +157,9 @@ class HipDevice final : public gpu::GpuDevice {
       log_info(name(), ": the kernel moves files to and from plain memory, so each buffer is one allocation");
       virtual_memory = false;
     }
+    plain_reason_ = wish != HipMemory::kPlain && !virtual_memory
+                        ? "it is one allocation for a buffer here; the knob hip_memory = virtual may change that"
+                        : "hip_memory = plain takes it in single allocations; set the knob hip_memory to virtual";
     // The runtime maps, unmaps and opens one piece at a time, and its calls for files reach plain memory alone.
     spans_pieces_ = !virtual_memory;
     info_.files_reach_memory = !virtual_memory;
@@ -223,6 +231,25 @@ Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::stri
   }
   return gpu::open_devices("hip", found, options,
                            [&](int index) { return hip::HipDevice::open(library, index, options); });
+}
+
+Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address) {
+  return open_hip_device_from(hip::Library::names(), pci_address);
+}
+
+Result<std::shared_ptr<Device>> open_hip_device_from(const std::vector<std::string>& candidates,
+                                                     const std::string& pci_address) {
+  Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
+  if (!loaded.ok()) return loaded.status();
+  const std::shared_ptr<const hip::Library> library = loaded.take();
+  Result<int> ordinal = gpu::find_device(*library, pci_address, "HIP_VISIBLE_DEVICES");
+  if (!ordinal.ok()) return ordinal.status();
+  // Memory that was exported is virtual memory, however this process would take its own.
+  DriverOptions options;
+  options.hip_memory = HipMemory::kVirtual;
+  Result<std::shared_ptr<gpu::GpuDevice>> device = hip::HipDevice::open(library, ordinal.value(), options);
+  if (!device.ok()) return device.status();
+  return std::shared_ptr<Device>(device.take());
 }
 
 }  // namespace gpufs

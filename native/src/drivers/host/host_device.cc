@@ -5,6 +5,7 @@
 #include <iterator>
 #include <utility>
 
+#include "drivers/host/host_import.h"
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
 #include "drivers/host/streaming_copy.h"
@@ -63,6 +64,10 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
 Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), limit_->total() - limit_->used()}; }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
+
+Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, bool writable) {
+  return HostImport::create(capacity, writable);
+}
 
 Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }
 

@@ -39,4 +39,8 @@ Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
   return std::make_unique<Driver>("host", std::move(devices));
 }
 
+Result<std::shared_ptr<Device>> open_host_device(const std::string& /*pci_address*/) {
+  return std::shared_ptr<Device>(std::make_shared<HostDevice>(0, 0, std::make_shared<HostPins>()));
+}
+
 }  // namespace gpufs

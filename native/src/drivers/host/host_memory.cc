@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -100,8 +101,14 @@ class HostMemory::Range : public AddressRange {
 };
 
 Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<HostLimit> limit) {
-  UniqueFd fd(::memfd_create("gpufs-buffer", MFD_CLOEXEC));
+  UniqueFd fd(::memfd_create("gpufs-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return Status::from_errno(errno, "creating a memfd");
+  // Other programs get descriptors of it (export_memory()). They must not be able to open a read-only one for writing,
+  // nor to make the memory smaller under this process, which would die of SIGBUS.
+  if (::fchmod(fd.get(), S_IRUSR) != 0) return Status::from_errno(errno, "setting the mode of a memfd");
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+    return Status::from_errno(errno, "sealing a memfd");
+  }
   auto file = std::make_shared<File>(std::move(fd), std::move(limit));
   return std::unique_ptr<DeviceMemory>(new HostMemory(std::move(file)));
 }
@@ -196,12 +203,16 @@ void HostMemory::release_one(const MemorySpan& span) {
   populated_.erase(populated_.lower_bound(offset), populated_.lower_bound(offset + bytes));
 }
 
-Result<std::vector<ExportedMemory>> HostMemory::export_memory() {
-  UniqueFd copy(::fcntl(file_->fd.get(), F_DUPFD_CLOEXEC, 3));
-  if (!copy.valid()) return Status::from_errno(errno, "duplicating a buffer's memfd");
-  const std::uint64_t end = populated_.empty() ? 0 : *populated_.rbegin() + kHostGranule;
+Result<std::vector<ExportedMemory>> HostMemory::export_memory(std::uint64_t from, std::size_t capacity, bool writable) {
   std::vector<ExportedMemory> exported;
-  exported.push_back(ExportedMemory{0, end, std::move(copy)});
+  const std::uint64_t end = populated_.empty() ? 0 : *populated_.rbegin() + kHostGranule;
+  if (from >= end || capacity == 0) return exported;
+  const std::string path = "/proc/self/fd/" + std::to_string(file_->fd.get());
+  UniqueFd copy(writable ? ::fcntl(file_->fd.get(), F_DUPFD_CLOEXEC, 3) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!copy.valid()) {
+    return Status::from_errno(errno, writable ? "duplicating a buffer's memfd" : "opening a buffer's memfd: " + path);
+  }
+  exported.push_back(ExportedMemory{from, end - from, std::move(copy)});
   return exported;
 }
 

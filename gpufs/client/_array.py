@@ -1,0 +1,425 @@
+"""DeviceArray: attached memory as an array that other libraries take without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from types import EllipsisType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
+
+from gpufs.client._elements import UINT8, ElementType, element_type
+
+if TYPE_CHECKING:
+    from gpufs.engine import Mapping
+
+Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
+
+_View: TypeAlias = memoryview  # whose name is also a method's
+
+_HOST: Final = "host"
+_WORD: Final = 8  # the strictest alignment of an element in bytes
+# The driver's kind of device in DLPack.
+_DLPACK_KINDS: Final = {_HOST: 1, "cuda": 2, "hip": 10}
+_CUDA_ARRAY_VERSION: Final = 3
+_ARRAY_VERSION: Final = 3
+
+
+class Attached(Protocol):
+    """Memory of a file that is mapped into this process. It stays mapped as long as this object exists."""
+
+    path: str
+    mode: str
+    driver: str
+    private: bool
+    size: int
+    mapping: Mapping
+
+    def refresh(self) -> None:
+        """Maps what the file has grown by, and sets ``size``."""
+
+
+class DeviceArray:
+    """The memory behind a file of a gpufs mount, as an array. `gpufs.attach` makes one.
+
+    It is the memory itself and not a copy, unless ``private`` is true: programs that read the file see what this one
+    writes, and the reverse, without a system call. numpy (host driver), torch, CuPy, JAX and numba take it without a
+    copy: ``torch.from_dlpack(array)``, ``numpy.asarray(array)``, ``cupy.asarray(array)``.
+
+    The memory stays mapped, and the file leased, until this array, its views, and all arrays and tensors that other
+    libraries made of them are gone. ``close()`` gives up this object's own share.
+
+    Attributes
+    ----------
+    path : str
+        The file's name when it was attached.
+    mode : str
+        "r" (the memory is mapped read-only) or "r+".
+    private : bool
+        Whether it is a copy of the file's contents, made because this program may not write to the file.
+
+    See Also
+    --------
+    gpufs.attach : attaches a file.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_attached",
+        "_element",
+        "_exported",
+        "_kept",
+        "_offset",
+        "_shape",
+        "_strides",
+        "_whole",
+        "mode",
+        "path",
+        "private",
+    )
+
+    def __init__(
+        self,
+        attached: Attached,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        element: ElementType,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._attached: Attached | None = attached
+        self._kept: Attached | None = None  # after close(), for a consumer that relies on this object
+        self._exported = False  # whether there may be such a consumer
+        self._offset = offset
+        self._shape = shape
+        self._strides = strides  # in bytes
+        self._element = element
+        self._whole = whole
+        self.path = attached.path
+        self.mode = attached.mode
+        self.private = attached.private
+
+    @classmethod
+    def of(cls, attached: Attached) -> Self:
+        """The bytes of a whole file."""
+        return cls(attached, 0, (attached.size,), (1,), UINT8, whole=True)
+
+    # ---- what it is ----
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extents."""
+        return self._shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The distance in bytes between neighbours, for each dimension."""
+        return self._strides
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self._shape)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the element type: "uint8", "float32", "bfloat16" and so on."""
+        return self._element.name
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self._element.bytes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self._element.bytes
+
+    @property
+    def device(self) -> str:
+        """Where the memory is: "cpu", or the driver's name and the device's number in this process, as "cuda:0"."""
+        attached = self._open()
+        return "cpu" if attached.driver == _HOST else f"{attached.driver}:{attached.mapping.device}"
+
+    @property
+    def address(self) -> int:
+        """The address of the first element, for programs on its device."""
+        return self._open().mapping.address + self._offset
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._attached is None
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise TypeError("an array without dimensions has no length")
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        name = f"<gpufs.DeviceArray {self.path!r}"
+        if self.closed:
+            return f"{name} (closed)>"
+        private = ", a private copy" if self.private else ""
+        return f"{name}, shape {self._shape}, {self.dtype}, on {self.device}, mode {self.mode!r}{private}>"
+
+    # ---- parts and views ----
+
+    def __getitem__(self, index: Index) -> DeviceArray:
+        """A part of the array, in the same memory: integers, slices with positive steps, and an ellipsis."""
+        attached = self._open()
+        given = index if isinstance(index, tuple) else (index,)
+        if given.count(Ellipsis) > 1:
+            raise IndexError("an index can have only one ellipsis")
+        indices = [one for one in given if one is not Ellipsis]
+        if len(indices) > self.ndim:
+            raise IndexError(f"{len(indices)} indices for an array of {self.ndim} dimensions")
+        place = given.index(Ellipsis) if Ellipsis in given else len(indices)
+        indices[place:place] = [slice(None)] * (self.ndim - len(indices))
+        offset, shape, strides = self._offset, [], []
+        for one, extent, stride in zip(indices, self._shape, self._strides, strict=True):
+            if isinstance(one, slice):
+                start, stop, step = one.indices(extent)
+                if step < 0:
+                    raise ValueError("a slice with a negative step is not supported")
+                offset += start * stride
+                shape.append(len(range(start, stop, step)))
+                strides.append(stride * step)
+                continue
+            position = operator.index(one)
+            if not -extent <= position < extent:
+                raise IndexError(f"index {position} is out of range for {extent} elements")
+            offset += position % extent * stride
+        return DeviceArray(attached, offset, tuple(shape), tuple(strides), self._element)
+
+    def view(self, dtype: object = None, shape: int | tuple[int, ...] | None = None) -> DeviceArray:
+        """Show the same bytes as another array.
+
+        Parameters
+        ----------
+        dtype
+            The element type: a name ("float32", "bfloat16", "float8_e4m3fn") or a type of numpy or torch. None: the
+            same as now.
+        shape
+            The extents; one may be -1 and is computed. None: one dimension, or the same as now if the element type
+            stays.
+
+        Returns
+        -------
+        DeviceArray
+            The view.
+
+        Raises
+        ------
+        TypeError
+            The element type is not known.
+        ValueError
+            The array is not contiguous, the extents do not have as many bytes, or the first byte is not aligned for
+            such elements.
+
+        Examples
+        --------
+        >>> array.view("float32", (1024, -1))  # doctest: +SKIP
+        """
+        attached = self._open()
+        element = self._element if dtype is None else element_type(dtype)
+        if not self._contiguous():
+            raise ValueError("the array is not contiguous: make a view of the whole first, then take the part")
+        if self._offset % min(element.bytes, _WORD):
+            raise ValueError(f"the array begins at byte {self._offset}, where {element.name} is not aligned: copy it")
+        if shape is None:
+            extents = self._shape if element == self._element else (-1,)
+        else:
+            extents = (operator.index(shape),) if not isinstance(shape, tuple) else tuple(map(operator.index, shape))
+        known = math.prod(extent for extent in extents if extent != -1) * element.bytes
+        if extents.count(-1) > 1 or any(extent < -1 for extent in extents):
+            raise ValueError(f"shape: {extents} is not a shape")
+        if -1 in extents:
+            missing = self.nbytes // known if known else 0
+            extents = tuple(missing if extent == -1 else extent for extent in extents)
+        if math.prod(extents) * element.bytes != self.nbytes:
+            raise ValueError(f"shape: {extents} of {element.name} does not have {self.nbytes} bytes")
+        return DeviceArray(attached, self._offset, extents, _strides_of(extents, element.bytes), element)
+
+    def _contiguous(self) -> bool:
+        expected = _strides_of(self._shape, self._element.bytes)
+        together = zip(self._shape, self._strides, expected, strict=True)
+        return self.size == 0 or all(extent == 1 or stride == wanted for extent, stride, wanted in together)
+
+    # ---- its life ----
+
+    def refresh(self) -> Self:
+        """Map what the file has grown by since it was attached. Only for the array that `gpufs.attach` returned.
+
+        Arrays that other libraries have made of it stay as they are.
+
+        Returns
+        -------
+        DeviceArray
+            This array, whose shape is now the file's size.
+
+        Raises
+        ------
+        OSError
+            EOPNOTSUPP for a private copy, EFBIG if the file has outgrown the addresses that ``attach`` reserved
+            (attach it again), ENOTCONN if the mount's daemon has died.
+        """
+        attached = self._open()
+        if not self._whole:
+            raise ValueError("refresh the array that attach() returned, then take its part or view again")
+        attached.refresh()
+        self._shape = (attached.size,)
+        return self
+
+    def close(self) -> None:
+        """Give up this object's share of the memory. A second call does nothing.
+
+        The memory is unmapped and the lease ends here unless views or other libraries' arrays still use it.
+        """
+        if self._exported:
+            self._kept = self._attached
+        self._attached = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a DeviceArray cannot be copied or pickled: attach the file in the other process")
+
+    def _open(self) -> Attached:
+        if self._attached is None:
+            raise ValueError(f"the array of {self.path} is closed")
+        return self._attached
+
+    # ---- other libraries ----
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The kind of device in DLPack's numbers, and its number in this process."""
+        attached = self._open()
+        return _DLPACK_KINDS[attached.driver], 0 if attached.driver == _HOST else attached.mapping.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | Any | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule of the array, for ``from_dlpack`` of other libraries.
+
+        The daemon's copies are complete when they return, so no stream has to wait for anything. A capsule for
+        consumers from before DLPack 1.0 cannot mark memory as read-only; writing to such memory ends the program.
+        """
+        attached = self._open()
+        device = self.__dlpack_device__()
+        if stream is not None and attached.driver == _HOST:
+            raise BufferError("stream: memory of the host has no streams")
+        if copy:
+            raise BufferError("copy: attached memory is shared, not copied: copy the array that is made of it")
+        if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != device:
+            raise BufferError(f"dl_device: the memory is on device {device} and is not copied to another")
+        from gpufs.engine import dlpack
+
+        return dlpack.export(
+            attached,
+            address=self.address,
+            device=device,
+            element=dlpack.DLPackType(self._element.code, self._element.bytes * 8),
+            shape=self._shape,
+            strides=[stride // self._element.bytes for stride in self._strides],
+            read_only=self.mode == "r",
+            max_version=max_version,
+        )
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The array for CuPy, numba and torch; only on GPUs."""
+        attached = self._open()
+        if attached.driver == _HOST:
+            raise AttributeError("the array is in host memory: it has __array_interface__")
+        self._exported = True
+        return {
+            "shape": self._shape,
+            "strides": None if self._contiguous() else self._strides,
+            "typestr": self._typestr(),
+            "data": (self.address if self.size else 0, self.mode == "r"),
+            "stream": None,
+            "version": _CUDA_ARRAY_VERSION,
+        }
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The array for numpy; only in host memory."""
+        if self._open().driver != _HOST:
+            raise AttributeError("the array is in GPU memory: it has __cuda_array_interface__")
+        return {
+            "shape": self._shape,
+            "strides": None if self._contiguous() else self._strides,
+            "typestr": self._typestr(),
+            "data": self._span(),
+            "version": _ARRAY_VERSION,
+        }
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> Any:
+        """Not possible, or numpy would have used ``__array_interface__``; the error says why."""
+        if self._open().driver != _HOST:
+            raise TypeError(
+                f"the array is in the memory of {self.device}, which numpy cannot use: "
+                "torch.from_dlpack() or cupy.asarray() take it, and reading the file copies it"
+            )
+        raise TypeError(f"numpy has no {self.dtype}: make a view of another type first, as view('uint8')")
+
+    def memoryview(self) -> _View:
+        """The bytes of a contiguous array in host memory, as a memoryview.
+
+        Raises
+        ------
+        TypeError
+            The memory is a GPU's.
+        ValueError
+            The array is not contiguous.
+        """
+        if self._open().driver != _HOST:
+            raise TypeError(f"the array is in the memory of {self.device}, which the CPU cannot use")
+        if not self._contiguous():
+            raise ValueError("the array is not contiguous")
+        return self._span()
+
+    def __buffer__(self, flags: int) -> _View:  # from Python 3.12 on
+        return self.memoryview()
+
+    def _typestr(self) -> str:
+        if self._element.typestr is None:
+            raise AttributeError(f"array interfaces have no {self.dtype}: use DLPack, or make a view of another type")
+        return self._element.typestr
+
+    def _span(self) -> _View:
+        """The memory from the first to the last element. It keeps the memory mapped."""
+        attached = self._open()
+        last = sum((extent - 1) * stride for extent, stride in zip(self._shape, self._strides, strict=True))
+        span = (ctypes.c_ubyte * (last + self._element.bytes if self.size else 0)).from_address(self.address)
+        span.owner = attached  # type: ignore[attr-defined]  # what uses the bytes refers to `span`
+        view = memoryview(span).cast("B")
+        return view.toreadonly() if self.mode == "r" else view
+
+
+def _strides_of(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """The distances in bytes in a contiguous array."""
+    strides = []
+    for extent in reversed(shape):
+        strides.append(item)
+        item *= max(extent, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,91 @@
+"""Exchange of memory with other libraries by DLPack, https://dmlc.github.io/dlpack."""
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Final
+
+from gpufs.engine._binding import check
+from gpufs.engine._native import ffi, lib
+
+if TYPE_CHECKING:
+    from gpufs.engine._lease import Lease, Mapping
+
+# DLPack's kinds of devices, by driver.
+KIND_OF_DRIVER: Final = {"host": 1, "cuda": 2, "hip": 10}
+# Streams that a consumer may not name, as the array API standard says: 0 is ambiguous in CUDA, 1 and 2 exist only there.
+_NO_STREAMS: Final[dict[str, tuple[int, ...]]] = {"cuda": (0,), "hip": (1, 2)}
+# A capsule refers to its name, so they are constants.
+_VERSIONED_NAME: Final = ctypes.c_char_p(b"dltensor_versioned")
+_NAME: Final = ctypes.c_char_p(b"dltensor")
+
+
+def dlpack_capsule(
+    owner: "Lease | Mapping",
+    driver: str,
+    device: int,
+    address: int,
+    shape: tuple[int, ...],
+    *,
+    code: int = 1,
+    bits: int = 8,
+    read_only: bool = False,
+    stream: int | None = None,
+    max_version: tuple[int, int] | None = None,
+    dl_device: tuple[Any, Any] | None = None,
+    copy: bool | None = None,
+) -> Any:
+    """Return the capsule for ``__dlpack__()`` of an array, contiguous in C order, in shared memory.
+
+    Until the consumer releases it, the memory stays mapped and the lease counts, even if ``owner`` is closed. The engine
+    moves bytes synchronously, so there is never work that the consumer's stream would have to wait for.
+
+    Parameters
+    ----------
+    owner
+        What the memory belongs to.
+    driver, device
+        Where it is; the number as CUDA or HIP counts.
+    address, shape
+        The first byte, and the elements in each dimension.
+    code, bits
+        DLPack's type: by default uint8.
+    read_only
+        Whether the consumer may not write. DLPack before 1.0 cannot say so; the memory is protected all the same.
+    stream, max_version, dl_device, copy
+        What the consumer has passed to ``__dlpack__()``.
+
+    Raises
+    ------
+    BufferError
+        The consumer wants a copy, or the array on another device.
+    ValueError, TypeError
+        The stream is none of the driver's.
+    """
+    if stream is not None:
+        if not isinstance(stream, int):
+            raise TypeError(f"stream: {stream!r} is not a stream's number")
+        if driver == "host" or stream < -1 or stream in _NO_STREAMS[driver]:
+            raise ValueError(f"stream: {stream} is not a stream of the {driver} driver that DLPack knows")
+    kind = KIND_OF_DRIVER[driver]
+    if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != (kind, device):
+        raise BufferError(f"the memory is on device {device} of the {driver} driver: copy it there first")
+    if copy:
+        raise BufferError("the memory is shared in place: make the copy from the resulting array")
+    versioned = max_version is not None and max_version[0] >= 1
+    tensor = ffi.new("gpufs_tensor *")
+    extents = ffi.new("int64_t[]", shape)
+    tensor.address = address
+    tensor.shape = extents
+    tensor.dimensions = len(shape)
+    tensor.device_type = kind
+    tensor.device_id = device
+    tensor.type_code = code
+    tensor.type_bits = bits
+    tensor.versioned = versioned
+    tensor.read_only = read_only
+    managed = ffi.new("void **")
+    check(lib.gpufs_tensor_export(owner._handle, tensor, managed))
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    name = _VERSIONED_NAME if versioned else _NAME
+    return new(int(ffi.cast("uintptr_t", managed[0])), name, lib.gpufs_capsule_destructor())

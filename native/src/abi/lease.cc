@@ -1,0 +1,174 @@
+// The functions of the C interface for memory that programs share: leases, mappings, DLPack tensors.
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "abi/barrier.h"
+#include "abi/dlpack.h"
+#include "abi/handles.h"
+#include "base/unique_fd.h"
+#include "drivers/driver.h"
+#include "gpufs.h"
+#include "memory/buffer.h"
+
+using gpufs::Buffer;
+using gpufs::guarded;
+using gpufs::HandleTable;
+using gpufs::Result;
+using gpufs::Status;
+
+namespace gpufs {
+namespace {
+
+// What a mapping's handle names.
+struct Mapping {
+  std::mutex mutex;  // guards the range's growth
+  std::shared_ptr<Device> device;
+  std::unique_ptr<ImportedRange> range;  // destroyed before the device
+};
+
+// The devices that mappings of this process use, each opened once.
+Result<std::shared_ptr<Device>> shared_device(const std::string& driver, const std::string& pci_address) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& devices = *new std::map<std::pair<std::string, std::string>, std::weak_ptr<Device>>;
+  const std::lock_guard lock(mutex);
+  std::weak_ptr<Device>& known = devices[{driver, pci_address}];
+  if (std::shared_ptr<Device> device = known.lock()) return device;
+  Result<std::shared_ptr<Device>> opened = open_device(driver, pci_address);
+  if (opened.ok()) known = opened.value();
+  return opened;
+}
+
+std::vector<ExportedMemory> take_over(const gpufs_shared_piece* pieces, std::uint64_t count) {
+  std::vector<ExportedMemory> taken;
+  taken.reserve(count);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    taken.push_back({pieces[i].offset, pieces[i].bytes, UniqueFd(pieces[i].fd)});
+  }
+  return taken;
+}
+
+}  // namespace
+}  // namespace gpufs
+
+extern "C" {
+
+gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, gpufs_handle* lease) {
+  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
+    if (lease == nullptr) return gpufs::null_argument();
+    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
+    const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
+    if (!owner.ok()) return owner.status();
+    Result<std::shared_ptr<Buffer::Lease>> opened = found.lease(
+        (flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
+    if (!opened.ok()) return opened.status();
+    Result<gpufs_handle> handle = HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value());
+    if (handle.ok()) *lease = handle.value();
+    return handle.status();
+  });
+}
+
+gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info) {
+  return gpufs::with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
+    if (info == nullptr) return gpufs::null_argument();
+    *info = {found.bytes(), found.address()};
+    return {};
+  });
+}
+
+gpufs_status gpufs_lease_refresh(gpufs_handle lease) {
+  return gpufs::with<Buffer::Lease>(lease, [](Buffer::Lease& found) { return found.refresh(); });
+}
+
+gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_piece* pieces, uint64_t capacity,
+                                uint64_t* count) {
+  return gpufs::with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
+    if (count == nullptr || (pieces == nullptr && capacity > 0)) return gpufs::null_argument();
+    *count = 0;
+    Result<std::vector<gpufs::ExportedMemory>> exported = found.pieces(from, capacity);
+    if (!exported.ok()) return exported.status();
+    for (gpufs::ExportedMemory& piece : exported.value()) {
+      pieces[(*count)++] = {piece.offset, piece.bytes, piece.descriptor.release(), 0};
+    }
+    return {};
+  });
+}
+
+gpufs_status gpufs_lease_close(gpufs_handle lease) {
+  return guarded([&]() -> Status { return HandleTable::instance().take<Buffer::Lease>(lease).status(); });
+}
+
+gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
+                                gpufs_handle* mapping) {
+  return guarded([&]() -> Status {
+    if (driver == nullptr || pci_address == nullptr || mapping == nullptr) return gpufs::null_argument();
+    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
+    Result<std::shared_ptr<gpufs::Device>> device = gpufs::shared_device(driver, pci_address);
+    if (!device.ok()) return device.status();
+    Result<std::unique_ptr<gpufs::ImportedRange>> range =
+        device.value()->create_import(reserve_bytes, (flags & GPUFS_LEASE_WRITE) != 0);
+    if (!range.ok()) return range.status();
+    auto opened = std::make_shared<gpufs::Mapping>();
+    opened->device = device.take();
+    opened->range = range.take();
+    Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Mapping>(std::move(opened));
+    if (handle.ok()) *mapping = handle.value();
+    return handle.status();
+  });
+}
+
+gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count) {
+  return guarded([&]() -> Status {
+    if (pieces == nullptr && count > 0) return gpufs::null_argument();
+    std::vector<gpufs::ExportedMemory> taken = gpufs::take_over(pieces, count);
+    Result<std::shared_ptr<gpufs::Mapping>> found = HandleTable::instance().get<gpufs::Mapping>(mapping);
+    if (!found.ok()) return found.status();
+    const std::lock_guard lock(found.value()->mutex);
+    for (gpufs::ExportedMemory& piece : taken) {
+      if (Status status = found.value()->range->add(piece); !status.ok()) return status;
+      piece.descriptor.reset();
+    }
+    return {};
+  });
+}
+
+gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info) {
+  return gpufs::with<gpufs::Mapping>(mapping, [&](gpufs::Mapping& found) -> Status {
+    if (info == nullptr) return gpufs::null_argument();
+    const std::lock_guard lock(found.mutex);
+    *info = {found.range->base(), found.range->bytes(), found.range->capacity(), found.device->info().index};
+    return {};
+  });
+}
+
+gpufs_status gpufs_mapping_close(gpufs_handle mapping) {
+  return guarded([&]() -> Status { return HandleTable::instance().take<gpufs::Mapping>(mapping).status(); });
+}
+
+gpufs_status gpufs_tensor_export(gpufs_handle owner, const gpufs_tensor* tensor, void** managed) {
+  return guarded([&]() -> Status {
+    if (tensor == nullptr || managed == nullptr || (tensor->shape == nullptr && tensor->dimensions > 0)) {
+      return gpufs::null_argument();
+    }
+    std::shared_ptr<void> keep;
+    if (Result<std::shared_ptr<Buffer::Lease>> lease = HandleTable::instance().get<Buffer::Lease>(owner); lease.ok()) {
+      keep = lease.take();
+    } else {
+      Result<std::shared_ptr<gpufs::Mapping>> mapping = HandleTable::instance().get<gpufs::Mapping>(owner);
+      if (!mapping.ok()) return mapping.status();
+      keep = mapping.take();
+    }
+    *managed = gpufs::export_tensor(*tensor, std::move(keep));
+    return {};
+  });
+}
+
+void gpufs_tensor_release(void* managed, int32_t versioned) { gpufs::release_tensor(managed, versioned != 0); }
+}

@@ -1,0 +1,119 @@
+// Leases on an ExtentBuffer: memory that stays where it is, for those who map it or use its address.
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/math.h"
+#include "memory/extent_buffer.h"
+
+namespace gpufs {
+
+// Listed in leases_ from ExtentBuffer::lease() until it is destroyed.
+class ExtentBuffer::SharedLease final : public Buffer::Lease {
+ public:
+  SharedLease(std::shared_ptr<ExtentBuffer> buffer, bool writable, bool exports, std::string label)
+      : buffer_(std::move(buffer)), writable_(writable), exports_(exports), label_(std::move(label)) {}
+  ~SharedLease() override {
+    const std::lock_guard lock(buffer_->state_mutex_);
+    std::erase(buffer_->leases_, this);
+  }
+  SharedLease(const SharedLease&) = delete;
+  SharedLease& operator=(const SharedLease&) = delete;
+
+  [[nodiscard]] std::uint64_t bytes() const override {
+    const std::lock_guard lock(buffer_->state_mutex_);
+    return bytes_;
+  }
+  [[nodiscard]] DeviceAddress address() const override {
+    const std::lock_guard lock(buffer_->state_mutex_);
+    return range_ == nullptr ? 0 : range_->base();
+  }
+  Status refresh() override {
+    return buffer_->retry_when_full([this] {
+      const std::lock_guard mutation(buffer_->mutation_mutex_);
+      std::uint64_t bytes = 0;
+      Status status = buffer_->fix_for_lease(writable_, exports_, &bytes);
+      if (!status.ok()) return status;
+      std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->range_ : nullptr;
+      const std::lock_guard lock(buffer_->state_mutex_);
+      if (!listed_) buffer_->leases_.push_back(this);
+      listed_ = true;
+      bytes_ = bytes;
+      range_.swap(range);
+      return status;
+    });
+  }
+  Result<std::vector<ExportedMemory>> pieces(std::uint64_t from, std::size_t capacity) override {
+    if (!exports_) return Status(EINVAL, "the lease is for this process alone");
+    const std::lock_guard mutation(buffer_->mutation_mutex_);
+    if (bytes() == 0) return std::vector<ExportedMemory>{};
+    return buffer_->memory_->export_memory(from, capacity, writable_);
+  }
+
+ private:
+  friend class ExtentBuffer;
+  const std::shared_ptr<ExtentBuffer> buffer_;
+  const bool writable_;
+  const bool exports_;
+  const std::string label_;
+  // Guarded by the buffer's state_mutex_:
+  bool listed_ = false;
+  std::uint64_t bytes_ = 0;
+  std::shared_ptr<AddressRange> range_;  // keeps the address valid when the buffer moves to a larger range
+};
+
+Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label) {
+  auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
+                                             exports, std::move(label));
+  if (Status status = lease->refresh(); !status.ok()) return status;
+  return std::shared_ptr<Lease>(std::move(lease));
+}
+
+Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::uint64_t* bytes) {
+  if (exports) {
+    if (Status status = context_->device().check_sharing(); !status.ok()) return status;
+  }
+  (void)release_unused(TimePoint::max());  // which could not go back later
+  const std::uint64_t size = this->size();
+  *bytes = size;
+  if (size == 0) return {};
+  const std::uint64_t data_end = writable ? size : 0;
+  if (!writable && !covered(current()->extents, 0, size)) {
+    return Status(ENODATA, "the file has holes, which have no memory to map: allocate it with fallocate first");
+  }
+  if (!exports && context_->info().reserve_copies && address_limit_ == kNoLimit) {
+    DeviceAddress address = 0;
+    if (Status status = fix_address(size, &address); !status.ok()) return status;
+  }
+  Status status = ensure_own(0, data_end, size, /*fixed=*/false, /*speculative=*/false);
+  if (!status.ok()) return status;
+  memory_->fix_in_place();
+  return {};
+}
+
+bool ExtentBuffer::leased() const {
+  const std::lock_guard lock(state_mutex_);
+  return !leases_.empty();
+}
+
+void ExtentBuffer::unfix_unless_used() {
+  if (memory_ != nullptr && address_limit_ == kNoLimit && !leased()) memory_->allow_moves();
+}
+
+Status ExtentBuffer::check_leases_locked(const char* what, std::uint64_t offset) const {
+  for (const SharedLease* lease : leases_) {
+    if (lease->bytes_ <= offset) continue;
+    return {EBUSY, "the file cannot be " + std::string(what) + " at " + std::to_string(offset) + ": its first " +
+                       std::to_string(lease->bytes_) + " bytes are leased" +
+                       (lease->label_.empty() ? "" : " by " + lease->label_)};
+  }
+  return {};
+}
+
+}  // namespace gpufs

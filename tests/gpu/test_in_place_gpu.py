@@ -1,0 +1,271 @@
+"""Memory of a real GPU used in place: attached, registered, and as tensors of models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mounting import GPUFS, GpufsMount, Mounter
+
+import gpufs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
+
+torch = pytest.importorskip("torch", reason="these tests use torch on a GPU")
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _only_on_a_gpu(driver: str) -> None:
+    if driver != "cuda":
+        pytest.skip("needs --driver cuda")
+
+
+@pytest.fixture
+def gpu(mount: Mounter) -> GpufsMount:
+    return mount()
+
+
+@contextmanager
+def program(text: str, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python program in a process of its own. It is killed at the end if it still runs."""
+    words = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def answer(process: subprocess.Popen[str], request: str = "") -> str:
+    """Sends a line, if there is one, and returns the line that the program prints next."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if request:
+        process.stdin.write(request + "\n")
+        process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, "the program has ended"
+    return line.strip()
+
+
+def memory_used(gpu: GpufsMount) -> int:
+    system = os.statvfs(gpu.device)
+    return (system.f_blocks - system.f_bfree) * system.f_frsize
+
+
+def fill(file: Path, size: int) -> bytes:
+    """Fills a file of the mount with random bytes that repeat each MiB; the first MiB."""
+    block = os.urandom(MIB)
+    with open(file, "wb") as out:
+        for _ in range(size // MIB):
+            out.write(block)
+    return block
+
+
+def test_changes_are_seen_both_ways(gpu: GpufsMount) -> None:
+    """A program's changes appear in the file, and changes of the file in the program's tensor."""
+    file = gpu.device / "both"
+    block = fill(file, 64 * MIB)
+    with gpufs.attach(file, mode="r+") as array:
+        tensor = torch.from_dlpack(array)
+        assert tensor.device.type == "cuda"
+        assert tensor.data_ptr() == array.address
+        assert bytes(tensor[:MIB].cpu().numpy()) == block
+        tensor[4096:8192] = 0x5A
+        torch.cuda.synchronize()
+        seen = subprocess.run(["xxd", "-p", "-s", "4096", "-l", "8", file], check=True, capture_output=True, text=True)
+        assert seen.stdout.strip() == "5a" * 8
+        with open(file, "r+b") as out:
+            out.seek(32 * MIB)
+            out.write(b"\x77" * 4096)
+        assert int(tensor[32 * MIB : 32 * MIB + 4096].sum()) == 0x77 * 4096
+        del tensor
+
+
+def test_other_libraries(gpu: GpufsMount) -> None:
+    """CuPy and JAX read the same memory."""
+    cupy = pytest.importorskip("cupy", reason="this part uses CuPy")
+    file = gpu.device / "others"
+    block = fill(file, 8 * MIB)
+    with gpufs.attach(file, mode="r+") as array:
+        view = cupy.asarray(array)
+        assert view.data.ptr == array.address
+        assert cupy.asnumpy(view[:MIB]).tobytes() == block
+        view[:16] = 9
+        cupy.cuda.runtime.deviceSynchronize()
+        assert file.read_bytes()[:16] == b"\x09" * 16
+        del view
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        jax = pytest.importorskip("jax", reason="this part uses JAX")
+        import numpy
+
+        shown = jax.numpy.from_dlpack(array)
+        assert numpy.asarray(shown[MIB : 2 * MIB]).tobytes() == block
+        del shown
+
+
+def test_large_files_attach_fast(gpu: GpufsMount) -> None:
+    """The time of an attach hardly depends on the size. The limits are ten times what an idle machine needs."""
+    for size, limit in ((4 * GIB, 0.08), (64 * GIB, 0.25)):
+        if os.statvfs(gpu.device).f_bavail * os.statvfs(gpu.device).f_frsize < size:
+            continue
+        file = gpu.device / "large"
+        with open(file, "wb") as out:
+            os.posix_fallocate(out.fileno(), 0, size)
+        gpufs.attach(file, mode="r+").close()
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            array = gpufs.attach(file, mode="r+")
+            times.append(time.perf_counter() - began)
+            array.close()
+        file.unlink()
+        assert sorted(times)[2] < limit
+
+
+def test_results_stay_right_without_the_daemon(gpu: GpufsMount) -> None:
+    """The memory outlives a daemon that is killed."""
+    file = gpu.device / "survivor"
+    block = fill(file, 256 * MIB)
+    array = gpufs.attach(file, mode="r+")
+    tensor = torch.from_dlpack(array)
+    expected = int(tensor.to(torch.int64).sum())
+    os.kill(int(json.loads((gpu.path / ".gpufs" / "status").read_text())["pid"]), signal.SIGKILL)
+    time.sleep(0.5)
+    for _ in range(3):
+        assert int(tensor.to(torch.int64).sum()) == expected
+    assert bytes(tensor[-MIB:].cpu().numpy()) == block
+    del tensor
+    array.close()
+
+
+def test_tensors_equal_those_of_safetensors(gpu: GpufsMount, tmp_path: Path) -> None:
+    """Each kind of element, from the mount in place and by safetensors through the host."""
+    from safetensors.torch import load_file, save_file
+
+    import gpufs.torch
+
+    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+    tensors = {
+        f"layer.{index}": (torch.randn(33, 65) * 4).to(kind) if kind is not torch.bool else torch.randn(33, 65) > 0
+        for index, kind in enumerate(kinds)
+    }
+    source = tmp_path / "model.safetensors"
+    save_file(tensors, source)
+    file = gpu.device / source.name
+    subprocess.run([GPUFS, "cp", source, file], check=True)
+    found, expected = gpufs.torch.load_file(file), load_file(source, device="cuda")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+SERVER = """
+import sys, torch, gpufs.torch
+tensors = gpufs.torch.load_file(sys.argv[1])
+print(sum(float(t.double().sum()) for t in tensors.values()), flush=True)
+for line in sys.stdin:
+    print(sum(float(t.double().sum()) for t in tensors.values()), flush=True)
+"""
+
+
+def test_a_restarted_program_loads_nothing(gpu: GpufsMount, tmp_path: Path) -> None:
+    """Two programs and a restart after SIGKILL share one copy, and no weight byte moves again."""
+    from safetensors.torch import save_file
+
+    source = tmp_path / "weights.safetensors"
+    save_file({f"w{index}": torch.randn(1024, 1024, 64) for index in range(4)}, source)
+    file = gpu.device / source.name
+    subprocess.run([GPUFS, "cp", source, file], check=True)
+    before = memory_used(gpu)
+    assert before >= GIB
+
+    def moved() -> int:
+        found = json.loads(subprocess.run([GPUFS, "stats", "--json", gpu.path], check=True, capture_output=True).stdout)
+        return sum(_bytes_of(found))
+
+    with program(SERVER, file) as first:
+        result = answer(first)
+        counted = moved()
+        with program(SERVER, file) as second:
+            assert answer(second) == result
+            assert memory_used(gpu) - before < 64 * MIB
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with program(SERVER, file) as restarted:
+            assert answer(restarted) == result
+        assert moved() - counted < 16 * MIB
+
+
+def _bytes_of(content: Any) -> Iterator[int]:
+    """All counters of transferred bytes in the statistics."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            if isinstance(value, int) and name == "bytes":
+                yield value
+            else:
+                yield from _bytes_of(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _bytes_of(value)
+
+
+EXPORTER = """
+import sys, hashlib, torch, gpufs
+padding = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+tensor = torch.randint(0, 256, (int(sys.argv[2]),), dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+registration = gpufs.register(tensor, sys.argv[1])
+print(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_live_tensor_is_a_file(gpu: GpufsMount) -> None:
+    """The file of a registered tensor has the tensor's bytes."""
+    file = gpu.device / "live"
+    with program(EXPORTER, file, str(200 * MIB + 513)) as exporter:
+        digest = answer(exporter)
+        assert file.stat().st_size == 200 * MIB + 513
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == digest
+        with pytest.raises(PermissionError):
+            os.truncate(file, 0)
+
+
+def test_an_exporter_killed_during_a_copy(gpu: GpufsMount, tmp_path: Path) -> None:
+    """Readers get the right bytes or an error, never others, and nothing stays behind."""
+    file = gpu.device / "dying"
+    size = 64 * MIB
+    before = memory_used(gpu)
+    for round_ in range(20):
+        with program(EXPORTER, file, str(size)) as exporter:
+            digest = answer(exporter)
+            target = tmp_path / "copy"
+            with subprocess.Popen(["cp", file, target], stderr=subprocess.PIPE) as copy:
+                time.sleep(0.002 * round_)
+                exporter.send_signal(signal.SIGKILL)
+                exporter.wait()
+                copy.communicate(timeout=60)
+            if copy.returncode == 0:
+                assert hashlib.sha256(target.read_bytes()).hexdigest() == digest
+        deadline = time.monotonic() + 10
+        while file.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not file.exists()
+    assert memory_used(gpu) <= before + MIB
