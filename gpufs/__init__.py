@@ -1,8 +1,8 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`attach` and :func:`copy` from :mod:`gpufs.client`; the native engine is :mod:`gpufs.engine`, and
-a device's driver is opened with an :class:`gpufs.engine.Engine`.
+first asked for: :func:`attach`, :func:`copy` and :func:`register` from :mod:`gpufs.client`; the native engine is
+:mod:`gpufs.engine`, and a device's driver is opened with an :class:`gpufs.engine.Engine`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,9 +10,28 @@ from typing import TYPE_CHECKING
 from gpufs._version import __version__
 
 if TYPE_CHECKING:
-    from gpufs.client import CopyError, CopyProgress, CopyResult, DeviceArray, attach, copy
+    from gpufs.client import (
+        CopyError,
+        CopyProgress,
+        CopyResult,
+        DeviceArray,
+        Registration,
+        attach,
+        copy,
+        register,
+    )
 
-__all__ = ["CopyError", "CopyProgress", "CopyResult", "DeviceArray", "__version__", "attach", "copy"]
+__all__ = [
+    "CopyError",
+    "CopyProgress",
+    "CopyResult",
+    "DeviceArray",
+    "Registration",
+    "__version__",
+    "attach",
+    "copy",
+    "register",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -12,8 +12,7 @@ import select
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
@@ -68,8 +67,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-@dataclass(frozen=True, slots=True)
-class MountEntry:
+class MountEntry(NamedTuple):
     """One gpufs mount, as the kernel lists it."""
 
     mountpoint: str
@@ -173,9 +171,10 @@ class Changes:
 def _open_device() -> int:
     try:
         return os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise OSError(errno.ENODEV, f"there is no {FUSE_DEVICE}: this kernel or container offers no FUSE") from None
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENXIO):
+            text = f"{FUSE_DEVICE} is missing: load the module with modprobe fuse, or give the container the device"
+            raise OSError(errno.ENODEV, text) from None
         raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}") from None
 
 

@@ -11,7 +11,6 @@ import itertools
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 from support.cli import mountpoint  # noqa: F401 - a fixture
+from support.data import directory
 from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
 from support.processes import session_processes, wait_until
 from support.watchdog import mounted_at
@@ -179,7 +179,12 @@ def root(request: pytest.FixtureRequest, on_gpufs: bool) -> Iterator[Path]:
 @pytest.fixture
 def reference() -> Iterator[Path]:
     """An empty directory, mode 777, on tmpfs."""
-    path = Path(tempfile.mkdtemp(prefix="gpufs-tests-", dir="/dev/shm"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
+    with directory("/dev/shm") as path:
+        yield path
+
+
+@pytest.fixture
+def host() -> Iterator[Path]:
+    """An empty directory, mode 777, on a disk."""
+    with directory("/var/tmp") as path:
+        yield path

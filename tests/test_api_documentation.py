@@ -36,7 +36,7 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def documented(value: Any) -> bool:
-    """With a text of its own: a dataclass without one gets its signature as text."""
+    """Whether it has its own text: a dataclass without one shows its signature."""
     text = value.__doc__ if isinstance(value, type) else inspect.getdoc(value)  # not that of a base class
     if not text:
         return False
@@ -61,8 +61,8 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert not bare
 
 
-def test_all_is_what_is_there() -> None:
-    """And no module that programs import is missing from the reference's page."""
+def test_every_public_name_exists() -> None:
+    """The reference's page lists every module that programs import."""
     page = (ROOT / "docs/api.md").read_text()
     for name in PUBLIC:
         module = importlib.import_module(name)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import gc
 import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from errno import EACCES, EBUSY, EINVAL, EISDIR, ENODATA, ENOENT, ENOTCONN, EXDEV
+from errno import EBUSY, EINVAL, EISDIR, ENODATA, ENOENT, ENOTCONN, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +79,18 @@ def test_parts_and_views_show_the_same_memory(file: Path) -> None:
         assert words[0].view(numpy.uint8).shape == (4096,)
         assert words.view(shape=(-1,)).shape == (MIB,)
         assert words.view("bfloat16").nbytes == words.nbytes
-        for bad in (lambda: words[1024], lambda: words[0, 0, 0], lambda: words[..., ...]):
+        outside: list[Callable[[], object]] = [lambda: words[1024], lambda: words[0, 0, 0], lambda: words[..., ...]]
+        for bad in outside:
             with pytest.raises(IndexError):
                 bad()
-        for wrong in (
+        senseless: list[Callable[[], object]] = [
             lambda: words[::-1],
             lambda: words.view("float64", (5, -1)),
             lambda: words[:, ::2].view("uint8"),
             lambda: array[1:].view("uint16"),
             lambda: words.refresh(),
-        ):
+        ]
+        for wrong in senseless:
             with pytest.raises(ValueError):
                 wrong()
         with pytest.raises(TypeError):
@@ -115,7 +114,8 @@ def test_dlpack_of_every_version_is_the_same_memory(file: Path, max_version: tup
     with gpufs.attach(file, "r+") as array:
         part = array[: 2 * MIB].view("float32", (512, -1))[3:100, ::2]
         taken = numpy.from_dlpack(Consumer(part))
-        assert (taken.shape, taken.dtype, taken.strides) == (part.shape, numpy.float32, part.strides)
+        assert (taken.shape, taken.strides) == (part.shape, part.strides)
+        assert taken.dtype == numpy.float32
         assert taken.ctypes.data == part.address
         del taken
         unused = part.__dlpack__(max_version=max_version)
@@ -364,9 +364,10 @@ array = gpufs.attach(sys.argv[1])
 if os.fork() == 0:
     array.close()
     del array
-    with gpufs.attach(sys.argv[1]) as own:
-        assert own.nbytes
-    print("child", flush=True)
+    try:
+        gpufs.attach(sys.argv[1])
+    except OSError as error:
+        print(error, flush=True)
     sys.stdin.read()
     os._exit(0)
 sys.stdin.read()
@@ -376,6 +377,7 @@ sys.stdin.read()
         assert [lease["pid"] for lease in leases(shared_mount)] == [parent.pid]
         parent.send_signal(signal.SIGKILL)
         wait_for_leases(shared_mount, 0)
+        assert parent.stdin is not None  # which the child still reads
 
 
 # ---- what cannot be attached ----

@@ -101,7 +101,7 @@ ANSWERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_what_another_users_mount_says_does_not_hide_roots_own(
+def test_bad_answers_of_another_users_mount_do_not_hide_other_mounts(
     shared_mount: GpufsMount, hostile: Callable[[bytes], Path], answer: str
 ) -> None:
     content = ANSWERS[answer]
@@ -120,7 +120,7 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(
+def test_an_endless_answer_is_not_read_to_its_end(
     shared_mount: GpufsMount, hostile: Callable[[bytes], Path], tmp_path: Path
 ) -> None:
     place = hostile(b"")
@@ -132,7 +132,9 @@ def test_an_answer_without_end_is_not_read_to_its_end(
 
 
 @pytest.mark.parametrize("kind", ["sparse", "many reasons", "many devices", "deep"])
-def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[bytes], Path], kind: str) -> None:
+def test_damaged_counters_of_another_user_do_not_hide_other_mounts(
+    shared_mount: GpufsMount, hostile: Callable[[bytes], Path], kind: str
+) -> None:
     place = hostile(b"")
     entry = mounting.entry_of(str(place))
     own = mounting.entry_of(str(shared_mount.path))
@@ -175,8 +177,8 @@ def test_counters_of_another_user(shared_mount: GpufsMount, hostile: Callable[[b
             folder.rmdir()
 
 
-def test_a_process_that_looks_like_a_daemon_is_not_waited_for(mount: Mounter) -> None:
-    """Nor is it ended by force."""
+def test_a_process_with_the_daemons_name_is_left_alone(mount: Mounter) -> None:
+    """Neither waiting for the daemon nor --force touches the process."""
     own = mount()
     words = ["-m", "gpufs.daemon", str(own.path)]
     identities: list[dict[str, Any]] = [{"user": NOBODY, "group": NOBODY, "extra_groups": []}, {}]
@@ -200,7 +202,7 @@ def test_a_process_that_looks_like_a_daemon_is_not_waited_for(mount: Mounter) ->
             words[-1] = str(own.path)
 
 
-def test_paths_of_the_host_are_shown_to_root_and_the_owner_alone(mount: Mounter, tmp_path: Path) -> None:
+def test_only_root_and_the_owner_see_paths_of_the_host(mount: Mounter, tmp_path: Path) -> None:
     share = tmp_path / "share"
     share.mkdir()
     own = mount("--backing", f"share={share}", allow_other=True)

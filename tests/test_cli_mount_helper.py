@@ -11,24 +11,9 @@ from support.processes import NOBODY, plain_user, run
 from support.users import user_gpufs
 
 from gpufs.cli._errors import Failure
-from gpufs.cli._main import rewrite_for_mount
 from gpufs.cli._options import parse
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_knobs_and_mount_options() -> None:
-    given = parse("rw,memory=4G,allow_other,_netdev,nofail,x-systemd.requires=a.service,devices=2,noauto,comment=x")
-    assert given.knobs == {"memory": "4G", "allow_other": "true", "devices": "2"}
-    given = parse("rw,dev,suid,config=/etc/other.toml,allow_other=false,noauto_unmount,backing=a=/a,backing=b=/b:ro")
-    assert given.knobs == {
-        "config_file": "/etc/other.toml",
-        "allow_other": "false",
-        "auto_unmount": "false",
-        "backing": "a=/a,b=/b:ro",
-    }
-    assert (given.flags, given.remount) == ((), False)
-    assert parse("").knobs == {}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +33,7 @@ def test_knobs_and_mount_options() -> None:
         ("nosymfollow,symfollow", set()),
     ],
 )
-def test_flags(text: str, flags: set[str]) -> None:
+def test_mount_options_take_effect(text: str, flags: set[str]) -> None:
     assert set(parse(text).flags) == flags
     assert parse(f"remount,{text}").remount
 
@@ -58,20 +43,6 @@ def test_options_that_are_refused(option: str) -> None:
     with pytest.raises(Failure, match=option.split("=")[0]) as failure:
         parse(f"rw,{option}")
     assert failure.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "rewritten"),
-    [
-        (["gpufs", "/mnt", "-o", "rw,dev,suid"], ["mount-helper", "gpufs", "/mnt", "-o", "rw,dev,suid"]),
-        (["none", "/mnt", "-o", "rw"], ["mount-helper", "none", "/mnt", "-o", "rw"]),
-        (["mount", "/mnt"], ["mount", "/mnt"]),
-        (["status"], ["status"]),
-        ([], []),
-    ],
-)
-def test_calls_of_mount_fuse(arguments: list[str], rewritten: list[str]) -> None:
-    assert rewrite_for_mount(arguments) == rewritten
 
 
 @pytest.fixture
@@ -110,8 +81,10 @@ def with_helpers(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("kind", ["gpufs", "fuse.gpufs"])
-def test_mount_8(kind: str, tmp_path: Path, with_helpers: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
-    """As root, with mount(8) and umount(8) themselves."""
+def test_mount_and_umount_of_the_system_work(
+    kind: str, tmp_path: Path, with_helpers: Callable[[str], subprocess.CompletedProcess[str]]
+) -> None:
+    """Root uses mount(8) and umount(8)."""
     mountpoint = tmp_path / "mnt"
     mountpoint.mkdir()
     done = with_helpers(
@@ -140,7 +113,9 @@ def test_mount_8(kind: str, tmp_path: Path, with_helpers: Callable[[str], subpro
     assert lines[5:] == ["1", "Read-only"]
 
 
-def test_fstab_lines(tmp_path: Path, with_helpers: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_fstab_lines_work_for_root_and_users(
+    tmp_path: Path, with_helpers: Callable[[str], subprocess.CompletedProcess[str]]
+) -> None:
     """mount -a, and a line with `user` that a plain user mounts and unmounts by mount(8) and umount(8)."""
     if not os.stat("/bin/mount").st_mode & stat.S_ISUID:
         pytest.skip("mount(8) is not set-user-ID here")

@@ -18,19 +18,19 @@ SHOWN = "a\\nb\\tc\\x1b[31m"
 
 
 def alone(*words: str) -> subprocess.CompletedProcess[str]:
-    """gpufs in mount and process namespaces of its own: what is mounted there nobody else sees, and ends with it."""
+    """Runs gpufs in new mount and process namespaces. Its mounts are invisible outside and end with it."""
     namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
     return run(*namespaces, *GPUFS, *words, check=False)
 
 
 @pytest.mark.parametrize("place", ["/", "/proc", "/dev", "/sys", "/usr", "/etc", "/run"])
-def test_nothing_is_hidden_that_gpufs_needs(place: str) -> None:
+def test_system_directories_are_refused_as_mountpoints(place: str) -> None:
     line = one_line(alone("mount", place, "--driver", "host", "--memory", "64M"), 1)
     assert line.startswith(f"{place}: a mount there would hide ")
     assert line.endswith("mount on a directory of your own")
 
 
-def test_the_interpreter_stays_in_sight(tmp_path: Path) -> None:
+def test_the_directory_of_gpufs_itself_is_refused_as_mountpoint(tmp_path: Path) -> None:
     """A mount over the directory that gpufs runs from would cut off the commands that end it."""
     import gpufs as package
 
@@ -39,11 +39,11 @@ def test_the_interpreter_stays_in_sight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["mount", "umount", "status", "df", "stats"])
-def test_an_empty_name_is_not_the_current_directory(command: str, tmp_path: Path) -> None:
+def test_an_empty_name_is_refused(command: str, tmp_path: Path) -> None:
     assert fails(2, command, "", cwd=tmp_path) == "an empty name is given where a directory belongs"
 
 
-def test_all_are_unmounted_that_can_be(mount: Mounter, tmp_path: Path) -> None:
+def test_one_wrong_name_does_not_keep_other_mounts_from_being_unmounted(mount: Mounter, tmp_path: Path) -> None:
     first, last = mount(memory="64M"), mount(memory="64M")
     none = tmp_path / "none"
     assert fails(1, "umount", first.path, none, last.path) == f"{none}: there is no such directory"
@@ -52,7 +52,7 @@ def test_all_are_unmounted_that_can_be(mount: Mounter, tmp_path: Path) -> None:
     assert str(last.path) not in listed
 
 
-def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     """Directory names cannot break lines or control the terminal."""
     path = tmp_path / CONTROL
     assert fails(1, "status", path) == f"{tmp_path}/{SHOWN}: there is no such directory"

@@ -68,7 +68,7 @@ def df_of(mount: GpufsMount) -> list[dict[str, Any]]:
     return value
 
 
-def test_status_json(shared_mount: GpufsMount) -> None:
+def test_status_as_json_has_all_fields(shared_mount: GpufsMount) -> None:
     status = status_of(shared_mount)
     assert_has(status, STATUS)
     for device in status["devices"]:
@@ -79,14 +79,14 @@ def test_status_json(shared_mount: GpufsMount) -> None:
     assert abs(status["started"] - time.time()) < 3600
 
 
-def test_list_has_all_mounts(shared_mount: GpufsMount) -> None:
+def test_status_lists_all_mounts(shared_mount: GpufsMount) -> None:
     listed = json.loads(run(*GPUFS, "status", "--json").stdout)
     (mine,) = [status for status in listed if status["mountpoint"] == str(shared_mount.path)]
     assert_has(mine, STATUS)
 
 
-def test_status_for_people(shared_mount: GpufsMount) -> None:
-    """Whole paths, also where the output is narrow; no colours in a pipe."""
+def test_status_shows_whole_paths_on_narrow_output(shared_mount: GpufsMount) -> None:
+    """Paths are not cut, and a pipe gets no colours."""
     for command in (["status"], ["status", shared_mount.path]):
         text = run(*GPUFS, *command, env={**os.environ, "COLUMNS": "20"}).stdout
         assert str(shared_mount.path) in text
@@ -94,7 +94,7 @@ def test_status_for_people(shared_mount: GpufsMount) -> None:
         assert "\x1b" not in text
 
 
-def test_df_counts_what_files_hold(mount: Mounter) -> None:
+def test_df_counts_the_memory_of_files(mount: Mounter) -> None:
     own = mount(devices=2)
     before = df_of(own)
     for device in before:
@@ -110,7 +110,7 @@ def test_df_counts_what_files_hold(mount: Mounter) -> None:
     own.unmount()
 
 
-def test_help_of_every_command() -> None:
+def test_every_command_has_help() -> None:
     text = run(*GPUFS, "--help").stdout
     for command in ("mount", "umount", "status", "df"):
         assert f"  {command} " in text
@@ -120,8 +120,8 @@ def test_help_of_every_command() -> None:
 
 
 @pytest.mark.parametrize("everybody", [True, False], ids=["terminal", "command"])
-def test_an_interrupted_command_leaves_no_process_that_waits_for_a_mount(mount: Mounter, everybody: bool) -> None:
-    """It asks a mount that does not answer by a process of its own, which has nothing to say of an interruption."""
+def test_an_interrupted_command_leaves_no_process(mount: Mounter, everybody: bool) -> None:
+    """The command uses a helper process to ask a mount that may hang."""
     own = mount()
     own.signal(signal.SIGSTOP)
     try:

@@ -49,7 +49,7 @@ def test_tables_stay_readable_on_narrow_terminals(shared_mount: GpufsMount) -> N
 
 
 @pytest.mark.parametrize(("sent", "code"), [("SIGINT", 0), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)])
-def test_watching_shows_at_once_and_ends_by_a_signal(shared_mount: GpufsMount, sent: str, code: int) -> None:
+def test_watching_shows_at_once_and_ends_on_a_signal(shared_mount: GpufsMount, sent: str, code: int) -> None:
     master, terminal = os.openpty()
     words = [*GPUFS, "stats", str(shared_mount.path), "--watch", "3600"]
     try:

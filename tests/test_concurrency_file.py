@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,28 +14,9 @@ from support.processes import start_children, wait_children
 pytestmark = pytest.mark.driver
 
 
-def in_threads(count: int, action: Callable[[int], None]) -> None:
-    """Runs action(index) in threads; the first failure is raised here."""
-    failures: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            action(index)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 @pytest.mark.parametrize("block", [3000, 4096, 60_000, MIB])
 @pytest.mark.parametrize("grown", [False, True])
-def test_sixteen_writers_in_disjoint_ranges(root: Path, block: int, grown: bool) -> None:
+def test_writers_of_different_ranges_do_not_disturb_each_other(root: Path, block: int, grown: bool) -> None:
     """Block i belongs to writer i mod 16. Grown: the file starts empty, so that every write may grow it."""
     writers, rounds = 16, max(1, min(24, 24 * MIB // 16 // block))
     size = writers * rounds * block
@@ -61,28 +40,8 @@ def test_sixteen_writers_in_disjoint_ranges(root: Path, block: int, grown: bool)
             assert_same(stream.read(block), noise(block, number), f"block {number}")
 
 
-def test_threads_that_share_a_file_position(root: Path) -> None:
-    """write(2) on one open file: every record lands once, none overwrites another."""
-    fd = os.open(root / "file", os.O_RDWR | os.O_CREAT)
-
-    def work(index: int) -> None:
-        for _ in range(100):
-            assert os.write(fd, b"%d" % index * 1000) == 1000
-
-    in_threads(8, work)
-    content = read_all(root / "file")
-    assert len(content) == 800_000
-    counts = [0] * 8
-    for at in range(0, len(content), 1000):
-        record = content[at : at + 1000]
-        assert len(set(record)) == 1
-        counts[record[0] - 48] += 1
-    assert counts == [100] * 8
-    os.close(fd)
-
-
 def test_a_write_is_seen_by_all_once_it_has_returned(root: Path) -> None:
-    """A token goes round between processes through pipes; each sees what the one before wrote."""
+    """Processes pass a token through pipes. Each one reads what the one before has written."""
     (root / "file").write_bytes(bytes(3 * GRANULE))
     count, rounds = 4, 60
     pipes = [os.pipe() for _ in range(count)]
@@ -105,7 +64,7 @@ def test_a_write_is_seen_by_all_once_it_has_returned(root: Path) -> None:
             os.close(fd)
 
 
-def test_what_is_within_the_size_has_been_written(root: Path) -> None:
+def test_a_reader_of_a_growing_file_sees_no_zeros(root: Path) -> None:
     """A reader that follows a growing file never sees zeros where data is coming, and never sees it shrink."""
     (root / "log").touch()
     total = 6 * MIB
@@ -130,7 +89,7 @@ def test_what_is_within_the_size_has_been_written(root: Path) -> None:
     wait_children(start_children(1, append) + start_children(3, follow))
 
 
-def test_truncation_against_readers_and_writers(root: Path) -> None:
+def test_truncation_during_reads_and_writes_leaves_only_data_and_zeros(root: Path) -> None:
     file = root / "file"
     file.write_bytes(b"x" * 5 * MIB)
     stop = root / "stop"
@@ -159,7 +118,7 @@ def test_truncation_against_readers_and_writers(root: Path) -> None:
     assert consists_of(read_all(file), b"\0x")
 
 
-def test_copies_against_writers(root: Path) -> None:
+def test_a_copy_of_a_changing_file_has_only_bytes_of_the_file(root: Path) -> None:
     """copy_file_range while its source changes: every byte is one that the source had."""
     (root / "source").write_bytes(b"a" * 8 * MIB)
     (root / "target").write_bytes(b"a" * 8 * MIB)
@@ -185,7 +144,7 @@ def test_copies_against_writers(root: Path) -> None:
     wait_children(start_children(1, write) + start_children(2, copy) + start_children(1, read))
 
 
-def test_copies_in_opposite_directions(root: Path) -> None:
+def test_copies_in_opposite_directions_do_not_deadlock(root: Path) -> None:
     """Two files copied into each other at once, and into themselves: no order of locks may deadlock."""
     (root / "a").write_bytes(b"x" * 6 * MIB)
     (root / "b").write_bytes(b"x" * 6 * MIB)

@@ -24,7 +24,7 @@ pytestmark = [
 ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 OWNER, USER, GROUP, NAMED_GROUP, MASK, REST = 1, 2, 4, 8, 16, 32
 ANY = 0xFFFF_FFFF
-CAP_FSETID, CAP_SYS_ADMIN = 4, 21
+CAP_SYS_ADMIN = 21
 
 
 def acl(*entries: tuple[int, int] | tuple[int, int, int]) -> bytes:
@@ -68,7 +68,7 @@ def file(root: Path) -> Path:
 # ---- access control lists ----
 
 
-def test_a_list_decides_who_may(file: Path) -> None:
+def test_an_access_list_decides_who_may_use_a_file(file: Path) -> None:
     assert as_nobody(lambda: errno_of(file.read_bytes)) == EACCES
     run("setfacl", "-m", f"u:{NOBODY}:rw", str(file))
     assert mode(file) == 0o660  # the mask
@@ -86,7 +86,7 @@ def test_a_list_decides_who_may(file: Path) -> None:
     assert errno_of(os.getxattr, file, ACCESS) == ENODATA
 
 
-def test_a_list_and_the_mode_follow_each_other(file: Path) -> None:
+def test_an_access_list_and_the_mode_stay_consistent(file: Path) -> None:
     full = acl((OWNER, 7), (USER, 7, NOBODY), (GROUP, 5), (MASK, 4), (REST, 1))
     os.setxattr(file, ACCESS, full)
     assert mode(file) == 0o741
@@ -103,7 +103,7 @@ def test_a_list_and_the_mode_follow_each_other(file: Path) -> None:
     os.removexattr(file, ACCESS)  # what is not there can be removed
 
 
-def test_what_is_no_list(file: Path, root: Path) -> None:
+def test_malformed_access_lists_are_refused(file: Path, root: Path) -> None:
     for value in (
         b"x",
         acl((OWNER, 6), (GROUP, 4)),
@@ -120,7 +120,7 @@ def test_what_is_no_list(file: Path, root: Path) -> None:
     assert as_nobody(lambda: errno_of(os.setxattr, file, ACCESS, good)) == EPERM
 
 
-def test_the_longest_list(file: Path, on_gpufs: bool) -> None:
+def test_an_access_list_has_at_most_507_names(file: Path, on_gpufs: bool) -> None:
     """The kernel reads a list of a FUSE file into one page; on tmpfs it may be as long as any attribute."""
 
     def long(users: int) -> bytes:
@@ -132,7 +132,7 @@ def test_the_longest_list(file: Path, on_gpufs: bool) -> None:
     assert errno_of(os.setxattr, file, ACCESS, long(508)) == (E2BIG if on_gpufs else 0)
 
 
-def test_a_directory_hands_its_default_list_down(root: Path) -> None:
+def test_new_files_inherit_the_default_access_list(root: Path) -> None:
     top = root / "top"
     top.mkdir(0o755)
     run("setfacl", "-d", "-m", f"u:{NOBODY}:rwx,g::rx,o::-", str(top))
@@ -171,7 +171,7 @@ def test_a_directory_hands_its_default_list_down(root: Path) -> None:
     assert mode(top / "after") == 0o640
 
 
-def test_programs_carry_lists_along(root: Path, reference: Path) -> None:
+def test_copy_programs_preserve_access_lists(root: Path, reference: Path) -> None:
     source = reference / "source"
     shell(
         f"""mkdir -p {source}/dir/deep; cd {source}; echo one > file; echo two > dir/plain; echo three > dir/deep/other
@@ -214,7 +214,7 @@ def test_programs_carry_lists_along(root: Path, reference: Path) -> None:
 # ---- security.* and trusted.* ----
 
 
-def test_capabilities_of_programs(file: Path) -> None:
+def test_a_capability_is_removed_by_changes_of_the_file(file: Path) -> None:
     if shutil.which("setcap") is None:
         pytest.skip("needs the package libcap2-bin")
     fd = os.open(file, os.O_RDWR)
@@ -248,7 +248,7 @@ def test_capabilities_of_programs(file: Path) -> None:
     os.close(fd)
 
 
-def test_security_attributes(file: Path, root: Path) -> None:
+def test_security_attributes_are_kept(file: Path, root: Path) -> None:
     (root / "dir").mkdir()
     (root / "link").symlink_to("file")
     for path in (file, root / "dir", root / "link"):
@@ -263,7 +263,7 @@ def test_security_attributes(file: Path, root: Path) -> None:
     assert errno_of(os.getxattr, file, "security.some") == ENODATA
 
 
-def test_trusted_attributes_are_the_administrators(file: Path) -> None:
+def test_trusted_attributes_need_an_administrator(file: Path) -> None:
     os.setxattr(file, "trusted.some", b"secret")
     os.setxattr(file, "user.some", b"open")
     file.chmod(0o666)
@@ -285,7 +285,7 @@ def test_trusted_attributes_are_the_administrators(file: Path) -> None:
 # ---- birth ----
 
 
-def test_files_know_their_birth(root: Path, file: Path) -> None:
+def test_files_have_a_birth_time(root: Path, file: Path) -> None:
     (root / "dir").mkdir()
     (root / "link").symlink_to("file")
     os.mkfifo(root / "fifo")

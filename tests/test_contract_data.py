@@ -27,24 +27,6 @@ from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_
 from support.linux import kernel_version
 from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
 
-SIZES = [
-    0,
-    1,
-    511,
-    4095,
-    4096,
-    4097,
-    65535,
-    65537,
-    MIB - 1,
-    MIB,
-    MIB + 1,
-    GRANULE - 1,
-    GRANULE,
-    GRANULE + 1,
-    5 * MIB + 7,
-]
-
 
 @pytest.fixture
 def file(root: Path) -> Path:
@@ -56,30 +38,7 @@ def open_new(path: Path, flags: int = 0) -> int:
 
 
 @pytest.mark.driver
-@pytest.mark.parametrize("size", SIZES)
-def test_what_was_written_is_read_back(file: Path, size: int) -> None:
-    data = noise(size, size)
-    file.write_bytes(data)
-    assert file.stat().st_size == size
-    assert_same(read_all(file), data)
-
-
-@pytest.mark.driver
-def test_end_of_file(file: Path) -> None:
-    file.write_bytes(b"0123456789")
-    fd = os.open(file, os.O_RDONLY)
-    assert os.pread(fd, 100, 5) == b"56789"
-    assert os.pread(fd, 100, 10) == b""
-    assert os.pread(fd, 100, GIB) == b""
-    assert os.read(fd, 4) == b"0123"
-    assert os.lseek(fd, 0, os.SEEK_CUR) == 4
-    assert os.read(fd, 100) == b"456789"
-    assert os.read(fd, 100) == b""
-    os.close(fd)
-
-
-@pytest.mark.driver
-def test_shrunk_bytes_do_not_come_back(file: Path) -> None:
+def test_a_truncated_file_that_grows_shows_zeros(file: Path) -> None:
     fd = open_new(file)
     for cut in (1, 4095, 4096, 100_001, GRANULE - 1, GRANULE, GRANULE + 1):
         write_all(fd, noise(2 * GRANULE, cut), 0)
@@ -94,7 +53,7 @@ def test_shrunk_bytes_do_not_come_back(file: Path) -> None:
     os.close(fd)
 
 
-def test_memory_that_is_not_there(file: Path) -> None:
+def test_unmapped_memory_is_a_bad_address(file: Path) -> None:
     fd = open_new(file)
     os.write(fd, bytes(8192))
     assert errno_of(linux.write_from_address, fd, 4096, 100, 0) == EFAULT
@@ -159,7 +118,7 @@ def test_appending_processes_do_not_overwrite_each_other(file: Path) -> None:
 
 
 def test_a_truncating_open_that_fails_keeps_the_contents(file: Path) -> None:
-    """O_TRUNC without the right to write, or of a running program; or interrupted, wherever the signal came."""
+    """The caller may not write, or a signal interrupts the call at any point."""
     content = noise(8 * MIB)
     file.write_bytes(content)
     file.chmod(0o444)
@@ -188,7 +147,7 @@ def test_a_truncating_open_that_fails_keeps_the_contents(file: Path) -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_truncating_and_exclusive_open(file: Path) -> None:
+def test_opening_truncates_or_refuses_existing_files(file: Path) -> None:
     file.write_bytes(noise(3 * MIB))
     reader = os.open(file, os.O_RDONLY)
     os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))
@@ -202,7 +161,7 @@ def test_truncating_and_exclusive_open(file: Path) -> None:
     assert errno_of(os.open, link, os.O_RDONLY) == ENOENT
 
 
-def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
+def test_unnamed_files_can_be_named_later(root: Path, on_gpufs: bool) -> None:
     code = errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)))
     if on_gpufs and code == EOPNOTSUPP and kernel_version() < (6, 2):
         return  # before, FUSE had no request for it
@@ -234,7 +193,7 @@ def test_unnamed_files(root: Path, on_gpufs: bool) -> None:
 # ---- truncate ----
 
 
-def test_truncated_file_gives_its_memory_back(file: Path) -> None:
+def test_truncation_frees_memory(file: Path) -> None:
     file.write_bytes(noise(16 * MIB))
     assert file.stat().st_blocks * 512 >= 16 * MIB
     os.truncate(file, 8 * MIB)
@@ -249,7 +208,7 @@ def test_truncated_file_gives_its_memory_back(file: Path) -> None:
 
 
 @pytest.mark.driver
-def test_files_larger_than_four_gibibytes(file: Path) -> None:
+def test_sparse_files_may_be_larger_than_four_gibibytes(file: Path) -> None:
     fd = open_new(file)
     places = [0, 2 * GIB - 3, 4 * GIB - 3, 4 * GIB + 5 * MIB, 9 * GIB + 1]
     for index, place in enumerate(places):
@@ -266,7 +225,7 @@ def test_files_larger_than_four_gibibytes(file: Path) -> None:
 
 
 @pytest.mark.driver
-def test_offsets_near_the_end_of_the_number_line(file: Path, on_gpufs: bool) -> None:
+def test_the_largest_file_has_64_tebibytes(file: Path, on_gpufs: bool) -> None:
     fd = open_new(file)
     os.write(fd, b"abc")
     last = 2**63 - 1
@@ -292,7 +251,7 @@ def test_offsets_near_the_end_of_the_number_line(file: Path, on_gpufs: bool) -> 
     os.close(fd)
 
 
-def test_file_size_limit_of_a_process(file: Path) -> None:
+def test_the_file_size_limit_of_a_process_is_obeyed(file: Path) -> None:
     def limited() -> tuple[int, int, int, int]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -313,7 +272,7 @@ def test_file_size_limit_of_a_process(file: Path) -> None:
 
 
 @pytest.mark.driver
-def test_sendfile_and_splice(root: Path) -> None:
+def test_sendfile_and_splice_move_the_data(root: Path) -> None:
     data = noise(3 * MIB + 11, 6)
     (root / "in").write_bytes(data)
     source = os.open(root / "in", os.O_RDONLY)
@@ -338,7 +297,7 @@ def test_sendfile_and_splice(root: Path) -> None:
 
 
 @pytest.mark.driver
-def test_writing_a_mapping_of_the_same_file(file: Path) -> None:
+def test_a_mapping_can_be_written_to_its_own_file(file: Path) -> None:
     """The data of the write must be paged in from the very file that is being written."""
     data = noise(4 * MIB, 7)
     file.write_bytes(data)

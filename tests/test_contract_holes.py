@@ -38,7 +38,7 @@ def extents(fd: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_allocating_and_keeping_the_size(fd: int) -> None:
+def test_allocation_can_keep_the_size(fd: int) -> None:
     os.write(fd, b"before")
     linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 8 * MIB)
     assert os.fstat(fd).st_size == 6
@@ -55,7 +55,7 @@ def test_allocating_and_keeping_the_size(fd: int) -> None:
 @pytest.mark.parametrize(
     ("offset", "length"), [(0, 4096), (5, 1), (4095, 70_000), (GRANULE - 1, GRANULE + 2), (MIB, 9 * MIB)]
 )
-def test_zeroing(fd: int, on_gpufs: bool, keep: int, offset: int, length: int) -> None:
+def test_zeroing_a_range(fd: int, on_gpufs: bool, keep: int, offset: int, length: int) -> None:
     data = bytearray(noise(3 * GRANULE, 2))
     write_all(fd, data, 0)
     code = errno_of(linux.fallocate, fd, FALLOC_ZERO_RANGE | keep, offset, length)
@@ -70,7 +70,7 @@ def test_zeroing(fd: int, on_gpufs: bool, keep: int, offset: int, length: int) -
     assert_same(os.pread(fd, 64 * MIB, 0), bytes(data))
 
 
-def test_refused_modes(fd: int, root: Path) -> None:
+def test_other_allocation_modes_are_refused(fd: int, root: Path) -> None:
     write_all(fd, noise(4 * GRANULE), 0)
     assert errno_of(linux.fallocate, fd, linux.FALLOC_COLLAPSE_RANGE, 0, GRANULE) == EOPNOTSUPP
     assert errno_of(linux.fallocate, fd, linux.FALLOC_INSERT_RANGE, 0, GRANULE) == EOPNOTSUPP
@@ -86,7 +86,7 @@ def test_refused_modes(fd: int, root: Path) -> None:
 # ---- SEEK_DATA, SEEK_HOLE ----
 
 
-def test_seeking_data_and_holes(fd: int) -> None:
+def test_seeking_finds_data_and_holes(fd: int) -> None:
     os.ftruncate(fd, 64 * MIB)
     assert extents(fd) == []
     for at in (10 * MIB + 3, 30 * MIB, 64 * MIB - 1):
@@ -109,6 +109,12 @@ def test_seeking_data_and_holes(fd: int) -> None:
     assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == 6
 
 
+def test_allocated_memory_is_data_on_a_device(fd: int, on_gpufs: bool) -> None:
+    """A device does not track which of its memory was written."""
+    linux.fallocate(fd, 0, 0, 4096)
+    assert extents(fd) == ([(0, 4096)] if on_gpufs else [])
+
+
 # ---- copy_file_range ----
 
 
@@ -123,7 +129,9 @@ def pair(root: Path) -> Iterator[tuple[int, int]]:
     os.close(target)
 
 
-def test_copying_refusals(pair: tuple[int, int], root: Path, reference: Path, on_gpufs: bool) -> None:
+def test_copy_file_range_refuses_wrong_descriptors(
+    pair: tuple[int, int], root: Path, reference: Path, on_gpufs: bool
+) -> None:
     source, target = pair
     directory = os.open(root, os.O_RDONLY)
     reader = os.open(root / "target", os.O_RDONLY)

@@ -30,7 +30,7 @@ def file(root: Path) -> Path:
     return path
 
 
-def test_shared_mapping_reads_and_writes(file: Path) -> None:
+def test_a_shared_mapping_reads_and_writes_the_file(file: Path) -> None:
     data = bytearray(noise(SIZE, 1))
     with open(file, "r+b", buffering=0) as stream, mmap.mmap(stream.fileno(), 0) as area:
         assert_same(bytes(area), bytes(data))
@@ -43,7 +43,7 @@ def test_shared_mapping_reads_and_writes(file: Path) -> None:
     assert file.stat().st_size == SIZE
 
 
-def test_private_mapping_does_not_write(file: Path) -> None:
+def test_a_private_mapping_does_not_change_the_file(file: Path) -> None:
     with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE) as area:
         area[100:200] = b"x" * 100
         assert area[99:201] == noise(SIZE, 1)[99:100] + b"x" * 100 + noise(SIZE, 1)[200:201]
@@ -51,8 +51,8 @@ def test_private_mapping_does_not_write(file: Path) -> None:
     assert_same(read_all(file), noise(SIZE, 1))
 
 
-def test_stores_and_writes_of_threads(file: Path) -> None:
-    """Words of one page, each by its thread: they stay where only one thread at a time changes the page.
+def test_stores_and_writes_to_a_page_under_a_lock_are_kept(file: Path) -> None:
+    """Each thread changes its own word of a page, and only one thread at a time changes the page.
 
     Threads that change pages of their own need no lock, whichever way they write.
     """
@@ -110,7 +110,7 @@ def test_rest_of_the_last_page_is_zero_and_stays_out_of_the_file(file: Path, on_
             assert_same(os.pread(stream.fileno(), 2 * PAGE, SIZE), bytes(PAGE))
 
 
-def test_beyond_the_end_is_a_bus_error(file: Path) -> None:
+def test_access_beyond_the_end_is_a_bus_error(file: Path) -> None:
     def touch() -> int:
         fd = os.open(file, os.O_RDONLY)
         os.ftruncate(os.open(file, os.O_WRONLY), 4 * PAGE)
@@ -124,7 +124,7 @@ def test_beyond_the_end_is_a_bus_error(file: Path) -> None:
     assert caught.value.number == signal.SIGBUS
 
 
-def test_truncation_and_growth_under_a_mapping(file: Path) -> None:
+def test_a_mapping_shows_zeros_after_truncation_and_growth(file: Path) -> None:
     fd = os.open(file, os.O_RDWR)
     with mmap.mmap(fd, 0) as area:
         assert area[GRANULE : GRANULE + 3] == noise(SIZE, 1)[GRANULE : GRANULE + 3]
@@ -139,7 +139,7 @@ def test_truncation_and_growth_under_a_mapping(file: Path) -> None:
     os.close(fd)
 
 
-def test_copying_a_range_under_mappings(file: Path, root: Path) -> None:
+def test_copy_file_range_is_coherent_with_mappings(file: Path, root: Path) -> None:
     """copy_file_range must see what was stored into its source, and show in a mapping of its target."""
     with open(file, "r+b") as source, open(root / "target", "w+b") as target:
         target.truncate(SIZE)
@@ -151,7 +151,7 @@ def test_copying_a_range_under_mappings(file: Path, root: Path) -> None:
             assert_same(after[10:], noise(SIZE, 1)[10:])
 
 
-def test_numpy_memmap(root: Path) -> None:
+def test_numpy_memmap_works(root: Path) -> None:
     made = np.memmap(root / "array", dtype=np.float32, mode="w+", shape=(1000, 777))
     made[:] = np.arange(777_000, dtype=np.float32).reshape(1000, 777)
     made.flush()

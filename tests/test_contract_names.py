@@ -41,7 +41,7 @@ def test_any_byte_in_a_name(root: Path) -> None:
             assert file.read() == name
 
 
-def test_length_of_a_name(root: Path) -> None:
+def test_a_name_has_at_most_255_bytes(root: Path) -> None:
     fits, long = root / ("n" * 255), root / ("n" * 256)
     fits.touch()
     operations: list[Callable[[Path], Any]] = [
@@ -89,7 +89,7 @@ def test_hard_links_are_one_file(root: Path) -> None:
 # ---- symbolic links ----
 
 
-def test_symbolic_links(root: Path) -> None:
+def test_symbolic_links_hold_any_target(root: Path) -> None:
     (root / "dir").mkdir()
     (root / "dir" / "file").write_bytes(b"target")
     targets = ["file", "../dir/file", str(root / "dir" / "file"), "nowhere", "t" * 4095, "with space\n", "./././file"]
@@ -120,7 +120,7 @@ def test_symbolic_links(root: Path) -> None:
 # ---- rename ----
 
 
-def test_rename_over_what_is_there(root: Path) -> None:
+def test_rename_replaces_a_file(root: Path) -> None:
     (root / "new").write_bytes(b"new")
     (root / "old").write_bytes(b"old")
     os.link(root / "old", root / "other")
@@ -137,7 +137,7 @@ def test_rename_over_what_is_there(root: Path) -> None:
     assert names(root) == ["old"]
 
 
-def test_rename_to_another_file_system(root: Path, on_gpufs: bool, request: pytest.FixtureRequest) -> None:
+def test_rename_to_another_device_is_exdev(root: Path, on_gpufs: bool, request: pytest.FixtureRequest) -> None:
     (root / "file").touch()
     assert errno_of(os.rename, root / "file", "/proc/x") == EXDEV
     if on_gpufs:  # memory does not change its device by a change of name
@@ -149,8 +149,8 @@ def test_rename_to_another_file_system(root: Path, on_gpufs: bool, request: pyte
             assert errno_of(os.link, root / "file", other / "file") == EXDEV
 
 
-def test_rename_is_atomic_for_those_who_look(root: Path) -> None:
-    """A name that is replaced all the time is there all the time, with one of its contents."""
+def test_rename_is_atomic_for_readers(root: Path) -> None:
+    """A name that is replaced again and again always exists and shows one of its contents."""
     (root / "name").write_bytes(bytes([65]) * 5000)
     stop = root / "stop"
 
@@ -175,7 +175,7 @@ def test_rename_is_atomic_for_those_who_look(root: Path) -> None:
 # ---- directories ----
 
 
-def test_a_removed_directory_that_is_open(root: Path) -> None:
+def test_an_open_removed_directory_is_empty(root: Path) -> None:
     (root / "dir").mkdir()
     fd = os.open(root / "dir", os.O_RDONLY)
     (root / "dir").rmdir()
@@ -190,7 +190,7 @@ def test_a_removed_directory_that_is_open(root: Path) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_many_entries(root: Path, count: int) -> None:
+def test_a_directory_holds_many_entries(root: Path, count: int) -> None:
     fd = os.open(root, os.O_RDONLY)
     for number in range(count):
         os.mknod(f"entry-{number:06d}", 0o600 | stat.S_IFREG, dir_fd=fd)
@@ -211,8 +211,8 @@ def test_many_entries(root: Path, count: int) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("depth", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_deep_tree(root: Path, depth: int) -> None:
-    """Deeper than any path can say: by descriptors only."""
+def test_a_tree_may_be_deeper_than_any_path(root: Path, depth: int) -> None:
+    """Only descriptors reach the bottom: no path is long enough."""
     fd = os.open(root, os.O_RDONLY)
     for _ in range(depth):
         os.mkdir("d", dir_fd=fd)
@@ -232,8 +232,8 @@ def test_a_deep_tree(root: Path, depth: int) -> None:
     assert os.listdir(root) == []
 
 
-def test_reading_a_directory_that_changes(root: Path) -> None:
-    """What was there all the time is listed exactly once, whatever comes and goes meanwhile."""
+def test_a_listing_has_every_remaining_name_once(root: Path) -> None:
+    """Names that exist during the whole listing appear exactly once, while others are added and removed."""
     stays = {b"stays-%04d" % i for i in range(3000)}
     for name in stays:
         os.mknod(os.fsencode(root) + b"/" + name)
@@ -254,7 +254,7 @@ def test_reading_a_directory_that_changes(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["rename", "replace", "add"])
-def test_a_listing_ends_whatever_is_made_meanwhile(root: Path, change: str) -> None:
+def test_a_listing_ends_while_names_are_added(root: Path, change: str) -> None:
     count = 400
     for number in range(count):
         os.mknod(root / f"entry{number}")
@@ -277,7 +277,7 @@ def test_a_listing_ends_whatever_is_made_meanwhile(root: Path, change: str) -> N
     assert len(names(root)) == (2 * count if change == "add" else count)
 
 
-def test_directory_positions(root: Path) -> None:
+def test_directory_positions_stay_valid(root: Path) -> None:
     for number in range(700):
         os.mknod(root / f"entry{number}")
     with DirectoryStream(root) as stream:

@@ -36,7 +36,7 @@ def test_mode_bits_decide_for_plain_users(root: Path) -> None:
         assert as_nobody(lambda: errno_of(os.truncate, file, 6)) == (0 if may_write else EACCES)
 
 
-def test_changing_owners(root: Path) -> None:
+def test_owners_are_changed_by_those_who_may(root: Path) -> None:
     file = root / "file"
     file.touch()
     os.chown(file, NOBODY, 1234)
@@ -55,7 +55,7 @@ def test_changing_owners(root: Path) -> None:
     assert (os.lstat(root / "link").st_uid, file.stat().st_uid) == (5, NOBODY)
 
 
-def test_set_id_bits_are_dropped_by_writers(root: Path) -> None:
+def test_writes_clear_set_id_bits(root: Path) -> None:
     file = root / "file"
     actions = {
         "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
@@ -74,8 +74,25 @@ def test_set_id_bits_are_dropped_by_writers(root: Path) -> None:
     assert mode(file) == 0o6777
 
 
-def test_set_id_bits_that_are_dropped_show_at_once(root: Path) -> None:
-    """Also where a program asks for the mode alone, which the kernel may have cached."""
+def test_set_gid_without_group_execution_stays_for_members_of_the_group(root: Path) -> None:
+    file = root / "file"
+    actions: dict[str, Callable[[], object]] = {
+        "write": lambda: os.write(os.open(file, os.O_WRONLY), b"x"),
+        "truncate": lambda: os.truncate(file, 3),
+        "fallocate": lambda: linux.fallocate(os.open(file, os.O_WRONLY), 0, 0, 9000),
+    }
+    file.touch()
+    os.chown(file, OTHER, OTHER)
+    for name, action in actions.items():
+        for groups, left in (([OTHER], 0o2767), ([], 0o767)):
+            file.write_bytes(b"content")
+            file.chmod(0o2767)
+            in_child(action, uid=NOBODY, gid=NOBODY, groups=groups)
+            assert mode(file) == left, (name, groups)
+
+
+def test_cleared_set_id_bits_are_visible_at_once(root: Path) -> None:
+    """The kernel must not show a cached mode."""
     file = root / "file"
 
     def shown() -> int:
@@ -97,7 +114,7 @@ def test_set_id_bits_that_are_dropped_show_at_once(root: Path) -> None:
             assert shown() == bits & 0o777, (name, oct(bits))
 
 
-def test_set_id_bits_are_dropped_by_a_new_owner(root: Path) -> None:
+def test_a_new_owner_clears_set_id_bits(root: Path) -> None:
     file = root / "file"
     file.touch()
     for bits, left in ((0o6755, 0o755), (0o2745, 0o2745), (0o4711, 0o711)):
@@ -107,7 +124,7 @@ def test_set_id_bits_are_dropped_by_a_new_owner(root: Path) -> None:
         assert mode(file) == left, oct(bits)
 
 
-def test_set_gid_directories_give_their_group_on(root: Path) -> None:
+def test_files_inherit_the_group_of_a_set_gid_directory(root: Path) -> None:
     shared = root / "shared"
     shared.mkdir()
     os.chown(shared, 0, 4321)
@@ -130,7 +147,7 @@ def test_set_gid_directories_give_their_group_on(root: Path) -> None:
     assert mode(shared / "program") == 0o755  # not a member of the group: no set-gid program
 
 
-def test_device_nodes(root: Path, on_gpufs: bool) -> None:
+def test_device_nodes_cannot_be_opened(root: Path, on_gpufs: bool) -> None:
     os.mknod(root / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     os.mknod(root / "disk", stat.S_IFBLK | 0o600, os.makedev(7, 200))
     found = os.stat(root / "null")
@@ -143,8 +160,8 @@ def test_device_nodes(root: Path, on_gpufs: bool) -> None:
     assert errno_of(os.open, root / "null", os.O_WRONLY) == (EACCES if on_gpufs else 0)
 
 
-def test_a_set_id_program_is_not_obeyed(root: Path, on_gpufs: bool) -> None:
-    """The mount is nosuid: its files' owners are what the daemon says."""
+def test_set_id_programs_have_no_effect(root: Path, on_gpufs: bool) -> None:
+    """The mount is nosuid, because the daemon chooses the owners of its files."""
     program = root / "id"
     program.write_bytes(Path("/usr/bin/id").read_bytes())
     program.chmod(0o4755)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import signal
 import stat
 import struct
-from collections.abc import Callable, Iterator
-from errno import EBUSY, EINVAL, ESTALE, EXDEV
+from collections.abc import Callable
+from errno import EBUSY, EINVAL, ENOSYS, ESRCH, ESTALE, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def program(root: Path) -> Path:
     return path
 
 
-def test_programs_run(root: Path, program: Path) -> None:
+def test_programs_and_scripts_run(root: Path, program: Path) -> None:
     run(program, "0")
     script = root / "script"
     script.write_text(f"#!{program} 0\n")
@@ -76,7 +75,7 @@ def test_programs_run(root: Path, program: Path) -> None:
 
 
 @privileged
-def test_bind_mounts(root: Path) -> None:
+def test_bind_mounts_work(root: Path) -> None:
     for name in ("source", "target"):
         (root / name).mkdir()
     (root / "source/file").write_text("bound")
@@ -106,7 +105,7 @@ def mount_overlay(place: Path, **directories: Path) -> None:
 
 
 @privileged
-def test_overlays(root: Path, reference: Path) -> None:
+def test_overlays_work_below_and_above(root: Path, reference: Path) -> None:
     """Below a tmpfs, and above one: the upper directory holds copies, opaque directories and marks of removed names."""
     if "overlay" not in Path("/proc/filesystems").read_text():
         pytest.skip("no overlays here")
@@ -153,7 +152,7 @@ def test_overlays(root: Path, reference: Path) -> None:
 
 
 @privileged
-def test_a_file_system_in_a_file(root: Path, reference: Path) -> None:
+def test_a_loop_device_works(root: Path, reference: Path) -> None:
     if not all(map(shutil.which, ("mkfs.ext4", "losetup"))) or not Path("/dev/loop-control").exists():
         pytest.skip("no loop devices here")
     image, place = root / "image", reference / "place"
@@ -170,23 +169,45 @@ def test_a_file_system_in_a_file(root: Path, reference: Path) -> None:
     assert lines[0] == lines[1]
 
 
-# ---- being told ----
+@privileged
+def test_chroot_and_pivot_root(root: Path) -> None:
+    (root / "inside").mkdir()
+    (root / "file").write_text("here")
+
+    def change() -> tuple[list[str], str, str]:
+        os.chroot(root)
+        os.chdir("/inside")
+        return sorted(os.listdir("/")), Path("../../../file").read_text(), os.getcwd()
+
+    assert in_child(change) == (["file", "inside"], "here", "/inside")
+
+    def pivot() -> list[str]:
+        bind(root, root)
+        os.chdir(root)
+        pivot_root = 155 if os.uname().machine == "x86_64" else 41
+        checked(libc.syscall(pivot_root, b".", b"inside"))
+        return sorted(os.listdir("/"))
+
+    assert apart(pivot) == ["file", "inside"]
 
 
-@pytest.fixture
-def signals() -> Iterator[list[int]]:
-    """The signals of a real-time number that come while the test runs."""
-    got: list[int] = []
-    number = signal.SIGRTMIN + 3
-    before = signal.signal(number, lambda *_: got.append(1))
-    yield got
-    signal.signal(number, before)
+@privileged
+def test_swap_and_quotas_are_refused(root: Path) -> None:
+    swap = root / "swap"
+    swap.write_bytes(bytes(8 * MIB))
+    swap.chmod(0o600)
+    run("mkswap", swap)
+    assert errno_of(lambda: checked(libc.swapon(os.fsencode(swap), 0))) == EINVAL
+    fd = os.open(root, os.O_RDONLY)
+    get_format, quotactl_fd, answer = 0x800004 << 8, 443, ctypes.create_string_buffer(64)
+    assert errno_of(lambda: checked(libc.syscall(quotactl_fd, fd, get_format, 0, answer))) in (ENOSYS, ESRCH)
+    os.close(fd)
 
 
-# ---- other ways to move bytes ----
+# ---- file handles ----
 
 
-def test_handles_outlive_names(root: Path) -> None:
+def test_file_handles_outlive_names(root: Path) -> None:
     """name_to_handle_at(2) and open_by_handle_at(2), which takes root."""
     if os.geteuid() != 0:
         pytest.skip("open_by_handle_at takes root")

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from errno import EACCES, ENODATA, EPERM
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def virtual(path: Path, name: str) -> str:
     return os.getxattr(path, f"user.gpufs.{name}").decode()
 
 
-def test_what_has_no_buffer(folder: Path, shared_mount: GpufsMount) -> None:
+def test_only_regular_files_have_counters(folder: Path, shared_mount: GpufsMount) -> None:
     for name in (*NAMES, "nonsense", ""):
         assert errno_of(virtual, folder, name) == ENODATA
         assert errno_of(virtual, shared_mount.path / ".gpufs/version", name) == ENODATA
@@ -38,7 +37,7 @@ def test_what_has_no_buffer(folder: Path, shared_mount: GpufsMount) -> None:
     assert errno_of(os.getxattr, folder / "link", "user.gpufs.reads", follow_symlinks=False) in (ENODATA, EPERM)
 
 
-def test_they_are_read_only_and_not_listed(folder: Path) -> None:
+def test_the_counters_of_a_file_are_read_only_and_not_listed(folder: Path) -> None:
     file = folder / "file"
     file.write_bytes(b"x")
     for name in (*NAMES, "nonsense"):
@@ -57,7 +56,7 @@ def counts(path: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.driver
-def test_what_has_been_moved(folder: Path, tmp_path: Path, cached: bool) -> None:
+def test_a_file_counts_its_reads_and_writes(folder: Path, tmp_path: Path, cached: bool) -> None:
     file = folder / "file"
     file.touch()
     assert counts(file) == (0, 0, 0, 0)
@@ -88,18 +87,8 @@ def test_what_has_been_moved(folder: Path, tmp_path: Path, cached: bool) -> None
     assert virtual(folder / "big", "last_backend") == "fallback"
 
 
-def test_copies_do_not_carry_them(folder: Path) -> None:
+def test_copies_do_not_carry_counters(folder: Path) -> None:
     (folder / "file").write_bytes(b"x")
     assert (folder / "file").read_bytes() == b"x"
     run("cp", "-a", folder / "file", folder / "copy")
     assert counts(folder / "copy")[0] == 0
-
-
-def test_asking_takes_no_memory(folder: Path, shared_mount: GpufsMount) -> None:
-    """A small file shares a slab, whatever others ask about it."""
-    file = folder / "file"
-    file.write_bytes(b"x")
-    before = os.stat(file).st_blocks, os.statvfs(folder).f_bfree
-    for name in (*NAMES, "address", "bytes_held", "device", "nonsense"):
-        as_nobody(partial(errno_of, virtual, file, name))
-    assert (os.stat(file).st_blocks, os.statvfs(folder).f_bfree) == before

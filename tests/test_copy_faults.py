@@ -8,10 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +28,6 @@ CHUNK = 256 * KIB
 ONE_THREAD = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "256K"}
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="backing directories of another user")
-
-
-@pytest.fixture
-def disk() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/var/tmp"))
-    yield path
-    shutil.rmtree(path)
-
-
-def status(mount: GpufsMount) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((mount.path / ".gpufs" / "status").read_text())
-    return found
 
 
 def copy(program: str, mount: GpufsMount, there: Path, name: str, source: str, target: str) -> Any:
@@ -65,8 +50,8 @@ def expect_failure(done: subprocess.CompletedProcess[str], program: str, error: 
 
 
 def expect_nothing_left(mount: GpufsMount, before: Snapshot) -> None:
-    wait_until(lambda: status(mount)["io"]["active"] == 0, 10, "the end of the copy")
-    found = status(mount)
+    wait_until(lambda: mount.status()["io"]["active"] == 0, 10, "the end of the copy")
+    found = mount.status()
     assert found["io"]["bounce_pool"]["used_bytes"] == 0
     assert found["statistics"]["replies"]["unanswered"] == 0
     assert found["transfers"]["running"] == 0
@@ -78,7 +63,7 @@ def expect_nothing_left(mount: GpufsMount, before: Snapshot) -> None:
 @pytest.mark.driver
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_source_that_fails_in_the_middle(mount: Mounter, program: str, error: int) -> None:
+def test_a_source_that_fails_in_the_middle_ends_the_copy(mount: Mounter, program: str, error: int) -> None:
     good = 5 * MIB + 384 * KIB  # in whole reads of the kernel's
     with HangingMount(size=16 * MIB, good=good, operations=(), failure=error) as server:
         one = mount("--backing", f"server={server.path}", environment=ONE_THREAD)
@@ -89,7 +74,7 @@ def test_a_source_that_fails_in_the_middle(mount: Mounter, program: str, error: 
             assert (one.device / "buffer").read_bytes() == bytes(good)
         expect_nothing_left(one, before)
         (one.device / "buffer").unlink()
-        wait_until(lambda: status(one)["devices"][0]["held_bytes"] == 0, 10, "the memory of the copy")
+        wait_until(lambda: one.status()["devices"][0]["held_bytes"] == 0, 10, "the memory of the copy")
         one.unmount()
 
 
@@ -120,8 +105,8 @@ FAULTS = {
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_driver_that_fails(
-    mount: Mounter, tmp_path: Path, disk: Path, name: str, program: str, direction: str
+def test_a_failing_driver_ends_the_copy(
+    mount: Mounter, tmp_path: Path, host: Path, name: str, program: str, direction: str
 ) -> None:
     fault = FAULTS[name]
     load = direction == "load"
@@ -129,15 +114,15 @@ def test_a_driver_that_fails(
     plan = fake_gpu.plan(fault.load if load else fault.store, fault.n, fault.code, 1 if lost else ALWAYS)
     one = mount(
         "--backing",
-        f"disk={disk}",
+        f"disk={host}",
         driver="cuda",
         environment=fake_gpu.environment(tmp_path, plan, devices=2) | ONE_THREAD,
     )
-    (disk / "file" if load else one.device / "buffer").write_bytes(noise(SIZE))
+    (host / "file" if load else one.device / "buffer").write_bytes(noise(SIZE))
     before = Snapshot.of(one.pid)
     source, target = ("file", "buffer") if load else ("buffer", "file")
-    there = one.device / "buffer" if load else disk / "file"
-    done = copy(program, one, disk, "disk", source, target)
+    there = one.device / "buffer" if load else host / "file"
+    done = copy(program, one, host, "disk", source, target)
     # Of a context that is lost while several copies are under way nobody knows which of them were done.
     expect_failure(done, program, fault.error, there, there.stat().st_size if lost else fault.copied)
     assert there.stat().st_size <= fault.copied
@@ -146,32 +131,32 @@ def test_a_driver_that_fails(
     expect_nothing_left(one, before)
 
     if lost:
-        assert "700" in status(one)["devices"][0]["health"]
+        assert "700" in one.status()["devices"][0]["health"]
         other = one.path / "gpu1" / "file"
         other.write_bytes(noise(MIB))
         assert other.read_bytes() == noise(MIB)
     (one.device / "buffer").unlink()
     if not lost:
-        assert status(one)["devices"][0]["health"] == "good"
-        wait_until(lambda: status(one)["devices"][0]["held_bytes"] == 0, 10, "the memory of the copy")
+        assert one.status()["devices"][0]["health"] == "good"
+        wait_until(lambda: one.status()["devices"][0]["held_bytes"] == 0, 10, "the memory of the copy")
     one.unmount()
 
 
 @root_only
 @pytest.mark.complains
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_device_that_runs_full_says_so(mount: Mounter, tmp_path: Path, disk: Path, program: str) -> None:
-    """By the driver's own word, in the middle of a copy; once there is room again the copy works."""
+def test_a_device_that_becomes_full_ends_the_copy(mount: Mounter, tmp_path: Path, host: Path, program: str) -> None:
+    """The driver reports it in the middle of a copy. Once memory is free again, copies work."""
     plan = fake_gpu.plan("cuMemCreate", 2, OUT_OF_MEMORY, ALWAYS)
-    one = mount("--backing", f"disk={disk}", driver="cuda", environment=fake_gpu.environment(tmp_path, plan))
-    (disk / "file").write_bytes(noise(SIZE))
+    one = mount("--backing", f"disk={host}", driver="cuda", environment=fake_gpu.environment(tmp_path, plan))
+    (host / "file").write_bytes(noise(SIZE))
     before = Snapshot.of(one.pid)
     (one.device / "other").write_bytes(bytes(2 * MIB))
-    done = copy(program, one, disk, "disk", "file", "buffer")
+    done = copy(program, one, host, "disk", "file", "buffer")
     expect_failure(done, program, errno.ENOSPC, one.device / "buffer", (one.device / "buffer").stat().st_size)
     assert_same((one.device / "buffer").read_bytes(), noise(SIZE)[: (one.device / "buffer").stat().st_size])
     expect_nothing_left(one, before)
     for path in ("other", "buffer"):
         (one.device / path).unlink()
-    wait_until(lambda: status(one)["devices"][0]["held_bytes"] == 0, 10, "the memory of both")
+    wait_until(lambda: one.status()["devices"][0]["held_bytes"] == 0, 10, "the memory of both")
     one.unmount()

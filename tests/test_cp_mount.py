@@ -5,60 +5,33 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
-import socket
 import stat
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.copying import opened
+from support.copying import BOTH, READ, WRITE, connection, opened, transfers, wait_for_no_copies
 from support.data import GIB, MIB, assert_same, noise
 from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, Snapshot, as_nobody, errno_of, run, wait_until
 
-from gpufs import client, protocol
-from gpufs.client import _find
-from gpufs.client._connection import Connection
-from gpufs.protocol import Copy, Hello, Result
+from gpufs import client
+from gpufs.protocol import Result
 
 pytestmark = pytest.mark.driver
 
 GPUFS_CP = (*GPUFS, "cp")
-READ, WRITE, BOTH = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
-
-
-@pytest.fixture
-def host() -> Iterator[Path]:
-    """An empty directory, mode 777, on a disk."""
-    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/var/tmp"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
 
 
 def cp(*words: str | Path, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
     return run(*GPUFS_CP, *words, check=check, **options)
-
-
-def transfers(mount: GpufsMount) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads((mount.path / ".gpufs" / "status").read_text())
-    counters: dict[str, Any] = status["transfers"]
-    return counters
-
-
-def connect(path: Path) -> Connection:
-    """As any client: from a file on the mount."""
-    device = os.stat(path).st_dev
-    return Connection(_find.connect(device, _find.mounts_by_device()[device]))
 
 
 def started(mount: GpufsMount, child: subprocess.Popen[Any]) -> None:
@@ -66,15 +39,11 @@ def started(mount: GpufsMount, child: subprocess.Popen[Any]) -> None:
     wait_until(lambda: transfers(mount)["running"] or child.poll() is not None, 20, "the start of the copy")
 
 
-def idle(mount: GpufsMount, seconds: float = 10) -> None:
-    wait_until(lambda: transfers(mount)["running"] == 0, seconds, "the end of all copies")
-
-
 # ---- copies ----
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 128 << 10, (128 << 10) + 1, MIB, 2 * MIB, 5 * MIB + 7, 33 * MIB])
-def test_there_and_back(root: Path, host: Path, size: int) -> None:
+def test_a_file_of_any_size_is_copied_there_and_back(root: Path, host: Path, size: int) -> None:
     content = noise(size, size)
     (host / "source").write_bytes(content)
     there = client.copy(host / "source", root / "file", fastpath="off")
@@ -88,8 +57,8 @@ def test_there_and_back(root: Path, host: Path, size: int) -> None:
         assert result.method == "transfer"
 
 
-def test_the_attributes_are_right_at_once(root: Path, host: Path) -> None:
-    """Though the kernel had older ones in its cache, and whoever asks."""
+def test_attributes_are_right_immediately_after_a_copy(root: Path, host: Path) -> None:
+    """Every process sees them, although the kernel has cached older ones."""
     (host / "source").write_bytes(noise(7 * MIB))
     target = root / "file"
     target.write_bytes(b"old contents")
@@ -106,7 +75,7 @@ def test_the_attributes_are_right_at_once(root: Path, host: Path) -> None:
         assert before - 1 <= status.st_ctime <= time.time() + 1
 
 
-def test_between_devices_by_the_kernel(shared_mount: GpufsMount, root: Path) -> None:
+def test_the_kernel_copies_between_devices(shared_mount: GpufsMount, root: Path) -> None:
     content = noise(11 * MIB + 5)
     (root / "file").write_bytes(content)
     other = shared_mount.path / "gpu1" / f"other-{os.getpid()}"
@@ -121,7 +90,7 @@ def test_between_devices_by_the_kernel(shared_mount: GpufsMount, root: Path) -> 
 
 
 def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> None:
-    """Neither end is on a device: there is nothing that the daemon could do, and nothing is refused for that."""
+    """Neither file is on a device, so the client reads and writes them itself."""
     content = noise(MIB + 5)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as shown:
         one = mount("--backing", f"data={shown}")
@@ -138,8 +107,8 @@ def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> 
         assert refused.value.errno == errno.EINVAL
 
 
-def test_fastpath_on_demand(root: Path, host: Path, reference: Path, driver: str) -> None:
-    """Aligned requests on a disk by the fastpath alone, at most a unit beside it for others, tmpfs refused."""
+def test_the_fastpath_can_be_required(root: Path, host: Path, reference: Path, driver: str) -> None:
+    """It moves everything except an unaligned end. A file on tmpfs is refused."""
     skip_without_fastpath(host, driver)
     for size in (4 * MIB, 4 * MIB + 777):
         (host / "source").write_bytes(noise(size))
@@ -193,8 +162,8 @@ def test_a_full_disk(root: Path) -> None:
 # ---- the command ----
 
 
-def test_found_from_anywhere(shared_mount: GpufsMount, root: Path, host: Path) -> None:
-    """By a relative path, through a symbolic link and through a bind mount of the mount and of a directory in it."""
+def test_a_mount_is_found_through_links_and_bind_mounts(shared_mount: GpufsMount, root: Path, host: Path) -> None:
+    """The path may be relative, or lead through a symbolic link or a bind mount."""
     (host / "source").write_bytes(noise(MIB))
     (host / "link").symlink_to(root)
     (host / "bind").mkdir()
@@ -211,29 +180,6 @@ def test_found_from_anywhere(shared_mount: GpufsMount, root: Path, host: Path) -
             run("umount", host / "bind")
 
 
-def test_interrupted(mount: Mounter, host: Path) -> None:
-    """Ctrl-C: it ends soon, and --partial keeps what was copied."""
-    big = mount(memory=2 * GIB, environment={"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K"})
-    size = 3 * GIB // 2
-    with open(host / "source", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-    command = [*GPUFS_CP, "--json", "--partial", "--fastpath", "off", str(host / "source"), str(big.device / "file")]
-    for pause in (0.15, 0.05, 0.01, *[0] * 40):  # a busy machine may let us send the signal too late
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started(big, child)
-        time.sleep(pause)
-        child.send_signal(signal.SIGINT)
-        output, errors = child.communicate(timeout=PATIENCE)
-        if child.returncode != 0 and (big.device / "file").stat().st_size < size:
-            break
-    assert child.returncode == -signal.SIGINT, errors
-    (error,) = json.loads(output)["errors"]
-    assert (big.device / "file").stat().st_size == error["bytes_done"] < size
-    assert f"interrupted: {error['bytes_done']} of {size} bytes are kept" in errors
-    idle(big)
-    (big.device / "file").unlink()
-
-
 def test_a_killed_client_leaves_nothing(shared_mount: GpufsMount, root: Path, host: Path) -> None:
     size = 200 * MIB
     with open(host / "source", "wb") as file:
@@ -247,19 +193,19 @@ def test_a_killed_client_leaves_nothing(shared_mount: GpufsMount, root: Path, ho
         time.sleep(pause)
         child.kill()
         child.wait(PATIENCE)
-        idle(shared_mount)
+        wait_for_no_copies(shared_mount)
         assert (root / "file").stat().st_size <= size
         (root / "file").unlink(missing_ok=True)
     wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
 
 
-def test_umount_with_a_copy_under_way(mount: Mounter, host: Path) -> None:
-    """Plainly it is refused; SIGTERM to the daemon cancels the copy, tells its client, and unmounts."""
+def test_unmounting_during_a_copy(mount: Mounter, host: Path) -> None:
+    """umount(8) is refused. SIGTERM to the daemon cancels the copy and unmounts."""
     own = mount(memory=2 * GIB)
     with open(host / "source", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, GIB)
     with opened(host / "source") as source, opened(own.device / "file", WRITE | os.O_CREAT) as target:
-        daemon = connect(own.path)
+        daemon = connection(own.path)
         results: list[Any] = []
 
         def copy() -> None:
@@ -291,8 +237,8 @@ def test_umount_with_a_copy_under_way(mount: Mounter, host: Path) -> None:
 
 
 @pytest.mark.complains
-def test_the_daemon_is_killed_in_the_middle(mount: Mounter, host: Path) -> None:
-    """SIGKILL while it holds the descriptors of copies: nobody hangs, the client fails with one line."""
+def test_a_killed_daemon_ends_the_copy_with_an_error(mount: Mounter, host: Path) -> None:
+    """The client fails with one line and does not hang."""
     own = mount(memory=2 * GIB)
     with open(host / "source", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, GIB)
@@ -317,14 +263,14 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, wh
 
 
 def ask(root: Path, direction: str, host_fd: int, mount_fd: int) -> tuple[int, int]:
-    with connect(root) as daemon:
+    with connection(root.parent.parent) as daemon:
         result = daemon.copy(direction, host_fd, mount_fd)
     return result.error, result.done
 
 
 @as_root
-def test_a_plain_user_gets_nothing_that_he_may_not_open(root: Path, host: Path) -> None:
-    """Each descriptor that he can get of root's files, by every way: the daemon widens none of them."""
+def test_a_plain_user_can_copy_only_what_that_user_may_open(root: Path, host: Path) -> None:
+    """The user passes every kind of descriptor of root's files. The daemon never gets more access from one."""
     for folder in (host, root):
         for name, mode in (("secret", 0o600), ("readable", 0o644), ("writable", 0o622), ("his", 0o666)):
             (folder / name).write_bytes(name.encode() * 40_000)
@@ -374,7 +320,7 @@ def test_a_plain_user_gets_nothing_that_he_may_not_open(root: Path, host: Path) 
 
 
 @as_root
-def test_set_id_bits_go_with_a_copy(root: Path, host: Path) -> None:
+def test_a_copy_clears_set_id_bits(root: Path, host: Path) -> None:
     for folder in (host, root):
         (folder / "program").write_bytes(noise(MIB))
         (folder / "program").chmod(0o6777)
@@ -392,25 +338,10 @@ def test_set_id_bits_go_with_a_copy(root: Path, host: Path) -> None:
         assert stat.S_IMODE((folder / "program").stat().st_mode) == 0o777
 
 
-@as_root
-def test_a_private_mounts_socket_is_closed_to_others(mount: Mounter) -> None:
-    own = mount()
-    path = (own.path / ".gpufs" / "socket").read_text().strip()
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-
-    def connect_as_nobody() -> int:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            return errno_of(sock.connect, path)
-
-    assert as_nobody(connect_as_nobody) == errno.EACCES
-    own.unmount()
-    assert not os.path.exists(path)
-
-
 # ---- wrong and hostile ----
 
 
-def test_descriptors_of_the_wrong_place(mount: Mounter, root: Path, host: Path) -> None:
+def test_descriptors_of_other_file_systems_are_refused(mount: Mounter, root: Path, host: Path) -> None:
     other = mount()
     for path in (root / "file", root / "second", host / "file", other.device / "file"):
         path.write_bytes(b"precious")
@@ -436,55 +367,13 @@ def test_descriptors_of_the_wrong_place(mount: Mounter, root: Path, host: Path) 
         assert path.read_bytes() == b"precious"
 
 
-def test_garbage_and_floods_do_not_hurt_the_mount(shared_mount: GpufsMount, root: Path, host: Path) -> None:
-    (root / "file").write_bytes(b"1234")
-    (host / "file").write_bytes(b"1234")
-    path = (shared_mount.path / ".gpufs" / "socket").read_text().strip()
-    before = Snapshot.of(shared_mount.pid)
-    with opened(root / "file", BOTH) as ours, opened(host / "file", BOTH) as hosts:
-
-        def attack(number: int) -> None:
-            for turn in range(30):
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-                    try:
-                        sock.settimeout(2)
-                        sock.connect(path)
-                        kind = (number + turn) % 4
-                        if kind == 0:
-                            sock.send(os.urandom(1000))
-                            continue
-                        protocol.send(sock, Hello([1], "hostile"))
-                        if kind == 1:
-                            socket.send_fds(sock, [b"\x81\xa4type"], [ours, hosts] * 60)
-                        elif kind == 2:
-                            for id_ in range(1, 17):
-                                protocol.send(sock, Copy(id_, "load"), (hosts, ours))
-                        else:
-                            protocol.send(sock, Copy(1, "load"), (hosts, ours))
-                            sock.send(protocol.encode(Copy(2, "load"))[:20])
-                    except OSError:
-                        pass
-
-        threads = [threading.Thread(target=attack, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            assert (root / "file").read_bytes()[:0] == b""  # the mount answers all the while
-            time.sleep(0.01)
-    idle(shared_mount)
-    wait_until(lambda: transfers(shared_mount)["connections"] == 0, 20, "the end of all connections")
-    wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
-    (host / "good").write_bytes(noise(MIB))
-    assert client.copy(host / "good", root / "good").method == "transfer"
-
-
 @as_root
 @pytest.mark.complains
 @pytest.mark.parametrize("operations", [("read",), ("statfs",)], ids=lambda names: names[0])
-def test_a_hung_network_mount_takes_its_clients_share_alone(
+def test_a_hung_network_mount_does_not_block_other_copies(
     shared_mount: GpufsMount, root: Path, host: Path, operations: tuple[str, ...]
 ) -> None:
-    """Others copy as ever; the client itself can be interrupted; nothing is left."""
+    """Other copies finish, its own clients can be interrupted, and nothing is left."""
     (host / "source").write_bytes(noise(4 * MIB))
     with HangingMount(operations=operations) as hung:
         words = [*GPUFS_CP, "--partial", "--fastpath", "off", str(hung.file), str(root / "hung")]
@@ -501,5 +390,5 @@ def test_a_hung_network_mount_takes_its_clients_share_alone(
             _, errors = child.communicate(timeout=PATIENCE)
             assert child.returncode == -signal.SIGINT
             assert "interrupted" in errors
-        idle(shared_mount)
+        wait_for_no_copies(shared_mount)
         assert (root / "hung").stat().st_size == 0

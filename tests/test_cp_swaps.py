@@ -44,7 +44,7 @@ while os.getppid() == int(os.environ["PARENT"]):
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory of the other user, and beside it what is root's alone."""
+    """A directory of the other user beside one of root."""
     with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/var/tmp") as folder:
         path = Path(folder)
         path.chmod(0o755)
@@ -117,7 +117,7 @@ def test_a_source_that_becomes_a_link_leaks_nothing(
 def test_a_destination_that_becomes_a_link_changes_nothing_elsewhere(
     shared: Path, root: Path, swap: Callable[[Path, Path], None], what: str
 ) -> None:
-    """Neither bytes nor owner, mode and times: root restores a user's files into a directory of that user."""
+    """Root restores a user's files into a directory of that user; contents, owners, modes and times elsewhere stay."""
     source = root / "tree"
     (source / "sub").mkdir(parents=True)
     (source / "sub/f").write_text("his")
@@ -148,7 +148,7 @@ def status(path: Path) -> tuple[int, int, int, int, int]:
 
 
 def test_a_new_directory_that_becomes_a_link(shared: Path, root: Path, swap: Callable[[Path, Path], None]) -> None:
-    """Between its creation and the setting of its owner, the last thing that is done."""
+    """The other user exchanges it between its creation and the change of its owner."""
     source = root / "tree"
     (source / "sub").mkdir(parents=True)
     for number in range(20):
@@ -166,8 +166,8 @@ def test_a_new_directory_that_becomes_a_link(shared: Path, root: Path, swap: Cal
     repeat(copy)
 
 
-def test_links_that_are_there_are_not_followed(shared: Path, root: Path) -> None:
-    """What is planted before root comes needs no race."""
+def test_existing_links_are_not_followed(shared: Path, root: Path) -> None:
+    """The other user has created the links before root copies."""
     source = root / "tree"
     source.mkdir()
     (source / "f").write_text("his")

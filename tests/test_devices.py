@@ -34,8 +34,8 @@ def test_holes_stay_holes(two: GpufsMount) -> None:
     assert second.stat().st_blocks * 512 <= 4 * MIB
 
 
-def test_a_full_destination(two: GpufsMount) -> None:
-    """ENOSPC of that device alone, and no more of the file than there was room for."""
+def test_a_full_destination_is_enospc(two: GpufsMount) -> None:
+    """Only that device is full. The copy has the bytes that fit."""
     first, second = two.path / "gpu0" / "file", two.path / "gpu1" / "file"
     first.write_bytes(noise(64 * MIB))
     with open(two.path / "gpu1" / "filler", "wb") as filler:

@@ -3,9 +3,6 @@
 import json
 import os
 import resource
-import shlex
-import stat
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ from support.mounting import GPUFS
 from support.processes import NOBODY, plain_user, run
 from support.users import user_gpufs
 
-from gpufs import engine
 from gpufs.cli import _doctor_checks as checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
 
@@ -83,7 +79,7 @@ CUDA = {"devices": ["NVIDIA H200", "NVIDIA H200"], "refusals": []}
 HOST = {"devices": ["host memory"], "refusals": []}
 
 
-def test_a_good_machine(machine: Callable[..., Environment]) -> None:
+def test_a_good_machine_has_no_findings(machine: Callable[..., Environment]) -> None:
     findings = checks.examine(machine(probe=answers({"cuda": CUDA, "hip": CUDA, "host": HOST})), [])
     assert {finding.state for finding in findings} == {OK}
     assert one(findings, "cuda", "drivers").text == "2 x NVIDIA H200"
@@ -111,7 +107,7 @@ def test_a_good_machine(machine: Callable[..., Environment]) -> None:
         ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000"),
     ],
 )
-def test_each_finding(
+def test_each_problem_comes_with_advice(
     machine: Callable[..., Environment],
     files: dict[str, str | None],
     facts: dict[str, Any],
@@ -127,15 +123,7 @@ def test_each_finding(
     assert state == OK or found.advice
 
 
-def test_no_driver_at_all_is_a_problem(machine: Callable[..., Environment]) -> None:
-    findings = checks.examine(machine(probe=answers({"host": {"error": "broken"}})), [])
-    assert one(findings, "host", "drivers").state == PROBLEM
-    assert one(findings, "cuda", "drivers") == Finding(
-        "drivers", "cuda", NOTE, "no NVIDIA GPUs: cuda is not available", one(findings, "cuda", "drivers").advice
-    )
-
-
-def test_reasons_of_a_fastpath(machine: Callable[..., Environment]) -> None:
+def test_a_missing_fastpath_is_explained(machine: Callable[..., Environment]) -> None:
     cuda = {"devices": ["NVIDIA H200"], "refusals": ["no_gpudirect"]}
     hip = {"devices": ["AMD Instinct"], "refusals": ["memory_kind"]}
     probe = answers({"cuda": cuda, "hip": hip, "host": HOST})
@@ -146,7 +134,7 @@ def test_reasons_of_a_fastpath(machine: Callable[..., Environment]) -> None:
         assert one(findings, "hip", "fastpath").text.startswith(f"{reason}: ")
 
 
-def test_a_path_and_its_reasons(machine: Callable[..., Environment]) -> None:
+def test_the_path_of_a_file_is_explained(machine: Callable[..., Environment]) -> None:
     good = {"file_system": "ext4", "offset_align": 512, "memory_align": 4, "refusals": []}
     bad = {**good, "file_system": "tmpfs", "refusals": ["file_system"]}
     cuda = {"devices": ["NVIDIA H200"], "refusals": ["no_vendor_call"]}
@@ -161,32 +149,10 @@ def test_a_path_and_its_reasons(machine: Callable[..., Environment]) -> None:
     assert (one(findings, "/missing").state, one(findings, "/missing").text) == (PROBLEM, "No such file or directory")
 
 
-def test_every_reason_is_explained() -> None:
-    names = [name for name in engine.refusal_names((1 << 32) - 1) if not name.startswith("bit ")]
-    assert set(checks.REFUSALS) == set(names)
-    assert all(text for text, _ in checks.REFUSALS.values())
-
-
-def test_a_library_that_kills_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for script, text in (
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
-        ("raise SystemExit('what it said')", "what it said"),
-        ("print('nonsense')", "the engine did not answer"),
-        ("import time; time.sleep(60)", "no answer within 0.5 seconds"),
-    ):
-        program = tmp_path / "program"
-        program.write_text(f"#!/bin/sh\nexec {shlex.join([sys.executable, '-c', script])}\n")
-        program.chmod(stat.S_IRWXU)
-        monkeypatch.setattr(sys, "executable", str(program))
-        monkeypatch.setattr(checks, "_PROBE_SECONDS", 0.5 if "sleep" in script else 30.0)
-        assert text in checks._probe(["driver", "cuda"])["error"]
-        monkeypatch.undo()
-
-
 # ---- this machine ----
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_doctor_examines_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
     done = run(*GPUFS, "doctor", "--json", path, "/dev/shm", check=False)
@@ -201,8 +167,8 @@ def test_this_machine(tmp_path: Path) -> None:
     assert run(*GPUFS, "doctor").stdout.splitlines()[-1] == "a mount works here"
 
 
-def test_as_a_plain_user() -> None:
-    """It reports if that user cannot mount."""
+def test_doctor_runs_as_a_plain_user() -> None:
+    """The report says whether that user can mount."""
     with plain_user() as environment:
         program, environment = user_gpufs(environment)
         done = run(
@@ -217,7 +183,7 @@ def test_as_a_plain_user() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
 def test_modules_in_the_current_directory_are_not_imported(tmp_path: Path) -> None:
-    """They may be another user's, and root runs the command."""
+    """Another user may own the directory in which root runs the command."""
     for name in ("json", "gpufs", "cffi", "sitecustomize", "usercustomize"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\n")
     os.chown(tmp_path, NOBODY, NOBODY)

@@ -15,12 +15,12 @@ from gpufs import config
 from gpufs.cli._main import COMMANDS, program
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What a page may name that the repository does not have: it is made, or stands somewhere else.
 _MADE = ("build/", "/", "~", ".venv", "mnt/", "bench/results/")
 # Up to where a command ends: a quote, a comment, the next command.
 _SHOWN = rf"\bgpufs ({'|'.join(COMMANDS)})(?![\w-])([^`\n;|&#]*)"
-_FOLDERS = ("gpufs/", "native/", "tests/", "docs/", "scripts/", "mount_helpers/", "bench/")
+_FOLDERS = ("gpufs/", "native/", "tests/", "docs/", "examples/", "scripts/", "mount_helpers/", "bench/")
 
 
 def options_of(command: str) -> set[str]:

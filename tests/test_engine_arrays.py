@@ -110,7 +110,7 @@ class Array:
 
 
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 3)])
-def test_dlpack_of_every_version(
+def test_dlpack_arrays_of_every_version_work(
     host: engine.Engine, file: engine.BackingFile, version: tuple[int, int] | None
 ) -> None:
     memory = bytearray(4096)
@@ -127,7 +127,7 @@ def test_dlpack_of_every_version(
     assert file.write(Array(memory, (4096,), kind=_CUDA_HOST, device=3, version=version)) == 4096  # pinned memory
 
 
-def test_dlpack_that_is_refused(host: engine.Engine, file: engine.BackingFile) -> None:
+def test_unusable_dlpack_arrays_are_refused(host: engine.Engine, file: engine.BackingFile) -> None:
     memory = bytearray(4096)
     with pytest.raises(ValueError, match=r"^memory: .* read-only"):
         file.read(Array(memory, (4096,), flags=_READ_ONLY))
@@ -195,7 +195,7 @@ def of(writable: bool = False, **interface: Any) -> tuple[int, int]:
     ("typestr", "item"), [("<f4", 4), (">f8", 8), ("|b1", 1), ("<f2", 2), ("<V2", 2), ("<c16", 16), ("<M8[ns]", 8)]
 )
 @pytest.mark.parametrize("version", [2, 3])
-def test_types_of_cuda_arrays(typestr: str, item: int, version: int) -> None:
+def test_cuda_arrays_of_all_types_work(typestr: str, item: int, version: int) -> None:
     assert of(shape=(3, 5), typestr=typestr, version=version) == (1 << 20, 15 * item)
     assert of(shape=(3, 5), typestr=typestr, version=version, strides=(5 * item, item), stream=1)[1] == 15 * item
     assert of(shape=(), typestr=typestr)[1] == item
@@ -221,7 +221,7 @@ def test_types_of_cuda_arrays(typestr: str, item: int, version: int) -> None:
         ({"shape": None, "typestr": "<f4"}, ValueError, "not understood"),
     ],
 )
-def test_cuda_arrays_that_are_refused(interface: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_unusable_cuda_arrays_are_refused(interface: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"^memory: .*{said}"):
         of(writable=True, **interface)
 
@@ -249,7 +249,7 @@ def test_dlpack_arrays_on_a_gpu() -> None:
         device_range(Gpu(), object(), writable=True)  # type: ignore[arg-type]
 
 
-def test_errors_say_what_to_do(host: engine.Engine, file: engine.BackingFile) -> None:
+def test_errors_of_arrays_give_advice(host: engine.Engine, file: engine.BackingFile) -> None:
     wide = numpy.zeros((4, 4))
     fixed = numpy.zeros(4)
     fixed.flags.writeable = False

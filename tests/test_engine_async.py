@@ -7,7 +7,6 @@ import concurrent.futures
 import ctypes
 import errno
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from support.data import KIB, MIB, assert_same, noise
 from support.processes import PATIENCE, wait_until
 
 from gpufs import engine
-from gpufs.engine import _completions, _operations
 
 DATA = noise(MIB)
 
@@ -54,7 +52,7 @@ class Gate:
         self._open.set()
 
 
-def test_reads_stand_between_what_is_queued_before_and_after(host: engine.Engine, file: engine.BackingFile) -> None:
+def test_a_read_keeps_its_order_in_the_stream(host: engine.Engine, file: engine.BackingFile) -> None:
     seen: list[tuple[int, int]] = []
     with engine.Stream(host) as stream, engine.Buffer(host) as buffer, engine.Cells(host, 2) as cells:
         gate = Gate(stream)
@@ -75,7 +73,7 @@ def test_reads_stand_between_what_is_queued_before_and_after(host: engine.Engine
 
 @pytest.mark.parametrize("late", [0, 3, 7])
 def test_fixed_and_late_numbers(host: engine.Engine, file: engine.BackingFile, late: int) -> None:
-    """What is given late, by each kind of memory, and what the stream has promised to be fixed."""
+    """Late numbers in each kind of memory, and numbers that are fixed for the stream."""
     names: tuple[Any, ...] = ("buffer_offset", "file_offset", "size")
     before, after = (100, 200, 3000), (5000, 7000, 1234)
     kinds = itertools.cycle(["numpy", "ctypes", "cells"])
@@ -148,7 +146,7 @@ def test_streams_by_handle_and_protocol_need_no_registration(host: engine.Engine
     assert raised.value.errno == errno.EINVAL
 
 
-def test_failures_come_with_the_future_and_the_count(host: engine.Engine, file: engine.BackingFile) -> None:
+def test_failures_arrive_in_the_future_and_the_count(host: engine.Engine, file: engine.BackingFile) -> None:
     with engine.Stream(host, aligned=True) as stream, engine.Buffer(host) as buffer:
         with pytest.raises(engine.EngineError, match="not a multiple of 4096"):
             file.read_async(buffer, 100, stream=stream)
@@ -173,9 +171,7 @@ def test_failures_come_with_the_future_and_the_count(host: engine.Engine, file: 
     [8.0, numpy.float64(8), numpy.array([8.0]), numpy.array([8], dtype=">i8"), ctypes.c_double(8), "8", [8]],
     ids=lambda number: type(number).__name__,
 )
-def test_what_is_no_whole_number_is_not_taken_for_one(
-    host: engine.Engine, file: engine.BackingFile, number: Any
-) -> None:
+def test_only_whole_numbers_are_accepted(host: engine.Engine, file: engine.BackingFile, number: Any) -> None:
     with engine.Buffer(host) as buffer, engine.Stream(host) as stream:
         for name in ("size", "file_offset", "buffer_offset", "count"):
             with pytest.raises(TypeError, match=f"^{name}: "):
@@ -184,42 +180,8 @@ def test_what_is_no_whole_number_is_not_taken_for_one(
         assert buffer.info.size == 0
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        ctypes.c_int64(8),
-        ctypes.c_uint64(8),
-        numpy.array([8]),
-        numpy.array(8, dtype="<i8"),
-        bytearray(b"\x08" + bytes(7)),
-    ],
-    ids=lambda number: type(number).__name__,
-)
-def test_numbers_in_all_kinds_of_memory(host: engine.Engine, file: engine.BackingFile, number: Any) -> None:
-    with engine.Buffer(host) as buffer, engine.Stream(host) as stream:
-        assert file.read_async(buffer, number, number, number, stream=stream, count=number).result(60) == 8
-        assert ctypes.c_int64.from_buffer_copy(number).value == 8
-        assert_same(buffer.read_bytes(0, 100), bytes(8) + DATA[8:16])
-
-
-def test_the_fastpath_and_what_it_falls_back_to(host: engine.Engine, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(DATA)
-    with engine.BackingFile.open(host, path) as file, engine.Buffer(host) as buffer, engine.Batch(host) as batch:
-        fast = not file.info.fastpath_refusals
-        batch.submit([engine.Operation("load", file, buffer), engine.Operation("load", file, buffer, fastpath="off")])
-        results = {result.operation.fastpath: result for result in batch.wait(2, timeout=PATIENCE)}
-        assert all(result.bytes == len(DATA) and result.error is None for result in results.values())
-        assert (results["auto"].fastpath_bytes == len(DATA)) == fast
-        assert results["off"].fallback_bytes == len(DATA)
-        assert results["off"].refusals == ("disabled",)
-        # The end of a file that is no multiple of anything goes by fallback.
-        os.truncate(path, 3 * KIB + 5)
-        assert file.read_async(buffer, None, 0).result(60) == 3 * KIB + 5
-
-
 def test_many_in_flight(host: engine.Engine, file: engine.BackingFile) -> None:
-    """All at once without a stream; and on blocked streams."""
+    """Without a stream, and on blocked streams."""
     with engine.Buffer(host) as buffer:
         futures = [
             file.read_async(buffer, 4 * KIB, number % 256 * 4 * KIB, number % 256 * 4 * KIB) for number in range(10_000)
@@ -240,7 +202,7 @@ def test_many_in_flight(host: engine.Engine, file: engine.BackingFile) -> None:
         assert_same(buffer.read_bytes(0, len(DATA)), DATA)
 
 
-def test_bounds_are_eagain(tmp_path: Path) -> None:
+def test_too_many_operations_are_eagain(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as host:
@@ -379,7 +341,7 @@ def test_batches(host: engine.Engine, file: engine.BackingFile) -> None:
 
 
 def test_a_batch_waits_for_as_many_as_asked(host: engine.Engine, file: engine.BackingFile) -> None:
-    """However long that takes, and whatever else has ended meanwhile."""
+    """It waits until that number of operations has ended."""
     with engine.Buffer(host) as buffer, engine.Stream(host) as stream, engine.Batch(host) as batch:
         gate = Gate(stream)
         free = [engine.Operation("load", file, buffer, 4096, cookie=number) for number in range(2)]
@@ -417,7 +379,7 @@ def test_a_batch_is_submitted_whole_or_not_at_all(host: engine.Engine, file: eng
             batch.submit([good])  # is cancelled by the end of the block
 
 
-def test_what_a_call_raises_goes_to_the_hook(host: engine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_of_host_calls_go_to_the_hook(host: engine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr("sys.unraisablehook", lambda what: seen.append(str(what.exc_value)))
     with engine.Stream(host) as stream:
@@ -427,68 +389,3 @@ def test_what_a_call_raises_goes_to_the_hook(host: engine.Engine, monkeypatch: p
 
 
 # ---- the thread that tells futures ----
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> _completions.Completions:
-    """Whose thread has not been started."""
-    made = _completions.Completions()
-    monkeypatch.setattr(_operations, "completions", made)
-    return made
-
-
-def both_kinds(file: engine.BackingFile, buffer: engine.Buffer) -> list[int]:
-    return [start(buffer).result(60) for start in (file.read_future, file.read_async)]
-
-
-def test_the_first_future_is_told_at_once(
-    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine.Buffer(host) as buffer, monkeypatch.context() as patient:
-        patient.setattr(_completions, "_PATIENCE", 3600.0)
-        assert both_kinds(file, buffer) == [MIB, MIB]
-    os.eventfd_write(fresh._wake, 1)  # it ends soon after all
-
-
-@pytest.mark.parametrize("lacking", ["os.dup", "os.eventfd", "selectors.EpollSelector", "threading.Thread.start"])
-@pytest.mark.parametrize("kind", ["read_future", "read_async"])
-def test_no_future_is_lost_for_want_of_descriptors_or_threads(
-    fresh: _completions.Completions,
-    host: engine.Engine,
-    file: engine.BackingFile,
-    monkeypatch: pytest.MonkeyPatch,
-    lacking: str,
-    kind: str,
-) -> None:
-    """What cannot be told of is not begun; what comes later is told."""
-    failure = RuntimeError("can't start new thread") if "Thread" in lacking else OSError(errno.EMFILE, "planned")
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise failure
-
-    with engine.Buffer(host) as buffer:
-        with monkeypatch.context() as planned:
-            planned.setattr(lacking, fail)
-            with pytest.raises(type(failure)):
-                getattr(file, kind)(buffer)
-        assert both_kinds(file, buffer) == [MIB, MIB]
-
-
-def test_a_callback_that_ends_its_thread_keeps_no_other_future_from_its_end(
-    fresh: _completions.Completions, host: engine.Engine, file: engine.BackingFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", lambda about: told.append(about.exc_type))
-
-    def leave(_: object) -> None:
-        raise SystemExit
-
-    with engine.Buffer(host) as buffer, engine.Stream(host) as stream:
-        gate = Gate(stream)
-        futures = [file.read_async(buffer, stream=stream) for _ in range(3)]
-        for future in futures:
-            future.add_done_callback(leave)
-        gate.open()
-        assert [future.result(60) for future in futures] == [MIB] * 3
-        assert both_kinds(file, buffer) == [MIB, MIB]
-    wait_until(lambda: told == [SystemExit] * 3, 20, "all to be told of")

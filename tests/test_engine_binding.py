@@ -33,7 +33,7 @@ def test_devices(host: engine.Engine) -> None:
     ("driver", "memory", "error"),
     [("host", 0, errno.EINVAL), ("host", 1, errno.EINVAL), ("abacus", 4 * MIB, errno.EINVAL)],
 )
-def test_engines_that_cannot_be(driver: str, memory: int, error: int) -> None:
+def test_wrong_engine_options_are_refused(driver: str, memory: int, error: int) -> None:
     with pytest.raises(engine.EngineError) as failure:
         engine.Engine(driver, memory_bytes=memory)
     assert failure.value.errno == error
@@ -49,7 +49,7 @@ def test_errors_keep_both_codes() -> None:
     assert (copy.errno, copy.strerror, copy.device_code) == (errno.EIO, "the device is lost", 719)
 
 
-def test_closed_objects_say_so(host: engine.Engine) -> None:
+def test_closed_objects_raise_ebadf(host: engine.Engine) -> None:
     buffer = engine.Buffer(host)
     buffer.close()
     buffer.close()

@@ -7,9 +7,6 @@ import errno
 import gc
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import numpy
 import pytest
 from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
-from support.processes import PATIENCE, run
+from support.processes import run
 
 from gpufs import engine, statistics
 
@@ -148,169 +145,6 @@ def test_an_engine_that_closes_unlocks() -> None:
 
 
 # ---- over fake GPUs ----
-
-_BEGIN = """
-import ctypes, errno, gc, sys
-import numpy
-from gpufs import engine, statistics
-
-MIB = 1 << 20
-driver, library = sys.argv[1], ctypes.CDLL(sys.argv[2])
-names = {"cuda": ("cuMemHostRegister_v2", "cuMemHostUnregister"), "hip": ("hipHostRegister", "hipHostUnregister")}
-
-class Control(ctypes.Structure):
-    _fields_ = [
-        ("reset", ctypes.c_void_p),
-        ("fail", ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
-        ("calls", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)),
-    ]
-
-control_of = getattr(library, f"fake_{driver}_control")
-control_of.restype = ctypes.POINTER(Control)
-control = control_of().contents
-
-def calls():
-    wanted = (*names[driver], "copy, pinned", "copy, pageable")
-    return tuple(control.calls(name.encode()) for name in wanted)
-
-def fail(place, code, times=1):
-    control.fail(names[driver][place].encode(), 1, code, times)
-
-def moved(opened, backend, flow):
-    return int(statistics.parse(opened.statistics_read())["devices"][0]["backends"][backend][flow]["bytes"])
-
-def locked(opened):
-    return statistics.parse(opened.statistics_read())["gauges"]["locked_bytes"]
-"""
-
-
-def over_fake(tmp_path: Path, driver: str, program: str) -> None:
-    """Runs a program, after the lines above, in a process whose GPU library is the fake one."""
-    folder = tmp_path
-    if driver == "hip":
-        library = FAKES / "fake_hip/rocm7/libamdhip64.so.7"
-        folder = library.parent
-    else:
-        built = FAKES / "fake_cuda/libgpufs_fake_cuda.so"
-        library = tmp_path / "libcuda.so.1"
-        if built.exists():
-            library.symlink_to(built)
-    if not library.exists():
-        pytest.skip("the fake libraries are not built (scripts/build gpufs_tests)")
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(REPOSITORY)}
-    outcome = subprocess.run(
-        [sys.executable, "-c", _BEGIN + textwrap.dedent(program), driver, str(library)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert outcome.returncode == 0, outcome.stderr
-
-
-both = pytest.mark.parametrize("fake", ["cuda", "hip"])
-
-
-@both
-def test_locked_memory_is_copied_without_a_detour(tmp_path: Path, fake: str) -> None:
-    over_fake(
-        tmp_path,
-        fake,
-        """
-        with engine.Engine(driver, lock_policy="off") as gpu, engine.Buffer(gpu) as buffer:
-            data = numpy.random.default_rng(1).integers(0, 256, 8 * MIB, dtype=numpy.uint8)
-            back = numpy.zeros_like(data)
-            with engine.HostLock(gpu, data), engine.HostLock(gpu, data[5:50]), engine.HostLock(gpu, back):
-                assert calls() == (2, 0, 0, 0), calls()
-                buffer.write(0, data)
-                buffer.read(0, back)
-                assert locked(gpu) == 16 * MIB
-            assert (data == back).all()
-            assert calls() == (2, 2, 2, 0), calls()
-            assert moved(gpu, "locked", "in") == moved(gpu, "locked", "out") == 8 * MIB
-            assert moved(gpu, "pageable", "in") == moved(gpu, "pageable", "out") == 0
-            assert gpu.io_statistics()["bounce_pool"]["pinned_bytes"] == 0
-            # What is locked in part goes in parts: a copy across the border is refused.
-            with engine.HostLock(gpu, data[MIB : 3 * MIB]):
-                buffer.write(0, data)
-                back[:] = 0
-                buffer.read(0, back)
-            assert (data == back).all()
-            assert calls() == (3, 3, 3, 3), calls()  # pageable: before, after, and all of it back
-            assert moved(gpu, "locked", "in") == 10 * MIB and moved(gpu, "pageable", "in") == 6 * MIB
-            buffer.write(0, data)
-            assert calls() == (3, 3, 3, 4), calls()
-        """,
-    )
-
-
-@both
-def test_the_drivers_failures(tmp_path: Path, fake: str) -> None:
-    over_fake(
-        tmp_path,
-        fake,
-        """
-        with engine.Engine(driver) as gpu, engine.Buffer(gpu) as buffer:
-            data = numpy.zeros(MIB, dtype=numpy.uint8)
-            fail(0, 2)  # out of memory
-            try:
-                engine.HostLock(gpu, data)
-            except engine.EngineError as error:
-                assert error.errno == errno.ENOMEM and error.device_code == 2, error
-                assert "lock less" in str(error) and f"{data.ctypes.data:#x}" in str(error), error
-            else:
-                raise AssertionError("it was locked")
-            assert locked(gpu) == 0 and calls()[:2] == (1, 0)
-            lock = engine.HostLock(gpu, data)
-            fail(1, 801)  # not supported
-            try:
-                lock.unlock()
-            except engine.EngineError as error:
-                assert error.device_code == 801, error
-            else:
-                raise AssertionError("it was unlocked")
-            assert lock.locked and locked(gpu) == MIB
-            lock.unlock()
-            assert locked(gpu) == 0 and calls()[:2] == (2, 2)
-        with engine.Engine(driver, lock_policy="mandatory") as gpu, engine.Buffer(gpu) as buffer:
-            buffer.write(0, data)
-            assert moved(gpu, "locked", "in") == MIB and calls()[:2] == (3, 3), calls()
-            fail(0, 2)
-            try:
-                buffer.write(0, data)
-            except engine.EngineError as error:
-                assert error.errno == errno.ENOMEM and "mandatory" in str(error), error
-            else:
-                raise AssertionError("it was written")
-        """,
-    )
-
-
-@both
-def test_what_another_library_locked(tmp_path: Path, fake: str) -> None:
-    over_fake(
-        tmp_path,
-        fake,
-        """
-        with engine.Engine(driver) as gpu, engine.Engine(driver) as other, engine.Buffer(gpu) as buffer:
-            data = numpy.zeros(8 * MIB, dtype=numpy.uint8)
-            with engine.HostLock(other, data[MIB:]):
-                with engine.HostLock(gpu, data[2 * MIB : 3 * MIB]) as lock:
-                    assert lock.foreign and locked(gpu) == 7 * MIB
-                    buffer.write(0, data[4 * MIB :])
-                    assert moved(gpu, "locked", "in") == 4 * MIB
-                assert locked(gpu) == 0 and locked(other) == 7 * MIB
-                try:
-                    engine.HostLock(gpu, data[: 2 * MIB])
-                except engine.EngineError as error:
-                    assert error.errno == errno.EEXIST and "another library" in str(error), error
-                else:
-                    raise AssertionError("it was locked")
-                assert calls()[1] == 0
-            assert calls()[1] == 1
-        """,
-    )
-
 
 # ---- a mount's own memory for requests ----
 

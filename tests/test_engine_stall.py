@@ -124,45 +124,6 @@ def test_closing_times_out_and_keeps_the_memory(tmp_path: Path) -> None:
     )
 
 
-def test_closing_the_engine_lets_streams_go_on(tmp_path: Path) -> None:
-    over_fake(
-        tmp_path,
-        """
-        import trio
-
-        buffers = [engine.Buffer(gpu) for _ in streams]
-        futures = []
-
-        def read(number):
-            stream, count = streams[number].value, counts.late(number)
-            futures.append(file.read_async(buffers[number], SIZE, stream=stream, count=count))
-
-        async def work():
-            with trio.move_on_after(0.1) as scope:
-                await futures[0]
-            assert scope.cancelled_caught
-
-        hold(behind=read)
-        gate[0] = 1
-        time.sleep(0.5)
-        assert not any(future.done() for future in futures)
-        trio.run(work)
-        keep = weakref.ref(buffers[0])
-        said = timed_out(gpu.close)
-        assert "gpu 0 (fake device 0) has not finished" in said, said
-        assert "their streams went on before they were over" in said, said
-        for future in futures:
-            concurrent.futures.wait([future], 200)
-            assert future.done()
-        for stream in streams:
-            call("cuStreamSynchronize", stream)
-        buffers.clear()
-        gc.collect()
-        assert keep() is not None
-        """,
-    )
-
-
 def test_a_process_ends_while_a_device_is_stalled(tmp_path: Path) -> None:
     over_fake(
         tmp_path,

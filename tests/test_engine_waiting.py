@@ -77,17 +77,6 @@ def test_transfers_are_awaited(host: engine.Engine, file: engine.BackingFile) ->
         assert trio.run(both, buffer) == (MIB, MIB)
 
 
-def test_an_awaited_failure_is_raised(host: engine.Engine, file: engine.BackingFile) -> None:
-    async def wait(buffer: engine.Buffer) -> int:
-        return await file.write_future(buffer)  # it is open for reading only
-
-    with engine.Buffer(host) as buffer:
-        buffer.write(0, b"x")
-        for loop in (asyncio.run, lambda task: trio.run(lambda: task)):
-            with pytest.raises(engine.EngineError):
-                loop(wait(buffer))
-
-
 def test_handles_are_not_copied(host: engine.Engine, file: engine.BackingFile) -> None:
     with engine.Buffer(host) as buffer, engine.Stream(host) as stream, engine.Batch(host) as batch:
         for thing in (host, file, buffer, stream, batch):

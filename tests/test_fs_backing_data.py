@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import resource
@@ -11,12 +10,11 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data import KIB, MIB, assert_same, noise
+from support.data import KIB, MIB, assert_same, directory, noise
 from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session
@@ -55,16 +53,6 @@ class Place:
         return self.shown / name
 
 
-@contextmanager
-def directory(parent: str) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir=parent))
-    path.chmod(0o777)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
 @pytest.fixture(scope="module")
 def backed(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Path]]:
     with directory("/var/tmp") as disk, directory("/dev/shm") as memory:
@@ -89,30 +77,25 @@ def memory(backed: tuple[GpufsMount, Path, Path]) -> Place:
     return Place(mount, "memory", there)
 
 
-def status(mount: GpufsMount) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((mount.path / ".gpufs" / "status").read_text())
-    return found
-
-
 def served(mount: GpufsMount) -> dict[str, Any]:
-    found: dict[str, Any] = status(mount)["statistics"]["backing"]
+    found: dict[str, Any] = mount.status()["statistics"]["backing"]
     return found
 
 
 def working(mount: GpufsMount) -> int:
     """Requests that threads serve, or that wait for one."""
-    pool = status(mount)["statistics"]["pool"]
+    pool = mount.status()["statistics"]["pool"]
     return int(pool["running"] + pool["queued"])
 
 
 def relayed(mount: GpufsMount, operation: str) -> int:
     """How many of an operation's requests the control plane has been asked for."""
-    found = status(mount)["statistics"]["operations"].get(operation, {"relayed": 0})
+    found = mount.status()["statistics"]["operations"].get(operation, {"relayed": 0})
     return int(found["relayed"])
 
 
 def counters(mount: GpufsMount, direction: str) -> dict[str, Any]:
-    found: dict[str, Any] = status(mount)["io"]["devices"][0][direction]
+    found: dict[str, Any] = mount.status()["io"]["devices"][0][direction]
     return found
 
 
@@ -143,7 +126,7 @@ def copy(source: Path, target: Path, count: int, source_at: int = 0, target_at: 
 # ---- who serves ----
 
 
-def test_plain_cp_goes_by_the_engine(disk: Place) -> None:
+def test_plain_cp_is_served_by_the_engine(disk: Place) -> None:
     shown = disk.file("source", noise(9 * MIB + 3))
     before_load, before_store = counters(disk.mount, "load"), counters(disk.mount, "store")
     asked = served(disk.mount)
@@ -164,64 +147,8 @@ def test_plain_cp_goes_by_the_engine(disk: Place) -> None:
 # ---- by which path; what drivers that have a fastpath do with files on a disk ----
 
 
-def test_aligned_requests_go_by_fastpath(disk: Place, driver: str) -> None:
-    skip_without_fastpath(disk.there, driver)
-    shown, buffer = disk.file("file", noise(8 * MIB)), disk.mount.device / "buffer"
-    before = counters(disk.mount, "load")
-    assert copy(shown, buffer, 8 * MIB) == 8 * MIB
-    after = counters(disk.mount, "load")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (8 * MIB, 0)
-    assert after["refusals"] == before["refusals"]
-    assert_same(buffer.read_bytes(), noise(8 * MIB))
-
-    before = counters(disk.mount, "store")
-    assert copy(buffer, disk.shown / "stored", 8 * MIB) == 8 * MIB
-    after = counters(disk.mount, "store")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (8 * MIB, 0)
-    assert_same((disk.there / "stored").read_bytes(), noise(8 * MIB))
-
-
-@pytest.mark.parametrize(
-    ("start", "size"),
-    [(100, 4 * MIB), (0, 4 * MIB + 7), (PAGE - 1, 2 * MIB + 2), (PAGE, 3 * MIB + PAGE - 1)],
-)
-def test_unaligned_requests_are_split(disk: Place, driver: str, start: int, size: int) -> None:
-    """Head and tail, which lie in other pages than the body, by fallback; either way."""
-    skip_without_fastpath(disk.there, driver)
-    data = noise(6 * MIB)
-    shown, buffer = disk.file("file", data), disk.mount.device / "buffer"
-    first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
-    edges = size - (last - first)
-    before = counters(disk.mount, "load")
-    assert copy(shown, buffer, size, start, start) == size
-    after = counters(disk.mount, "load")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (last - first, edges)
-    assert_same(buffer.read_bytes(), bytes(start) + data[start : start + size])
-
-    before = counters(disk.mount, "store")
-    assert copy(buffer, disk.shown / "stored", size, start, start) == size
-    after = counters(disk.mount, "store")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (last - first, edges)
-    assert_same((disk.there / "stored").read_bytes(), bytes(start) + data[start : start + size])
-
-
-def test_files_in_memory_go_by_fallback(memory: Place) -> None:
-    shown, buffer = memory.file("file", noise(3 * MIB)), memory.mount.device / "in-memory"
-    before = counters(memory.mount, "load")
-    assert copy(shown, buffer, 3 * MIB) == 3 * MIB
-    after = counters(memory.mount, "load")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (0, 3 * MIB)
-    assert after["refusals"]["file_system"] == before["refusals"].get("file_system", 0) + 1
-    before = counters(memory.mount, "store")
-    assert copy(buffer, memory.shown / "stored", 3 * MIB) == 3 * MIB
-    after = counters(memory.mount, "store")
-    assert (grown(after, before, "fastpath"), grown(after, before, "fallback")) == (0, 3 * MIB)
-    assert_same((memory.there / "stored").read_bytes(), noise(3 * MIB))
-    buffer.unlink()
-
-
 def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> None:
-    """Loudly, where programs would go on by reads and writes; the edges may be below one alignment unit."""
+    """The call fails with EIO and the log names the reasons. The edges may be below one alignment unit."""
     with directory("/var/tmp") as there, directory("/dev/shm") as fast:
         words = ["--backing", f"disk={there}", "--backing", f"memory={fast}", "--io-fastpath", "require"]
         one = mount(*words)
@@ -252,8 +179,8 @@ def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> Non
 # ---- how files are opened ----
 
 
-def test_appending(disk: Place) -> None:
-    """At the end that the host knows, whoever else appends, and from several processes at once."""
+def test_appends_go_to_the_end_of_the_hosts_file(disk: Place) -> None:
+    """Programs of the host and several processes on the mount append at the same time."""
     shown, there = disk.file("log", b"start\n"), disk.there / "log"
     with open(shown, "ab", buffering=0) as ours, open(there, "ab", buffering=0) as theirs:
         for n in range(10):
@@ -286,53 +213,7 @@ def test_a_mapping_of_a_file_open_for_appending_keeps_its_place(disk: Place) -> 
     assert (disk.there / "file").read_bytes() == bytes(10) + b"here" + bytes(2 * PAGE - 14)
 
 
-def test_direct_io_of_the_client(disk: Place) -> None:
-    """Is the client's affair: no alignment is asked for below, and every one is right."""
-    shown = disk.file("file", noise(MIB))
-    fd = os.open(shown, os.O_RDWR | os.O_DIRECT)
-    area = mmap.mmap(-1, 64 * KIB)
-    try:
-        assert os.preadv(fd, [area], 0) == 64 * KIB
-        assert_same(area[:], noise(MIB)[: 64 * KIB])
-        assert os.pread(fd, 1000, 7) == noise(MIB)[7:1007]
-        area[:] = b"d" * len(area)
-        assert os.pwritev(fd, [area], 128 * KIB) == 64 * KIB
-    finally:
-        os.close(fd)
-        area.close()
-    assert_same((disk.there / "file").read_bytes()[128 * KIB : 192 * KIB], b"d" * 64 * KIB)
-
-
-def access_modes(mount: GpufsMount, path: Path) -> set[int]:
-    """With which the daemon has a file of the host open."""
-    found = set()
-    for entry in Path(f"/proc/{mount.pid}/fd").iterdir():
-        with suppress(OSError):
-            if os.readlink(entry) == str(path):
-                text = Path(f"/proc/{mount.pid}/fdinfo/{entry.name}").read_text()
-                flags = int(text.split("flags:")[1].split()[0], 8)
-                if not flags & os.O_PATH:
-                    found.add(flags & os.O_ACCMODE)
-    return found
-
-
-def test_files_that_may_only_be_read(disk: Place) -> None:
-    shown = disk.file("file", noise(PAGE))
-    (disk.there / "file").chmod(0o444)
-
-    def act() -> tuple[bytes, int, int]:
-        return shown.read_bytes(), errno_of(os.open, shown, os.O_WRONLY), errno_of(os.open, shown, os.O_RDWR)
-
-    assert as_nobody(act) == (noise(PAGE), errno.EACCES, errno.EACCES)
-    fd = os.open(shown, os.O_RDONLY)
-    try:
-        assert errno_of(os.pwrite, fd, b"x", 0) == errno.EBADF
-        assert errno_of(os.ftruncate, fd, 0) == errno.EINVAL
-    finally:
-        os.close(fd)
-
-
-def test_an_open_file_is_truncated_whatever_its_mode_says(disk: Place) -> None:
+def test_an_open_file_can_be_truncated_after_its_mode_changed(disk: Place) -> None:
     disk.file("file", noise(PAGE))
     (disk.there / "file").chmod(0o666)
 
@@ -388,32 +269,8 @@ def test_dirty_pages_of_a_mapping_reach_a_copy(disk: Place) -> None:
 # ---- several processes, and what changes below ----
 
 
-def test_several_processes_write_one_file(disk: Place) -> None:
-    shown = disk.file("file", bytes(4 * MIB))
-
-    def write(index: int) -> None:
-        with open(shown, "r+b", buffering=0) as file:
-            for block in range(index, 256, 4):
-                os.pwrite(file.fileno(), bytes([index + 1]) * 16 * KIB, block * 16 * KIB)
-
-    wait_children(start_children(4, write))
-    expected = b"".join(bytes([block % 4 + 1]) * 16 * KIB for block in range(256))
-    assert_same((disk.there / "file").read_bytes(), expected)
-
-
-def test_truncation_behind_its_back(disk: Place) -> None:
-    shown = disk.file("file", noise(MIB))
-    with open(shown, "r+b", buffering=0) as file:
-        assert os.pread(file.fileno(), 10, 0) == noise(MIB)[:10]
-        os.truncate(disk.there / "file", 1000)
-        assert os.pread(file.fileno(), PAGE, 500) == noise(MIB)[500:1000]
-        assert os.pread(file.fileno(), PAGE, 2000) == b""
-        os.pwrite(file.fileno(), b"end", 2000)
-    assert (disk.there / "file").read_bytes() == noise(MIB)[:1000] + bytes(1000) + b"end"
-
-
 def test_a_source_that_is_truncated_during_copies_ends_them_short(disk: Place) -> None:
-    """Every copy ends with a count that is its file's size; never with bytes that were not there."""
+    """The count of every copy is the size of its target, which has only bytes of the source."""
     size = 48 * MIB
     shown = disk.file("file", b"x" * size)
     for number in range(6):
@@ -427,21 +284,7 @@ def test_a_source_that_is_truncated_during_copies_ends_them_short(disk: Place) -
         assert len(content) == done
         assert content == b"x" * done
         target.unlink()
-    assert status(disk.mount)["io"]["active"] == 0
-
-
-def test_a_file_without_a_name_any_more(disk: Place) -> None:
-    shown = disk.file("file", noise(2 * MIB))
-    with open(shown, "r+b", buffering=0) as file:
-        (disk.there / "file").unlink()
-        assert_same(os.pread(file.fileno(), 2 * MIB, 0), noise(2 * MIB))
-        assert os.pwrite(file.fileno(), b"still", 0) == 5
-        target = os.open(disk.mount.device / "copy", os.O_RDWR | os.O_CREAT)
-        try:
-            assert os.copy_file_range(file.fileno(), target, MIB, 0, 0) == MIB
-        finally:
-            os.close(target)
-        assert (disk.mount.device / "copy").read_bytes()[:5] == b"still"
+    assert disk.mount.status()["io"]["active"] == 0
 
 
 # ---- limits ----
@@ -470,7 +313,7 @@ def test_the_clients_file_size_limit(disk: Place) -> None:
 
 
 def test_the_daemons_file_size_limit(disk: Place) -> None:
-    """What it was started under must not kill it."""
+    """The limit of the shell that started it must not kill it."""
     disk.file("file", b"")
     buffer = disk.mount.device / "buffer"
     buffer.write_bytes(noise(2 * MIB))
@@ -499,7 +342,7 @@ def small(mount: Mounter) -> Iterator[Place]:
             run("umount", "-l", there)
 
 
-def test_room_is_that_of_the_disk(small: Place) -> None:
+def test_free_space_is_that_of_the_hosts_disk(small: Place) -> None:
     small.file("file", noise(MIB))
     (small.there / "dir").mkdir()
     for path in (small.shown, small.shown / "dir", small.shown / "file"):
@@ -519,7 +362,7 @@ def numbers(found: os.statvfs_result) -> tuple[int, ...]:
 
 
 def test_a_full_disk(small: Place) -> None:
-    """Writes and copies say what they have done, then that there is no more room; what was there before stays."""
+    """Writes and copies report what they have done, then ENOSPC. Other files stay."""
     buffer = small.mount.device / "buffer"
     buffer.write_bytes(noise(8 * MIB))
     small.file("kept", b"precious")
@@ -542,30 +385,14 @@ def test_a_full_disk(small: Place) -> None:
     assert_same((small.there / "other").read_bytes(), noise(8 * MIB)[:done])
     assert run("cp", buffer, small.shown / "other", check=False).returncode == 1
     assert (small.there / "kept").read_bytes() == b"precious"
-    assert status(small.mount)["io"]["active"] == 0
-
-
-def test_a_full_device(disk: Place) -> None:
-    free = os.statvfs(disk.mount.device).f_bavail * os.statvfs(disk.mount.device).f_bsize
-    if free > 2048 * MIB:
-        pytest.skip("more device memory than a test should fill")
-    size = free + 16 * MIB
-    with open(disk.there / "large", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-    target = disk.mount.device / "copy"
-    done = copy(disk.shown / "large", target, size)
-    assert 0 < done <= free
-    assert target.stat().st_size == done
-    assert errno_of(copy, disk.shown / "large", target, MIB, 0, size) == errno.ENOSPC
-    target.unlink()
-    disk.mount.complaints()
+    assert small.mount.status()["io"]["active"] == 0
 
 
 # ---- servers that hang or end ----
 
 
-def test_a_server_that_ends(mount: Mounter) -> None:
-    """Whoever waits for it gets an error, and so does who comes later; the mount goes on."""
+def test_a_server_that_ends_gives_errors(mount: Mounter) -> None:
+    """Waiting and later calls fail, and the mount continues."""
     with HangingMount(size=8 * MIB, good=MIB) as server:
         one = mount("--backing", f"net={server.path}")
         shown = one.path / "backing" / "net" / "file"
@@ -587,8 +414,8 @@ def test_a_server_that_ends(mount: Mounter) -> None:
         one.unmount()
 
 
-def test_hung_servers_hold_up_nobody_else(mount: Mounter) -> None:
-    """Neither reads nor copies of files on disks, however many wait for however many servers; and not the end."""
+def test_hung_servers_block_no_other_files(mount: Mounter) -> None:
+    """Files on disks are read and copied, and the mount can end, while 30 calls wait for two servers."""
     children: list[int] = []
     with directory("/var/tmp") as there, HangingMount(good=PAGE) as first, HangingMount(good=PAGE) as second:
         words = ["--backing", f"disk={there}", "--backing", f"one={first.path}", "--backing", f"two={second.path}"]
@@ -607,7 +434,7 @@ def test_hung_servers_hold_up_nobody_else(mount: Mounter) -> None:
         children = start_children(30, hang)
         try:
             wait_until(lambda: working(one) >= 30, 30, "everybody to hang")
-            wait_until(lambda: status(one)["io"]["active"] >= 10, 30, "transfers to hang")
+            wait_until(lambda: one.status()["io"]["active"] >= 10, 30, "transfers to hang")
             assert_same(shown.read_bytes(), noise(3 * MIB))
             assert copy(shown, one.device / "copy", 3 * MIB) == 3 * MIB
             assert copy(one.device / "copy", place.shown / "back", 3 * MIB) == 3 * MIB

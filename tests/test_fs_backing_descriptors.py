@@ -14,8 +14,6 @@ import pytest
 from support.mounting import GpufsMount, Session
 from support.processes import Snapshot, run
 
-from gpufs.fs.backing import inodes as inodes_module
-
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
 FILES = 1000
@@ -86,8 +84,8 @@ def test_more_directories_than_descriptors(short: tuple[Path, Path], tmp_path: P
     assert not (tmp_path / "d0").exists()
 
 
-def test_what_is_removed_on_the_host(short: tuple[Path, Path], tmp_path: Path) -> None:
-    """The daemon keeps its descriptor no longer than the kernel knows its name."""
+def test_descriptors_of_files_removed_on_the_host_are_closed(short: tuple[Path, Path], tmp_path: Path) -> None:
+    """The daemon keeps a descriptor only while the kernel knows the name."""
     shown, _ = short
     for n in range(2 * LIMIT):
         name = f"file{n}"
@@ -95,31 +93,3 @@ def test_what_is_removed_on_the_host(short: tuple[Path, Path], tmp_path: Path) -
         assert (shown / name).read_text() == name
         (tmp_path / name).unlink()
     assert os.listdir(shown) == []
-
-
-def test_the_kernel_is_asked_to_forget_very_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each file, and neither for directories nor for open files."""
-    monkeypatch.setattr(inodes_module, "_MANY", 4)
-    asked: list[bytes] = []
-    share = inodes_module.Share("data", str(tmp_path), read_only=False)
-    inodes = inodes_module.HostInodes({}, 0, lambda parent, name: asked.append(name))
-
-    def meet(name: str) -> inodes_module.BackingNode:
-        return inodes.meet(inodes_module.look_up(top, name.encode()), share, (1, name.encode()))
-
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "used").touch()
-    for n in range(100):
-        (tmp_path / f"file{n}").touch()
-    top = os.open(tmp_path, os.O_PATH)
-    try:
-        meet("directory")
-        meet("used").users = 1
-        for n in range(100):
-            meet(f"file{n}")
-    finally:
-        inodes.close()
-        os.close(top)
-    assert len(asked) > 50
-    assert len(set(asked)) == len(asked)
-    assert set(asked) <= {f"file{n}".encode() for n in range(100)}

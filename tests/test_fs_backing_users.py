@@ -7,32 +7,27 @@ import ctypes
 import errno
 import fcntl
 import functools
-import json
 import os
 import signal
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import trio
+import trio.testing
 from support.hanging import HangingMount
-from support.mounting import Mounter
-from support.processes import NOBODY, as_nobody, errno_of, run, start_children, wait_children, wait_until
+from support.mounting import GpufsMount, Mounter
+from support.processes import NOBODY, as_nobody, errno_of, in_child, run, start_children, wait_children, wait_until
+
+from gpufs.fs.backing import Share, calls
+from gpufs.fs.backing.inodes import HostInodes
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
 MANY = 150  # more than pyfuse3 serves at a time by itself
-
-
-@pytest.fixture
-def there() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/var/tmp") as name:
-        os.chmod(name, 0o777)
-        yield Path(name)
 
 
 @contextlib.contextmanager
@@ -65,10 +60,10 @@ def gone(child: int) -> bool:
 
 
 @pytest.mark.parametrize("operation", ["lookup", "open"])
-def test_a_server_that_hangs_stops_nobody_else(mount: Mounter, there: Path, operation: str) -> None:
-    (there / "file").write_bytes(b"still read")
+def test_a_hung_server_blocks_no_other_calls(mount: Mounter, host: Path, operation: str) -> None:
+    (host / "file").write_bytes(b"still read")
     with HangingMount(operations=[operation]) as hung:
-        mounted = mount("--backing", f"hung={hung.path}", "--backing", f"data={there}", allow_other=True)
+        mounted = mount("--backing", f"hung={hung.path}", "--backing", f"data={host}", allow_other=True)
         shown = mounted.path / "backing"
 
         def ask(index: int) -> None:
@@ -78,7 +73,7 @@ def test_a_server_that_hangs_stops_nobody_else(mount: Mounter, there: Path, oper
                 os.open(shown / "hung" / "file", os.O_RDONLY)
 
         with many_threads(ask):
-            wait_until(lambda: status_pending(mounted.path) >= MANY, 60, "all requests")
+            wait_until(lambda: mounted.status()["statistics"]["control_plane"]["pending"] >= MANY, 60, "all requests")
             (mounted.device / "new").write_bytes(b"x")
             assert as_nobody(lambda: (shown / "data" / "file").read_bytes()) == b"still read"
             assert sorted(os.listdir(shown)) == ["data", "hung"]
@@ -89,19 +84,9 @@ def test_a_server_that_hangs_stops_nobody_else(mount: Mounter, there: Path, oper
         mounted.wait_ended()
 
 
-def status_pending(path: Path) -> int:
-    pending: int = json.loads((path / ".gpufs" / "status").read_text())["statistics"]["control_plane"]["pending"]
-    return pending
-
-
-def statistics_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / ".gpufs" / "status").read_text())["statistics"]
-    return found
-
-
-def under_way(path: Path) -> int:
+def under_way(mount: GpufsMount) -> int:
     """Requests that native threads serve, or that wait for one."""
-    pool = statistics_of(path)["pool"]
+    pool = mount.status()["statistics"]["pool"]
     return int(pool["running"] + pool["queued"])
 
 
@@ -118,13 +103,13 @@ def use(file: int, operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ["read", "write", "fsync", "fallocate"])
-def test_a_killed_process_waits_for_no_server(mount: Mounter, there: Path, operation: str) -> None:
+def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path, operation: str) -> None:
     """There are more of them than threads for one share, and their files are closed behind what hangs; the answers
     that come later are for nobody.
     """
-    (there / "file").write_bytes(b"still read")
+    (host / "file").write_bytes(b"still read")
     with HangingMount(operations=[operation]) as hung:
-        mounted = mount("--backing", f"hung={hung.path}", "--backing", f"data={there}", allow_other=True)
+        mounted = mount("--backing", f"hung={hung.path}", "--backing", f"data={host}", allow_other=True)
         shown = mounted.path / "backing"
         flags = os.O_RDONLY if operation == "read" else os.O_RDWR
         count = 12
@@ -134,8 +119,8 @@ def test_a_killed_process_waits_for_no_server(mount: Mounter, there: Path, opera
 
         children = start_children(count, start)
         try:
-            wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == count, 60, "all openings")
-            wait_until(lambda: under_way(mounted.path) > 0 and hung.waiting() > 0, 60, "a request that hangs")
+            wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == count, 60, "all openings")
+            wait_until(lambda: under_way(mounted) > 0 and hung.waiting() > 0, 60, "a request that hangs")
             for child in children:
                 os.kill(child, signal.SIGKILL)
             for child in children:
@@ -146,18 +131,18 @@ def test_a_killed_process_waits_for_no_server(mount: Mounter, there: Path, opera
             (mounted.device / "new").unlink()
         finally:
             hung.resume()
-        wait_until(lambda: under_way(mounted.path) == 0 and hung.waiting() == 0, 60, "late answers")
-        wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == 0, 60, "files to be closed")
+        wait_until(lambda: under_way(mounted) == 0 and hung.waiting() == 0, 60, "late answers")
+        wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == 0, 60, "files to be closed")
         with open(shown / "hung" / "file", "rb", buffering=0) as file:
             assert os.pread(file.fileno(), 5, 1 << 21) == bytes(5)
-        replies = statistics_of(mounted.path)["replies"]
+        replies = mounted.status()["statistics"]["replies"]
         assert (replies["lost"], replies["unanswered"]) == (0, 0)
         assert not mounted.complaints()
         mounted.unmount()
 
 
-def test_a_process_that_ends_by_itself_waits_for_no_server(mount: Mounter) -> None:
-    """The kernel closes its files then, which asks the server, where more reads wait than threads serve one share."""
+def test_an_exiting_process_does_not_wait_for_a_server(mount: Mounter) -> None:
+    """The kernel closes the files of the process, while more reads wait than threads serve the server."""
     with HangingMount(operations=["read"]) as hung:
         mounted = mount("--backing", f"hung={hung.path}")
         shown = mounted.path / "backing" / "hung" / "file"
@@ -168,10 +153,10 @@ def test_a_process_that_ends_by_itself_waits_for_no_server(mount: Mounter) -> No
             signal.sigwait([signal.SIGUSR1])
 
         (ends,) = start_children(1, end_when_told)
-        wait_until(lambda: statistics_of(mounted.path)["backing"]["open_files"] == 1, 60, "the opening")
+        wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == 1, 60, "the opening")
         readers = start_children(12, lambda _: use(os.open(shown, os.O_RDONLY), "read"))
         try:
-            wait_until(lambda: statistics_of(mounted.path)["pool"]["queued"] > 0, 60, "reads that wait for a thread")
+            wait_until(lambda: mounted.status()["statistics"]["pool"]["queued"] > 0, 60, "reads that wait for a thread")
             os.kill(ends, signal.SIGUSR1)
             wait_until(lambda: gone(ends), 60, "the end of a process that ends by itself")
             assert hung.waiting() > 0
@@ -181,7 +166,7 @@ def test_a_process_that_ends_by_itself_waits_for_no_server(mount: Mounter) -> No
         mounted.unmount()
 
 
-def test_a_signal_that_is_handled_ends_no_call_on_bytes(mount: Mounter) -> None:
+def test_a_handled_signal_does_not_end_a_write(mount: Mounter) -> None:
     with HangingMount(operations=["write"]) as hung:
         mounted = mount("--backing", f"hung={hung.path}")
 
@@ -194,15 +179,15 @@ def test_a_signal_that_is_handled_ends_no_call_on_bytes(mount: Mounter) -> None:
         children = start_children(1, write)
         wait_until(lambda: hung.waiting() > 0, 60, "a write that hangs")
         os.kill(children[0], signal.SIGUSR1)
-        wait_until(lambda: statistics_of(mounted.path)["interrupts"]["received"] > 0, 60, "the signal's notice")
+        wait_until(lambda: mounted.status()["statistics"]["interrupts"]["received"] > 0, 60, "the signal's notice")
         time.sleep(3)  # looks whether the process is being killed come every second
         hung.resume()
         wait_children(children)
         mounted.unmount()
 
 
-def test_calls_of_one_user_are_bounded(mount: Mounter, there: Path) -> None:
-    """Beyond some number they fail at once: that user alone sees it."""
+def test_calls_of_one_user_are_bounded(mount: Mounter, host: Path) -> None:
+    """Further calls of that user fail with EBUSY at once. Root is not limited."""
     with HangingMount(operations=["lookup"]) as hung:
         mounted = mount("--backing", f"hung={hung.path}", allow_other=True)
 
@@ -222,10 +207,36 @@ def test_calls_of_one_user_are_bounded(mount: Mounter, there: Path) -> None:
                 return bool(as_nobody(lambda: errno_of_soon(name)) == errno.EBUSY)
 
             wait_until(refused, 120, "the bound")
+            assert in_child(lambda: errno_of_soon(name)) == 0  # root waits for the server
             assert (mounted.path / "gpu0").is_dir()
         run("umount", mounted.path)
         hung.release()
         mounted.wait_ended()
+
+
+async def test_calls_of_all_users_leave_some_for_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With smaller bounds than those of a mount, for which no machine has enough processes."""
+    for name, value in (("_CALLS_OF_A_USER", 2), ("_CALLS", 5), ("_RESERVED_CALLS", 1)):
+        monkeypatch.setattr(calls, name, value)
+    inodes = HostInodes({}, 0, lambda parent, name: None)
+    found = os.open(tmp_path, os.O_PATH), os.stat(tmp_path)
+    node = inodes.meet(found, Share("data", str(tmp_path), read_only=False), None)
+    host_calls, answered = calls.HostCalls(inodes), threading.Event()
+
+    async def call(uid: int) -> None:
+        await host_calls.run(uid, node, answered.wait)
+
+    async with trio.open_nursery() as nursery:
+        for uid in (1001, 1001, 1002, 1002):
+            nursery.start_soon(call, uid)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(OSError) as refused:
+            await call(1003)
+        assert refused.value.errno == errno.EBUSY
+        nursery.start_soon(call, 0)
+        await trio.testing.wait_all_tasks_blocked()
+        answered.set()
+    inodes.close()
 
 
 def errno_of_soon(path: Path) -> int:
@@ -237,20 +248,20 @@ def errno_of_soon(path: Path) -> int:
     return found[0] if found else 0
 
 
-def test_a_lease_delays_those_alone_who_open_its_file(mount: Mounter, there: Path) -> None:
-    mounted = mount("--backing", f"data={there}", allow_other=True)
+def test_a_lease_delays_only_openings_of_its_file(mount: Mounter, host: Path) -> None:
+    mounted = mount("--backing", f"data={host}", allow_other=True)
     shown = mounted.path / "backing" / "data"
-    file = there / "file"
+    file = host / "file"
     file.write_bytes(b"leased")
     os.chown(file, NOBODY, NOBODY)
-    (there / "other").write_bytes(b"other")
+    (host / "other").write_bytes(b"other")
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # which asks for the lease
     holder = os.open(file, os.O_RDWR)
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         assert errno_of(os.open, shown / "file", os.O_RDONLY | os.O_NONBLOCK) == errno.EAGAIN
         with many_threads(lambda index: os.open(shown / "file", os.O_WRONLY)):
-            wait_until(lambda: status_pending(mounted.path) >= MANY, 60, "all requests")
+            wait_until(lambda: mounted.status()["statistics"]["control_plane"]["pending"] >= MANY, 60, "all requests")
             assert as_nobody(lambda: (shown / "other").read_bytes()) == b"other"
             (shown / "new").write_bytes(b"in the same directory")
         opened: list[int] = []
@@ -266,16 +277,16 @@ def test_a_lease_delays_those_alone_who_open_its_file(mount: Mounter, there: Pat
     os.close(opened[0])
 
 
-def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, there: Path) -> None:
-    """Opened with O_CREAT it is the kernel's own FIFO, as anywhere, and holds up nobody but its client."""
-    mounted = mount("--backing", f"data={there}", "--entry-timeout", "60", allow_other=True)
+def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, host: Path) -> None:
+    """Opening it with O_CREAT opens the FIFO, as on any file system, and blocks only the caller."""
+    mounted = mount("--backing", f"data={host}", "--entry-timeout", "60", allow_other=True)
     shown = mounted.path / "backing" / "data"
     assert errno_of(os.stat, shown / "name") == errno.ENOENT  # which the kernel keeps
-    os.mkfifo(there / "name")
+    os.mkfifo(host / "name")
     assert errno_of(os.open, shown / "name", os.O_CREAT | os.O_WRONLY | os.O_NONBLOCK) == errno.ENXIO
     assert errno_of(os.stat, shown / "second") == errno.ENOENT
-    os.mkfifo(there / "second", 0o666)
-    os.chmod(there / "second", 0o666)
+    os.mkfifo(host / "second", 0o666)
+    os.chmod(host / "second", 0o666)
     with many_threads(lambda index: os.open(shown / "second", os.O_CREAT | os.O_WRONLY)):
         wait_until(lambda: errno_of(os.lstat, shown / "second") == 0, 60, "the kernel to find the FIFO")
         assert stat.S_ISFIFO(os.lstat(shown / "second").st_mode)
@@ -287,16 +298,16 @@ def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, there: Pa
 
 
 @pytest.fixture
-def linked(mount: Mounter, there: Path) -> tuple[Path, Path]:
+def linked(mount: Mounter, host: Path) -> tuple[Path, Path]:
     """A share as the mount shows it and as it is, with a link nine levels down that leads to its top."""
-    mounted = mount("--backing", f"data={there}", allow_other=True)
-    deep = there / "/".join("123456789")
+    mounted = mount("--backing", f"data={host}", allow_other=True)
+    deep = host / "/".join("123456789")
     deep.mkdir(parents=True)
-    (there / "top").write_bytes(b"top")
+    (host / "top").write_bytes(b"top")
     os.symlink("../" * 9 + "top", deep / "link")
     shown = mounted.path / "backing" / "data"
     assert (shown / "1/2/3/4/5/6/7/8/9/link").read_bytes() == b"top"
-    return shown, there
+    return shown, host
 
 
 def test_a_link_that_was_moved_up_leads_out(linked: tuple[Path, Path]) -> None:
@@ -308,18 +319,13 @@ def test_a_link_that_was_moved_up_leads_out(linked: tuple[Path, Path]) -> None:
     assert (shown / "1/2/3/4/5/6/7/8/9/back").read_bytes() == b"top"
 
 
-def run_exchange(one: Path, other: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.renameat2(-100, os.fsencode(one), -100, os.fsencode(other), 2) == 0, os.strerror(ctypes.get_errno())
-
-
 def test_a_link_that_was_moved_on_the_host_leads_out(linked: tuple[Path, Path]) -> None:
-    shown, there = linked
-    os.rename(there / "1/2/3/4/5/6/7/8/9/link", there / "link")
+    shown, host = linked
+    os.rename(host / "1/2/3/4/5/6/7/8/9/link", host / "link")
     assert errno_of(os.readlink, shown / "link") == errno.ELOOP
-    os.symlink("../" * 9 + "top", there / "1/2/3/4/5/6/7/8/9/second")
+    os.symlink("../" * 9 + "top", host / "1/2/3/4/5/6/7/8/9/second")
     assert (shown / "1/2/3/4/5/6/7/8/9/second").read_bytes() == b"top"
-    os.rename(there / "1/2", there / "up")
+    os.rename(host / "1/2", host / "up")
     assert errno_of(os.stat, shown / "up/3/4/5/6/7/8/9/second") == errno.ELOOP
 
 

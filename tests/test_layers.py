@@ -27,6 +27,8 @@ PYTHON_MAY_USE = {
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
     "gpufs.client": {"engine", "mounting", "protocol", "_version"},  # engine: lazily, to map memory
+    "gpufs.torch": {"gpufs"},  # attach
+    "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},

@@ -26,7 +26,7 @@ def guards(mounted: GpufsMount) -> list[int]:
     return [pid for pid, line in found.items() if "guard.py" in line and str(mounted.path) in line]
 
 
-def test_the_mount_of_a_killed_daemon_goes(mount: Mounter) -> None:
+def test_the_mount_of_a_killed_daemon_is_removed(mount: Mounter) -> None:
     mounted = mount()
     (mounted.device / "file").write_bytes(noise(MIB))
     fd = os.open(mounted.device / "file", os.O_RDONLY)
@@ -60,7 +60,7 @@ def test_nothing_is_left_after_other_ends(mount: Mounter, how: str) -> None:
     assert not mounted.mounted()
 
 
-def test_the_knob_turns_it_off(mount: Mounter) -> None:
+def test_automatic_unmounting_can_be_turned_off(mount: Mounter) -> None:
     mounted = mount("--no-auto-unmount")
     assert guards(mounted) == []
     mounted.signal(signal.SIGKILL)

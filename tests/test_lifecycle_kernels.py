@@ -46,12 +46,12 @@ KNOBS = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_mount_on(mount: Mounter, kernel: str) -> None:
+def test_a_mount_works_on_older_kernels(mount: Mounter, kernel: str) -> None:
     use(mount("--mask-flags", hex(KERNELS[kernel]), devices=2, memory=256 * MIB))
 
 
 @pytest.mark.parametrize("knobs", KNOBS)
-def test_a_mount_with(mount: Mounter, knobs: str) -> None:
+def test_a_mount_works_with_other_knobs(mount: Mounter, knobs: str) -> None:
     use(mount(*KNOBS[knobs].split(), devices=2, memory=256 * MIB))
 
 
@@ -109,7 +109,7 @@ def use(mounted: GpufsMount) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kernel", ["no direct mappings", "linux 6.1", "no large requests"])
-def test_the_contract_on(kernel: str) -> None:
+def test_the_contract_holds_on_older_kernels(kernel: str) -> None:
     """The whole contract, in a pytest of its own whose mounts have the flags masked."""
     tests = [str(path) for path in sorted(Path(__file__).parent.glob("test_contract_*.py"))]
     words = ["-q", "-x", "-p", "no:cacheprovider", f"--mount-option=--mask-flags={KERNELS[kernel]:#x}"]

@@ -50,7 +50,7 @@ def test_read_only_is_read_only(mount: Mounter, tmp_path: Path) -> None:
     assert (tmp_path / "shown").read_bytes() == b"shown"
 
 
-def test_flags(mount: Mounter) -> None:
+def test_mount_options_take_effect(mount: Mounter) -> None:
     mounted = mount("-o", "noexec,noatime,nodiratime,sync,rw,nosymfollow")
     assert flags_of(mounted.path) >= {"rw", "nosuid", "nodev", "noexec", "noatime"}
     program = mounted.device / "program"
@@ -98,7 +98,7 @@ def test_access_times_follow_the_options(
 
 
 def test_a_read_only_mount_sets_no_access_times(mount: Mounter) -> None:
-    """Whether the mountpoint is read-only or the file system, of which the mountpoint's flags say nothing."""
+    """Either the mountpoint or the whole file system is read-only."""
     mounted = mount("-o", "strictatime")
     file = mounted.device / "file"
     file.write_bytes(b"content")
@@ -120,7 +120,7 @@ def test_a_read_only_mount_sets_no_access_times(mount: Mounter) -> None:
     mounted.unmount()
 
 
-def test_in_a_container(tmp_path: Path) -> None:
+def test_gpufs_mounts_in_a_minimal_container(tmp_path: Path) -> None:
     """A root file system of its own, namespaces of its own, /dev with fuse and null, /proc; no /sys, no /run, no /etc.
 
     The programs are those of this machine, read-only.

@@ -73,7 +73,7 @@ def test_the_watchdog_is_fed(mount: Mounter, tmp_path: Path) -> None:
 
 
 def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Path) -> None:
-    """Its queue is full after some messages; the mount goes on all the same."""
+    """The manager's queue becomes full, and the mount continues."""
     address = str(tmp_path / "notify")
     manager = Manager(address)
     mounted = mount(environment={"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "2000"})
@@ -88,7 +88,7 @@ def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Pa
     manager.socket.close()
 
 
-def test_the_unit_is_right(tmp_path: Path) -> None:
+def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze here")
     text = (ROOT / "mount_helpers/gpufs@.service").read_text().replace("@GPUFS@", "/bin/true")
@@ -98,8 +98,8 @@ def test_the_unit_is_right(tmp_path: Path) -> None:
     assert (done.returncode, [line for line in done.stderr.splitlines() if "gpufs@" in line]) == (0, [])
 
 
-def test_log_rotation(mount: Mounter) -> None:
-    """As logrotate does it: rename, SIGHUP; nothing more goes into the old file, what comes later into a new one."""
+def test_a_rotated_log_is_reopened(mount: Mounter) -> None:
+    """logrotate renames the file and sends SIGHUP. Later lines go into a new file."""
     mounted = mount()
     old = mounted.log.with_suffix(".1")
     mounted.log.rename(old)

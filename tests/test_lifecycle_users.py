@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EACCES, EROFS
@@ -81,14 +82,19 @@ def test_a_plain_user_mounts_uses_and_unmounts(mount: Mounter, user: User) -> No
     mounted.unmount()
 
 
-def test_gpufs_mount_and_umount_of_a_plain_user(user: User, mountpoint: Path) -> None:
-    gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M")
-    try:
-        as_nobody(lambda: (mountpoint / "gpu0" / "file").write_bytes(noise(MIB)))
-        assert str(mountpoint) in gpufs(user, "status").stdout
-    finally:
-        gpufs(user, "umount", mountpoint)
-    assert as_nobody(lambda: os.listdir(mountpoint)) == []
+def test_a_mount_outlives_its_users_runtime_directory(mount: Mounter, user: User) -> None:
+    """systemd removes that directory when the user logs out."""
+    mounted = mount(user=user)
+    runtime = Path(user[1]["XDG_RUNTIME_DIR"]) / "gpufs"
+    wait_until(lambda: list(runtime.glob("*.socket")), 20, "the socket")
+    shutil.rmtree(runtime)
+
+    def use() -> None:
+        (mounted.device / "file").write_bytes(noise(MIB))
+        assert_same((mounted.device / "file").read_bytes(), noise(MIB))
+
+    as_nobody(use)
+    mounted.unmount()
 
 
 def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:
@@ -174,7 +180,7 @@ def roots_directories() -> Iterator[None]:
 
 @pytest.mark.usefixtures("roots_directories")
 def test_a_plain_user_in_a_user_namespace_of_his_own(user: User, mountpoint: Path) -> None:
-    """Root in that namespace alone, the user mounts without fusermount3 and without the real root's directories."""
+    """The user is root in the namespace, and mounts without fusermount3 and without directories of the real root."""
     environment = {name: value for name, value in user[1].items() if name != "XDG_RUNTIME_DIR"}
     command = " ".join(user[0])
     script = f"""
@@ -190,14 +196,6 @@ def test_a_plain_user_in_a_user_namespace_of_his_own(user: User, mountpoint: Pat
     assert done.returncode == 0, done
     assert done.stdout.splitlines() == ["inside", "0"]
     assert not mounted_at(str(mountpoint))
-
-
-def test_without_allow_other_roots_mount_is_closed(mount: Mounter) -> None:
-    mounted = mount(allow_other=False)
-    (mounted.device / "file").write_bytes(b"x")
-    os.chmod(mounted.device / "file", 0o666)
-    assert as_nobody(lambda: errno_of(os.stat, mounted.path)) == EACCES
-    assert as_nobody(lambda: errno_of(os.open, mounted.device / "file", os.O_RDONLY)) == EACCES
 
 
 def test_with_allow_other_modes_decide(mount: Mounter) -> None:

@@ -92,12 +92,6 @@ def test_an_engine_opens_without_its_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_description_has_a_limit(host: engine.Engine) -> None:
-    with pytest.raises(engine.EngineError) as caught:
-        host.statistics_describe({"mountpoint": "x" * 4096})
-    assert caught.value.errno == errno.EFBIG
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -126,31 +120,8 @@ def test_another_version_is_named(host: engine.Engine) -> None:
         statistics.parse(data[:8] + struct.pack("=I", 99) + data[12:])
 
 
-def test_sweeping_leaves_other_files_alone(tmp_path: Path) -> None:
-    (tmp_path / "1-0-9.stats").write_text("mine")
-    os.mkfifo(tmp_path / "2-0-9.stats")
-    (tmp_path / "3-0-9.stats").symlink_to(tmp_path / "1-0-9.stats")
-    statistics.sweep(tmp_path, [])
-    assert len(list(tmp_path.iterdir())) == 3
-    for path in statistics.find("0:9", os.getuid(), [tmp_path]):
-        with pytest.raises((OSError, statistics.StatisticsError)):
-            statistics.read(path)
-
-
-def test_sweeping_removes_files_of_dead_processes(host: engine.Engine, tmp_path: Path) -> None:
-    dead = tmp_path / "dead"
-    with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(dead)):
-        pass
-    living = tmp_path / "counters"
-    (tmp_path / "7-0-7.stats").write_bytes(dead.read_bytes())
-    (tmp_path / "8-0-8.stats").write_bytes(dead.read_bytes())
-    living.rename(tmp_path / "9-0-9.stats")
-    statistics.sweep(tmp_path, ["0:8"])
-    assert {path.name for path in tmp_path.iterdir()} == {"dead", "8-0-8.stats", "9-0-9.stats"}
-
-
-def test_the_last_counters_stay_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of mounts at other places, and a limited number of them."""
+def test_the_last_counters_of_a_mountpoint_stay(tmp_path: Path) -> None:
+    """Until something is mounted there again."""
 
     def dead(number: int, facts: dict[str, Any]) -> None:
         path = tmp_path / f"{number}-0-{number}.stats"
@@ -159,52 +130,17 @@ def test_the_last_counters_stay_for_an_hour(tmp_path: Path, monkeypatch: pytest.
                 opened.statistics_describe(facts)
             opened.statistics_publish()
 
-    def left() -> list[int]:
-        return sorted(int(path.name.split("-")[0]) for path in tmp_path.iterdir())
-
     dead(1, {"mountpoint": "/a"})
     dead(2, {"mountpoint": "/b"})
     dead(3, {})
     statistics.sweep(tmp_path, [], "/a")
     assert [path.name for path in tmp_path.iterdir()] == ["2-0-2.stats"]
-    monkeypatch.setattr("gpufs.statistics._files._KEPT_FILES", 3)
-    for number in range(10, 15):
-        dead(number, {"mountpoint": "/c"})
-    statistics.sweep(tmp_path, [], "/a")
-    assert left() == [12, 13, 14]
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 3700)
-    dead(40, {"mountpoint": "/b"})
-    statistics.sweep(tmp_path, ["0:40"], "/a")
-    assert left() == [40]  # it is there still, though dead
 
 
 # ---- counting ----
 
 
-def test_a_mount_counts_reads_and_writes(mount: Mounter) -> None:
-    own = mount(devices=2)
-    data = os.urandom(3 * MIB)
-    path = own.path / "gpu1" / "file"
-    path.write_bytes(data)
-    assert path.read_bytes() == data
-    found = settled(own, len(data), 1)
-    for flow in ("in", "out"):
-        counts = counted(found, "mount", flow, 1)
-        assert counts["bytes"] == len(data)
-        assert counts["operations"] >= 3
-        assert counts["errors"] == counts["in_flight"] == 0
-        assert counts["seconds"] > 0
-        for histogram in ("sizes", "times"):
-            assert sum(number for _, number in counts[histogram]) == counts["operations"]
-        assert counted(found, "mount", flow, 0)["operations"] == 0
-    assert found["alive"]
-    assert found["pid"] == own.pid
-    assert found["mountpoint"] == str(own.path)
-    assert found["devices"][1]["gauges"]["held_bytes"] == 4 * MIB
-
-
-def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
+def test_the_counters_of_many_processes_add_up(mount: Mounter, tmp_path: Path) -> None:
     """Every interface shows exactly what the processes have moved."""
     count, size, piece = 4, 3 * MIB, 64 * KIB
     own = mount(memory=64 * MIB)
@@ -235,20 +171,6 @@ def test_many_processes_at_once_add_up(mount: Mounter, tmp_path: Path) -> None:
     labels = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), ("mountpoint", str(own.path)))
     assert page["gpufs_bytes_total"][labels] == total
     assert page["gpufs_operation_size_bytes_count"][labels] == operations
-
-
-@pytest.mark.parametrize(
-    "facts", [b"5", b'{"devices": 5, "refusals": {}}', b'{"devices": null}', b"[]", b'{"a": "\xff"}']
-)
-def test_a_description_that_is_damaged(host: engine.Engine, facts: bytes) -> None:
-    """The numbers are read nevertheless."""
-    host.statistics_describe({"devices": ["x" * 60], "refusals": ["y" * 60]})
-    data = bytearray(host.statistics_read())
-    (size,) = struct.unpack_from("=I", data, 100)
-    data[256 : 256 + size] = facts.ljust(size)
-    found = statistics.parse(bytes(data))
-    assert found["devices"][0]["name"] == "gpu0"
-    assert prometheus.metrics(found)
 
 
 def test_a_full_device_counts_errors_once(mount: Mounter) -> None:
@@ -284,7 +206,7 @@ def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -
 # ---- outliving the daemon ----
 
 
-def test_killed_and_still_there(mount: Mounter) -> None:
+def test_counters_of_a_killed_daemon_are_shown(mount: Mounter) -> None:
     own = mount("--no-auto-unmount")
     (own.device / "file").write_bytes(bytes(MIB))
     wait_until(lambda: counted(stats(own), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
@@ -305,8 +227,8 @@ def test_killed_and_still_there(mount: Mounter) -> None:
     assert not path.exists()
 
 
-def test_killed_and_unmounted(mount: Mounter) -> None:
-    """The mount of a dead daemon is removed; its counters are still found by the mountpoint, for a plain user too."""
+def test_counters_are_shown_after_the_mount_is_gone(mount: Mounter) -> None:
+    """The counters are found by the mountpoint, also by a plain user."""
     with plain_user() as base:
         program, environment = user_gpufs(base)
         as_user: dict[str, Any] = {"env": environment, "user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
@@ -329,7 +251,7 @@ def test_killed_and_unmounted(mount: Mounter) -> None:
 
 
 @pytest.mark.parametrize("how", ["unmount", "terminate"])
-def test_gone_after_a_clean_end(mount: Mounter, how: str) -> None:
+def test_counters_are_removed_at_a_clean_end(mount: Mounter, how: str) -> None:
     own = mount()
     path = counters_of(own)
     if how == "unmount":
@@ -340,7 +262,7 @@ def test_gone_after_a_clean_end(mount: Mounter, how: str) -> None:
     assert not path.exists()
 
 
-def test_a_later_mount_removes_them(mount: Mounter) -> None:
+def test_a_later_mount_removes_old_counters(mount: Mounter) -> None:
     """The counters of a dead mount stay until the next daemon at the same place."""
     own = mount("--no-auto-unmount")
     path = counters_of(own)
@@ -360,30 +282,6 @@ def test_a_later_mount_removes_them(mount: Mounter) -> None:
 # ---- the command ----
 
 
-def test_a_plain_users_own_mount(mount: Mounter) -> None:
-    """Counters, a trace, and the counters of the dead process, for that user."""
-    with plain_user() as base:
-        program, environment = user_gpufs(base)
-        own = mount("--no-auto-unmount", user=(program, environment))
-        as_user: dict[str, Any] = {"env": environment, "user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
-        found = json.loads(run(*program, "stats", "--json", own.path, **as_user).stdout)
-        assert (found["alive"], found["driver"]) == (True, "host")
-        content = json.loads(run(*program, "trace", own.path, "-o", "-", "--duration", "0.2", **as_user).stdout)
-        assert content["otherData"]["lost_records"] == 0
-        own.signal(signal.SIGKILL)
-        own.daemon.wait(PATIENCE)
-        assert not json.loads(run(*program, "stats", "--json", own.path, **as_user).stdout)["alive"]
-        run(*program, "umount", own.path, **as_user)
-        entries = [entry for entry in mounting.mounts() if entry.mountpoint == str(own.path)]
-        assert not entries
-
-
-def test_the_list_has_all_mounts(mount: Mounter) -> None:
-    own = mount()
-    listed = json.loads(run(*GPUFS, "stats", "--json").stdout)
-    assert [one["pid"] for one in listed if one["mountpoint"] == str(own.path)] == [own.pid]
-
-
 def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
     own = mount("--no-auto-unmount")
     counters_of(own).unlink()
@@ -395,40 +293,6 @@ def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
     assert done.returncode == 1
     assert "its statistics cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_watching_shows_rates_and_ends_quietly(mount: Mounter) -> None:
-    own = mount()
-    (own.device / "file").write_bytes(bytes(MIB))
-    process = subprocess.Popen(
-        [*GPUFS, "stats", str(own.path), "--watch=0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    while sum("BYTES/s" in line for line in lines) < 2:
-        lines.append(process.stdout.readline())
-        assert lines[-1]
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, said) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["/nonexistent"], "there is no such directory"),
-        (["/"], "no gpufs is mounted there"),
-        (["--watch", "/nonexistent"], "there is no such directory"),
-        (["--watch=0"], "is not from 0.1 to 86400 seconds"),
-        (["--watch=nan"], "is not from 0.1 to 86400 seconds"),
-        (["--watch=much", "/"], "is not a number of seconds"),
-    ],
-)
-def test_wrong_arguments(words: list[str], message: str) -> None:
-    done = run(*GPUFS, "stats", *words, check=False)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 # ---- Prometheus ----
@@ -448,7 +312,7 @@ def metrics_of(text: str) -> dict[str, dict[Labels, float]]:
     return found
 
 
-def test_metrics(mount: Mounter) -> None:
+def test_metrics_for_prometheus(mount: Mounter) -> None:
     own = mount()
     (own.device / "file").write_bytes(bytes(2 * MIB))
     (own.device / "file").read_bytes()

@@ -59,7 +59,7 @@ def copy_range(source: Path, target: Path, count: int, at: int = 0) -> int:
 
 
 def test_plain_cp_both_ways(make: Maker, vendor: Vendor) -> None:
-    """The recorded calls cover the file; the fallback moves no byte."""
+    """The recorded calls cover the file, and the fallback moves no bytes."""
     one = make()
     (one.there / "source").write_bytes(noise(4 * MIB))
     run("cp", one.shown / "source", one.mount.device / "copied")
@@ -103,7 +103,7 @@ def test_unaligned_requests_are_split(make: Maker) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENODEV, errno.EREMOTEIO, errno.EOPNOTSUPP])
-def test_what_is_left_goes_by_fallback(make: Maker, vendor: Vendor, error: int) -> None:
+def test_the_fallback_moves_the_rest_of_a_failed_call(make: Maker, vendor: Vendor, error: int) -> None:
     one = make(vendor.answer(), vendor.answer(), vendor.answer(error, CHUNK // 2))
     (one.there / "source").write_bytes(noise(2 * MIB))
     run("cp", one.shown / "source", one.mount.device / "file")
@@ -121,7 +121,7 @@ def test_what_is_left_goes_by_fallback(make: Maker, vendor: Vendor, error: int) 
     assert one.counters("store")["fastpath"]["bytes"] == 2 * MIB
 
 
-def test_other_errors_are_the_copys(make: Maker, vendor: Vendor) -> None:
+def test_other_errors_end_the_copy(make: Maker, vendor: Vendor) -> None:
     one = make(vendor.answer(), vendor.answer(errno.EIO, CHUNK // 2))
     (one.there / "source").write_bytes(noise(2 * MIB))
     done = run(*GPUFS, "cp", "--partial", one.there / "source", one.mount.device / "file", check=False)
@@ -134,7 +134,7 @@ def test_other_errors_are_the_copys(make: Maker, vendor: Vendor) -> None:
     assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB)[:moved])
 
 
-def test_where_it_alone_is_allowed_nothing_goes_another_way(make: Maker, vendor: Vendor) -> None:
+def test_a_required_fastpath_never_falls_back(make: Maker, vendor: Vendor) -> None:
     one = make(vendor.answer(), vendor.answer(errno.ENODEV, 0))
     (one.there / "source").write_bytes(noise(2 * MIB))
     done = run(
@@ -147,47 +147,33 @@ def test_where_it_alone_is_allowed_nothing_goes_another_way(make: Maker, vendor:
     assert (one.mount.device / "file").stat().st_size == CHUNK
 
 
-@pytest.mark.parametrize(
-    ("vendor", "named", "reasons"),
-    [
-        (CUFILE, {"kernel": False}, ["no_gpudirect"]),
-        (CUFILE, {"FAKE_CUFILE_MAJOR": "0"}, ["no_gpudirect"]),
-        (CUFILE, {"FAKE_CUFILE_SUPPORTED": "0x204"}, ["no_gpudirect"]),  # network file systems alone
-        (CUFILE, {"FAKE_CUFILE_FAULTS": "cuFileDriverOpen:1:5007"}, ["no_gpudirect"]),
-        (CUFILE, {"library": ""}, ["no_vendor_call"]),
-        (CUFILE, {"library": "gpufs_fake_cufile_old"}, ["no_vendor_call"]),
-        (CUFILE, {"FAKE_CUFILE_FAULTS": "cuFileHandleRegister:1:5030:2"}, ["not_accepted"]),
-        (
-            CUFILE,
-            {"FAKE_CUFILE_SUPPORTED": "0x20", "FAKE_CUFILE_CONTROL": MAY_COPY_THROUGH_HOST},
-            ["not_accepted"],
-        ),
-        (CUFILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
-        (HIP_FILE, {"moves_files": ""}, ["memory_kind"]),
-        (HIP_FILE, {"library": "rocm5"}, ["no_vendor_call"]),  # it has no hipGetProcAddress, and more is missing
-        (HIP_FILE, {"kernel": False}, ["no_kernel_support"]),
-        (HIP_FILE, {"library": "rocm5", "kernel": False}, ["no_vendor_call", "no_kernel_support"]),
-        (HIP_FILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
-    ],
-    ids=[
-        "cuFile, module",
-        "cuFile, module's version",
-        "cuFile, its storage",
-        "cuFile, driver",
-        "cuFile, library",
-        "cuFile, function",
-        "cuFile, file",
-        "cuFile, the file's storage",
-        "cuFile, tmpfs",
-        "hipAmdFile, the kernel's set-up",
-        "hipAmdFile, old runtime",
-        "hipAmdFile, no kernel driver",
-        "hipAmdFile, neither",
-        "hipAmdFile, tmpfs",
-    ],
-)
-def test_what_is_missing_is_said_and_done_without(make: Maker, named: dict[str, Any], reasons: list[str]) -> None:
-    """Without GPUDirect cuFile would copy through the host, which the fallback does faster."""
+WITHOUT: dict[str, tuple[Vendor, dict[str, Any], list[str]]] = {
+    "cuFile, module": (CUFILE, {"kernel": False}, ["no_gpudirect"]),
+    "cuFile, module's version": (CUFILE, {"FAKE_CUFILE_MAJOR": "0"}, ["no_gpudirect"]),
+    "cuFile, network file systems alone": (CUFILE, {"FAKE_CUFILE_SUPPORTED": "0x204"}, ["no_gpudirect"]),
+    "cuFile, driver": (CUFILE, {"FAKE_CUFILE_FAULTS": "cuFileDriverOpen:1:5007"}, ["no_gpudirect"]),
+    "cuFile, library": (CUFILE, {"library": ""}, ["no_vendor_call"]),
+    "cuFile, function": (CUFILE, {"library": "gpufs_fake_cufile_old"}, ["no_vendor_call"]),
+    "cuFile, file": (CUFILE, {"FAKE_CUFILE_FAULTS": "cuFileHandleRegister:1:5030:2"}, ["not_accepted"]),
+    "cuFile, the file's storage": (
+        CUFILE,
+        {"FAKE_CUFILE_SUPPORTED": "0x20", "FAKE_CUFILE_CONTROL": MAY_COPY_THROUGH_HOST},
+        ["not_accepted"],
+    ),
+    "cuFile, tmpfs": (CUFILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
+    "hipAmdFile, the kernel's set-up": (HIP_FILE, {"moves_files": ""}, ["memory_kind"]),
+    "hipAmdFile, old runtime": (HIP_FILE, {"library": "rocm5"}, ["no_vendor_call"]),
+    "hipAmdFile, no kernel driver": (HIP_FILE, {"kernel": False}, ["no_kernel_support"]),
+    "hipAmdFile, neither": (HIP_FILE, {"library": "rocm5", "kernel": False}, ["no_vendor_call", "no_kernel_support"]),
+    "hipAmdFile, tmpfs": (HIP_FILE, {"backing": Path("/dev/shm")}, ["no_direct_descriptor", "file_system"]),
+}
+
+
+@pytest.mark.parametrize(("vendor", "named", "reasons"), WITHOUT.values(), ids=WITHOUT)
+def test_a_missing_part_is_reported_and_the_fallback_used(
+    make: Maker, named: dict[str, Any], reasons: list[str]
+) -> None:
+    """Without GPUDirect cuFile would copy through the host. The fallback is faster."""
     one = make(**named)
     source = one.there / f"gpufs-vendor-{os.getpid()}"
     source.write_bytes(noise(2 * MIB))
@@ -249,7 +235,7 @@ def test_the_journals_mode_decides_on_ext4(make: Maker, journal: str, refused: b
     ids=["auto", "auto, no kernel support", "virtual", "plain", "fastpath off", "fastpath required"],
 )
 def test_the_kind_of_memory_decides(make: Maker, options: list[str], moves_files: str, plain: bool) -> None:
-    """The kernel refuses virtual memory: it is taken where the fastpath cannot be used, and refused up front there."""
+    """The kernel refuses virtual memory, so gpufs uses it only where the fastpath cannot be used."""
     one = make(options=options, moves_files=moves_files)
     (one.there / "source").write_bytes(noise(2 * MIB))
     run("cp", one.shown / "source", one.mount.device / "file")

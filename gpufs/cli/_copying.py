@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
@@ -298,6 +297,6 @@ class _Run:
             "paths": paths,
             "refusals": sorted(refusals),
             "interrupted": self.signal is not None,
-            "copies": [asdict(result) for result in self.results],
+            "copies": [result._asdict() for result in self.results],
             "errors": self.errors,
         }

@@ -13,8 +13,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from gpufs.cli._errors import Failure
 from gpufs.client import Cancellation, _find
@@ -28,22 +27,30 @@ _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 Report: TypeAlias = Callable[[str, str | None, int, str], None]
 
 
-@dataclass
 class Folder:
-    """A directory of a source and its copy, both open. ``users``: a reference count (pending copies, and the walk)."""
+    """A directory of a source and its copy, both open. ``status``: attributes of the source."""
 
-    source: Entry
-    destination: Entry
-    source_fd: int
-    destination_fd: int  # O_PATH
-    status: os.stat_result  # of the source
-    created: bool
-    parent: Folder | None
-    users: int = 1
+    def __init__(
+        self,
+        source: Entry,
+        destination: Entry,
+        source_fd: int,
+        destination_fd: int,
+        status: os.stat_result,
+        created: bool,
+        parent: Folder | None,
+    ) -> None:
+        self.source = source
+        self.destination = destination
+        self.source_fd = source_fd
+        self.destination_fd = destination_fd  # O_PATH
+        self.status = status
+        self.created = created
+        self.parent = parent
+        self.users = 1  # pending copies, and the walk
 
 
-@dataclass
-class Item:
+class Item(NamedTuple):
     """A regular file to be copied. Walk.release() must be called with ``folder`` afterwards."""
 
     source: Entry

@@ -1,4 +1,4 @@
-"""The options of mount(8) and fstab: knobs by name, flags of the mount, and what says nothing to a file system."""
+"""Parses the options of mount(8) and fstab: knobs by name, flags of the mount, and options that gpufs ignores."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,10 +20,10 @@ _OPPOSITES: Final = {
     "loud": "silent",
     "symfollow": "nosymfollow",
 }
-# As mount(8) has it: who lets users mount wants no programs run from there, unless a later option says so.
+# As in mount(8), these imply noexec unless a later option overrides it.
 _NOEXEC: Final = frozenset({"user", "users", "owner", "group"})
-# What is meant for mount(8), boot scripts and systemd; what is always so (nodev, nosuid); what fusermount3 and mount(8)
-# read from /proc/mounts when they mount anew.
+# Options for mount(8), boot scripts and systemd; options that always apply (nodev, nosuid); options that fusermount3
+# and mount(8) read from /proc/mounts when they mount again.
 _IGNORED: Final = frozenset(
     (
         "auto noauto nofail _netdev nouser nousers noowner nogroup dev nodev suid nosuid mand nomand iversion "
@@ -36,17 +36,17 @@ _REFUSED: Final = {
     "rbind": "mount --rbind does that, on any file system",
     "move": "mount --move does that, on any file system",
     "drop_privileges": "the daemon opens the devices itself: mount as the user instead",
-    "uid": "files belong to whoever makes them: use chown",
-    "gid": "files belong to whoever makes them: use chgrp, or a set-group-id directory",
-    "umask": "files have the mode that they are made with: use chmod",
-    "mode": "files have the mode that they are made with: use chmod",
-    "allow_root": "root is let in by allow_other",
+    "uid": "a file belongs to the user who creates it: use chown",
+    "gid": "a file belongs to the group of its creator: use chgrp, or a set-group-id directory",
+    "umask": "each program chooses the mode of its files: use chmod",
+    "mode": "each program chooses the mode of its files: use chmod",
+    "allow_root": "allow_other also admits root",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was said: texts by knob (and config_file), names of mounting.FLAGS, and whether a mount is to be changed."""
+    """The options given: texts by knob (and config_file), names of mounting.FLAGS, and whether to change a mount."""
 
     knobs: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
@@ -59,9 +59,9 @@ def origin(knob: config.Knob) -> str:
 
 
 def parse(text: str, *, sloppy: bool = False) -> Options:
-    """Options separated by commas; of those that contradict each other the last counts.
+    """Parses options separated by commas. If options contradict each other, the last one applies.
 
-    Failure, exit code 2, for what is not understood.
+    Raises Failure with exit code 2 for an unknown or wrong option.
     """
     knobs: dict[str, str] = {}
     flags: dict[str, None] = {}

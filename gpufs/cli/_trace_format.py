@@ -1,4 +1,4 @@
-"""Converts trace records to the JSON that Perfetto and chrome://tracing open. docs/traces.md describes both."""
+"""Converts trace records (docs/internals/trace-records.md) to the JSON that Perfetto and chrome://tracing open."""
 
 import json
 import os

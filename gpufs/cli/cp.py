@@ -1,29 +1,13 @@
 """gpufs cp: copies files into device memory, out of it, and between devices."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from gpufs.cli._main import complete_files
 
 
-class _CopyCommand(click.Command):
-    """Refers to cp(1) for options that it lacks."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            _refuse(error)
-
-
-def _refuse(error: click.NoSuchOption) -> NoReturn:
-    similar = f", did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ";"
-    text = f"there is no option {error.option_name}{similar} cp(1) has more, and from backing/ of a mount it is as fast"
-    raise click.UsageError(text, error.ctx) from None
-
-
-@click.command(name="cp", cls=_CopyCommand)
+@click.command(name="cp")
 @click.argument("names", metavar="SOURCE... DEST", nargs=-1, required=True, shell_complete=complete_files)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
@@ -49,7 +33,8 @@ def command(names: tuple[str, ...], **options: Any) -> int:
 
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
     the bytes. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old content and
-    holds what was copied. Exit codes: 0 all copied, 1 not all, 2 wrong options.
+    holds what was copied. For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all, 2 wrong
+    options.
     """
     if len(names) == 1:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())

@@ -1,4 +1,4 @@
-"""gpufs leases: the programs that have memory of a mount attached."""
+"""gpufs leases: the programs that have memory of a mount attached, or show theirs as files."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ from gpufs.cli._output import bytes_text, json_text, table
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each lease.")
 @knob_options("leases")
 def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
-    """Show the programs that have files attached.
+    """Show the programs that have files attached, or have registered memory of theirs as files.
 
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own programs.
     A file's path is the one at which the program attached it, as the program sees it.

@@ -1,23 +1,18 @@
 """gpufs mount: starts a daemon and returns when its mount works."""
 
-import os
-import shutil
 import sys
-from errno import EACCES, ENODEV, ENXIO
 from typing import Any
 
 import click
 
 from gpufs import config
 from gpufs.cli import _mountpoint, _mounts
-from gpufs.cli._errors import Failure, complain, failed
+from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import knob_options, settings
 from gpufs.cli._launch import launch, run_in_foreground
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import origin, parse
 from gpufs.daemon.startup import MountRequest
-
-FUSE_DEVICE = "/dev/fuse"
 
 
 @click.command(name="mount")
@@ -54,7 +49,6 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tupl
     """Mounts at a path. Raises Failure or ConfigError, with one line each."""
     mountpoint = _mounts.absolute(path)
     _mountpoint.check(path, mountpoint)
-    _check_fuse(allow_other=chosen["allow_other"])
     if chosen["driver"] == "host":
         config.host_memory(chosen["memory"], chosen["devices"])
     request = MountRequest(mountpoint, source, dict(chosen.values), flags)
@@ -64,31 +58,3 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tupl
     answer = launch(request, chosen["mount_timeout"])
     for note in answer.get("notes", ()):
         complain(note)
-
-
-def _check_fuse(*, allow_other: bool) -> None:
-    try:
-        fd = os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise Failure(
-            f"there is no {FUSE_DEVICE}: this kernel or container has no FUSE (as root: modprobe fuse)"
-        ) from None
-    except OSError as error:
-        if error.errno in (ENODEV, ENXIO):
-            raise Failure(f"{FUSE_DEVICE}: the kernel has no FUSE (as root: modprobe fuse)") from None
-        raise failed(error.errno or EACCES, FUSE_DEVICE) from None
-    os.close(fd)
-    if os.geteuid() == 0:
-        return
-    if not shutil.which("fusermount3"):
-        raise Failure("fusermount3 is needed to mount as a user: install the package fuse3")
-    if allow_other and not _users_may_allow_other():
-        raise Failure("only root may use --allow-other: /etc/fuse.conf does not contain user_allow_other")
-
-
-def _users_may_allow_other() -> bool:
-    try:
-        with open("/etc/fuse.conf", encoding="utf-8", errors="replace") as file:
-            return any(line.strip() == "user_allow_other" for line in file)
-    except OSError:
-        return False

@@ -128,7 +128,7 @@ def _of_mount(entry: mounting.MountEntry) -> bytes:
 
 
 def _answered(entry: mounting.MountEntry, answer: bytes | OSError) -> dict[str, Any]:
-    """What a mount says, or why that is not known."""
+    """The statistics in a mount's answer, or the reason why they are missing."""
     if isinstance(answer, bytes):
         try:
             if parse(answer, record()).get("format") == statistics.VERSION:

@@ -159,7 +159,7 @@ class Attachment:
         self._number = answer.id
         self._lock = threading.Lock()  # one refresh at a time
         # Not at the exit: threads that use the memory may still run then, and the process's end releases everything.
-        weakref.finalize(self, _end, mapping, connection, answer.id).atexit = False
+        weakref.finalize(self, _end, os.getpid(), mapping, connection, answer.id).atexit = False
 
     def refresh(self) -> None:
         """Maps what the file has grown by. OSError as DeviceArray.refresh()."""
@@ -172,9 +172,10 @@ class Attachment:
             self.size = answer.size
 
 
-def _end(mapping: Mapping, connection: _LeaseConnection, number: int) -> None:
-    mapping.close()
-    connection.detach(number)
+def _end(process: int, mapping: Mapping, connection: _LeaseConnection, number: int) -> None:
+    if os.getpid() == process:  # else this is a forked child, whose copies of the parent's objects end nothing
+        mapping.close()
+        connection.detach(number)
 
 
 def _failure(error: OSError, path: str) -> OSError:

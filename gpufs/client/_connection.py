@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from gpufs import protocol
 from gpufs._version import __version__
@@ -19,11 +19,14 @@ from gpufs.protocol import (
     Goodbye,
     Hello,
     ProtocolError,
+    Register,
     Result,
     ServerMessage,
+    Unregister,
     Welcome,
 )
 
+T = TypeVar("T", protocol.Registered, protocol.Unregistered)
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
 # cancelled. It answers at once unless a file's server or a device hangs.
@@ -146,6 +149,29 @@ class Connection:
             if not self._lost:
                 self._abandon(request.id)
             raise
+
+    def request(self, message: Register | Unregister, descriptors: Sequence[int], answer: type[T]) -> T:
+        """Sends a message and returns its answer. OSError if the daemon ends before.
+
+        The answer to a request that was interrupted is skipped by the next one.
+        """
+        self._send(message, descriptors)
+        while True:
+            reply = self._receive()
+            if isinstance(reply, answer) and reply.id == message.id:
+                return reply
+
+    def send(self, message: Unregister) -> None:
+        """Sends a message whose answer nobody waits for; :meth:`request` skips it."""
+        self._send(message)
+
+    def ended(self) -> bool:
+        """Whether the daemon has closed the connection, or this side has."""
+        if self._sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, 0)
+        return bool(poll.poll(0))
 
     def _wait(self, cancel: Cancellation) -> bool:
         """Waits for a message or for the cancellation; True for the latter."""

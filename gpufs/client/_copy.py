@@ -1,10 +1,10 @@
 """Copies between files, at least one of them on a mount.
 
-Which way the bytes go:
+How the bytes are copied:
 
-- between the host and a mount: the mount's daemon moves them ("transfer"); where its socket cannot be reached, and for
-  small files, they are read and written through the mount ("mount");
-- inside one mount: the kernel hands the whole range to the mount in one request ("kernel").
+- Between the host and a mount, the mount's daemon copies them ("transfer"). Small files are read and written through
+  the mount ("mount"), and so are all files if the daemon's socket cannot be reached.
+- Inside one mount, the kernel passes whole ranges to the mount ("kernel").
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
 from gpufs.mounting import MountEntry
-from gpufs.protocol import LOAD, STORE, Progress, statx
+from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
 
 Fastpath = Literal["auto", "off", "require"]
 
-# Up to here one read and one write are faster than asking the daemon.
+# Up to this size one read and one write are faster than a request to the daemon.
 _SMALL_BYTES: Final = 128 << 10
 _STREAM_BYTES: Final = 4 << 20
 _PROGRESS_SECONDS: Final = 0.1
@@ -42,10 +42,10 @@ _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINV
 _NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
-# A daemon that could not be reached is tried again after so many seconds, plus so many times as long as failing took.
+# An unreachable daemon is tried again after this many seconds, plus this many times the duration of the failed try.
 _RETRY_SECONDS: Final = 1.0
 _RETRY_FACTOR: Final = 10.0
-# How long copies wait for memory: that of a file that has just been removed or closed is free a moment later.
+# How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
 _SPACE_SECONDS: Final = 3.0
 _SPACE_RETRY_SECONDS: Final = 0.02
 _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
@@ -54,11 +54,11 @@ _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 class Copier:
     """Copies files one after the other or from several threads, and keeps its connections to daemons for the next.
 
-    ``fastpath``: "off" and "require" override the mount's configuration. ``fsync``: files of the host are on
-    their disk before a copy succeeds. ``verify``: both files are read again and compared by SHA-256, from the disk with
-    ``fsync``. ``preserve``: mode, times and, as far as allowed, owner of the source. ``partial``: a copy that fails or
-    is cancelled keeps a new destination, with the bytes that were copied, instead of removing it. ``notice``: called
-    with one line, once for each mount, if a daemon cannot be reached and its mount is used as a plain file system.
+    ``fastpath``: "off" and "require" override the mount's configuration. ``fsync``: writes host files to disk before a
+    copy succeeds. ``verify``: reads both files again, with ``fsync`` from disk, and compares their SHA-256.
+    ``preserve``: keeps mode, times and, if allowed, owner of the source. ``partial``: a failed or cancelled copy keeps
+    a new destination, with the bytes copied so far, instead of removing it. ``notice``: called with one line, once for
+    each mount whose daemon cannot be reached.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies one file to a name; what is there is overwritten. CopyError when that fails.
+        """Copies one file to a name and overwrites an existing file. Raises CopyError.
 
         ``progress`` is called from this thread about ten times a second; an exception that it raises ends the copy. A
-        copy that was cancelled before it began has touched nothing.
+        copy that is cancelled before it starts changes nothing.
         """
         return self.copy_entry(Entry.of(source), Entry.of(destination), progress=progress, cancel=cancel)
 
@@ -161,7 +161,7 @@ class Copier:
         except OSError as error:  # of the destination's directory
             raise _ends.open_failure(error, destination.path) from None
         finally:
-            _close_quietly(source_fd)
+            close_all((source_fd,))
 
     def _open(
         self, source: Entry, destination: Entry, source_fd: int, before: os.stat_result, mounts: _Mounts
@@ -202,7 +202,7 @@ class Copier:
             raise
         finally:
             if job.destination_fd >= 0:
-                _close_quietly(job.destination_fd)
+                close_all((job.destination_fd,))
         seconds = time.monotonic() - began
         names = (job.source.path, job.destination.path)
         return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
@@ -315,13 +315,6 @@ class _DeviceError(OSError):
     def __init__(self, error: int, message: str, device_code: int) -> None:
         super().__init__(error, message or os.strerror(error))
         self.device_code = device_code
-
-
-def _close_quietly(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass
 
 
 _Mounts = dict[int, list[MountEntry]]  # by st_dev

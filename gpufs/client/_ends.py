@@ -11,8 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpufs.client._outcome import CopyError, text_of
 from gpufs.protocol import statx
@@ -20,8 +19,7 @@ from gpufs.protocol import statx
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A name in an open directory, or a path where ``directory`` is None.
 
     ``path``: for messages. ``follow``: whether the name may be a symbolic link to the file that is meant.
@@ -186,7 +184,7 @@ def free_bytes(fd: int) -> int | None:
 
 
 def data_bytes(status: os.stat_result, size: int) -> int:
-    """How many bytes a copy of a file takes up at least: its holes take none."""
+    """The least space that a copy of a file needs, in bytes. Holes need none."""
     return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
 
 
@@ -201,7 +199,7 @@ def may_have_holes(source: int, destination: int) -> bool:
 
 
 def next_data(fd: int, offset: int) -> tuple[int, int]:
-    """The data at or after a place: its start and its end, both the file's end where none is left."""
+    """Start and end of the next data at or after an offset; both are the file's end if there is no more data."""
     end = os.fstat(fd).st_size
     if offset >= end:
         return offset, offset
@@ -212,19 +210,19 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
         if error.errno == errno.ENXIO:
             end = max(offset, os.fstat(fd).st_size)  # it may have been cut off just now
             return end, end
-        if error.errno == errno.EINVAL:  # its file system does not know
+        if error.errno == errno.EINVAL:  # its file system does not report holes
             return offset, end
         raise
 
 
 def settle_on_mount(fd: int) -> None:
-    """After a change that the kernel did not make: what it has cached of the file goes, before success is reported."""
+    """Drops the kernel's cache of a file that the daemon has changed."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     statx.refresh(fd)
 
 
 def preserve(target: int | str, source: os.stat_result) -> None:
-    """Owner as far as allowed, mode and times, as cp -p. ``target``: a descriptor, or path_of() one that is O_PATH."""
+    """Sets owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
     mode = stat.S_IMODE(source.st_mode)
     try:
         os.chown(target, source.st_uid, source.st_gid)
@@ -240,7 +238,7 @@ def preserve(target: int | str, source: os.stat_result) -> None:
 
 
 def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
-    """``directory``: the one that has got a new name for the file."""
+    """Writes a file to disk, and ``directory`` if the file's name there is new."""
     if not synced:
         os.fsync(fd)
     if directory is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # What the kernel answers for a mount whose connection has ended.
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
@@ -74,8 +74,7 @@ def _copy_error(
     )
 
 
-@dataclass(frozen=True)
-class CopyProgress:
+class CopyProgress(NamedTuple):
     """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
 
     ``phase`` is "copy", and then "verify" where that was asked for; the counts start again then.
@@ -87,14 +86,13 @@ class CopyProgress:
     phase: str = "copy"
 
 
-@dataclass(frozen=True)
-class CopyResult:
+class CopyResult(NamedTuple):
     """A copy that succeeded.
 
-    ``method``: "transfer" (the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
-    written through the mount). ``paths``: bytes by "fastpath", "fallback", "kernel" and "mount";
-    "hole" are those that were moved by none, since they stay holes.
-    ``refusals``: why not all went by the fastpath. ``sha256``: the hexadecimal checksum of both files, if verified.
+    ``method``: "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
+    written through the mount). ``paths``: bytes by "fastpath", "fallback", "kernel" and "mount"; "hole" counts holes,
+    which stay holes and are not moved. ``refusals``: why the fastpath did not move all bytes. ``sha256``: the
+    hexadecimal checksum of both files, if verified.
     """
 
     source: str

@@ -169,7 +169,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "worker_threads",
         kinds.integer(0, 256),
         0,
-        "Most threads for each device's requests that may take long (allocation, truncation, copies within memory).",
+        "Most threads for slow requests of each device (allocation, truncation, copies within memory).",
         default_text="0: 64, started as they are needed",
     ),
     Knob(

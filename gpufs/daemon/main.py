@@ -322,6 +322,7 @@ class Daemon:
             statistics=mount.statistics,
             files=lambda index: tree.files[index],
             transfers=lambda: self._service.statistics() if self._service is not None else {},
+            leases=lambda uid: self._service.leases(uid) if self._service is not None else [],
             io=opened.io_statistics,
         )
         counted = MountStatistics(opened, self._request.mountpoint, driver)
@@ -372,7 +373,7 @@ class Daemon:
             nursery.start_soon(self._watch_signals, copies, entry)
             nursery.start_soon(self._watch_end, mount, copies)
             nursery.start_soon(self._watch_flags, mount, entry)
-            nursery.start_soon(self._copies, copies, mount, entry, socket_path)
+            nursery.start_soon(self._copies, copies, mount, tree, entry, socket_path)
             nursery.start_soon(self._answer_launcher, mount, entry, driver, devices, notes)
             nursery.start_soon(self._publish_statistics, mount.engine)
             nursery.start_soon(self._trim_heap, tree)
@@ -383,7 +384,12 @@ class Daemon:
             nursery.cancel_scope.cancel()
 
     async def _copies(
-        self, scope: trio.CancelScope, mount: engine.Mount, entry: mounting.MountEntry, socket_path: str
+        self,
+        scope: trio.CancelScope,
+        mount: engine.Mount,
+        tree: Tree,
+        entry: mounting.MountEntry,
+        socket_path: str,
     ) -> None:
         with scope:
             async with trio.open_nursery() as nursery:
@@ -391,7 +397,7 @@ class Daemon:
                     self._service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            service.ServedMount(mount, trust_readers=bool(self._request.config["trust_readers"])),
+                            service.ServedMount(mount, tree, trust_readers=bool(self._request.config["trust_readers"])),
                             path=socket_path,
                             device=entry.st_dev,
                             allow_other=bool(self._request.config["allow_other"]),

@@ -9,6 +9,7 @@ not closed is closed when the interpreter exits.
 """
 
 from gpufs.engine._arrays import DeviceRange
+from gpufs.engine._batch import Batch, OperationResult
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
 from gpufs.engine._dlpack import dlpack_capsule
@@ -34,20 +35,10 @@ from gpufs.engine._mount import (
     Mount,
     relay_pair,
 )
-from gpufs.engine._operations import (
-    Batch,
-    Cells,
-    Late,
-    Operation,
-    OperationFuture,
-    OperationResult,
-    Stream,
-    SupportsCudaStream,
-    configure_operations,
-)
+from gpufs.engine._operations import BackingFile, Operation, OperationFuture
+from gpufs.engine._streams import Cells, Late, Stream, SupportsCudaStream, configure_operations
 from gpufs.engine._trace import Trace
 from gpufs.engine._transfer import (
-    BackingFile,
     BackingInfo,
     Transfer,
     TransferError,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # DLPack's kinds of devices, by driver.
 KIND_OF_DRIVER: Final = {"host": 1, "cuda": 2, "hip": 10}
-# Streams that a consumer may not name, as the array API standard says: 0 is ambiguous in CUDA, 1 and 2 exist only there.
+# Streams that a consumer may not name, by the array API standard: 0 is ambiguous in CUDA, 1 and 2 exist only there.
 _NO_STREAMS: Final[dict[str, tuple[int, ...]]] = {"cuda": (0,), "hip": (1, 2)}
 # A capsule refers to its name, so they are constants.
 _VERSIONED_NAME: Final = ctypes.c_char_p(b"dltensor_versioned")
@@ -35,8 +35,8 @@ def dlpack_capsule(
 ) -> Any:
     """Return the capsule for ``__dlpack__()`` of an array, contiguous in C order, in shared memory.
 
-    Until the consumer releases it, the memory stays mapped and the lease counts, even if ``owner`` is closed. The engine
-    moves bytes synchronously, so there is never work that the consumer's stream would have to wait for.
+    Until the consumer releases it, the memory stays mapped and the lease counts, even if ``owner`` is closed. The
+    engine moves bytes synchronously, so there is never work that the consumer's stream would have to wait for.
 
     Parameters
     ----------

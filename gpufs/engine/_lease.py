@@ -1,8 +1,8 @@
 """Memory that programs share: leases in the program that holds it, mappings in those that use it."""
 
 import os
-from dataclasses import dataclass
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.engine._arguments import instance, text, unsigned
@@ -43,16 +43,16 @@ class Lease(Handle):
     buffer
         The buffer.
     writable
-        Whether those who map the memory may write to it. The descriptors of GPUs give access for writing in either case.
-        Holes of the buffer get memory.
+        Whether those who map the memory may write to it. The descriptors of GPUs give access for writing in either
+        case. Holes of the buffer get memory.
     label
         What messages call the holder, for example "PID 42 (python)".
 
     Raises
     ------
     EngineError
-        ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC: no memory for the holes. EOPNOTSUPP: the
-        device cannot share memory; the text says why.
+        ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC: no memory for the holes. EOPNOTSUPP:
+        the device cannot share memory; the text says why.
 
     Examples
     --------

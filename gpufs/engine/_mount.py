@@ -1,7 +1,7 @@
 """A mount's data plane and the inode table that both planes share."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from gpufs.engine._binding import Handle, check, failure, json_of
 from gpufs.engine._buffer import Buffer
@@ -22,6 +22,14 @@ SET_NLINK: Final[int] = lib.GPUFS_SET_NLINK
 RELATIME: Final[int] = lib.GPUFS_RELATIME
 STRICTATIME: Final[int] = lib.GPUFS_STRICTATIME
 NOATIME: Final[int] = lib.GPUFS_NOATIME
+
+# How a program passes on memory: a file in memory, or on GPUs a descriptor of physical memory or the vendor's handle.
+_ShareKind = Literal["file", "descriptor", "ipc"]
+_SHARE_KINDS: Final[dict[_ShareKind, int]] = {
+    "file": lib.GPUFS_SHARE_FILE,
+    "descriptor": lib.GPUFS_SHARE_DESCRIPTOR,
+    "ipc": lib.GPUFS_SHARE_IPC,
+}
 
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
@@ -115,9 +123,9 @@ class Mount(Handle):
     ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
-    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is
-    in seconds, for the GETATTR that the engine answers itself. ``transport``: "auto" or "device". ``metadata_bytes``:
-    host memory that names and attributes may take before new ones fail with ENOSPC, 0 for no limit.
+    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is in seconds, for the
+    GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take before
+    new ones fail with ENOSPC, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -136,10 +144,8 @@ class Mount(Handle):
         max_write: int = 0,
         mask_flags: int = 0,
         attribute_timeout: float = 1.0,
-        transport: str = "auto",
         metadata_bytes: int = 0,
     ) -> None:
-        name = ffi.new("char[]", transport.encode())
         options = ffi.new(
             "gpufs_mount_options *",
             {
@@ -151,7 +157,6 @@ class Mount(Handle):
                 "max_write": max_write,
                 "mask_flags": mask_flags,
                 "attribute_timeout": attribute_timeout,
-                "transport": name,
                 "metadata_bytes": metadata_bytes,
             },
         )
@@ -233,14 +238,14 @@ class Mount(Handle):
             raise failure(status)
         return int(fh[0])
 
-    def backing_file_open(self, ino: int, fd: int) -> int:
+    def backing_file_open(self, fd: int) -> int:
         """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is pyfuse3's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
         fh = ffi.new(_FH)
-        status = lib.gpufs_backing_file_open(self._handle, ino, fd, fh)
+        status = lib.gpufs_backing_file_open(self._handle, fd, fh)
         if status.error:
             raise failure(status)
         return int(fh[0])
@@ -259,6 +264,47 @@ class Mount(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_buffer(self._handle, ino, handle))
         return Buffer._adopt(self.engine, handle[0])
+
+    def inode_register(
+        self,
+        ino: int,
+        kind: _ShareKind,
+        fd: int,
+        *,
+        offset: int,
+        size: int,
+        writable: bool,
+        whole: int = 0,
+        handle: bytes = b"",
+    ) -> None:
+        """Makes memory of another program the contents of a file, whose size is fixed then.
+
+        ``fd``: the memory, which stays the caller's; -1 for "ipc", which has a ``handle`` instead. ``offset`` and
+        ``size`` in bytes; ``whole``: for "descriptor", the size of its physical memory. On return the kernel knows the
+        new size. EngineError EBUSY unless the file is new, empty, and was opened for writing only by the call that
+        created it; EINVAL, EACCES if the memory is not as described.
+        """
+        memory = ffi.new(
+            "gpufs_foreign_memory *",
+            {
+                "kind": _SHARE_KINDS[kind],
+                "fd": fd,
+                "writable": writable,
+                "whole_bytes": whole,
+                "offset": offset,
+                "bytes": size,
+                "handle": handle.ljust(64, b"\0"),
+            },
+        )
+        check(lib.gpufs_inode_register(self._handle, ino, memory))
+
+    def inode_revoke(self, ino: int, patience: float) -> None:
+        """Withdraws that memory: all calls on the file fail with ESTALE from now on.
+
+        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``patience``
+        seconds; the memory is unmapped once that ends.
+        """
+        check(lib.gpufs_inode_revoke(self._handle, ino, round(patience * 1000)))
 
     def invalidate_inode(self, ino: int) -> None:
         """Notifies the kernel that its cached contents and attributes are stale. Queued; never blocks."""

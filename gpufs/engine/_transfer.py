@@ -18,7 +18,6 @@ from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
     from gpufs.engine._buffer import Memory
-    from gpufs.engine._operations import Number, OperationFuture, Stream, StreamLike
 
 Switch = Literal["auto", "on", "off", "require"]
 Direction = Literal["load", "store"]
@@ -152,18 +151,8 @@ _STATES: Final[dict[int, Literal["queued", "running", "done"]]] = {
 }
 
 
-class BackingFile(Handle):
-    """A regular file or block device of the host, for transfers. It keeps its engine alive.
-
-    The engine opens descriptors of its own with the access mode of ``fd``, never a wider one. This may block for as
-    long as the file's server does.
-
-    Raises
-    ------
-    EngineError
-        EBADF for an O_PATH descriptor, EISDIR or EINVAL for another kind of file, EDEADLK for a file on a mount of
-        gpufs.
-    """
+class HostFile(Handle):
+    """A file of the host that is open for transfers, without its reads and writes: see BackingFile."""
 
     __slots__ = ("engine",)
 
@@ -209,117 +198,11 @@ class BackingFile(Handle):
             fastpath_refusals=tuple(refusal_names(info.fastpath_refusals)),
         )
 
-    def read(
-        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> int:
-        """Reads from the file into device memory and waits for the end.
-
-        An exception that arrives during the wait (KeyboardInterrupt) cancels the read.
-
-        Parameters
-        ----------
-        memory
-            A Buffer (which grows), a DeviceRange, or a contiguous array on a device of the engine, with
-            ``__cuda_array_interface__`` or DLPack (host engines: the buffer protocol or DLPack).
-        size
-            In bytes; None for all that the file has and the memory can take.
-        file_offset, buffer_offset
-            In bytes.
-        options
-            Those of :class:`Transfer`.
-
-        Returns
-        -------
-        int
-            The bytes read: fewer than ``size`` at the end of the file.
-
-        Raises
-        ------
-        TransferError
-            The read failed, also after progress.
-        EngineError, TypeError, ValueError
-            The read could not be queued.
-        """
-        with Transfer(
-            "load", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options
-        ) as transfer:
-            return transfer.finish()
-
-    def write(
-        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> int:
-        """Writes device memory to the file and waits; returns the bytes written. Otherwise like :meth:`read`.
-
-        The bytes are durable only with ``sync="data"`` or ``sync="full"``.
-        """
-        with Transfer(
-            "store", self, memory, file_offset=file_offset, buffer_offset=buffer_offset, size=size, **options
-        ) as transfer:
-            return transfer.finish()
-
-    def read_async(
-        self,
-        memory: "Memory",
-        size: "Number | None" = None,
-        file_offset: "Number" = 0,
-        buffer_offset: "Number" = 0,
-        *,
-        stream: "Stream | StreamLike | None" = None,
-        **options: Any,
-    ) -> "OperationFuture":
-        """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
-
-        Numbers may be late, ``options`` are those of :class:`Operation`. Without a stream the read starts at once.
-
-        Raises
-        ------
-        EngineError
-            EAGAIN if too many operations are under way, EINVAL if memory and stream are on different devices, EBUSY for
-            a stream that is being captured into a graph.
-        TypeError, ValueError
-            An argument cannot be used.
-        """
-        # Imported here, since that module imports this one.
-        from gpufs.engine._operations import Operation, submit_operation
-
-        return submit_operation(
-            Operation("load", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
-        )
-
-    def write_async(
-        self,
-        memory: "Memory",
-        size: "Number | None" = None,
-        file_offset: "Number" = 0,
-        buffer_offset: "Number" = 0,
-        *,
-        stream: "Stream | StreamLike | None" = None,
-        **options: Any,
-    ) -> "OperationFuture":
-        """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
-        from gpufs.engine._operations import Operation, submit_operation
-
-        return submit_operation(
-            Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
-        )
-
-    def read_future(
-        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> "OperationFuture":
-        """Like :meth:`read`, without waiting: the future has the count as its result, or raises TransferError."""
-        return self.read_async(memory, size, file_offset, buffer_offset, **options)
-
-    def write_future(
-        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> "OperationFuture":
-        """Like :meth:`write`, without waiting: the future has the count as its result, or raises TransferError."""
-        return self.write_async(memory, size, file_offset, buffer_offset, **options)
-
 
 def fill_request(
     request: Any,
     direction: Direction,
-    backing: BackingFile,
+    backing: HostFile,
     memory: "Memory",
     *,
     file_offset: int,
@@ -333,7 +216,8 @@ def fill_request(
     client: int,
 ) -> object:
     """Fills in the C interface's request. Returns what must be kept alive while the transfer runs."""
-    instance("backing", BackingFile, backing)
+    if not isinstance(backing, HostFile):
+        raise TypeError(f"backing: {type(backing).__name__} is not BackingFile")
     request.backing = backing._handle
     keep: object = None
     if isinstance(memory, Buffer):
@@ -393,7 +277,7 @@ class Transfer(Handle):
     def __init__(
         self,
         direction: Direction,
-        backing: BackingFile,
+        backing: HostFile,
         memory: "Memory",
         *,
         file_offset: int = 0,

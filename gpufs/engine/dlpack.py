@@ -1,4 +1,4 @@
-"""DLPack capsules of memory that a Python object owns."""
+"""DLPack capsules of memory that a Python object owns; those of memory that a native object owns are in _dlpack.py."""
 
 import ctypes
 from collections.abc import Sequence

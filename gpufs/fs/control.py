@@ -19,7 +19,8 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers`` and ``io`` are asked at each reading.
+    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``io`` are asked at each
+    reading.
     """
 
     mountpoint: str
@@ -29,6 +30,7 @@ class MountStatus:
     statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]] | None = None
+    leases: Callable[[int], list[dict[str, Any]]] | None = None  # and registrations, that a user may see
     io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
@@ -51,6 +53,8 @@ class MountStatus:
         }
         if self.transfers is not None:
             status["transfers"] = dict(self.transfers())
+        if self.leases is not None:
+            status["leases"] = self.leases(uid)
         if self.io is not None:
             status["io"] = dict(self.io())
         return status

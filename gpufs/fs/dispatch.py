@@ -30,11 +30,10 @@ from gpufs.fs.table import InodeTable
 
 log = logging.getLogger(__name__)
 
-# Requests whose first argument, an inode or the directory of a name, decides who answers.
-_BY_INODE: Final = (
-    "lookup create mknod mkdir symlink readlink unlink rmdir opendir open "
-    "getattr setattr setxattr getxattr listxattr removexattr"
-).split()
+# Requests whose first argument, an inode or the directory of a name, selects the handler.
+_BY_INODE: Final = "lookup create mknod mkdir symlink readlink unlink rmdir opendir open".split()
+# Requests about attributes. The engine answers them for every inode in its table.
+_OF_HOST: Final = "getattr setattr setxattr getxattr listxattr removexattr".split()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,7 +163,10 @@ class Operations(pyfuse3.Operations):
 def _by_inode(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def request(self: Operations, inode: int, *arguments: Any) -> Any:
         try:
-            return await getattr(self._handler(inode), name)(inode, *arguments)
+            handler = self._handler(inode)
+            if handler is self._names and name in _OF_HOST:
+                raise error(errno.ESTALE)  # the inode has just gone from the engine's table
+            return await getattr(handler, name)(inode, *arguments)
         except Exception as failure:  # noqa: BLE001 - logged and turned into an errno
             raise _fuse_error(name, failure) from None
 
@@ -172,5 +174,5 @@ def _by_inode(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     return request
 
 
-for _name in _BY_INODE:
+for _name in (*_BY_INODE, *_OF_HOST):
     setattr(Operations, _name, _by_inode(_name))

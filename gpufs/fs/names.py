@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import EACCES, EINVAL, EISDIR, ESTALE
 
@@ -138,35 +137,6 @@ class NamesHandler:
         ctx: pyfuse3.RequestContext,
     ) -> None:
         self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx.uid, ctx.gid)
-
-    # ---- attributes ----
-
-    # The engine answers these requests itself if its table has the inode. Here the inode has just gone.
-
-    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        raise error(ESTALE)
-
-    async def setattr(
-        self,
-        inode: int,
-        attr: pyfuse3.EntryAttributes,
-        fields: pyfuse3.SetattrFields,
-        fh: int | None,
-        ctx: pyfuse3.RequestContext,
-    ) -> pyfuse3.EntryAttributes:
-        raise error(ESTALE)
-
-    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
-        raise error(ESTALE)
-
-    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        raise error(ESTALE)
-
-    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        raise error(ESTALE)
-
-    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        raise error(ESTALE)
 
     # ---- opening ----
 

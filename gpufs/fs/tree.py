@@ -12,6 +12,7 @@ import errno
 import stat
 import time
 from collections.abc import Callable
+from itertools import chain
 
 from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
@@ -115,6 +116,10 @@ class Tree:
         check_name(name)
         raise error(errno.ENOENT)
 
+    def hold(self, ino: int) -> None:
+        """Keeps a node until :meth:`forget`, as a reference of the kernel does. ESTALE for one that is gone."""
+        self.node(ino).lookups += 1
+
     def forget(self, ino: int, count: int) -> None:
         """Drops ``count`` of the kernel's references; a node without names goes with the last one."""
         node = self.nodes.get(ino)
@@ -206,6 +211,22 @@ class Tree:
         self._touch(directory)
         self._drop_if_unused(node)
         return node
+
+    def remove_names(self, ino: int) -> list[tuple[int, bytes]]:
+        """Removes all names of a file; the directories and the names that it had there."""
+        node = self.nodes.get(ino)
+        removed: list[tuple[int, bytes]] = []
+        if node is None or isinstance(node, Directory):
+            return removed
+        # Most files have one name, in the directory that the node knows.
+        others = (other for other in self.nodes.copy().values() if isinstance(other, Directory))
+        for directory in chain([node.parent] if node.parent else [], others):
+            if node.names == 0:
+                break
+            for name in [name for name, entry in directory.entries.items() if entry.node is node]:
+                self.unlink(directory.ino, name)
+                removed.append((directory.ino, name))
+        return removed
 
     def rmdir(self, parent: int, name: bytes) -> Directory:
         """Removes an empty directory."""

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import msgpack
 
@@ -30,6 +30,10 @@ LOAD: Final = "load"  # from the host's file into the buffer
 STORE: Final = "store"  # from the buffer into the host's file
 FASTPATH: Final = ("auto", "off", "require")
 SYNC: Final = ("none", "data", "full")
+# How a client passes on its memory: a file in memory, a descriptor of a GPU's physical memory, the vendor's handle.
+ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
+SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
+HANDLE_BYTES: Final = 64
 READ: Final = "r"  # modes of an attachment
 READ_WRITE: Final = "r+"
 
@@ -141,6 +145,67 @@ class Cancel:
     TYPE: ClassVar[str] = "cancel"
     CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
     id: int
+
+
+@dataclass(frozen=True)
+class Register:
+    """Makes memory of the client the contents of a file that it has just created.
+
+    Its descriptor comes with it, open for writing, and then that of the memory, unless ``kind`` is "ipc", which has a
+    ``handle``. The memory begins ``offset`` bytes into what the descriptor or the handle stands for. ``whole``: the
+    size of that for "descriptor". ``pci_address``: of the GPU, "" for memory of the host.
+    """
+
+    TYPE: ClassVar[str] = "register"
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "id": _id,
+        "kind": _one_of(*SHARE_KINDS),
+        "offset": _integer(0, MAX_OFFSET),
+        "size": _integer(1, MAX_OFFSET),
+        "writable": lambda value: type(value) is bool,
+        "whole": _integer(0, MAX_OFFSET),
+        "pci_address": _text,
+        "handle": lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES),
+    }
+    id: int
+    kind: ShareKind
+    offset: int
+    size: int
+    writable: bool = True
+    whole: int = 0
+    pci_address: str = ""
+    handle: bytes = b""
+
+
+@dataclass(frozen=True)
+class Unregister:
+    """Ends a registration: the file loses its names, and its contents are gone."""
+
+    TYPE: ClassVar[str] = "unregister"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
+    id: int
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The answer to ``register``: ``error`` 0 if the file now shows the memory."""
+
+    TYPE: ClassVar[str] = "registered"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
+    id: int
+    error: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Unregistered:
+    """The answer to ``unregister``: ``error`` 0 if the daemon no longer uses the memory, else ETIMEDOUT."""
+
+    TYPE: ClassVar[str] = "unregistered"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
+    id: int
+    error: int
+    message: str
 
 
 @dataclass(frozen=True)
@@ -273,13 +338,14 @@ class Goodbye:
     message: str
 
 
-ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach
-ServerMessage = Welcome | Progress | Result | Attached | Pieces | Detached | Goodbye
+ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister
+ServerMessage = Welcome | Progress | Result | Attached | Pieces | Detached | Registered | Unregistered | Goodbye
 _CLIENT: Final[Mapping[str, type[ClientMessage]]] = {
-    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Attach, Refresh, Detach)
+    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Attach, Refresh, Detach, Register, Unregister)
 }
 _SERVER: Final[Mapping[str, type[ServerMessage]]] = {
-    kind.TYPE: kind for kind in (Welcome, Progress, Result, Attached, Pieces, Detached, Goodbye)
+    kind.TYPE: kind
+    for kind in (Welcome, Progress, Result, Attached, Pieces, Detached, Registered, Unregistered, Goodbye)
 }
 
 
@@ -328,11 +394,22 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
-def receive(sock: socket.socket, most: int = MAX_DESCRIPTORS) -> tuple[bytes, list[int]]:
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes descriptors, whatever their closing says. May block as their file systems do."""
+    for fd in descriptors:
+        try:
+            os.close(fd)
+        except OSError:
+            pass
+
+
+def receive(
+    sock: socket.socket, most: int = MAX_DESCRIPTORS, discard: Callable[[list[int]], None] = close_all
+) -> tuple[bytes, list[int]]:
     """One packet and the descriptors that came with it, which are the caller's and close on exec; b"" at the end.
 
     Waits as the socket does. ProtocolError for a packet that is too large or has more than ``most`` descriptors, EMFILE
-    if this process has no space for them; all that had come are closed then.
+    if this process has no space for them; ``discard`` closes all that had come then.
     """
     space = socket.CMSG_SPACE(most * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE + 1, space, socket.MSG_CMSG_CLOEXEC)
@@ -349,7 +426,7 @@ def receive(sock: socket.socket, most: int = MAX_DESCRIPTORS) -> tuple[bytes, li
     elif flags & socket.MSG_CTRUNC:
         problem = ProtocolError(f"a message with more than {most} descriptors")
     if problem:
-        close_all(descriptors)
+        discard(descriptors)
         raise problem
     return data, descriptors
 
@@ -360,12 +437,3 @@ def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptor
     if descriptors:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
     sock.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors, whatever their closing says. May block as their file systems do."""
-    for fd in descriptors:
-        try:
-            os.close(fd)
-        except OSError:
-            pass

@@ -31,8 +31,10 @@ from gpufs.protocol import (
     Hello,
     ProtocolError,
     Refresh,
+    Register,
     Result,
     ServerMessage,
+    Unregister,
     Welcome,
 )
 from gpufs.service import _checks
@@ -40,6 +42,7 @@ from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._leases import ClientLeases, Holder, LeaseTable, program_of
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
+from gpufs.service._register import Registrations, Registry, answer_of
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +133,11 @@ class ClientConnection:
         limits: Limits,
         counters: Counters,
         table: LeaseTable,
+        registry: Registry,
     ) -> None:
         """``device``: the st_dev of the mount; ``number``: names the connection in logs."""
         sock.setblocking(False)
+        self._registrations = Registrations(registry, peer.pid, peer.uid, program_of(peer.pid))
         self._sock = sock
         self._peer = peer
         # A process in another PID namespace has no number here.
@@ -173,6 +178,7 @@ class ClientConnection:
             raise
         finally:
             self._sock.close()
+            await self._end_registrations()
             with trio.CancelScope(shield=True):
                 await self._leases.close(self._limits.grace)
         return self._greeted
@@ -220,6 +226,8 @@ class ClientConnection:
                 except ProtocolError:
                     self._discard(descriptors)
                     raise
+            elif isinstance(message, Register | Unregister):
+                await self._change_registrations(message, descriptors)
             else:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
@@ -231,14 +239,19 @@ class ClientConnection:
                 await trio.sleep_until(window + 1)
                 window, count = trio.current_time(), 0
 
+    @property
+    def _busy(self) -> bool:
+        """Whether the connection has a purpose without any message."""
+        return bool(self._tasks or self._leases or self._registrations)
+
     async def _receive_within_limits(self) -> tuple[ClientMessage | None, list[int]]:
-        """As _receive(). TooSlowError after too long without a message, a copy in progress or a lease."""
+        """As _receive(). TooSlowError after too long without a message, a copy, a lease or a registration."""
         self._at_rest = trio.current_time()
         while True:
-            since = trio.current_time() if self._tasks or self._leases else self._at_rest
+            since = trio.current_time() if self._busy else self._at_rest
             with trio.move_on_at(since + self._limits.idle):
                 return await self._receive()
-            if not self._tasks and not self._leases and trio.current_time() >= self._at_rest + self._limits.idle:
+            if not self._busy and trio.current_time() >= self._at_rest + self._limits.idle:
                 raise trio.TooSlowError
 
     async def _receive(self) -> tuple[ClientMessage | None, list[int]]:
@@ -246,7 +259,7 @@ class ClientConnection:
         await trio.lowlevel.checkpoint()
         while True:
             try:
-                data, descriptors = protocol.receive(self._sock)
+                data, descriptors = protocol.receive(self._sock, discard=self._discard)
                 break
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._sock)
@@ -291,6 +304,30 @@ class ClientConnection:
         """Closes descriptors on a thread: closing calls the file's server, which may be this process."""
         if descriptors:
             threads.in_background(functools.partial(protocol.close_all, descriptors))
+
+    # ---- registrations ----
+
+    async def _change_registrations(self, message: Register | Unregister, descriptors: list[int]) -> None:
+        """Serves one message. What it changes is undone when the connection ends, also if the answer is not sent."""
+        error, text = 0, ""
+        try:
+            try:
+                if isinstance(message, Register):
+                    await self._registrations.add(message, descriptors)
+                else:
+                    await self._registrations.remove(message.id)
+            finally:
+                self._discard(descriptors)
+        except OSError as failure:
+            error, text = answer_of(failure)
+        answer = protocol.Registered if isinstance(message, Register) else protocol.Unregistered
+        self._at_rest = trio.current_time()
+        with trio.fail_after(self._limits.send):
+            await self.send(answer(message.id, error, text))
+
+    async def _end_registrations(self) -> None:
+        ending = trio.current_effective_deadline() == -math.inf
+        await self._registrations.close(self._limits.last_send if ending else self._limits.withdrawal)
 
     # ---- copies ----
 

@@ -39,7 +39,26 @@ class Holder:
     ino: int = 0
     private: bool = False
     bytes: int = 0
+    charged: int = 0  # bytes of device memory that a private copy takes
     since: float = field(default_factory=time.time)
+
+    def visible_to(self, uid: int) -> bool:
+        """Whether a user may know of it: root and the mount's owner of all, others of their own."""
+        return uid in (0, os.geteuid(), self.uid)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``.gpufs/leases``."""
+        return {
+            "path": self.path,
+            "inode": self.ino,
+            "pid": self.pid,
+            "uid": self.uid,
+            "program": self.program,
+            "mode": self.mode,
+            "private": self.private,
+            "bytes": self.bytes,
+            "since": self.since,
+        }
 
     def __str__(self) -> str:
         return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
@@ -73,7 +92,7 @@ class LeaseTable:
     def charge(self, holder: Holder, size: int, total: int) -> None:
         """Counts a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
         with self._lock:
-            used = sum(one.bytes for one in self._holders if one.private and one.uid == holder.uid)
+            used = sum(one.charged for one in self._holders if one.uid == holder.uid)
             most = total if holder.uid in (0, os.geteuid()) else int(total * self._limits.private_share)
             if used + size > most:
                 raise OSError(
@@ -82,26 +101,13 @@ class LeaseTable:
                     "needed (files that the user may write need no copy)",
                 )
             holder.private = True
-            holder.bytes = size
+            holder.charged = size
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """The leases that a user may see, oldest first: root and the mount's owner all, others their own."""
         with self._lock:
-            seen = [one for one in self._holders if uid in (0, os.geteuid(), one.uid)]
-        return [
-            {
-                "path": one.path,
-                "inode": one.ino,
-                "pid": one.pid,
-                "uid": one.uid,
-                "program": one.program,
-                "mode": one.mode,
-                "private": one.private,
-                "bytes": one.bytes,
-                "since": one.since,
-            }
-            for one in sorted(seen, key=lambda one: one.since)
-        ]
+            seen = [one for one in self._holders if one.visible_to(uid)]
+        return [one.as_dict() for one in sorted(seen, key=lambda one: one.since)]
 
 
 class LeaseClient(Protocol):
@@ -171,7 +177,8 @@ class ClientLeases:
         attachment = self._attachments.get(message.id)
         if len(descriptors) != isinstance(message, Attach):
             raise ProtocolError(f"a message of type {message.TYPE} with {len(descriptors)} descriptors")
-        if attachment is not None and attachment.busy:
+        # An interrupted client may end what it has just asked for.
+        if attachment is not None and attachment.busy and not isinstance(message, Detach):
             raise ProtocolError("a request for an attachment whose last request has not been answered")
         if self._working >= self._limits.requests:
             raise ProtocolError("too many requests at once")
@@ -187,7 +194,7 @@ class ClientLeases:
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, attachment)
         else:
-            work = functools.partial(self._detach, message)
+            work = functools.partial(self._detach, message, attachment)
         self._working += 1
         if attachment is not None:
             attachment.busy = True
@@ -206,8 +213,8 @@ class ClientLeases:
         """Ends all leases, and waits so long for that."""
         with trio.move_on_after(seconds):
             async with trio.open_nursery() as nursery:
-                for number in list(self._attachments):
-                    nursery.start_soon(self._end, number)
+                for number, attachment in list(self._attachments.items()):
+                    nursery.start_soon(self._end, number, attachment)
 
     async def _attach(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> None:
         def prepare() -> MountLease:
@@ -216,7 +223,7 @@ class ClientLeases:
         try:
             attachment.lease = await self._client.in_thread(prepare, attachment.holdings)
         except OSError as failure:
-            await self._end(message.id)
+            await self._end(message.id, attachment)
             await self._refuse(message.id, failure)
             return
         holder = attachment.holder
@@ -229,7 +236,7 @@ class ClientLeases:
         holder, holdings = attachment.holder, attachment.holdings
         ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._device)
         holder.ino = ino
-        holder.path = _path_of(descriptor.fd)
+        holder.path = path_of(descriptor.fd)
         self._table.enter(holder)
         holdings.hold(_Closing(functools.partial(self._table.leave, holder)))
         buffer = self._mount.open_buffer(ino)
@@ -238,7 +245,7 @@ class ClientLeases:
             descriptor.close()
             private = not may_write and self._mount.gets_copy(buffer)
             if private:
-                self._table.charge(holder, buffer.info.size, self._mount.device_bytes(buffer))
+                self._table.charge(holder, *self._mount.cost_of_copy(buffer))
             writable = message.mode == READ_WRITE
             lease = holdings.hold(self._mount.lease(buffer, writable=writable, private=private, label=str(holder)))
         finally:
@@ -255,23 +262,27 @@ class ClientLeases:
             await self._refuse(message.id, OSError(errno.EBADF, "nothing is attached under this number"))
             return
         lease = attachment.lease
+
+        def refresh() -> int:
+            lease.refresh()
+            return lease.bytes
+
         try:
-            await self._client.in_thread(lease.refresh, attachment.holdings)
+            attachment.holder.bytes = await self._client.in_thread(refresh, attachment.holdings)
         except OSError as failure:
             await self._refuse(message.id, failure)
             return
-        attachment.holder.bytes = lease.bytes
         await self._answer(message.id, attachment, lease, message.start)
 
-    async def _detach(self, message: Detach) -> None:
-        await self._end(message.id)
+    async def _detach(self, message: Detach, attachment: _Attachment | None) -> None:
+        await self._end(message.id, attachment)
         await self._send(Detached(message.id))
 
-    async def _end(self, number: int) -> None:
-        """Ends a lease and waits until its memory is released."""
-        attachment = self._attachments.pop(number, None)
-        if attachment is None:
+    async def _end(self, number: int, attachment: _Attachment | None) -> None:
+        """Ends a lease and waits until its memory is released. Another one may have its number by now, and stays."""
+        if attachment is None or self._attachments.get(number) is not attachment:
             return
+        del self._attachments[number]
         released = trio.Event()
         token = trio.lowlevel.current_trio_token()
 
@@ -287,11 +298,12 @@ class ClientLeases:
     async def _answer(self, number: int, attachment: _Attachment, lease: MountLease, start: int) -> None:
         """Sends the memory from ``start`` on."""
 
-        def take() -> _Outgoing:
-            return attachment.holdings.hold(_Outgoing(lease.pieces(start)))
+        def take() -> tuple[_Outgoing, int]:
+            size = lease.bytes
+            return attachment.holdings.hold(_Outgoing(lease.pieces(start))), size
 
         try:
-            outgoing = await self._client.in_thread(take, attachment.holdings)
+            outgoing, size = await self._client.in_thread(take, attachment.holdings)
         except OSError as failure:
             await self._refuse(number, failure)
             return
@@ -302,7 +314,7 @@ class ClientLeases:
                 driver=lease.driver,
                 pci_address=lease.pci_address,
                 device=lease.device,
-                size=lease.bytes,
+                size=size,
                 private=lease.private,
                 pieces=len(pieces),
             )
@@ -330,7 +342,7 @@ class ClientLeases:
             self._client.hang_up()
 
 
-def _path_of(fd: int) -> str:
+def path_of(fd: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

@@ -23,4 +23,6 @@ class Limits:
     progress: float = 0.02  # the least time between two progress messages
     last_send: float = 1.0  # for a client to receive a result when the mount is ending
     abandoned: float = 1.0  # for a thread that still works for a copy that was cancelled before it started
+    registrations_per_user: int = 256
+    withdrawal: float = 5.0  # for what uses memory that a client withdraws
     grace: float = 5.0  # for a cancelled copy to end and its files to be closed

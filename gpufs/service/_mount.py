@@ -4,8 +4,10 @@ import os
 import stat
 import time
 from dataclasses import dataclass, field
-from errno import EINVAL, EISDIR, ENODATA, ENOENT, EOPNOTSUPP
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from errno import EINVAL, EISDIR, ENODATA, ENOENT, EOPNOTSUPP, EXDEV
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+
+from gpufs.protocol import Register
 
 if TYPE_CHECKING:
     from gpufs import engine
@@ -73,6 +75,19 @@ class MountTransfer:
         self._transfer.close()
 
 
+class Names(Protocol):
+    """The names of the mount's files. Only the trio thread calls it."""
+
+    def hold(self, ino: int) -> None:
+        """Keeps a file until forget(). OSError ESTALE if it is gone."""
+
+    def forget(self, ino: int, count: int) -> None:
+        """Drops so many references."""
+
+    def remove_names(self, ino: int) -> list[tuple[int, bytes]]:
+        """Removes all names of a file; the directories and the names that it had there."""
+
+
 class MountLease:
     """The memory of a file for a program that maps it. Any thread may call; all methods may block.
 
@@ -111,11 +126,12 @@ class ServedMount:
     may block.
 
     ``trust_readers``: clients that may only read get the memory itself on GPUs, too, whose descriptors always give
-    write access.
+    write access. ``names``: for the trio thread alone.
     """
 
-    def __init__(self, mount: "engine.Mount", *, trust_readers: bool = False) -> None:
+    def __init__(self, mount: "engine.Mount", names: Names, *, trust_readers: bool = False) -> None:
         self._mount = mount
+        self.names = names
         self._trust_readers = trust_readers
 
     def open_host(self, fd: int) -> Any:
@@ -177,10 +193,11 @@ class ServedMount:
             return True
         return self._mount.engine.driver != "host" and not self._trust_readers
 
-    def device_bytes(self, buffer: Any) -> int:
-        """The memory of a buffer's device."""
-        total: int = buffer.engine.devices[buffer.info.device].memory().total_bytes
-        return total
+    def cost_of_copy(self, buffer: Any) -> tuple[int, int]:
+        """The device memory that a copy of a buffer takes, in whole granules, and that there is, in bytes."""
+        device = buffer.engine.devices[buffer.info.device]
+        granule = device.info.granule
+        return -(-buffer.info.size // granule) * granule, device.memory().total_bytes
 
     def lease(self, buffer: Any, *, writable: bool, private: bool, label: str) -> MountLease:
         """Opens a lease on a buffer, or on a private copy of it. ``label``: the holder, for messages.
@@ -216,6 +233,38 @@ class ServedMount:
     def written(self, ino: int) -> None:
         """The contents of an inode change: sets its times, clears its set-id bits and notifies the kernel."""
         self._mount.inode_written(ino)
+
+    def register(self, ino: int, wanted: Register, memory: int) -> None:
+        """Makes a client's memory the contents of a file. ``memory``: its descriptor, -1 where there is none.
+
+        OSError if the memory or the file is not what the client says, EXDEV if it is that of another device.
+        """
+        index = self._mount.inode_get(ino).device
+        if index < 0:
+            raise OSError(EINVAL, "the file on the mount holds no device memory")
+        devices = self._mount.engine.devices
+        if wanted.pci_address and wanted.pci_address != devices[index].info.pci_address:
+            where = next((one.index for one in devices if one.info.pci_address == wanted.pci_address), None)
+            remedy = f"its files are below gpu{where}" if where is not None else "this mount does not show that GPU"
+            raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
+        self._mount.inode_register(
+            ino,
+            wanted.kind,
+            memory,
+            offset=wanted.offset,
+            size=wanted.size,
+            writable=wanted.writable,
+            whole=wanted.whole,
+            handle=wanted.handle,
+        )
+
+    def withdraw(self, ino: int, patience: float) -> None:
+        """Ends that, and waits until nothing uses the memory. OSError ETIMEDOUT after so many seconds."""
+        self._mount.inode_revoke(ino, patience)
+
+    def invalidate_name(self, parent: int, name: bytes) -> None:
+        """Notifies the kernel that a name is gone. Queued."""
+        self._mount.invalidate_entry(parent, name)
 
 
 def without_set_id(mode: int) -> int:

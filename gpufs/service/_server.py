@@ -20,6 +20,7 @@ from gpufs.service._client import ClientConnection, Counters, Peer
 from gpufs.service._leases import LeaseTable
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
+from gpufs.service._register import Registry
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Service:
         self._limits = limits
         self._counters = Counters()
         self._leases = LeaseTable(limits)
+        self._registry = Registry(mount, device, limits)
         self._users: Counter[int] = Counter()  # connections of each user
         self._strangers = 0  # connections of all users except root and this process's own
         self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
@@ -55,8 +57,8 @@ class Service:
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
 
     def leases(self, uid: int) -> list[dict[str, Any]]:
-        """The leases that a user may see, oldest first. Any thread may call."""
-        return self._leases.as_list(uid)
+        """The leases and registrations that a user may see, oldest first. Any thread may call."""
+        return sorted(self._leases.as_list(uid) + self._registry.as_list(uid), key=lambda one: float(one["since"]))
 
     async def _run(self, listener: socket.socket) -> None:
         number = refusals = 0
@@ -102,7 +104,7 @@ class Service:
 
     async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
         try:
-            shared = (self._mount, self._device, self._limits, self._counters, self._leases)
+            shared = (self._mount, self._device, self._limits, self._counters, self._leases, self._registry)
             client = ClientConnection(sock, peer, number, *shared)
             if not await client.run():
                 self._bad[peer.uid] += 1

@@ -1,8 +1,9 @@
 """Counters of a mount: reads them without asking the mount, also after its process was killed.
 
 A mount keeps its counters in a file that the engine maps and counts in. The process holds a lock on the file for as
-long as it lives. docs/statistics.md describes the format, and the dictionary that `parse` and the functions that read
-return, which is what ``.gpufs/stats`` and ``gpufs stats --json`` show as JSON. Nothing here needs the engine.
+long as it lives. docs/internals/statistics-file.md describes the file. `parse`, and the functions that read, return the
+dictionary that ``.gpufs/stats`` and ``gpufs stats --json`` show as JSON (docs/statistics.md). Nothing here needs the
+engine.
 """
 
 from gpufs.statistics._files import (

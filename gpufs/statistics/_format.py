@@ -1,45 +1,46 @@
-"""The format of a file of counters (docs/statistics.md), which another user may have forged."""
+"""The format of a file of counters (docs/internals/statistics-file.md), which another user may have forged."""
 
 import json
 import struct
 from array import array
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 VERSION: Final = 2
 MAGIC: Final = b"GPUFSTAT"
 BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable")
 FLOWS: Final = ("in", "out")
-DETAILS: Final = (
-    "failed",
-    "cancelled",
-    "abandoned",
-    "buffered_bytes",
-    "direct_bytes",
-    "hole_bytes",
-)
-ENGINE_GAUGES: Final = (
-    "transfers_active",
-    "bounce_slot_bytes",
-    "bounce_capacity_bytes",
-    "bounce_pinned_bytes",
-    "bounce_used_bytes",
-    "bounce_waits",
-    "bounce_pin_failures",
-    "request_pinned_bytes",
-    "locked_bytes",
-    "locked_ranges",
-)
-DEVICE_GAUGES: Final = (
-    "total_bytes",
-    "held_bytes",
-    "health_error",
-    "events_existing",
-    "events_idle",
-    "streams_existing",
-    "streams_idle",
-)
+# The arrays of numbers in their order in the file, and what each number means.
+DETAILS: Final = {
+    "failed": "Transfers that failed.",
+    "cancelled": "Transfers that were cancelled.",
+    "abandoned": "Cancelled transfers whose threads hung in their files.",
+    "buffered_bytes": "Bytes of the fallback path that went through the page cache.",
+    "direct_bytes": "Bytes of the fallback path that were read or written by O_DIRECT.",
+    "hole_bytes": "Bytes of holes, which were not read.",
+}
+ENGINE_GAUGES: Final = {
+    "transfers_active": "Transfers in progress.",
+    "bounce_slot_bytes": "Bytes of one pinned slot.",
+    "bounce_capacity_bytes": "Bytes that pinned slots may take.",
+    "bounce_pinned_bytes": "Bytes that pinned slots take.",
+    "bounce_used_bytes": "Bytes of pinned slots in use.",
+    "bounce_waits": "Times that a thread waited for a pinned slot.",
+    "bounce_pin_failures": "Times that memory for a slot could not be pinned.",
+    "request_pinned_bytes": "Pinned bytes of the memory for the kernel's requests.",
+    "locked_bytes": "Bytes of locked host memory.",
+    "locked_ranges": "Locked ranges of host memory.",
+}
+DEVICE_GAUGES: Final = {
+    "total_bytes": "Bytes of memory of the device that the mount may use.",
+    "held_bytes": "Bytes of device memory that files hold.",
+    "health_error": "0, or the errno of the failure that put the device out of service.",
+    "events_existing": "Events that have been created.",
+    "events_idle": "Events that are not in use.",
+    "streams_existing": "Streams that have been created.",
+    "streams_idle": "Streams that are not in use.",
+}
 _HEADER: Final = struct.Struct("=8sIIQIIIIIIII4QIIIIQQ")
 _Header = namedtuple(
     "_Header",
@@ -194,5 +195,5 @@ def _words(data: bytes, offset: int, size: int) -> "array[int]":
     return words
 
 
-def _named(data: bytes, offset: int, names: Sequence[str]) -> dict[str, int]:
+def _named(data: bytes, offset: int, names: Collection[str]) -> dict[str, int]:
     return dict(zip(names, _words(data, offset, 8 * len(names)), strict=True))

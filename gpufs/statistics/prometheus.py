@@ -6,38 +6,11 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_GAUGES
+
 _SIZE_BOUNDS: Final = tuple(float(1 << power) for power in range(9, 37))  # 512 bytes to 64 GiB
 _TIME_BOUNDS: Final = tuple((1 << power) / 1e9 for power in range(9, 38))  # 512 ns to 137 s
-_DETAIL_TEXTS: Final = {
-    "failed": "Transfers that failed.",
-    "cancelled": "Transfers that were cancelled.",
-    "abandoned": "Cancelled transfers whose threads hung in their files.",
-    "buffered_bytes": "Bytes of the fallback path that went through the page cache.",
-    "direct_bytes": "Bytes of the fallback path that were read or written by O_DIRECT.",
-    "hole_bytes": "Bytes of holes, which were not read.",
-}
-_ENGINE_TEXTS: Final = {
-    "transfers_active": "Transfers in progress.",
-    "bounce_slot_bytes": "Bytes of one pinned slot.",
-    "bounce_capacity_bytes": "Bytes that pinned slots may take.",
-    "bounce_pinned_bytes": "Bytes that pinned slots take.",
-    "bounce_used_bytes": "Bytes of pinned slots in use.",
-    "bounce_waits": "Times that a thread waited for a pinned slot.",
-    "bounce_pin_failures": "Times that memory for a slot could not be pinned.",
-    "request_pinned_bytes": "Pinned bytes of the memory for the kernel's requests.",
-    "locked_bytes": "Bytes of locked host memory.",
-    "locked_ranges": "Locked ranges of host memory.",
-}
 _GROWING: Final = frozenset({"bounce_waits", "bounce_pin_failures"})
-_DEVICE_TEXTS: Final = {
-    "total_bytes": "Bytes of memory of the device that the mount may use.",
-    "held_bytes": "Bytes of device memory that files hold.",
-    "health_error": "0, or the errno of the failure that put the device out of service.",
-    "events_existing": "Events that have been created.",
-    "events_idle": "Events that are not in use.",
-    "streams_existing": "Streams that have been created.",
-    "streams_idle": "Streams that are not in use.",
-}
 
 
 def metrics(found: dict[str, Any]) -> bytes:
@@ -72,12 +45,12 @@ def _families(found: dict[str, Any]) -> Iterator[Metric]:
     )
     started.add_metric([mountpoint], found["started"])
     yield started
-    for name, text in _ENGINE_TEXTS.items():
+    for name, text in ENGINE_GAUGES.items():
         kind = CounterMetricFamily if name in _GROWING else GaugeMetricFamily
         gauge = kind(f"gpufs_{name}", text, labels=["mountpoint"])
         gauge.add_metric([mountpoint], found["gauges"][name])
         yield gauge
-    for name, text in _DEVICE_TEXTS.items():
+    for name, text in DEVICE_GAUGES.items():
         gauge = GaugeMetricFamily(f"gpufs_device_{name}", text, labels=of_device)
         for device in found["devices"]:
             gauge.add_metric([mountpoint, device["name"]], device["gauges"][name])
@@ -108,7 +81,7 @@ def _families(found: dict[str, Any]) -> Iterator[Metric]:
                 times.add_metric(labels, _cumulative(counts["times"], _TIME_BOUNDS), counts["seconds"])
     yield from (moved, errors, running, refusals, sizes, times)
 
-    for name, text in _DETAIL_TEXTS.items():
+    for name, text in DETAILS.items():
         detail = CounterMetricFamily(f"gpufs_transfer_{name}", text, labels=of_flow)
         for device in found["devices"]:
             for flow, details in device["transfers"].items():

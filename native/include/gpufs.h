@@ -143,8 +143,8 @@ gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpuf
 
 /* ---- memory that programs share ---- */
 
-/* WRITE: those who map the memory may write to it. LOCAL: the memory is used in this process, by its address, and is not
- * exported. */
+/* WRITE: those who map the memory may write to it. LOCAL: the memory is used in this process, by its address, and is
+ * not exported. */
 enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2 };
 
 typedef struct {
@@ -188,8 +188,8 @@ gpufs_status gpufs_lease_close(gpufs_handle lease);
  * reserve_bytes: addresses for growth. ENODEV: this process does not see the device. */
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping);
-/* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those before
- * it mapped. EFBIG: beyond the capacity. */
+/* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those
+ * before it mapped. EFBIG: beyond the capacity. */
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
 /* Unmaps the memory, once no DLPack tensor of it is left. */
@@ -257,7 +257,6 @@ typedef struct {
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */
-  const char* transport;    /* "auto" or "device", which is what auto takes */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
 } gpufs_mount_options;
 
@@ -338,13 +337,38 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
  * mode and O_APPEND count: *fh goes into pyfuse3's FileInfo. Natively answered like those of buffers: READ, WRITE,
  * LSEEK, FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of
  * *fh is set: handles of Python's own must not have it. May block; fails as gpufs_backing_open() does. */
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t ino, int32_t fd, uint64_t* fh);
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh);
 /* Closes a file handle: the answer to RELEASE, which is relayed for backing files alone. EBADF if unknown. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 
 /* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference
  * only. EISDIR or EINVAL for what has no buffer. Closed with the mount. */
 gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer);
+
+/* Memory of another program, as that passed it on; nothing in it is trusted. */
+enum {
+  GPUFS_SHARE_FILE = 0,       /* host: a descriptor of a file in memory */
+  GPUFS_SHARE_DESCRIPTOR = 1, /* GPUs: a descriptor of physical memory */
+  GPUFS_SHARE_IPC = 2         /* GPUs: the vendor's handle of an allocation */
+};
+typedef struct {
+  int32_t kind;
+  int32_t fd;           /* stays the caller's; not for IPC */
+  int32_t writable;     /* 0: writes to the file are EPERM */
+  uint64_t whole_bytes; /* DESCRIPTOR: of the physical memory */
+  uint64_t offset;      /* the memory begins so far into what the descriptor or the handle stands for */
+  uint64_t bytes;
+  uint8_t handle[64]; /* IPC */
+} gpufs_foreign_memory;
+
+/* Makes such memory the contents of a file, whose size is fixed then. The file must be new, empty, and open for writing
+ * once: by the O_CREAT | O_EXCL that created it (EBUSY). EINVAL: the memory is not what the caller says. The kernel has
+ * been told on return. Not from a thread that answers requests of the mount. */
+gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_foreign_memory* memory);
+/* Ends that: all calls on the file fail with ESTALE. On return nothing uses the memory any more, and the kernel has
+ * dropped what it had cached. ETIMEDOUT: something still uses the memory, and it is unmapped later. EINVAL: the file is
+ * not a registered one. Threads as above. */
+gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms);
 
 /* Tells the kernel, on the notification thread: contents and attributes, or a name, are not what it has cached.
  * Returns once queued; never blocks. */

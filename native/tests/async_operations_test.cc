@@ -663,32 +663,6 @@ TEST(AsyncFaults, AnOperationThatCannotBlockItsStreamIsCancelled) {
   EXPECT_OK(rig.next().status);
 }
 
-TEST(AsyncFaults, FailureToCreateAStreamIsReported) {
-  Rig rig(Kind::kHost);
-  rig.plan->create_stream.at(1);
-  EXPECT_EQ(rig.engine->create_stream(0, {}).error(), EIO);
-  rig.plan->create_stream.clear();
-  rig.plan->create_event.at(1);
-  EXPECT_EQ(rig.engine->create_stream(0, {}).error(), EIO);
-  rig.plan->create_event.clear();
-  EXPECT_TRUE(rig.engine->create_stream(0, {}).ok());
-  EXPECT_EQ(rig.engine->create_stream(1, {}).error(), EINVAL);
-}
-
-TEST(AsyncFaults, HostCallsBlockStreamsIfNothingCanBePinned) {
-  Rig rig(Kind::kHost);
-  const std::vector<std::byte> bytes = pattern(1'000, 20);
-  rig.fill_file(bytes);
-  rig.plan->pin.at(1, 1000, ENOMEM);
-  const std::shared_ptr<OperationStream> stream = must(rig.engine->create_stream(0, {}));
-  EXPECT_FALSE(stream->waits_for_values());
-  rig.plan->pin.clear();
-  const std::shared_ptr<Buffer> buffer = rig.buffer();
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, stream)));
-  EXPECT_OK(stream->synchronize());
-  EXPECT_EQ(contents(*buffer), bytes);
-}
-
 TEST(AsyncFaults, HostCallsBlockStreamsOfDevicesThatCannotWait) {
   for (const Kind kind : {Kind::kHost, Kind::kCuda, Kind::kHip}) {
     Rig rig(kind);

@@ -24,7 +24,7 @@ TEST_F(CudaFaults, DevicesThatCannotExportMemoryRefuse) {
   setup.export_descriptors = false;
   open(setup);
   Filled filled = fill(2);
-  EXPECT_EQ(filled.memory->export_memory(0, SIZE_MAX, true).error(), EOPNOTSUPP);
+  EXPECT_EQ(filled.memory->export_memory(0, UINT64_MAX, SIZE_MAX, true).error(), EOPNOTSUPP);
 }
 
 TEST_F(CudaFaults, ManagedMemoryIsNotTheDevicesOwn) {

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <future>
@@ -229,7 +230,7 @@ TEST_P(DriverContract, ExportsEveryPiece) {
   if (on_host()) GTEST_SKIP() << "its memory is one piece";
   auto [memory, range] = take(*device_, 2 * granule_, 2048 * kMiB);
   ASSERT_OK(memory->populate(4 * granule_, 1100 * kMiB));
-  Result<std::vector<ExportedMemory>> exported = memory->export_memory(0, SIZE_MAX, true);
+  Result<std::vector<ExportedMemory>> exported = memory->export_memory(0, UINT64_MAX, SIZE_MAX, true);
   if (plain()) {
     EXPECT_EQ(exported.error(), EOPNOTSUPP);
     return;
@@ -258,7 +259,7 @@ TEST_P(DriverContract, ImportedMemoryIsTheExporters) {
     EXPECT_EQ(device_->create_import(granule_, true).error(), plain() ? EOPNOTSUPP : 0);
     return;
   }
-  const auto pieces = must(memory->export_memory(0, SIZE_MAX, true));
+  const auto pieces = must(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true));
   const auto writable = must(device_->create_import(4 * granule_, true));
   const auto read_only = must(device_->create_import(8 * granule_, false));
   for (const auto& piece : pieces) {
@@ -278,7 +279,7 @@ TEST_P(DriverContract, ImportedMemoryIsTheExporters) {
   EXPECT_TRUE(testing::same_bytes(read(range->base(), changed.size()), changed));
 
   ASSERT_OK(memory->populate(4 * granule_, granule_));
-  const auto more = must(memory->export_memory(4 * granule_, SIZE_MAX, true));
+  const auto more = must(memory->export_memory(4 * granule_, UINT64_MAX, SIZE_MAX, true));
   ASSERT_EQ(more.size(), 1U);
   EXPECT_EQ(writable->add(more[0]).error(), EFBIG);
   EXPECT_OK(read_only->add(more[0]));
@@ -286,6 +287,42 @@ TEST_P(DriverContract, ImportedMemoryIsTheExporters) {
   memory.reset();
   range.reset();
   EXPECT_TRUE(testing::same_bytes(read(writable->base(), changed.size()), changed));
+}
+
+TEST_P(DriverContract, SynchronizingWaitsForTheWorkOfAllStreams) {
+  if (on_host()) GTEST_SKIP() << "it has nothing to wait for";
+  auto [memory, range] = take(*device_, 64 * kMiB);
+  const auto data = pattern(64 * kMiB, 4);
+  auto stream = must(device_->create_stream());
+  auto event = must(device_->create_event());
+  for (int round = 0; round < 20; ++round) ASSERT_OK(stream->copy_to_device(range->base(), data.data(), data.size()));
+  ASSERT_OK(stream->record(*event));
+  device_->synchronize();
+  EXPECT_TRUE(GetParam() == Library::kBareHip || must(event->query()));
+  ASSERT_OK(stream->synchronize());
+}
+
+TEST_P(DriverContract, ImportedMemoryStaysMappedForQueuedWork) {
+  if (on_host() || plain() || GetParam() == Library::kBareHip) {
+    GTEST_SKIP() << "cannot import memory of a GPU, or call a function in a stream";
+  }
+  auto [memory, range] = take(*device_, granule_, 64 * kMiB);
+  if (device_->check_sharing().error() == EOPNOTSUPP) GTEST_SKIP() << device_->check_sharing().message();
+  write(range->base(), pattern(granule_, 1));
+  auto imported = must(device_->create_import(granule_, true));
+  for (const auto& piece : must(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true))) ASSERT_OK(imported->add(piece));
+  auto stream = must(device_->create_stream());
+  std::promise<void> gate;
+  std::shared_future<void> opened = gate.get_future().share();
+  ASSERT_OK(stream->call([](void* argument) { static_cast<std::shared_future<void>*>(argument)->wait(); }, &opened));
+  ASSERT_OK(stream->fill_zero(imported->base(), granule_));
+  std::future<void> unmapped = std::async(std::launch::async, [&] { imported.reset(); });
+  EXPECT_EQ(unmapped.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
+  gate.set_value();
+  unmapped.get();
+  EXPECT_OK(stream->synchronize());
+  EXPECT_OK(device_->health());
+  EXPECT_TRUE(all_zero(range->base(), granule_));
 }
 
 TEST_P(DriverContract, OnlyMemoryCanBeImported) {

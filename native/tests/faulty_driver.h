@@ -99,8 +99,9 @@ class FaultyMemory : public DeviceMemory {
     return {start, end - start};
   }
   void fix_in_place() override { ++plan_->fixed; }
-  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override {
-    return plan_->export_memory.next("export", [&] { return inner_->export_memory(from, capacity, writable); });
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
+                                                    bool writable) override {
+    return plan_->export_memory.next("export", [&] { return inner_->export_memory(from, end, capacity, writable); });
   }
 
  private:

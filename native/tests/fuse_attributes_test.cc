@@ -69,13 +69,6 @@ class AttributesTest : public MountTest {
   std::uint32_t mode(std::uint64_t ino) { return table->find(ino)->attributes().mode; }
 };
 
-TEST_F(AttributesTest, GetattrOfAnUnknownInodeIsRelayed) {
-  const std::uint64_t unique = kernel->send(FUSE_GETATTR, 99, bytes_of(fuse_getattr_in{}));
-  control->expect(FUSE_GETATTR);
-  control->reply(unique, ENOENT);
-  EXPECT_EQ(kernel->wait(unique).error(), ENOENT);
-}
-
 TEST_F(AttributesTest, StatxKnowsTheBirth) {
   gpufs_attributes attributes = file_attributes(2);
   attributes.ctime = 77;

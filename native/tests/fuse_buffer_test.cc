@@ -277,15 +277,6 @@ TEST_F(BufferOperationsTest, AnInterruptThatComesBeforeItsRequestIsRemembered) {
   EXPECT_EQ(kernel->call(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 1 << 20)).as<fuse_write_out>().size, 1U << 20);
 }
 
-TEST_F(BufferOperationsTest, InterruptsOfEndedRequestsAreHarmless) {
-  const std::uint64_t fh = add_file(2);
-  for (int i = 0; i < 1000; ++i) kernel->interrupt(1'000'000 + static_cast<std::uint64_t>(i) * 2);
-  kernel->write(2, fh, 0, pattern(10, 1));
-  EXPECT_EQ(kernel->read(2, fh, 0, 10).body.size(), 10U);
-  // Another reader may be about to.
-  EXPECT_TRUE(eventually([&] { return counted("\"remembered\": 1000"); }));
-}
-
 TEST_F(BufferOperationsTest, AnInterruptEndsAQueuedRequest) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "fuse_fakes.h"
+#include "no_more_threads.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -58,8 +59,8 @@ TEST(ExecutorTest, ThrowingJobsDoNotEndTheWorker) {
 }
 
 TEST(ExecutorTest, AFullLaneDoesNotDelayOthers) {
-  Executor executor(Executor::Limits{.buffers = 2});
   Gate gate;
+  Executor executor(Executor::Limits{.buffers = 2});
   gate.close();
   for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, nullptr, i, [&](int, Cancellation&) { gate.pass(); });
   ASSERT_TRUE(gate.wait_for_visitors(2));
@@ -70,8 +71,8 @@ TEST(ExecutorTest, AFullLaneDoesNotDelayOthers) {
 }
 
 TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
-  Executor executor(Executor::Limits{.buffers = 3, .same_subject = 2});
   Gate gate;
+  Executor executor(Executor::Limits{.buffers = 3, .same_subject = 2});
   gate.close();
   const int subject = 0;
   for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, &subject, i, [&](int, Cancellation&) { gate.pass(); });
@@ -82,23 +83,16 @@ TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
   gate.open();
 }
 
-// A job that waits for memory the first `tries` times.
-auto waiting_job(std::atomic<int>& runs, std::atomic<int>& refused, int tries, std::chrono::milliseconds patience) {
-  return [&runs, &refused, tries, deadline = std::chrono::steady_clock::now() + patience](
-             int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
-    if (refusal != 0) {
-      refused = refusal;
-      return std::nullopt;
-    }
-    return ++runs <= tries ? std::optional(deadline) : std::nullopt;
-  };
-}
-
 TEST(ExecutorTest, JobsThatWaitForMemoryHoldNoThread) {
   Executor executor(Executor::Limits{.buffers = 1});
   std::atomic<int> runs{0};
   std::atomic<int> refused{0};
-  executor.submit(kFirst, nullptr, 1, waiting_job(runs, refused, 2, kPatience));
+  executor.submit(kFirst, nullptr, 1,
+                  [&, deadline = std::chrono::steady_clock::now() + kPatience](
+                      int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
+                    refused = refusal;
+                    return ++runs <= 2 ? std::optional(deadline) : std::nullopt;
+                  });
   ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
   std::atomic<bool> other{false};
   executor.submit(kFirst, nullptr, 2, [&](int, Cancellation&) { other = true; });
@@ -112,26 +106,9 @@ TEST(ExecutorTest, JobsThatWaitForMemoryHoldNoThread) {
   EXPECT_EQ(refused, 0);
 }
 
-TEST(ExecutorTest, WaitingForMemoryEndsAtTheDeadlineAndWhenCancelled) {
-  Executor executor(Executor::Limits{});
-  std::atomic<int> runs{0};
-  std::atomic<int> late{0};
-  std::atomic<int> discarded{0};
-  std::atomic<int> stopped{0};
-  executor.submit(kFirst, nullptr, 1, waiting_job(runs, late, 99, 30ms));
-  EXPECT_TRUE(eventually([&] { return late == ENOSPC; }));
-  executor.submit(kFirst, nullptr, 2, waiting_job(runs, discarded, 99, kPatience));
-  ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
-  EXPECT_EQ(executor.cancel(2), Executor::Cancelled::kEnded);
-  EXPECT_EQ(discarded, EINTR);
-  executor.submit(kFirst, nullptr, 3, waiting_job(runs, stopped, 99, kPatience));
-  executor.stop(0ms);
-  EXPECT_EQ(stopped, EINTR);
-}
-
 TEST(ExecutorTest, AJobThatIsCancelledWhileItRunsIsNotParked) {
-  Executor executor(Executor::Limits{});
   Gate gate;
+  Executor executor(Executor::Limits{});
   gate.close();
   std::atomic<int> refused{0};
   executor.submit(kFirst, nullptr, 1, [&](int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
@@ -144,6 +121,25 @@ TEST(ExecutorTest, AJobThatIsCancelledWhileItRunsIsNotParked) {
   EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
   gate.open();
   EXPECT_TRUE(eventually([&] { return refused == EINTR; }));
+}
+
+TEST(ExecutorTest, JobsThatHangLeaveAThreadToOthers) {
+  Gate gate;
+  Executor executor(Executor::Limits{});
+  ASSERT_TRUE(executor.start().ok());
+  const testing::NoMoreThreads none;
+  gate.close();
+  for (std::uint64_t i = 1; i <= 4; ++i) {
+    executor.submit({Executor::Lane::Kind::kFiles, -1, i}, nullptr, i, [&](int refusal, Cancellation&) {
+      if (refusal == 0) gate.pass();
+    });
+  }
+  ASSERT_TRUE(gate.wait_for_visitors(1));
+  std::atomic<bool> other{false};
+  executor.submit(kFirst, nullptr, 9, [&](int, Cancellation&) { other = true; });
+  EXPECT_TRUE(eventually([&] { return other.load(); }));
+  gate.open();
+  EXPECT_EQ(executor.stop(kPatience), 0U);
 }
 
 TEST(ExecutorTest, FilesThatHangAreLeftBehind) {
@@ -161,36 +157,6 @@ TEST(ExecutorTest, FilesThatHangAreLeftBehind) {
   }
   gate->open();
   EXPECT_TRUE(eventually([&] { return over->load(); }));
-}
-
-TEST(ExecutorTest, AJobThatIsCancelledBeforeItIsSubmittedEndsAtOnce) {
-  Executor executor(Executor::Limits{});
-  EXPECT_EQ(executor.cancel(10), Executor::Cancelled::kRemembered);
-  int refused = 0;
-  executor.submit(kFirst, nullptr, 10, [&](int refusal, Cancellation&) { refused = refusal; });
-  EXPECT_EQ(refused, EINTR);
-  std::atomic<bool> ran{false};
-  executor.submit(kFirst, nullptr, 10, [&](int refusal, Cancellation&) { ran = refusal == 0; });  // only that one
-  EXPECT_TRUE(eventually([&] { return ran.load(); }));
-}
-
-TEST(ExecutorTest, ARunningJobIsNotifiedOfItsCancellation) {
-  Executor executor(Executor::Limits{});
-  Gate gate;
-  gate.close();
-  std::atomic<int> actions{0};
-  std::atomic<bool> over{false};
-  executor.submit(kFirst, nullptr, 1, [&](int, Cancellation& cancellation) {
-    cancellation.on_request([&] { ++actions; });
-    gate.pass(cancellation.flag());
-    cancellation.on_request(nullptr);
-    cancellation.request();
-    over = true;
-  });
-  ASSERT_TRUE(gate.wait_for_visitors(1));
-  EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
-  EXPECT_TRUE(eventually([&] { return over.load(); }));
-  EXPECT_EQ(actions, 1);
 }
 
 TEST(ExecutorTest, TimersRunAtTheirTimesUntilTheyEnd) {

@@ -116,9 +116,6 @@ TEST_F(InitTest, InvalidOptionsAreRefused) {
   options.max_write = 5000;
   EXPECT_EQ(attempt(options), EINVAL);
   options = {};
-  options.transport = "carrier pigeon";
-  EXPECT_EQ(attempt(options), EINVAL);
-  options = {};
   options.attribute_timeout = -1;
   EXPECT_EQ(attempt(options), EINVAL);
   EXPECT_EQ(Mount::create(UniqueFd(), UniqueFd(), source, {}).error(), EBADF);

@@ -460,28 +460,6 @@ TEST_F(RelayTest, Invalidations) {
   EXPECT_EQ(mount->notifier().invalidate_entry(1, std::string(256, 'x')).error(), EINVAL);
 }
 
-TEST_F(RelayTest, NotificationsOfTheControlPlane) {
-  const auto notify = [&](int code, const Bytes& body) {
-    Bytes message = bytes_of(fuse_out_header{static_cast<std::uint32_t>(16 + body.size()), code, 0});
-    message.insert(message.end(), body.begin(), body.end());
-    control->send_raw(message);
-  };
-  notify(FUSE_NOTIFY_STORE, Bytes(24));
-  notify(99, Bytes(24));
-  notify(FUSE_NOTIFY_INVAL_INODE, bytes_of(fuse_notify_inval_inode_out{5, 0, 0}));
-  std::optional<Reply> inode = kernel->receive();
-  ASSERT_TRUE(inode);
-  EXPECT_EQ(inode->header.error, FUSE_NOTIFY_INVAL_INODE);
-  EXPECT_EQ(inode->as<fuse_notify_inval_inode_out>().ino, 5U);
-  EXPECT_TRUE(counted("\"dropped\": 2"));
-}
-
-TEST_F(RelayTest, NotifyRepliesAreDropped) {
-  kernel->send(FUSE_NOTIFY_REPLY, 2, Bytes(sizeof(fuse_notify_retrieve_in)));
-  EXPECT_FALSE(kernel->receive(kQuiet));
-  EXPECT_FALSE(control->receive(0ms));
-}
-
 // Whatever comes, each request has exactly one reply and the session goes on.
 TEST_F(RelayTest, ConfusedMessages) {
   const std::uint64_t fh = add_file(2);

@@ -361,10 +361,10 @@ TEST_P(GpuFaults, AFailedExportClosesItsDescriptors) {
   Filled filled = fill(2);
   ASSERT_OK(filled.memory->populate(4 * kGranule, kGranule));
   fail(kMemoryExport, 2, api::kInvalidValue);
-  EXPECT_EQ(filled.memory->export_memory(0, SIZE_MAX, true).error(), EIO);
-  EXPECT_EQ(must(filled.memory->export_memory(0, SIZE_MAX, true)).size(), 2U);
-  EXPECT_EQ(must(filled.memory->export_memory(0, 1, true)).size(), 1U);
-  EXPECT_EQ(must(filled.memory->export_memory(2 * kGranule, SIZE_MAX, true)).size(), 1U);
+  EXPECT_EQ(filled.memory->export_memory(0, UINT64_MAX, SIZE_MAX, true).error(), EIO);
+  EXPECT_EQ(must(filled.memory->export_memory(0, UINT64_MAX, SIZE_MAX, true)).size(), 2U);
+  EXPECT_EQ(must(filled.memory->export_memory(0, UINT64_MAX, 1, true)).size(), 1U);
+  EXPECT_EQ(must(filled.memory->export_memory(2 * kGranule, UINT64_MAX, SIZE_MAX, true)).size(), 1U);
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, 2 * kGranule);
   filled.memory->fix_in_place();
   EXPECT_EQ(filled.memory->release_span(0, kGranule).bytes, kGranule);

@@ -50,7 +50,7 @@ TEST(HipLibrary, OptionalFunctionsMayBeMissing) {
     auto range = must(memory->reserve(2 * kGranule));
     EXPECT_OK(memory->populate(0, kGranule));
     EXPECT_EQ(bare.calls("hipMalloc"), 1);
-    EXPECT_EQ(memory->export_memory(0, SIZE_MAX, true).error(), EOPNOTSUPP);
+    EXPECT_EQ(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true).error(), EOPNOTSUPP);
     EXPECT_EQ(device.copy_to_peer(*driver->devices().at(1), 0, range->base(), 1).error(), EOPNOTSUPP);
   }
   EXPECT_EQ(bare.reset(&setup), 0);

@@ -125,7 +125,7 @@ TEST_F(HostDriverTest, EveryRangeAndExportShowsTheSameMemoryUntilTheLastIsGone) 
   ASSERT_TRUE(memory->populate(20 * kMiB, kGranule).ok());
   *at(wide, 20 * kMiB) = 'c';
 
-  const std::vector<ExportedMemory> exported = memory->export_memory(0, SIZE_MAX, true).take();
+  const std::vector<ExportedMemory> exported = memory->export_memory(0, UINT64_MAX, SIZE_MAX, true).take();
   ASSERT_EQ(exported.size(), 1U);
   EXPECT_EQ(exported[0].offset, 0U);
   EXPECT_EQ(exported[0].bytes, 20 * kMiB + kGranule);

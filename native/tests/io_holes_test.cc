@@ -131,28 +131,6 @@ TEST(FileHoles, AnAnswerThatLeadsNowhereEnds) {
   EXPECT_TRUE(search(file, {.bytes = file.size(), .granule = kSmallGranule}).empty());
 }
 
-TEST(FileHoles, PlansAreCut) {
-  const Plan plan = {{0, 100, Path::kFallback}, {100, 800, Path::kFastpath}, {900, 100, Path::kFallback}};
-  const Plan cut = without_holes(plan, {{50, 100}, {300, 10}, {850, 150}});
-  struct Expected {
-    std::uint64_t offset, bytes;
-    Path path;
-    bool hole;
-  };
-  const std::vector<Expected> expected = {{0, 50, Path::kFallback, false},    {50, 100, Path::kFallback, true},
-                                          {150, 150, Path::kFastpath, false}, {300, 10, Path::kFallback, true},
-                                          {310, 540, Path::kFastpath, false}, {850, 150, Path::kFallback, true}};
-  ASSERT_EQ(cut.size(), expected.size());
-  for (std::size_t index = 0; index < cut.size(); ++index) {
-    EXPECT_EQ(cut[index].offset, expected[index].offset) << index;
-    EXPECT_EQ(cut[index].bytes, expected[index].bytes) << index;
-    EXPECT_EQ(cut[index].hole, expected[index].hole) << index;
-    if (!cut[index].hole) {
-      EXPECT_EQ(cut[index].path, expected[index].path) << index;
-    }
-  }
-}
-
 // ---- transfers ----
 
 class HoleTransfers : public EitherWay {};

@@ -115,14 +115,6 @@ TEST(BackingFile, FilesThatCheckTheirOpenerAreNotOpenedAgain) {
   EXPECT_NE(::fcntl(backing.value()->buffered_fd(), F_GETFL) & O_NONBLOCK, 0);
 }
 
-TEST(BackingFile, WorksForAFileWithoutAName) {
-  const UniqueFd anonymous(::memfd_create("gpufs-io-test", MFD_CLOEXEC));
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get());
-  ASSERT_TRUE(backing.ok());
-  const std::byte data[3] = {std::byte{1}, std::byte{2}, std::byte{3}};
-  EXPECT_EQ(write_buffered(*backing.value(), data, 3, 0).bytes, 3U);
-}
-
 TEST(BackingFile, BlockDevice) {
   const UniqueFd control(::open("/dev/loop-control", O_RDWR | O_CLOEXEC));
   if (!control.valid()) GTEST_SKIP() << "no loop devices here";
@@ -146,19 +138,6 @@ TEST(BackingFile, BlockDevice) {
     }
   }
   EXPECT_EQ(::ioctl(device.get(), LOOP_CLR_FD, 0), 0);
-}
-
-TEST(FileOps, TellsWhatIsCached) {
-  const TemporaryFile file;
-  std::vector<std::byte> data(1 << 20, std::byte{7});
-  ASSERT_EQ(::pwrite(file.fd(), data.data(), data.size(), 0), static_cast<ssize_t>(data.size()));
-  std::uint64_t cached = 0;
-  ASSERT_EQ(FileOps::system().cached_bytes(file.fd(), 0, data.size(), &cached), 0);
-  EXPECT_EQ(cached, data.size());
-  ASSERT_EQ(::fsync(file.fd()), 0);
-  ASSERT_EQ(::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
-  ASSERT_EQ(FileOps::system().cached_bytes(file.fd(), 0, data.size(), &cached), 0);
-  EXPECT_LT(cached, data.size());
 }
 
 TEST(FileMoves, WriteWithoutProgressIsAnError) {

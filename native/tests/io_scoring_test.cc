@@ -59,12 +59,6 @@ TEST(Scoring, TheOperatorMayOverruleARefusalOfTheFile) {
   EXPECT_FALSE(FileSystems().allow("any"));
 }
 
-TEST(Scoring, NamesFollowTheBits) {
-  EXPECT_EQ(describe_refusals(0), "none");
-  EXPECT_EQ(describe_refusals(mask_of(Refusal::kFileSystem) | mask_of(Refusal::kDisabled)), "disabled, file_system");
-  EXPECT_EQ(describe_refusals(mask_of(Refusal::kFailedBefore)), "failed_before");
-}
-
 TEST(Scoring, UnalignedRequestIsSplit) {
   Scored scored(4096 - 100, kMiB);
   scored.request.memory_phase = 4096 - 100;
@@ -93,15 +87,6 @@ TEST(Scoring, BodyWhoseMemoryDoesNotFitGoesByFallback) {
   ASSERT_EQ(plan.value().size(), 1U);
   EXPECT_EQ(plan.value()[0].path, Path::kFallback);
   EXPECT_TRUE(has(refusals, Refusal::kMemoryUnaligned));
-}
-
-TEST(Scoring, TooSmallForABody) {
-  const Scored scored(100, 5000);
-  RefusalMask refusals = 0;
-  Result<Plan> plan = plan_request(scored.request, &refusals);
-  ASSERT_TRUE(plan.ok());
-  EXPECT_EQ(plan.value()[0].path, Path::kFallback);
-  EXPECT_TRUE(has(refusals, Refusal::kTooSmall));
 }
 
 TEST(Scoring, RequireAllowsTheEdgesButNotTheBody) {

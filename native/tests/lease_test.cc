@@ -171,6 +171,17 @@ TEST_F(LeaseTest, HolesGetMemoryForWritersAndRefuseReaders) {
   EXPECT_EQ(buffer->bytes_held(), 3 * kGranule);
 }
 
+TEST_F(LeaseTest, MemoryBeyondTheFileIsNotShared) {
+  start(64 * kMiB);
+  const auto buffer = make();
+  write(*buffer, 0, pattern(kMiB, 1));
+  ASSERT_TRUE(buffer->allocate(20 * kMiB, kGranule, true).ok());
+  const auto held = lease(*buffer, false);
+  const auto range = import(64 * kMiB, false);
+  ASSERT_TRUE(add(*range, *held).ok());
+  EXPECT_EQ(range->bytes(), kGranule);
+}
+
 TEST_F(LeaseTest, AnEmptyFileHasNoPieces) {
   start(16 * kMiB);
   const auto buffer = make();
@@ -202,7 +213,7 @@ TEST_F(LeaseTest, ReadersGetDescriptorsThatCannotBeWrittenTo) {
   EXPECT_TRUE(read_only->add(pieces[0]).ok());
   struct stat file {};
   ASSERT_EQ(::fstat(fd, &file), 0);
-  EXPECT_EQ(file.st_mode & 0777, 0400U);  // others cannot open it anew for writing
+  EXPECT_EQ(file.st_mode & 0777, 0400U);  // other users cannot open it for writing
 }
 
 TEST_F(LeaseTest, WritersCannotShrinkTheMemoryOfOthers) {

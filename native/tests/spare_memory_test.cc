@@ -109,7 +109,7 @@ TEST_F(SpareMemoryTest, MemoryThatMustNotBeReusedIsReleased) {
 
   start(hours(1));
   Taken shared = take(kPiece);  // others may have mapped it
-  ASSERT_EQ(must(shared.memory->export_memory(0, SIZE_MAX, true)).size(), 1U);
+  ASSERT_EQ(must(shared.memory->export_memory(0, UINT64_MAX, SIZE_MAX, true)).size(), 1U);
   shared = {};
   EXPECT_EQ(fake_state().handles, 0);
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from support.mounting import Session
 
-from campaigns import fio, stamps, stressors, trees, twins
+from campaigns import attached, fio, stressors, twins
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -17,9 +17,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "fio-io_uring": partial(fio.verify, "io_uring", ["--direct=1", "--iodepth=16"]),
     "fio-mmap": partial(fio.verify, "mmap", []),
     "twins": twins.twins,
-    "stamps": stamps.four_processes,
-    "rsync": trees.rsync,
-    "tar": trees.tar,
+    "attached": attached.killed,
+    "fuzz": attached.attacked,
     "stress-ng": stressors.stress_ng,
 }
 

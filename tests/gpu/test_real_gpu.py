@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,61 +139,6 @@ def test_a_full_device_is_enospc_and_goes_on(gpu: GpufsMount) -> None:
     large.unlink()
     assert keep.read_bytes() == b"still here" * 1000
     (gpu.device / "next").write_bytes(bytes(64 * MIB))
-
-
-def test_many_writers_and_readers(gpu: GpufsMount, tmp_path: Path) -> None:
-    """Eight programs that write and read at once, each its own part of one file."""
-    part = 32 * MIB
-    source = tmp_path / "source"
-    pattern(source, 8 * part)
-    file = gpu.device / "shared"
-    file.touch()
-    writers = [
-        subprocess.Popen(
-            [
-                "dd",
-                f"if={source}",
-                f"of={file}",
-                "bs=1M",
-                f"skip={index * 32}",
-                f"seek={index * 32}",
-                "count=32",
-                "conv=notrunc",
-                "status=none",
-            ]
-        )
-        for index in range(8)
-    ]
-    assert [writer.wait(60) for writer in writers] == [0] * 8
-    failures: list[int] = []
-
-    def check(index: int) -> None:
-        with open(source, "rb", buffering=0) as one, open(file, "rb", buffering=0) as other:
-            one.seek(index * part)
-            other.seek(index * part)
-            for _ in range(part // MIB):
-                if one.read(MIB) != other.read(MIB):
-                    failures.append(index)
-
-    threads = [threading.Thread(target=check, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-def test_copies_between_devices(gpu: GpufsMount, tmp_path: Path) -> None:
-    """cp from one GPU to another and back."""
-    if not (gpu.path / "gpu1").is_dir():
-        pytest.skip("one GPU only")
-    source = tmp_path / "source"
-    pattern(source, 512 * MIB + 777)
-    run("cp", source, gpu.path / "gpu0" / "a")
-    run("cp", gpu.path / "gpu0" / "a", gpu.path / "gpu1" / "b")
-    run("cmp", source, gpu.path / "gpu1" / "b")
-    run("cp", gpu.path / "gpu1" / "b", gpu.path / "gpu0" / "c")
-    run("cmp", source, gpu.path / "gpu0" / "c")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import msgpack
 from gpufs import protocol
 from support.data import MIB
 from support.mounting import REPOSITORY, GpufsMount
-from support.processes import PATIENCE, start_children, wait_children, wait_until
+from support.processes import NOBODY, PATIENCE, run, start_children, wait_children, wait_until
+from support.users import user_gpufs
 
 FIRST_USER = 61000  # users of whom nobody else on this machine makes use
 _CAN_HAVE = 253  # descriptors of one message
@@ -51,8 +51,9 @@ def program(script: str, *arguments: object, **options: Any) -> Iterator[subproc
         assert line, "the program ended before it was ready"
         yield process
     finally:
+        process.kill()
         with process:
-            process.kill()
+            pass
 
 
 # Attaches argv[1] in mode argv[2], and waits.
@@ -63,35 +64,61 @@ print(array.nbytes, flush=True)
 sys.stdin.read()
 """
 
-# Attaches, writes, slices and grows files of argv[1] until it is killed; its second argument makes its choices.
+# For each number on standard input: starts a process that attaches, writes, slices and grows files of argv[1] until it
+# is killed, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
 RESTLESS = """
-import os, random, sys
+import os, random, signal, sys
 import numpy
-import gpufs
-chooser = random.Random(int(sys.argv[2]))
-arrays = []
-while True:
-    path = os.path.join(sys.argv[1], f"file{chooser.randrange(4)}")
-    with open(path, "ab") as file:
-        if file.tell() < 24 << 20:
-            file.write(bytes(chooser.randrange(1, 3 << 20)))
-    array = gpufs.attach(path, chooser.choice(("r", "r+")))
-    if array.mode == "r+":
-        numpy.asarray(array)[:: 4096] = chooser.randrange(256)
-    arrays.append(chooser.choice((array, array[10:], numpy.asarray(array), array.refresh())))
-    print("ready", flush=True)
-    if len(arrays) > 5:
-        arrays.pop(chooser.randrange(len(arrays)))
+import gpufs, gpufs.engine
+gpufs.attach
+
+def restless(chooser):
+    arrays = []
+    while True:
+        path = os.path.join(sys.argv[1], f"file{chooser.randrange(4)}")
+        with open(path, "ab") as file:
+            if file.tell() < 24 << 20:
+                file.write(bytes(chooser.randrange(1, 3 << 20)))
+        array = gpufs.attach(path, chooser.choice(("r", "r+")))
+        if array.mode == "r+":
+            numpy.asarray(array)[:: 4096] = chooser.randrange(256)
+        arrays.append(chooser.choice((array, array[10:], numpy.asarray(array), array.refresh())))
+        if len(arrays) > 5:
+            arrays.pop(chooser.randrange(len(arrays)))
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("ready", flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        restless(random.Random(int(line)))
+    print(child, flush=True)
 """
 
 
 def kill_programs(directory: Path, cycles: int, seed: int) -> None:
-    """Starts programs that attach files of the directory, and kills each with SIGKILL at some point."""
+    """Starts programs that attach files of the directory, two at a time, and kills each with SIGKILL at some point."""
     chooser = random.Random(seed)
-    for cycle in range(cycles):
-        with program(RESTLESS, directory, seed * cycles + cycle) as process:
-            time.sleep(chooser.random() * 0.05)
-            process.send_signal(signal.SIGKILL)
+    with program(RESTLESS, directory) as starter:
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        running: list[int] = []
+        for cycle in range(cycles):
+            starter.stdin.write(f"{seed * cycles + cycle}\n")
+            starter.stdin.flush()
+            running.append(int(starter.stdout.readline()))
+            time.sleep(chooser.random() * 0.2)
+            if len(running) > 1 or cycle == cycles - 1:
+                os.kill(running.pop(chooser.randrange(len(running))), signal.SIGKILL)
+        for process in running:
+            os.kill(process, signal.SIGKILL)
+
+
+def run_as_nobody(script: str, *arguments: object) -> str:
+    """What a Python program of user nobody prints. A child of this process could not attach: it has used the engine."""
+    command, environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
+    identity: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+    return run(command[0], "-c", script, *map(str, arguments), env=environment, **identity).stdout
 
 
 class Attacker:
@@ -102,9 +129,11 @@ class Attacker:
         self.sock.settimeout(PATIENCE)
         self.sock.connect(path)
 
-    def greet(self) -> None:
+    def greet(self) -> bool:
+        """Whether the daemon speaks to this client."""
         self.send(protocol.encode(protocol.Hello([1], "attacker")))
-        self.receive()
+        answer, _ = self.receive()
+        return answer is not None and answer["type"] == "welcome"
 
     def send(self, data: bytes, descriptors: list[int] | None = None) -> None:
         socket.send_fds(self.sock, [data], descriptors or [])
@@ -179,8 +208,8 @@ class Fuzzer:
             while time.monotonic() < deadline:
                 try:
                     with Attacker(self.path) as attacker:
-                        if self.chooser.random() < 0.9:
-                            attacker.greet()
+                        if self.chooser.random() < 0.9 and not attacker.greet():
+                            return  # the user is locked out for a while
                         self._attack(attacker, pool, deadline)
                 except (ConnectionError, TimeoutError):
                     continue  # the daemon has ended the connection
@@ -191,7 +220,7 @@ class Fuzzer:
             held.callback(os.close, fd)
             return fd
 
-        device = self.mount / "gpu0/fuzz"
+        device = self.mount / "gpu0/attacked"
         reader, writer = os.pipe()
         ours, theirs = socket.socketpair()
         memory = os.memfd_create("forged")
@@ -239,11 +268,11 @@ class Fuzzer:
             attacker.send(data, descriptors)
             self.sent += 1
             if chooser.random() < 0.7:
-                attacker.sock.settimeout(0.2)
+                attacker.sock.settimeout(0.05)
                 with contextlib.suppress(TimeoutError):
                     while True:
                         answer, received = attacker.receive()
-                        self._judge(received)
+                        self._judge(received, pool)
                         if answer is None:
                             return
                         attacker.sock.settimeout(0.001)
@@ -276,7 +305,7 @@ class Fuzzer:
             del packet[chooser.randrange(len(packet)) :]
         return bytes(packet)
 
-    def _judge(self, received: list[int]) -> None:
+    def _judge(self, received: list[int], pool: dict[str, int]) -> None:
         """Fails if these descriptors give what the user may not have."""
         try:
             for fd in received:
@@ -285,8 +314,10 @@ class Fuzzer:
                     continue
                 content = os.pread(fd, size, 0)
                 assert self.SECRET * 4096 not in content, "the memory of a file that the user may not read"
-                if content[:1] == b"p":
-                    assert not grants_write(fd), "write access to a file that the user may only read"
+                grants_write(fd)  # to the user's own file, or to a copy
+                for name in ("public", "small"):
+                    left = os.pread(pool[name], 1, 0)
+                    assert left == b"p", f"write access to {name}, which the user may only read"
         finally:
             for fd in received:
                 os.close(fd)
@@ -294,7 +325,7 @@ class Fuzzer:
 
 def prepare_fuzz(mount: Path) -> Path:
     """The files that the attackers find."""
-    directory = mount / "gpu0/fuzz"
+    directory = mount / "gpu0/attacked"
     directory.mkdir()
     directory.chmod(0o755)
     for name, content, mode in (
@@ -323,16 +354,7 @@ def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
 
         wait_children(start_children(users, attack))
         turn += 1
-    directory = mount / "gpu0/fuzz"
+    directory = mount / "gpu0/attacked"
     assert (directory / "secret").read_bytes() == Fuzzer.SECRET * 4 * MIB
     assert (directory / "public").read_bytes() == b"p" * 4 * MIB
     assert (directory / "small").read_bytes() == b"p" * 5000
-
-
-def call(action: Callable[[], Any]) -> str:
-    """The name of the errno that a call fails with, "" if it succeeds. For use in children."""
-    try:
-        action()
-    except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "?")
-    return ""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -45,6 +49,17 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
     while view:
         done = os.pwrite(fd, view, offset)
         view, offset = view[done:], offset + done
+
+
+@contextlib.contextmanager
+def directory(parent: str) -> Iterator[Path]:
+    """An empty directory of mode 777 below another one."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir=parent))
+    path.chmod(0o777)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 def sha256(path: str | os.PathLike[str]) -> str:

@@ -12,9 +12,7 @@ FALLOC_PUNCH_HOLE = 2
 FALLOC_COLLAPSE_RANGE = 8
 FALLOC_ZERO_RANGE = 16
 FALLOC_INSERT_RANGE = 32
-RENAME_NOREPLACE = 1
-RENAME_EXCHANGE = 2
-MS_ASYNC, MS_INVALIDATE, MS_SYNC = 1, 2, 4
+MS_SYNC = 4
 AT_FDCWD = -100
 AT_SYMLINK_FOLLOW = 0x400
 
@@ -32,7 +30,6 @@ class _Dirent(ctypes.Structure):
 
 
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 _libc.opendir.restype = ctypes.c_void_p
 _libc.opendir.argtypes = (ctypes.c_char_p,)
 _libc.readdir.restype = ctypes.POINTER(_Dirent)
@@ -75,10 +72,6 @@ def _checked(result: int) -> int:
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     _checked(_libc.fallocate(fd, mode, offset, length))
-
-
-def rename(old: str | bytes | os.PathLike[str], new: str | bytes | os.PathLike[str], flags: int) -> None:
-    _checked(_libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flags))
 
 
 def link_descriptor(fd: int, target: str | bytes | os.PathLike[str]) -> None:

@@ -172,6 +172,11 @@ class GpufsMount:
                 texts.append(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}")
         return "\n".join(texts) or "--- the daemon wrote nothing"
 
+    def status(self) -> dict[str, Any]:
+        """What the mount reports about itself."""
+        found: dict[str, Any] = json.loads((self.path / ".gpufs" / "status").read_text())
+        return found
+
     def wait_for_log(self, text: str) -> None:
         """Waits until the log has this text."""
         wait_until(

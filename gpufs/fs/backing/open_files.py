@@ -156,7 +156,7 @@ class OpenFiles:
             with acting_as(uid, gid, pid):
                 fd = open_as_caller()
             try:
-                return self._hand_over(node, fd)
+                return self._hand_over(fd)
             except BaseException:
                 close_quietly(fd)
                 raise
@@ -193,7 +193,7 @@ class OpenFiles:
     async def opened(self, node: BackingNode, uid: int, fd: int) -> pyfuse3.FileInfo:
         """The reply for a file that create() has opened. Takes the descriptor over."""
         try:
-            handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(node, fd))
+            handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
         except BaseException:
             close_quietly(fd)
             raise
@@ -204,12 +204,12 @@ class OpenFiles:
         self._handles.add(OpenFile(self, node, uid, handle, kept), handle)
         return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
-    def _hand_over(self, node: BackingNode, fd: int) -> tuple[int, int | None]:
+    def _hand_over(self, fd: int) -> tuple[int, int | None]:
         """On a thread: gives an open file to the engine. Returns the handle and the descriptor that is kept, if any.
 
         Takes the descriptor over unless it fails.
         """
-        handle: int = self.engine.backing_file_open(node.ino, fd)
+        handle: int = self.engine.backing_file_open(fd)
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
             return handle, fd
         close_quietly(fd)

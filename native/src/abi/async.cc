@@ -15,7 +15,7 @@
 #include "abi/transfers.h"
 #include "async/async_engine.h"
 #include "async/completion_queue.h"
-#include "async/operation_stream.h"
+#include "async/operation.h"
 #include "gpufs.h"
 
 namespace gpufs {

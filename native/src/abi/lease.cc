@@ -29,18 +29,21 @@ namespace {
 
 // What a mapping's handle names.
 struct Mapping {
+  Mapping(std::shared_ptr<Device> on, std::unique_ptr<ImportedRange> imported)
+      : device(std::move(on)), range(std::move(imported)) {}
+
   std::mutex mutex;  // guards the range's growth
-  std::shared_ptr<Device> device;
-  std::unique_ptr<ImportedRange> range;  // destroyed before the device
+  const std::shared_ptr<Device> device;
+  const std::unique_ptr<ImportedRange> range;  // destroyed before the device
 };
 
-// The devices that mappings of this process use, each opened once.
+// The devices that mappings of this process use, each opened once and kept: making a GPU's context takes 100 ms.
 Result<std::shared_ptr<Device>> shared_device(const std::string& driver, const std::string& pci_address) {
   static std::mutex& mutex = *new std::mutex;
-  static auto& devices = *new std::map<std::pair<std::string, std::string>, std::weak_ptr<Device>>;
+  static auto& devices = *new std::map<std::pair<std::string, std::string>, std::shared_ptr<Device>>;
   const std::lock_guard lock(mutex);
-  std::weak_ptr<Device>& known = devices[{driver, pci_address}];
-  if (std::shared_ptr<Device> device = known.lock()) return device;
+  std::shared_ptr<Device>& known = devices[{driver, pci_address}];
+  if (known) return known;
   Result<std::shared_ptr<Device>> opened = open_device(driver, pci_address);
   if (opened.ok()) known = opened.value();
   return opened;
@@ -66,8 +69,8 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
-    Result<std::shared_ptr<Buffer::Lease>> opened = found.lease(
-        (flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
+    Result<std::shared_ptr<Buffer::Lease>> opened =
+        found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value());
     if (handle.ok()) *lease = handle.value();
@@ -115,9 +118,7 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
     Result<std::unique_ptr<gpufs::ImportedRange>> range =
         device.value()->create_import(reserve_bytes, (flags & GPUFS_LEASE_WRITE) != 0);
     if (!range.ok()) return range.status();
-    auto opened = std::make_shared<gpufs::Mapping>();
-    opened->device = device.take();
-    opened->range = range.take();
+    auto opened = std::make_shared<gpufs::Mapping>(device.take(), range.take());
     Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Mapping>(std::move(opened));
     if (handle.ok()) *mapping = handle.value();
     return handle.status();
@@ -157,6 +158,7 @@ gpufs_status gpufs_tensor_export(gpufs_handle owner, const gpufs_tensor* tensor,
     if (tensor == nullptr || managed == nullptr || (tensor->shape == nullptr && tensor->dimensions > 0)) {
       return gpufs::null_argument();
     }
+    if (tensor->dimensions < 0) return Status(EINVAL, "a tensor with a negative number of dimensions");
     std::shared_ptr<void> keep;
     if (Result<std::shared_ptr<Buffer::Lease>> lease = HandleTable::instance().get<Buffer::Lease>(owner); lease.ok()) {
       keep = lease.take();

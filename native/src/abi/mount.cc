@@ -1,11 +1,13 @@
 // The mount, inode and file functions of the C interface.
 
+#include <fcntl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -26,6 +28,7 @@
 #include "gpufs.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
+#include "memory/registered_buffer.h"
 
 namespace gpufs {
 namespace {
@@ -45,6 +48,14 @@ class EngineBuffers : public fuse::BufferSource {
     if (buffer.ok())
       buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
     return buffer;
+  }
+  Result<std::shared_ptr<RegisteredBuffer>> import(std::int32_t device, const ForeignMemory& memory) override {
+    if (!known(device)) return unknown(device);
+    const std::shared_ptr<DeviceContext>& context = devices_[static_cast<std::size_t>(device)];
+    if (memory.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
+    Result<std::unique_ptr<ForeignMapping>> imported = context->device().map_foreign(memory);
+    if (!imported.ok()) return imported.status();
+    return std::make_shared<RegisteredBuffer>(context, imported.take(), memory.bytes, memory.writable);
   }
   Result<MemoryInfo> memory(std::int32_t device) override {
     if (!known(device)) return unknown(device);
@@ -135,7 +146,6 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     if (!owner.ok()) return owner.status();
 
     gpufs::fuse::MountOptions chosen;
-    if (options->transport != nullptr && options->transport[0] != '\0') chosen.transport = options->transport;
     chosen.reader_threads = static_cast<std::size_t>(options->reader_threads);
     chosen.worker_threads = static_cast<std::size_t>(options->worker_threads);
     chosen.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
@@ -262,7 +272,7 @@ gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, ui
   });
 }
 
-gpufs_status gpufs_backing_file_open(gpufs_handle mount, uint64_t /*ino*/, int32_t fd, uint64_t* fh) {
+gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
     Result<std::uint64_t> opened = found.backing_files().open(fd);
@@ -288,6 +298,39 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
     Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Buffer>(inode.buffer(), mount);
     if (handle.ok()) *buffer = handle.value();
     return handle.status();
+  });
+}
+
+gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_foreign_memory* memory) {
+  return gpufs::with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
+    if (memory == nullptr) return gpufs::null_argument();
+    if (memory->kind < GPUFS_SHARE_FILE || memory->kind > GPUFS_SHARE_IPC) return Status(EINVAL, "no kind of memory");
+    gpufs::ForeignMemory wanted;
+    wanted.kind = static_cast<gpufs::ShareKind>(memory->kind);
+    if (memory->kind != GPUFS_SHARE_IPC) {
+      wanted.descriptor = gpufs::UniqueFd(::fcntl(memory->fd, F_DUPFD_CLOEXEC, 3));
+      if (!wanted.descriptor.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
+    }
+    std::copy(std::begin(memory->handle), std::end(memory->handle), wanted.handle.begin());
+    wanted.whole_bytes = memory->whole_bytes;
+    wanted.offset = memory->offset;
+    wanted.bytes = memory->bytes;
+    wanted.writable = memory->writable != 0;
+    Result<std::shared_ptr<gpufs::RegisteredBuffer>> buffer = found.table().source().import(inode.device(), wanted);
+    if (!buffer.ok()) return buffer.status();
+    Status status = found.table().replace_buffer(ino, buffer.take());
+    if (status.ok()) found.notifier().invalidate_inode_now(ino);
+    return status;
+  });
+}
+
+gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms) {
+  return gpufs::with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
+    auto* const registered = dynamic_cast<gpufs::RegisteredBuffer*>(inode.buffer().get());
+    if (registered == nullptr) return Status(EINVAL, "inode " + std::to_string(ino) + " is not a registered file");
+    const bool unused = registered->revoke(std::chrono::milliseconds(patience_ms));
+    found.notifier().invalidate_inode_now(ino);
+    return unused ? Status() : Status(ETIMEDOUT, "the memory is still in use");
   });
 }
 

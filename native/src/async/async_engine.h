@@ -19,7 +19,6 @@
 
 #include "async/completion_queue.h"
 #include "async/operation.h"
-#include "async/operation_stream.h"
 #include "io/transfer_engine.h"
 
 namespace gpufs {

@@ -18,10 +18,12 @@ void forbid_waiting() { may_wait = false; }
 bool this_thread_may_wait() { return may_wait; }
 
 Result<std::thread> start_thread(const std::string& name, std::function<void()> body) {
-  // A new thread inherits the mask, so every signal is blocked from its first instruction on.
+  // A new thread inherits the mask, so every signal is blocked from its first instruction on, except the one that the
+  // thread itself causes when memory that a program shares has become smaller (drivers/host/fault_guard.h).
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
+  ::sigdelset(&all, SIGBUS);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
   std::thread thread;
   int error = 0;

@@ -5,6 +5,7 @@
 // for themselves and restore what was current before.
 #pragma once
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -104,22 +105,23 @@ class DeviceMemory {
   // Ends that.
   virtual void allow_moves() {}
 
-  // Descriptors with which other programs can map the memory at and above `from`, in order of their offsets, at most
+  // Descriptors with which other programs can map the memory from `from` to `end`, in order of their offsets, at most
   // `capacity` of them; call fix_in_place() first. `from` is 0 or the end of a piece that was exported before. The host
   // driver returns one memfd, whose offsets are the buffer's and which is open for writing only if `writable`; GPUs one
-  // descriptor for each piece, which shows [offset, offset+bytes) from its start and cannot be made read-only.
-  // EOPNOTSUPP: see Device::check_sharing().
-  virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity,
+  // descriptor for each piece, which shows [offset, offset+bytes) from its start and cannot be made read-only. The last
+  // piece may reach beyond `end`. EOPNOTSUPP: see Device::check_sharing().
+  virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                             bool writable) = 0;
 };
 
 // Addresses at which this process sees memory that another program has exported. One thread at a time, except base()
-// and capacity(). Unmapped when destroyed (any thread), after which only the other users hold the memory.
+// and capacity(). Unmapped when destroyed (any thread), after which only the other users hold the memory. A GPU first
+// completes all work that this process has queued on it.
 class ImportedRange {
  public:
   virtual ~ImportedRange() = default;
   [[nodiscard]] virtual DeviceAddress base() const = 0;
-  [[nodiscard]] virtual std::uint64_t capacity() const = 0;  // reserved addresses
+  [[nodiscard]] virtual std::uint64_t capacity() const = 0;     // reserved addresses
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }  // mapped, from the base
   // Maps a piece at the end of what is mapped. EINVAL: its offset is another one. EFBIG: it is beyond the capacity.
   Status add(const ExportedMemory& piece);
@@ -127,6 +129,36 @@ class ImportedRange {
  private:
   virtual Status map(const ExportedMemory& piece) = 0;
   std::uint64_t bytes_ = 0;
+};
+
+// How another program passed on memory of its own.
+enum class ShareKind : int {
+  kFile,        // a descriptor of a file in memory: the host driver
+  kDescriptor,  // a descriptor of physical memory, as export_memory() makes: GPUs
+  kIpc,         // the vendor's handle of an allocation: GPUs
+};
+
+// Memory of another program: [offset, offset + bytes) of what the descriptor or the handle stands for. Nothing in it
+// can be trusted.
+struct ForeignMemory {
+  static constexpr std::size_t kHandleBytes = 64;
+
+  ShareKind kind = ShareKind::kFile;
+  UniqueFd descriptor;                               // not for kIpc
+  std::array<unsigned char, kHandleBytes> handle{};  // for kIpc
+  std::uint64_t whole_bytes = 0;                     // of the physical memory, for kDescriptor
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  bool writable = false;
+};
+
+// Memory of another program that this one has mapped; released when destroyed (any thread). Nothing may use it then.
+class ForeignMapping {
+ public:
+  virtual ~ForeignMapping() = default;
+  [[nodiscard]] virtual DeviceAddress address() const = 0;
+  // False once its owner has taken some of it away. What is read there is undefined, but no access fails.
+  [[nodiscard]] virtual bool intact() { return true; }
 };
 
 // A point in a stream's order. Recording it again reuses it, once nothing waits for the earlier recording.
@@ -190,6 +222,11 @@ class Device {
   virtual Status health() = 0;
 
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
+  // Maps memory of another program. EINVAL: it is not what the caller says, with the reason. EOPNOTSUPP: this driver
+  // takes none of that kind.
+  virtual Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& /*memory*/) {
+    return Status(EOPNOTSUPP, "this driver maps no memory of other programs");
+  }
   // EOPNOTSUPP, with the reason for users: memory of create_memory() cannot be exported.
   virtual Status check_sharing() { return {}; }
   // Reserves addresses for pieces of DeviceMemory::export_memory(), of this device and driver. writable: the device may
@@ -205,6 +242,9 @@ class Device {
 
   // The program's streams that wait for the engine.
   [[nodiscard]] BlockedStreams& blocked_streams() { return blocked_streams_; }
+
+  // Waits for all work that this process has queued on the device, the program's own too: before its addresses go.
+  virtual void synchronize() {}
 
   // Synchronous copies. The calling thread waits for its own copy only, not for work that others queued.
   virtual Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) = 0;

@@ -10,7 +10,7 @@
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
-#include "fuse/transport.h"
+#include "fuse/request.h"
 
 namespace gpufs::fuse {
 

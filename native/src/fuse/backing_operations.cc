@@ -106,7 +106,8 @@ void BackingOperations::pass_through(const OpenBacking& open, const Request& req
   }
   const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open.file->facts().device};
   long_requests_.executor().submit(
-      lane, nullptr, unique, [this, pending, body = std::move(body)](int refusal, Cancellation& cancellation) mutable {
+      lane, nullptr, unique,
+      [this, pending = std::move(pending), body = std::move(body)](int refusal, Cancellation& cancellation) mutable {
         Answer answer = failed(refusal != 0 ? refusal : EINTR);
         if (refusal == 0 && !cancellation.requested()) {
           try {
@@ -125,9 +126,9 @@ void BackingOperations::interrupted(std::uint64_t unique) {
   {
     const std::lock_guard lock(pending_mutex_);
     const auto place = pending_.find(unique);
-    if (place == pending_.end()) return;
-    found = place->second;
+    if (place != pending_.end()) found = place->second.lock();
   }
+  if (!found) return;
   long_requests_.executor().submit_at(
       std::chrono::steady_clock::now() + kGrace,
       [this, pending = std::move(found)](int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
@@ -145,12 +146,12 @@ void BackingOperations::interrupted(std::uint64_t unique) {
 }
 
 void BackingOperations::settle(Pending& pending, const Answer& answer) {
-  read_bytes_.add(answer.read);
-  written_bytes_.add(answer.written);
-  copied_bytes_.add(answer.copied);
-  statistics_.read_bytes.add(answer.read);
-  statistics_.written_bytes.add(answer.written);
-  statistics_.copied_bytes.add(answer.copied);
+  count(read_bytes_, answer.read);
+  count(written_bytes_, answer.written);
+  count(copied_bytes_, answer.copied);
+  count(statistics_.read_bytes, answer.read);
+  count(statistics_.written_bytes, answer.written);
+  count(statistics_.copied_bytes, answer.copied);
   if (answer.error != 0) {
     pending.responder.error(answer.error);
   } else {
@@ -163,13 +164,15 @@ void BackingOperations::settle(Pending& pending, const Answer& answer) {
 void BackingOperations::left_behind(std::size_t threads) {
   if (threads == 0) return;
   log_warning(threads, " threads hang in files of backing/ and are left behind");
-  left_behind_.add(threads);
+  count(left_behind_, threads);
   decltype(pending_) hanging;
   {
     const std::lock_guard lock(pending_mutex_);
     hanging.swap(pending_);
   }
-  for (auto& [unique, pending] : hanging) {
+  for (auto& [unique, job] : hanging) {
+    const std::shared_ptr<Pending> pending = job.lock();
+    if (!pending) continue;
     const std::lock_guard lock(pending->mutex);
     if (pending->responder.pending()) pending->responder.error(ENOTCONN);
   }
@@ -177,11 +180,11 @@ void BackingOperations::left_behind(std::size_t threads) {
 
 void BackingOperations::write_statistics(JsonWriter& json) const {
   json.number("open_files", files_.size());
-  json.number("left_behind", left_behind_.get());
-  json.number("read_bytes", read_bytes_.get());
-  json.number("written_bytes", written_bytes_.get());
-  json.number("copied_bytes", copied_bytes_.get());
-  json.number("cached_reads", cached_reads_.get());
+  json.number("left_behind", left_behind_);
+  json.number("read_bytes", read_bytes_);
+  json.number("written_bytes", written_bytes_);
+  json.number("copied_bytes", copied_bytes_);
+  json.number("cached_reads", cached_reads_);
 }
 
 // ---- requests ----
@@ -210,12 +213,12 @@ bool BackingOperations::read_cached(const OpenBacking& open, const fuse_read_in&
                                     Responder& responder) {
   if (open.file->facts().may_hang || memory.empty()) return false;
   const iovec part{memory.data(), memory.size()};
-  const ssize_t count = ::preadv2(open.fd.get(), &part, 1, static_cast<off_t>(in.offset), RWF_NOWAIT);
+  const ssize_t got = ::preadv2(open.fd.get(), &part, 1, static_cast<off_t>(in.offset), RWF_NOWAIT);
   // A short count may mean that the rest is not cached.
-  if (count < 0 || static_cast<std::size_t>(count) != memory.size()) return false;
-  cached_reads_.add();
-  read_bytes_.add(memory.size());
-  statistics_.read_bytes.add(memory.size());
+  if (got < 0 || static_cast<std::size_t>(got) != memory.size()) return false;
+  count(cached_reads_);
+  count(read_bytes_, memory.size());
+  count(statistics_.read_bytes, memory.size());
   responder.data({&part, 1});
   return true;
 }
@@ -334,8 +337,8 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
                                   const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, cancellation);
                                   if (copied.ok()) {
                                     if (!load && copied.value() > 0) drop_set_id_after_copy(file, caller);
-                                    copied_bytes_.add(copied.value());
-                                    statistics_.copied_bytes.add(copied.value());
+                                    count(copied_bytes_, copied.value());
+                                    count(statistics_.copied_bytes, copied.value());
                                     reply_copied(reply, wide, copied.value());
                                     return 0;
                                   }

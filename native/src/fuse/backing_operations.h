@@ -17,8 +17,8 @@
 #include "fuse/caller.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
-#include "fuse/transport.h"
 #include "io/transfer_engine.h"
 
 namespace gpufs::fuse {
@@ -67,7 +67,7 @@ class BackingOperations {
   template <typename T>
   static Answer answer_of(const T& body);
 
-  // A request whose thread may hang.
+  // A request whose thread may hang. Its job owns it, so it is answered even if it cannot be queued.
   struct Pending {
     std::uint64_t unique = 0;
     Caller client;
@@ -99,7 +99,7 @@ class BackingOperations {
   BackingTable files_;
 
   std::mutex pending_mutex_;  // guards pending_; after a Pending's
-  std::unordered_map<std::uint64_t, std::shared_ptr<Pending>> pending_;
+  std::unordered_map<std::uint64_t, std::weak_ptr<Pending>> pending_;
 };
 
 }  // namespace gpufs::fuse

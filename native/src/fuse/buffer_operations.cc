@@ -17,12 +17,14 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;   // an INTERRUPT ends an allocation between two
+constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;  // an INTERRUPT ends an allocation between two
 
 // What the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
-  if (error != ENOSPC && error != EFBIG && error != ENXIO && error != EINVAL && log_enabled(LogLevel::kWarning)) {
+  const bool ordinary =
+      error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM || error == ESTALE;
+  if (!ordinary && log_enabled(LogLevel::kWarning)) {
     log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
   }
   return error;
@@ -68,7 +70,7 @@ bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, s
                                          Responder& responder) {
   observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
   const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes);
-  if (gathered.error() == EAGAIN || (gathered.ok() && gathered.value().pieces.size() > Transport::kMaximumPieces)) {
+  if (gathered.error() == EAGAIN || (gathered.ok() && gathered.value().pieces.size() > Responder::kMaximumPieces)) {
     measured.dismiss();
     return false;
   }
@@ -115,7 +117,7 @@ void BufferOperations::read_later(const File& file, const fuse_read_in& in, std:
 void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
   // Before the reply: the client may ask for these numbers as soon as it has it.
   if ((in.flags & O_NOATIME) == 0) table_.was_read(inode);
-  statistics_.read_bytes.add(bytes);
+  count(statistics_.read_bytes, bytes);
   inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, bytes);
 }
 
@@ -125,7 +127,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   const auto in = request.arguments<fuse_write_in>();
   const std::span<const std::byte> data = request.message.subspan(kWriteHeaderBytes);
   if (data.size() != in.size) {
-    statistics_.bad_requests.add();
+    count(statistics_.bad_requests);
     return responder.error(EINVAL);
   }
   if (!valid_range(in.offset, in.size)) return responder.error(EFBIG);
@@ -161,7 +163,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
 
 void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
   file.inode->was_written(loss);
-  statistics_.written_bytes.add(bytes);
+  count(statistics_.written_bytes, bytes);
   file.inode->buffer()->activity().note(observe::Backend::kMount, observe::Flow::kIn, bytes);
   fuse_write_out out{};
   out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
@@ -294,7 +296,7 @@ void BufferOperations::finish_copy(Inode& from, Inode& to, SetIdLoss loss, std::
   if (bytes == 0) return;
   table_.was_read(from);
   to.was_written(loss);
-  statistics_.copied_bytes.add(bytes);
+  count(statistics_.copied_bytes, bytes);
 }
 
 }  // namespace gpufs::fuse

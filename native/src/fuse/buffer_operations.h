@@ -9,8 +9,8 @@
 
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
-#include "fuse/transport.h"
 
 namespace gpufs::fuse {
 

@@ -12,7 +12,7 @@
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/protocol.h"
-#include "fuse/transport.h"
+#include "fuse/request.h"
 
 namespace gpufs::fuse {
 

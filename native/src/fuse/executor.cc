@@ -21,6 +21,8 @@ constexpr std::chrono::seconds kIdle{10};  // a thread without a job for so long
 constexpr std::size_t kFileJobs = 8;       // of one lane; these wait for disks rather than work
 constexpr std::size_t kCopyJobs = 32;
 constexpr std::size_t kReclaimJobs = 2;
+// These stay, so that the system's refusal of further threads delays jobs but does not stop them.
+constexpr std::size_t kPermanentThreads = 2;
 // Most INTERRUPTs are for short requests that have already ended; only the latest can still be early.
 constexpr std::size_t kRemembered = 256;
 
@@ -40,7 +42,10 @@ void Cancellation::on_request(std::function<void()> action) {
 
 Status Executor::start() {
   const std::lock_guard lock(state_->mutex);
-  return start_worker(state_);
+  while (state_->threads < kPermanentThreads) {
+    if (Status status = start_worker(state_); !status.ok()) return status;
+  }
+  return {};
 }
 
 bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
@@ -80,11 +85,11 @@ void Executor::wake_for_queue(const std::shared_ptr<State>& state) {
   for (auto entry = state->queue.begin(); entry != state->queue.end() && ready <= looking; ++entry) {
     if (state->may_run(*entry)) ++ready;
   }
-  if (ready > looking) {
-    static_cast<void>(start_worker(state));
-  } else if (ready > 0) {
-    state->wanted.notify_one();
+  if (ready == 0) return;
+  // One thread more than jobs, see leaves_a_thread().
+  while (state->idle + state->starting <= ready && start_worker(state).ok()) {
   }
+  state->wanted.notify_one();
 }
 
 void Executor::wake_for_parked(const std::shared_ptr<State>& state) {
@@ -223,6 +228,13 @@ bool Executor::State::may_run(const Entry& entry) const {
   return lane < limit_of(entry.lane.kind) && subject < limits.same_subject;
 }
 
+bool Executor::State::leaves_a_thread(const Entry& entry) const {
+  const auto may_hang = [](const Entry& each) {
+    return each.lane.kind == Lane::Kind::kFiles || each.lane.kind == Lane::Kind::kNotifications;
+  };
+  return !may_hang(entry) || static_cast<std::size_t>(std::ranges::count_if(active, may_hang)) + 1 < threads;
+}
+
 Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& lock) {
   const TimePoint idle_end = Clock::now() + kIdle;
   for (;;) {
@@ -233,13 +245,14 @@ Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& 
       active.splice(active.end(), parked, first);
       return std::prev(active.end());
     }
-    const auto ready = std::ranges::find_if(queue, [this](const Entry& entry) { return may_run(entry); });
+    const auto ready =
+        std::ranges::find_if(queue, [this](const Entry& entry) { return may_run(entry) && leaves_a_thread(entry); });
     if (ready != queue.end()) {
       active.splice(active.end(), queue, ready);
       return std::prev(active.end());
     }
-    // While something is parked one thread stays to watch its deadline, and one stays in any case.
-    const bool needed = threads == 1 || (!parked.empty() && idle == 0);
+    // While something is parked one thread stays to watch its deadline.
+    const bool needed = threads <= kPermanentThreads || (!parked.empty() && idle == 0);
     if (stopping || (now >= idle_end && !needed)) return active.end();
     ++idle;
     if (!parked.empty()) {

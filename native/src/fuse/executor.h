@@ -77,7 +77,7 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Starts the first thread, which stays: jobs wait for it if the system refuses further threads.
+  // Starts the threads that stay: jobs wait for them if the system refuses further ones.
   Status start();
 
   // id: what cancel() finds the job by, or 0. subject: null, or the file that the job is about. False after stop(): the
@@ -173,6 +173,8 @@ class Executor {
     bool start_failed = false;  // logged once, until a thread could be started again
 
     [[nodiscard]] bool may_run(const Entry& entry) const;
+    // Jobs that may hang never take the last thread: a notification may wait for a request that is a job, too.
+    [[nodiscard]] bool leaves_a_thread(const Entry& entry) const;
     [[nodiscard]] std::size_t limit_of(Lane::Kind kind) const;
     // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
     Entries::iterator next(std::unique_lock<std::mutex>& lock);

@@ -44,7 +44,6 @@ Status InitNegotiation::amend_request(std::span<std::byte> message) {
   std::memcpy(&in, message.data() + sizeof(fuse_in_header), bytes);
   if (in.major != FUSE_KERNEL_VERSION) return Status(EPROTO, "the kernel speaks another FUSE protocol");
 
-  kernel_minor_ = in.minor;
   std::uint64_t offered = in.flags;
   if (extended && (in.flags & kInitExtended) != 0) offered |= std::uint64_t{in.flags2} << 32;
   offered &= ~options_.mask_flags;
@@ -72,12 +71,11 @@ Status InitNegotiation::amend_reply(std::span<std::byte> message) {
   const bool many_pages = (granted & kInitMaxPages) != 0;
   const std::uint32_t wanted = std::min<std::uint32_t>((options_.max_write + kPage - 1) / kPage, UINT16_MAX);
   const std::uint32_t pages = many_pages ? wanted : kPagesWithoutFlag;
-  max_write_ = std::min(options_.max_write, pages * kPage);
   granted_ = granted;
 
   out.flags = static_cast<std::uint32_t>(granted);
   out.flags2 = static_cast<std::uint32_t>(granted >> 32);
-  out.max_write = max_write_;
+  out.max_write = std::min(options_.max_write, pages * kPage);
   out.max_pages = many_pages ? static_cast<std::uint16_t>(pages) : std::uint16_t{0};
   out.max_readahead = std::min(out.max_readahead, relay_bytes_);
   out.max_background = std::max(out.max_background, kBackground);
@@ -88,10 +86,8 @@ Status InitNegotiation::amend_reply(std::span<std::byte> message) {
 }
 
 void InitNegotiation::write_statistics(JsonWriter& json) const {
-  json.number("kernel_minor", kernel_minor_);
   json.number("offered", offered_);
   json.number("granted", granted_);
-  json.number("max_write", max_write_);
   json.boolean("direct_io", direct_io());
 }
 

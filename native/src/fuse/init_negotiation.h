@@ -41,10 +41,8 @@ class InitNegotiation {
  private:
   const Options options_;
   const std::uint32_t relay_bytes_;
-  std::atomic<std::uint32_t> kernel_minor_{0};
   std::atomic<std::uint64_t> offered_{0};
   std::atomic<std::uint64_t> granted_{0};
-  std::atomic<std::uint32_t> max_write_{0};
 };
 
 }  // namespace gpufs::fuse

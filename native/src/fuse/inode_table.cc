@@ -40,8 +40,8 @@ gpufs_attributes Inode::attributes() const {
     copy = attributes_;
   }
   if (buffer_) {
-    copy.size = buffer_->size();
-    copy.blocks = buffer_->bytes_held() / 512;
+    copy.size = buffer()->size();
+    copy.blocks = buffer()->bytes_held() / 512;
   }
   return copy;
 }
@@ -208,7 +208,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
       return Status(ENOSPC, "the mount's limit for metadata");
   }
   if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
-    if (Status status = inode->buffer_->resize(attributes->size); !status.ok()) return status;
+    if (Status status = inode->buffer()->resize(attributes->size); !status.ok()) return status;
   }
   bool doomed = false;
   {
@@ -239,6 +239,22 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   return {};
 }
 
+Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  if (!inode->buffer_) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
+  const Timestamp now = Timestamp::now();
+  const std::lock_guard lock(inode->mutex_);
+  const bool fresh = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1 &&
+                     !inode->replaced_ && inode->buffer_->size() == 0;
+  if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
+  inode->replacement_ = std::move(buffer);
+  inode->replaced_.store(true, std::memory_order_release);
+  set_mtime(inode->attributes_, now);
+  set_ctime(inode->attributes_, now);
+  return {};
+}
+
 Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
   std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return unknown_inode(ino);
@@ -251,7 +267,12 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
   // Last, since nothing that fails may come after it. The handle is not known to anyone yet.
   const std::lock_guard lock(inode->mutex_);
   ++inode->open_files_;
-  if (writes) ++inode->open_writers_;
+  if (writes) {
+    ++inode->open_writers_;
+    // The kernel names these flags only when it creates the file.
+    constexpr int kCreation = O_CREAT | O_EXCL;
+    if (inode->writers_ever_++ == 0) inode->created_open_ = (flags & kCreation) == kCreation;
+  }
   static_cast<void>(update_orphan_locked(inode));  // in use now
   return fh;
 }

@@ -32,11 +32,14 @@ class Inode {
 
   [[nodiscard]] std::uint64_t ino() const { return ino_; }
   [[nodiscard]] std::int32_t device() const { return device_; }
-  // Null without a buffer; the same for the inode's life.
-  [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const { return buffer_; }
+  // Null without a buffer. Both the first one and the one that InodeTable::replace_buffer() sets live as long as the
+  // inode.
+  [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const {
+    return replaced_.load(std::memory_order_acquire) ? replacement_ : buffer_;
+  }
 
   // Whether the CPU can read the buffer's memory in place.
-  [[nodiscard]] bool in_host_memory() const { return in_host_memory_; }
+  [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !replaced_.load(std::memory_order_acquire); }
 
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
@@ -75,6 +78,8 @@ class Inode {
   const std::shared_ptr<Buffer> buffer_;
   const bool in_host_memory_;
   const Timestamp birth_;
+  std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
+  std::atomic<bool> replaced_{false};
 
   // Guards all below. InodeTable::orphan_mutex_ may be taken under it, nothing else.
   mutable std::mutex mutex_;
@@ -83,6 +88,8 @@ class Inode {
   std::uint64_t charged_ = 0;                     // of the table's metadata
   std::uint32_t open_files_ = 0;
   std::uint32_t open_writers_ = 0;  // of them, those open for writing
+  std::uint32_t writers_ever_ = 0;  // how often it was opened for writing
+  bool created_open_ = false;       // by O_CREAT | O_EXCL, which was the first time
   bool removed_ = false;            // from the table
 };
 
@@ -134,6 +141,11 @@ class InodeTable {
     return error;
   }
   [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_limit_; }
+
+  // Gives a new and empty file another buffer, for good, as if it were changed now. Only for a file that was created by
+  // opening it for writing, and that nobody else has opened for writing since: whoever has that descriptor has created
+  // the file. EBUSY otherwise, ENOENT and EINVAL as ever.
+  Status replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer);
 
   // EISDIR and EINVAL without a buffer. flags: as open(2), without effect on the contents.
   Result<std::uint64_t> open(std::uint64_t ino, int flags);

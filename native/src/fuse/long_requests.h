@@ -13,8 +13,8 @@
 
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
-#include "fuse/transport.h"
 
 namespace gpufs::fuse {
 
@@ -82,13 +82,13 @@ class LongRequests {
           const std::uint64_t noted = executor_.freed_count();
           const int error = attempt(cancellation, reply);
           if (error == ENOSPC && !cancellation.requested()) {
-            if (!std::exchange(waited, true)) statistics_.space_waits.add();
+            if (!std::exchange(waited, true)) count(statistics_.space_waits);
             if (table_.orphan_bytes(device) > 0 || executor_.freed_count() != noted) return deadline;
           }
           if (error != 0) {
             reply.error(cancellation.requested() ? EINTR : error);
           } else if (waited) {
-            statistics_.space_waits_won.add();
+            count(statistics_.space_waits_won);
           }
           return std::nullopt;
         });

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "fuse/device_transport.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
@@ -39,7 +38,7 @@ Executor::Limits limits_of(const MountOptions& options) {
   return limits;
 }
 
-DeviceTransportOptions transport_options(const MountOptions& options) {
+TransportOptions transport_options(const MountOptions& options) {
   return {.reader_threads = options.reader_threads,
           .payload_bytes = max_write_of(options),
           .spin = options.reader_spin,
@@ -107,20 +106,17 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
     : ended_(std::move(ended)),
       executor_(limits_of(options)),
       table_(std::move(source), executor_, metadata_limit_of(options)),
-      transport_(std::make_unique<DeviceTransport>(std::move(device), transport_options(options), statistics_)),
+      transport_(std::move(device), transport_options(options), statistics_),
       long_requests_(table_, executor_, statistics_, options.space_patience),
-      notifier_(*transport_, executor_, statistics_),
+      notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
-      relay_(std::move(relay), *transport_, table_, backing_.files(), notifier_, executor_,
+      relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
       buffers_(table_, long_requests_, statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
                                              const MountOptions& options) {
-  if (options.transport != "auto" && options.transport != "device") {
-    return Status(EINVAL, "unknown transport \"" + options.transport + "\"");
-  }
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
   }
@@ -146,7 +142,7 @@ Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, st
 
 Status Mount::start() {
   Status status = relay_.start();
-  if (status.ok()) status = transport_->start(*this);
+  if (status.ok()) status = transport_.start(*this);
   if (!status.ok()) close();
   return status;
 }
@@ -159,8 +155,8 @@ void Mount::close() {
   // is not. The control plane's requests are answered first, because a notification may wait for one of them.
   relay_.stop();
   backing_.left_behind(executor_.stop(kStopPatience));
-  transport_->stop();
-  transport_->close();
+  transport_.stop();
+  transport_.close();
   connection_ended();
 }
 
@@ -184,13 +180,13 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
-  Responder responder(*transport_, statistics_, request.header.unique, opcode);
+  Responder responder(transport_, request.header.unique, opcode);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));
   }
   if (const InodeHandler* const handler = inode_handler(opcode); handler != nullptr) {
     if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid); inode) {
-      statistics_.of(opcode).native.add();
+      count(statistics_.of(opcode).native);
       if (request.message.size() < sizeof(fuse_in_header) + handler->arguments) return responder.error(EINVAL);
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
@@ -202,7 +198,7 @@ void Mount::handle(Request& request) {
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_IOCTL:
-      statistics_.of(opcode).native.add();
+      count(statistics_.of(opcode).native);
       return responder.error(ENOTTY);
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
@@ -220,7 +216,7 @@ void Mount::serve_file(const FileHandler& handler, Request& request, Responder r
   if (whole && !is_buffer(fh) && !is_backing(fh) && handler.control == nullptr) {
     return relay_.forward(request, std::move(responder));
   }
-  statistics_.of(handler.opcode).native.add();
+  count(statistics_.of(handler.opcode).native);
   if (!whole) return responder.error(EINVAL);
   if (handler.opcode == FUSE_LSEEK) {
     const auto in = request.arguments<fuse_lseek_in>();
@@ -251,7 +247,7 @@ void Mount::lseek_control_file(Request& request, Responder responder) {
 void Mount::refuse_fallocate(Request& /*request*/, Responder responder) { responder.error(EOPNOTSUPP); }
 
 void Mount::copy_file_range(Request& request, Responder responder) {
-  statistics_.of(request.header.opcode).native.add();
+  count(statistics_.of(request.header.opcode).native);
   if (request.message.size() < sizeof(fuse_in_header) + sizeof(fuse_copy_file_range_in)) {
     return responder.error(EINVAL);
   }
@@ -289,7 +285,7 @@ void Mount::release(Request& request, Responder responder) {
   if (!is_buffer(in.fh) || !table_.release(in.fh).ok()) {
     return relay_.forward(request, std::move(responder));
   }
-  statistics_.of(FUSE_RELEASE).native.add();
+  count(statistics_.of(FUSE_RELEASE).native);
   responder.ok();
 }
 
@@ -301,26 +297,26 @@ void Mount::note_listing(const Request& request) {
 }
 
 void Mount::interrupt(const Request& request) {
-  statistics_.interrupts.add();
+  count(statistics_.interrupts);
   fuse_interrupt_in in{};
   if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
-    statistics_.bad_requests.add();
+    count(statistics_.bad_requests);
     return;
   }
   if (relay_.interrupt(in.unique)) {
-    statistics_.interrupts_relayed.add();
+    count(statistics_.interrupts_relayed);
     return;
   }
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
-  (outcome == Executor::Cancelled::kRemembered ? statistics_.interrupts_remembered : statistics_.interrupts_cancelled)
-      .add();
+  const bool remembered = outcome == Executor::Cancelled::kRemembered;
+  count(remembered ? statistics_.interrupts_remembered : statistics_.interrupts_cancelled);
 }
 
 std::string Mount::statistics() const {
   JsonWriter json;
   json.open("transport");
-  transport_->write_statistics(json);
+  transport_.write_statistics(json);
   json.close();
   json.open("init");
   relay_.init().write_statistics(json);

@@ -22,6 +22,7 @@
 #include "fuse/notifier.h"
 #include "fuse/payload_memory.h"
 #include "fuse/relay.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 #include "io/transfer_engine.h"
@@ -29,7 +30,6 @@
 namespace gpufs::fuse {
 
 struct MountOptions {
-  std::string transport = "auto";  // "auto" or "device"
   std::size_t reader_threads = 0;  // 0: chosen by the number of CPUs
   std::chrono::nanoseconds reader_spin{0};
   std::size_t worker_threads = 0;    // most for one device; 0: default
@@ -93,7 +93,7 @@ class Mount final : private RequestHandler {
   // Each uses those above it.
   Executor executor_;
   InodeTable table_;
-  std::unique_ptr<Transport> transport_;
+  Transport transport_;
   LongRequests long_requests_;
   Notifier notifier_;
   BackingOperations backing_;

@@ -2,6 +2,8 @@
 
 #include <cerrno>
 #include <climits>
+#include <future>
+#include <memory>
 #include <utility>
 
 #include "base/log.h"
@@ -17,13 +19,28 @@ std::vector<std::byte> bytes_of(const T& value) {
   return {bytes.begin(), bytes.end()};
 }
 
-}  // namespace
-
-Status Notifier::invalidate_inode(std::uint64_t ino) {
+fuse_notify_inval_inode_out whole_inode(std::uint64_t ino) {
   fuse_notify_inval_inode_out out{};
   out.ino = ino;
   out.len = 0;  // to the end
-  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(out));
+  return out;
+}
+
+}  // namespace
+
+Status Notifier::invalidate_inode(std::uint64_t ino) {
+  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)));
+}
+
+// On the executor as well: only there is the transport sure to be open.
+void Notifier::invalidate_inode_now(std::uint64_t ino) {
+  const auto done = std::make_shared<std::promise<void>>();
+  const bool queued = executor_.submit({Executor::Lane::Kind::kNotifications, -1, 0}, nullptr, 0,
+                                       [this, ino, done](int refusal, Cancellation&) {
+                                         if (refusal == 0) write(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)));
+                                         done->set_value();
+                                       });
+  if (queued) done->get_future().wait();
 }
 
 Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
@@ -41,18 +58,6 @@ Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
   return queue(FUSE_NOTIFY_INVAL_ENTRY, std::move(body));
 }
 
-void Notifier::forward(std::span<const std::byte> message) {
-  fuse_out_header header{};
-  const bool whole = read_struct(message, 0, &header) && header.len == message.size();
-  // STORE and RETRIEVE would put pages beside the buffers, and no file here supports POLL.
-  const bool known = header.error == FUSE_NOTIFY_INVAL_INODE || header.error == FUSE_NOTIFY_INVAL_ENTRY ||
-                     header.error == FUSE_NOTIFY_DELETE;
-  const std::span<const std::byte> body = message.subspan(whole ? sizeof(header) : message.size());
-  if (!whole || !known || !queue(header.error, {body.begin(), body.end()}).ok()) {
-    statistics_.notifications_dropped.add();
-  }
-}
-
 Status Notifier::queue(std::int32_t code, std::vector<std::byte> body) {
   const bool queued = executor_.submit({Executor::Lane::Kind::kNotifications, -1, 0}, nullptr, 0,
                                        [this, code, body = std::move(body)](int refusal, Cancellation&) {
@@ -63,10 +68,10 @@ Status Notifier::queue(std::int32_t code, std::vector<std::byte> body) {
 
 void Notifier::write(std::int32_t code, std::span<const std::byte> body) {
   const int error = transport_.notify(code, body);
-  statistics_.notifications.add();
+  count(statistics_.notifications);
   // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
   if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) return;
-  statistics_.notification_errors.add();
+  count(statistics_.notification_errors);
   log_warning("the kernel refused a notification (code ", code, ", errno ", error, ")");
 }
 

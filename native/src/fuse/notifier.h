@@ -1,5 +1,5 @@
 // Notifies the kernel of what it must no longer cache.
-// Ownership: the Mount's. Thread-safe; nothing here waits.
+// Ownership: the Mount's. Thread-safe; nothing here waits, except what says so.
 //
 // Notifications have a lane of the executor with one thread, because the kernel may block such a write until another
 // request of the same inode has been answered: a thread that carries replies must not be the one that waits.
@@ -13,6 +13,7 @@
 
 #include "base/status.h"
 #include "fuse/executor.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 
@@ -25,10 +26,10 @@ class Notifier {
 
   // Content and attributes. ESHUTDOWN once the executor has stopped.
   Status invalidate_inode(std::uint64_t ino);
+  // The same before it returns. May wait for requests of the inode: not for threads that answer some.
+  void invalidate_inode_now(std::uint64_t ino);
   // EINVAL for a name that no entry can have.
   Status invalidate_entry(std::uint64_t parent, std::string_view name);
-  // A notification of the control plane's library, with its header. Other kinds than invalidations are dropped.
-  void forward(std::span<const std::byte> message);
 
  private:
   Status queue(std::int32_t code, std::vector<std::byte> body);

@@ -70,15 +70,14 @@ std::size_t largest_message(int socket) {
   return std::clamp(limit > kMessageOverhead ? limit - kMessageOverhead : 0, kSmallestMessage, kLargestMessage);
 }
 
-Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Notifier& notifier,
-             Executor& executor, const InitNegotiation::Options& init, Statistics& statistics)
+Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Executor& executor,
+             const InitNegotiation::Options& init, Statistics& statistics)
     : socket_(std::move(socket)),
       message_limit_(largest_message(socket_.get())),
       payload_limit_(round_down(message_limit_ - kHeaderBytes, kPage)),
       transport_(transport),
       table_(table),
       backing_files_(backing_files),
-      notifier_(notifier),
       executor_(executor),
       init_(init, static_cast<std::uint32_t>(payload_limit_)),
       statistics_(statistics) {}
@@ -116,7 +115,7 @@ std::span<std::byte> Relay::clip(Request& request) {
       if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit) return whole;
       in.size = limit;
       write_struct(whole, sizeof(fuse_in_header), in);
-      statistics_.relay_clipped.add();
+      count(statistics_.relay_clipped);
       return whole;
     }
     case FUSE_WRITE: {
@@ -130,7 +129,7 @@ std::span<std::byte> Relay::clip(Request& request) {
       fuse_in_header header = request.header;
       header.len = static_cast<std::uint32_t>(kWriteHeaderBytes + limit);
       write_struct(whole, 0, header);
-      statistics_.relay_clipped.add();
+      count(statistics_.relay_clipped);
       return whole.first(header.len);
     }
     default:
@@ -157,7 +156,7 @@ void Relay::forward(Request& request, Responder responder) {
     case Admission::kPending:
       break;
     case Admission::kDead: {
-      statistics_.relay_refused.add();
+      count(statistics_.relay_refused);
       // A backing file can be closed without the control plane.
       const bool closes = request.header.opcode == FUSE_RELEASE;
       if (closes && backing_files_.release(request.arguments<fuse_release_in>().fh).ok()) return responder.ok();
@@ -165,11 +164,11 @@ void Relay::forward(Request& request, Responder responder) {
     }
     case Admission::kTwice:
       // The reply to the first one answers it.
-      statistics_.bad_requests.add();
+      count(statistics_.bad_requests);
       log_error("the kernel sent a request twice");
       return responder.abandon();
   }
-  statistics_.of(request.header.opcode).relayed.add();
+  count(statistics_.of(request.header.opcode).relayed);
   if (const int error = send(message); error != 0) {
     Responder failed = take_pending(unique);
     if (failed.pending()) failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
@@ -182,7 +181,7 @@ void Relay::forward_forget(const Request& request) {
   constexpr std::size_t kFirst = sizeof(fuse_in_header) + sizeof(fuse_batch_forget_in);
   if (!read_struct(request.message, sizeof(fuse_in_header), &in) ||
       (request.message.size() - kFirst) / sizeof(fuse_forget_one) < in.count) {
-    statistics_.bad_requests.add();
+    count(statistics_.bad_requests);
     return;
   }
   std::vector<std::byte> part;
@@ -203,7 +202,7 @@ void Relay::forward_forget(const Request& request) {
 void Relay::forward_one_way(std::span<const std::byte> message) {
   fuse_in_header header{};
   if (!read_struct(message, 0, &header)) return;
-  statistics_.of(header.opcode).relayed.add();
+  count(statistics_.of(header.opcode).relayed);
   static_cast<void>(send(message));  // fails only when the control plane is gone, and then it is not needed
 }
 
@@ -217,9 +216,8 @@ int Relay::send(std::span<const std::byte> message) {
     if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) return errno;
     break;
   }
-  statistics_.relay_overflowed.add();
+  count(statistics_.relay_overflowed);
   ++overflow_;
-  overflow_bytes_ += message.size();
   executor_.submit({Executor::Lane::Kind::kRelay, -1, 0}, nullptr, 0,
                    [this, copy = std::vector<std::byte>(message.begin(), message.end())](int refusal, Cancellation&) {
                      if (refusal == 0) send_waiting(copy);
@@ -238,7 +236,6 @@ void Relay::send_waiting(std::span<const std::byte> message) {
   }
   const std::lock_guard lock(send_mutex_);
   --overflow_;
-  overflow_bytes_ -= message.size();
 }
 
 // ---- interrupts ----
@@ -292,11 +289,10 @@ void Relay::receive_loop(std::span<std::byte> buffer) {
 void Relay::receive(std::span<std::byte> message, bool truncated) {
   fuse_out_header header{};
   if (!read_struct(message, 0, &header)) {
-    statistics_.relay_bad_replies.add();
+    count(statistics_.relay_bad_replies);
     log_error("a message of ", message.size(), " bytes from the control plane is too short");
     return;
   }
-  if (header.unique == 0) return notifier_.forward(message);
   bool answered = false;
   Responder responder = take_pending(header.unique, &answered);
   const std::uint32_t opcode = responder.opcode();
@@ -312,14 +308,14 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
       unread_replies_.fetch_sub(1);
       return;
     }
-    statistics_.relay_bad_replies.add();
+    count(statistics_.relay_bad_replies);
     log_warning("the control plane answered an unknown request");
     return;
   }
-  statistics_.relay_replies.add();
+  count(statistics_.relay_replies);
   if (truncated || header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
       (header.error != 0 && header.len != sizeof(header))) {
-    statistics_.relay_bad_replies.add();
+    count(statistics_.relay_bad_replies);
     log_error("a reply to ", opcode_name(opcode), truncated ? " was too large for a message" : " makes no sense");
     return responder.error(EIO);
   }
@@ -348,7 +344,7 @@ void Relay::die() {
   }
   for (auto& [unique, responder] : pending) {
     if (!responder.pending()) continue;
-    statistics_.relay_refused.add();
+    count(statistics_.relay_refused);
     responder.error(ENOTCONN);
   }
 }
@@ -362,7 +358,6 @@ void Relay::write_statistics(JsonWriter& json) const {
   }
   const std::lock_guard lock(send_mutex_);
   json.number("overflow", overflow_);
-  json.number("overflow_bytes", overflow_bytes_);
 }
 
 }  // namespace gpufs::fuse

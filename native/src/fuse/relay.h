@@ -17,7 +17,7 @@
 #include "fuse/executor.h"
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
-#include "fuse/notifier.h"
+#include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 
@@ -37,8 +37,8 @@ Result<RelayPair> make_relay_pair();
 
 class Relay {
  public:
-  Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Notifier& notifier,
-        Executor& executor, const InitNegotiation::Options& init, Statistics& statistics);
+  Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Executor& executor,
+        const InitNegotiation::Options& init, Statistics& statistics);
   ~Relay() { stop(); }
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
@@ -80,7 +80,6 @@ class Relay {
   Transport& transport_;
   InodeTable& table_;
   BackingTable& backing_files_;
-  Notifier& notifier_;
   Executor& executor_;
   InitNegotiation init_;
   Statistics& statistics_;
@@ -98,7 +97,6 @@ class Relay {
   // taken under it.
   mutable std::mutex send_mutex_;
   std::size_t overflow_ = 0;  // messages that wait on the executor: later ones must queue behind them
-  std::size_t overflow_bytes_ = 0;
   bool stopping_ = false;
 };
 

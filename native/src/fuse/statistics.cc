@@ -1,6 +1,6 @@
 #include "fuse/statistics.h"
 
-#include <cstdio>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -27,18 +27,7 @@ void JsonWriter::boolean(std::string_view name, bool value) {
 void JsonWriter::string(std::string_view name, std::string_view value) {
   key(name);
   text_ += '"';
-  for (const char c : value) {
-    if (c == '"' || c == '\\') {
-      text_ += '\\';
-      text_ += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escaped[8];
-      std::snprintf(escaped, sizeof(escaped), "\\u%04x", static_cast<unsigned>(c));
-      text_ += escaped;
-    } else {
-      text_ += c;
-    }
-  }
+  text_ += value;
   text_ += '"';
 }
 
@@ -62,12 +51,12 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   json.open("operations");
   for (std::uint32_t opcode = 0; opcode <= kOpcodeNames; ++opcode) {
     const Statistics::PerOpcode& counts = statistics.opcodes[opcode];
-    if (counts.native.get() + counts.relayed.get() + counts.errors.get() == 0) continue;
+    if (counts.native + counts.relayed + counts.errors == 0) continue;
     if (opcode < kOpcodeNames && std::string_view(opcode_name(opcode)) == "other") continue;  // no such opcode
     json.open(opcode_name(opcode));
-    json.number("native", counts.native.get());
-    json.number("relayed", counts.relayed.get());
-    json.number("errors", counts.errors.get());
+    json.number("native", counts.native);
+    json.number("relayed", counts.relayed);
+    json.number("errors", counts.errors);
     json.close();
   }
   json.close();
@@ -98,7 +87,6 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
       {"relay", "refused", &statistics.relay_refused},
       {"notifications", "sent", &statistics.notifications},
       {"notifications", "errors", &statistics.notification_errors},
-      {"notifications", "dropped", &statistics.notifications_dropped},
   };
   std::string_view group;
   for (const Row& row : rows) {
@@ -107,7 +95,7 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
       json.open(row.group);
       group = row.group;
     }
-    json.number(row.name, row.counter->get());
+    json.number(row.name, *row.counter);
   }
   json.close();
 }

@@ -4,25 +4,15 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
 #include "fuse/protocol.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
-
-// A number that many threads add to, on a cache line of its own.
-class alignas(64) Counter {
- public:
-  void add(std::uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t get() const { return value_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<std::uint64_t> value_{0};
-};
 
 struct Statistics {
   struct PerOpcode {
@@ -65,17 +55,16 @@ struct Statistics {
 
   Counter notifications;
   Counter notification_errors;  // except ENOENT: the kernel had nothing cached
-  Counter notifications_dropped;
 };
 
-// Composes one JSON object. Keys are the caller's constants; text values are escaped.
+// Composes one JSON object. Keys and texts are the caller's constants.
 class JsonWriter {
  public:
   JsonWriter() : text_("{") {}
   void number(std::string_view key, std::uint64_t value);
   void boolean(std::string_view key, bool value);
-  void string(std::string_view key, std::string_view value);
-  void open(std::string_view key);  // a nested object
+  void string(std::string_view key, std::string_view value);  // without characters to escape
+  void open(std::string_view key);                            // a nested object
   void close();
   [[nodiscard]] std::string finish();
 

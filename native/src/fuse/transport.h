@@ -1,82 +1,50 @@
-// How requests come from the kernel and replies go back, whatever the mechanism: the rest of the mount sees only this.
-// Ownership: the Mount owns the Transport; a Request is the transport's and valid during handle().
-// handle() runs on the transport's threads, several at a time; send() and notify() may be called on any thread.
+// The connection to the kernel: threads that read one /dev/fuse descriptor.
+// Ownership: the Mount's; owns the descriptor and its threads.
+// Any thread may call send() and notify(); the Mount alone calls start(), initialized() and stop().
+//
+// How many threads read. Every request wakes the reader that has waited longest, so with many readers each request runs
+// on a cold thread with cold memory (8 readers moved less than half of what one moved). Only `allowed` readers
+// therefore call read(); the others sleep outside. A watcher checks once a millisecond while there is traffic: requests
+// that wait while every reader is busy let one more in, and a reader that was not needed for a while goes to sleep. The
+// data path pays two counters for this and no system call. Without traffic nothing runs.
+//
+// Before it sleeps in read(), the one free reader spins for the next request: to be woken costs more than serving a
+// small request, most of all in a virtual machine, and the next request of a client that works through a file comes
+// soon after the reply. Two long waits in a row end that, one short wait starts it again.
 #pragma once
 
-#include <sys/uio.h>
-
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <semaphore>
 #include <span>
+#include <thread>
+#include <vector>
 
 #include "base/status.h"
-#include "fuse/protocol.h"
+#include "base/unique_fd.h"
+#include "fuse/payload_memory.h"
+#include "fuse/request.h"
+#include "fuse/statistics.h"
 
 namespace gpufs::fuse {
 
-class JsonWriter;
-struct Statistics;
-class Transport;
-
-// One request as it was read.
-struct Request {
-  fuse_in_header header{};
-  // The whole message with its header, header.len bytes. Writable: what is relayed is changed in place.
-  std::span<std::byte> message;
-  // Page-aligned memory of the transport, max_write bytes, locked and pinned for devices if possible. The payload of a
-  // WRITE is at its start; once the message is no longer needed, a reply can be built here.
-  std::span<std::byte> payload;
-
-  // The structure behind the header; its presence was checked when the request was dispatched.
-  template <typename T>
-  [[nodiscard]] T arguments() const {
-    T value{};
-    static_cast<void>(read_struct(message, sizeof(fuse_in_header), &value));
-    return value;
-  }
-};
-
-// The duty to answer one request exactly once. Its owner must reply or pass it on; destroyed without a reply it answers
-// EIO, or ENOMEM if an exception destroys it, so no client waits forever.
-class Responder {
- public:
-  Responder() = default;
-  Responder(Transport& transport, Statistics& statistics, std::uint64_t unique, std::uint32_t opcode)
-      : transport_(&transport), statistics_(&statistics), unique_(unique), opcode_(opcode) {}
-  Responder(Responder&& other) noexcept;
-  Responder& operator=(Responder&& other) noexcept;
-  Responder(const Responder&) = delete;
-  Responder& operator=(const Responder&) = delete;
-  ~Responder();
-
-  [[nodiscard]] std::uint64_t unique() const { return unique_; }
-  [[nodiscard]] std::uint32_t opcode() const { return opcode_; }
-  [[nodiscard]] bool pending() const { return transport_ != nullptr; }
-
-  void ok() { deliver(0, {}); }
-  void error(int error);
-  void data(std::span<const iovec> body);
-  void data(std::span<const std::byte> body);
-  template <typename T>
-  void body(const T& value) {
-    data(std::as_bytes(std::span(&value, 1)));
-  }
-  // For requests that have no reply.
-  void abandon() { transport_ = nullptr; }
-
- private:
-  void deliver(int error, std::span<const iovec> body);
-
-  Transport* transport_ = nullptr;  // null: answered, or never had a request
-  Statistics* statistics_ = nullptr;
-  std::uint64_t unique_ = 0;
-  std::uint32_t opcode_ = 0;
+struct TransportOptions {
+  std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs
+  std::size_t payload_bytes = 1 << 20;  // max_write
+  std::chrono::nanoseconds spin{0};     // how long a reader spins before it sleeps; not with only one CPU
+  PinHooks pin_hooks;
 };
 
 class RequestHandler {
  public:
   virtual ~RequestHandler() = default;
-  // Serves the request or hands it on; must not block on a disk, a device's queue or another request.
+  // Serves the request or hands it on, on a thread of the transport, several at a time. Must not block on a disk, a
+  // device's queue or another request.
   virtual void handle(Request& request) = 0;
   // The connection has ended: unmounted, aborted or failed. Called at most once, on a thread of the transport.
   virtual void connection_ended() = 0;
@@ -84,26 +52,102 @@ class RequestHandler {
 
 class Transport {
  public:
-  // The largest number of pieces in one reply's body.
-  static constexpr std::size_t kMaximumPieces = 1000;
+  Transport(UniqueFd device, const TransportOptions& options, Statistics& statistics);
+  ~Transport() { stop(); }
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
 
-  virtual ~Transport() = default;
-
-  [[nodiscard]] virtual const char* name() const = 0;
   // Starts reading, with one thread until initialized() reports that the INIT reply has been written.
-  virtual Status start(RequestHandler& handler) = 0;
-  virtual void initialized() = 0;
+  Status start(RequestHandler& handler);
+  void initialized() { ready_.store(true); }
   // Ends the threads, whatever the state of the connection; not to be called from handle(). May be called twice.
-  virtual void stop() = 0;
+  void stop();
   // Closes the connection; after stop(). send() and notify() return ENODEV from then on.
-  virtual void close() = 0;
+  void close() { device_.reset(); }
 
   // One reply; 0 or the errno of the failure (ENOENT: the kernel does not know the request, ENODEV: it is gone).
-  virtual int send(std::uint64_t unique, int error, std::span<const iovec> body) = 0;
+  int send(std::uint64_t unique, int error, std::span<const iovec> body) { return write_message(unique, -error, body); }
   // One notification; may block as long as the kernel likes, so only the notification lane calls it.
-  virtual int notify(std::int32_t code, std::span<const std::byte> body) = 0;
+  int notify(std::int32_t code, std::span<const std::byte> body);
 
-  virtual void write_statistics(JsonWriter& json) const = 0;
+  [[nodiscard]] Statistics& statistics() const { return statistics_; }
+  void write_statistics(JsonWriter& json) const;
+
+ private:
+  static constexpr unsigned kLongWaits = 2;  // in a row: a reader no longer spins
+
+  struct Reader {
+    explicit Reader(PayloadMemory payload) : memory(std::move(payload)) {}
+    PayloadMemory memory;
+    std::counting_semaphore<4> wake{0};  // released by allow_one_more(), and once more by stop()
+    std::atomic<bool> finished{false};
+    std::thread thread;
+    // Used by its thread alone.
+    bool bulk = false;  // its last message was large
+    unsigned long_waits = kLongWaits;
+  };
+
+  Status spawn_reader();
+  void read_loop(Reader& reader);
+  // False: the connection has ended.
+  bool read_one(Reader& reader);
+  // read() of the device, after spinning if that pays.
+  ssize_t wait_and_read(Reader& reader, std::span<std::byte> memory);
+  // Until a request is there, the time is up, or another reader sleeps in read().
+  void spin_for_request(std::chrono::steady_clock::time_point until);
+  void serve(Reader& reader, std::size_t bytes);
+  void park_if_surplus(Reader& reader);
+  void allow_one_more();
+  void watch_loop();
+  // False when there has been no traffic for long.
+  bool watch_tick();
+  int write_message(std::uint64_t unique, std::int32_t error, std::span<const iovec> body);
+
+  UniqueFd device_;  // constant until close(), which runs alone
+  const std::size_t reader_limit_;
+  const std::size_t payload_bytes_;
+  const std::chrono::nanoseconds spin_;
+  const PinHooks pin_hooks_;
+  Statistics& statistics_;
+  RequestHandler* handler_ = nullptr;  // constant once start() has been called
+
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> ended_{false};
+  std::atomic<bool> start_failed_{false};  // logged once, until a reader could be started again
+  std::atomic<bool> ready_{false};         // the INIT reply has been written
+
+  // Written by the watcher, read by every reader before each read.
+  alignas(64) std::atomic<std::size_t> allowed_{1};
+  // Readers inside serve(), counted in kServing, and readers in read() whose last message was large, in kBulk: half of
+  // a large WRITE's time passes there, in the kernel's copy. Then the most inside serve() at once since the watcher
+  // last asked, and the requests served.
+  static constexpr std::uint64_t kServing = 1;
+  static constexpr std::uint64_t kBulk = std::uint64_t{1} << 32;
+  alignas(64) std::atomic<std::uint64_t> busy_{0};
+  std::atomic<std::uint64_t> busy_peak_{0};
+  std::atomic<std::uint64_t> served_{0};
+  // Readers inside read(): while there is one, it is woken for the next request and spinning is useless. And whether a
+  // reader spins.
+  alignas(64) std::atomic<std::size_t> sleeping_{0};
+  std::atomic<bool> spinning_{false};
+  // The watcher sleeps until a reader finds this set and clears it.
+  alignas(64) std::atomic<bool> watcher_asleep_{false};
+
+  // Guards the lists below; nothing is called under it.
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Reader>> readers_;
+  std::vector<Reader*> parked_;  // the last one has slept for the shortest time, so its memory is the warmest
+  std::size_t active_ = 0;       // readers that are not parked
+
+  // Used by the watcher alone, except the condition, which stop() and readers signal under its mutex.
+  std::mutex watch_mutex_;
+  std::condition_variable watch_condition_;
+  std::thread watcher_;
+  std::uint64_t seen_served_ = 0;
+  unsigned idle_ticks_ = 0;
+  unsigned backlog_ticks_ = 0;
+  unsigned window_ticks_ = 0;
+  std::uint64_t window_peak_ = 0;
 };
 
 }  // namespace gpufs::fuse

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <utility>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -113,39 +114,32 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
                                          const std::atomic<bool>& cancelled) {
   constexpr std::chrono::milliseconds kPoll{20};  // how soon a cancellation is seen
   std::unique_lock lock(mutex_);
-  const std::uint64_t number = ++last_number_;
   bool waited = false;
-  Status failure;  // of pinning
+  Status failure;  // of pinning: from then on only existing buffers will do
   for (;;) {
     if (closed_) return Status(ESHUTDOWN, "the bounce pool is closed");
     if (cancelled) return Status(ECANCELED, "cancelled while waiting for a bounce buffer");
-    if (waiting_.empty() || number < *waiting_.begin()) {
-      BounceMemory* memory = nullptr;
-      if (failure.ok()) {
-        Result<BounceMemory*> taken = take_locked(lock, device);
-        if (taken.ok()) memory = taken.value();
-        failure = taken.status();
-      } else if (!idle_.empty()) {
-        memory = idle_.back();
-        idle_.pop_back();
-      }
-      if (memory != nullptr) {
-        changed_.notify_all();  // there may be one for the next caller too
-        return BounceBuffer(memory, ReturnToPool{shared_from_this()});
-      }
-      if (existing_ == 0) return failure.ok() ? Status(ENOMEM, "no bounce buffer could be pinned") : failure;
-      if (!failure.ok() && !idle_.empty()) continue;
+    if (failure.ok()) {
+      const Result<BounceMemory*> taken = take_locked(lock, device);
+      if (taken.ok() && taken.value() != nullptr) return BounceBuffer(taken.value(), ReturnToPool{shared_from_this()});
+      failure = taken.status();
     }
+    if (!failure.ok() && !idle_.empty()) {
+      BounceMemory* const memory = idle_.back();
+      idle_.pop_back();
+      return BounceBuffer(memory, ReturnToPool{shared_from_this()});
+    }
+    if (existing_ == 0) return failure.ok() ? Status(ENOMEM, "no bounce buffer could be pinned") : failure;
     if (!std::exchange(waited, true)) ++waits_;
-    waiting_.insert(number);
+    ++waiting_;
     changed_.wait_for(lock, kPoll);
-    waiting_.erase(number);
+    --waiting_;
   }
 }
 
 BounceBuffer BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
   std::unique_lock lock(mutex_);
-  if (closed_ || !waiting_.empty() || idle_.size() + (capacity_ - existing_) <= reserve) return {};
+  if (closed_ || waiting_ > 0 || idle_.size() + (capacity_ - existing_) <= reserve) return {};
   const Result<BounceMemory*> taken = take_locked(lock, device);
   if (!taken.ok() || taken.value() == nullptr) return {};
   return {taken.value(), ReturnToPool{shared_from_this()}};

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "base/status.h"
@@ -43,7 +42,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   BouncePool& operator=(const BouncePool&) = delete;
 
   // A buffer for copies of this device, on its NUMA node if possible. Buffers are pinned when they are needed for the
-  // first time and then kept. If all are in use, callers are served in the order in which they came.
+  // first time and then kept. Waits if all are in use.
   // ECANCELED soon after `cancelled` became true; ESHUTDOWN after close(); the error of pinning if that failed and
   // there is no buffer to wait for.
   Result<BounceBuffer> acquire(const std::shared_ptr<DeviceContext>& device, const std::atomic<bool>& cancelled);
@@ -83,9 +82,8 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // a buffer came back, pinning failed, or the end
   std::vector<BounceMemory*> idle_;
-  std::size_t existing_ = 0;         // idle, in use, or being pinned
-  std::set<std::uint64_t> waiting_;  // numbers of waiting calls: the smallest is served next
-  std::uint64_t last_number_ = 0;
+  std::size_t existing_ = 0;  // idle, in use, or being pinned
+  std::size_t waiting_ = 0;   // calls of acquire()
   bool closed_ = false;
   std::uint64_t waits_ = 0;
   std::uint64_t pin_failures_ = 0;

@@ -33,7 +33,6 @@ std::string describe_refusals(RefusalMask mask) {
   return text.empty() ? "none" : text;
 }
 
-const char* path_name(Path path) { return path == Path::kFastpath ? "fastpath" : "fallback"; }
 const char* direction_name(Direction direction) { return direction == Direction::kLoad ? "load" : "store"; }
 
 RefusalMask fastpath_refusals(const ScoredRequest& request) {

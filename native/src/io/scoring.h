@@ -19,8 +19,6 @@ struct BackingFacts;  // io/backing_file.h
 enum class Direction : int { kLoad = 0, kStore = 1 };  // file to device, device to file
 enum class Path : int { kFastpath = 0, kFallback = 1 };
 inline constexpr int kPathCount = 2;
-inline constexpr int kDirectionCount = 2;
-const char* path_name(Path path);
 const char* direction_name(Direction direction);
 [[nodiscard]] constexpr observe::Backend backend_of(Path path) {
   return path == Path::kFastpath ? observe::Backend::kFastpath : observe::Backend::kFallback;

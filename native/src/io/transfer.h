@@ -20,12 +20,13 @@
 #include "io/scoring.h"
 #include "io/target.h"
 #include "io/target_memory.h"
-#include "io/transfer_threads.h"
 #include "observe/counters.h"
 
 namespace gpufs {
 
 class TransferEngine;
+class TransferThreads;
+class Turn;
 
 enum class SyncMode : int { kNone, kData, kFull };  // after a store: nothing, fdatasync, fsync
 
@@ -75,7 +76,7 @@ struct TransferProgress {
   bool sync_failed = false;  // status is that of the requested sync: nothing is known to be durable
 };
 
-class Transfer final : public TransferWork, public std::enable_shared_from_this<Transfer> {
+class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<TransferThreads> threads, TransferRequest request);
 
@@ -103,12 +104,17 @@ class Transfer final : public TransferWork, public std::enable_shared_from_this<
   // force: now, and whatever the file is. True if the transfer is done.
   bool abandon(bool force);
 
-  // ---- TransferWork: for the threads ----
+  // ---- for the TransferThreads ----
 
-  [[nodiscard]] std::uint64_t client() const override { return request_.client; }
-  [[nodiscard]] std::uint64_t group() const override;
-  [[nodiscard]] int wanted() const override { return wanted_.load(std::memory_order_relaxed); }
-  void serve(Turn& turn) override;
+  [[nodiscard]] std::uint64_t client() const { return request_.client; }
+  // What it may stall with: all transfers of one group together never have more threads than one client. Constant.
+  static constexpr std::uint64_t kNeverStalls = 0;
+  static constexpr std::uint64_t kMayHang = 1;  // behind a network or a user's process; other groups are local disks
+  [[nodiscard]] std::uint64_t group() const;
+  // How many threads it could use, including those that serve it; 0 once it needs none any more. Takes no lock.
+  [[nodiscard]] int wanted() const { return wanted_.load(std::memory_order_relaxed); }
+  // Serves it until nothing is left or turn.over(). May hang in a file.
+  void serve(Turn& turn);
 
  private:
   friend class CopyLoop;

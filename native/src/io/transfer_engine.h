@@ -1,10 +1,13 @@
 // Starts transfers, ends those that were cancelled and hang, and owns their threads and pinned memory.
-// One for each Engine. Thread-safe.
+// Thread-safe. There is one TransferEngine for each Engine, and one TransferThreads for each NUMA node.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,10 +21,89 @@
 #include "io/direct_path.h"
 #include "io/io_options.h"
 #include "io/transfer.h"
-#include "io/transfer_threads.h"
 #include "observe/counters.h"
 
 namespace gpufs {
+
+class TransferThreads;
+
+// How a thread that serves a transfer finds out that it should leave.
+class Turn {
+ public:
+  // True if the thread should leave after its current chunk, since a transfer with fewer threads waits for one.
+  [[nodiscard]] bool over();
+
+ private:
+  friend class TransferThreads;
+  Turn(TransferThreads& threads, const Transfer& transfer) : threads_(threads), transfer_(transfer) {}
+  TransferThreads& threads_;
+  const Transfer& transfer_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// The threads that move the bytes of all transfers near one NUMA node, shared fairly between clients and disks. They
+// keep this alive, so that one that hangs in a file can be left behind.
+class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
+ public:
+  // share: threads that one client has at most; spare: additional threads for other clients. node: -1 for no affinity.
+  // Threads start when they are needed for the first time.
+  static std::shared_ptr<TransferThreads> create(int node, int share, int spare);
+  TransferThreads(const TransferThreads&) = delete;
+  TransferThreads& operator=(const TransferThreads&) = delete;
+
+  // ESHUTDOWN after shutdown(); EAGAIN if there is no thread to serve it.
+  Status submit(const std::shared_ptr<Transfer>& transfer);
+  // Call it when Transfer::wanted() has grown or become 0, without locks of the transfer.
+  void update();
+
+  // Waits until every thread has left its transfer and joins them: up to `grace`, and up to `hang_grace` once only
+  // threads that may hang are left. Threads that hang are left behind; returns their number. The transfers must have
+  // been cancelled. Nothing is served afterwards.
+  int shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace);
+
+  [[nodiscard]] int share() const { return share_; }
+  [[nodiscard]] int threads() const { return share_ + spare_; }
+
+ private:
+  friend class Turn;
+  using Clock = std::chrono::steady_clock;
+
+  struct Entry {
+    std::shared_ptr<Transfer> transfer;
+    int running = 0;
+    Clock::time_point waiting_since;  // when it last had no thread
+    std::uint64_t served = 0;         // serial number of the last thread it got
+  };
+  struct Client {
+    int running = 0;
+    std::uint64_t served = 0;
+  };
+
+  TransferThreads(int node, int share, int spare) : node_(node), share_(share), spare_(spare) {}
+
+  void thread_main();
+  Entry* choose_locked();
+  void start_missing_locked();
+  std::list<Entry> take_finished_locked();
+  bool should_yield(const Transfer& transfer, Clock::time_point since);
+
+  const int node_;
+  const int share_;
+  const int spare_;
+
+  // Guards all below. No lock of a transfer is taken under it.
+  std::mutex mutex_;
+  std::condition_variable changed_;   // transfers for idle threads, or the end
+  std::condition_variable finished_;  // a thread left its transfer or ended
+  std::list<Entry> entries_;
+  std::map<std::uint64_t, Client> clients_;
+  std::vector<std::thread> threads_;
+  int alive_ = 0;
+  int idle_ = 0;
+  std::map<std::uint64_t, int> groups_;  // threads in transfers of each group
+  std::uint64_t serial_ = 0;
+  bool ending_ = false;
+};
 
 class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
  public:

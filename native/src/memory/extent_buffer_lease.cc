@@ -20,6 +20,8 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   SharedLease(std::shared_ptr<ExtentBuffer> buffer, bool writable, bool exports, std::string label)
       : buffer_(std::move(buffer)), writable_(writable), exports_(exports), label_(std::move(label)) {}
   ~SharedLease() override {
+    // Arrays of this process go without regard to the work that uses them.
+    if (!exports_) buffer_->context_->device().synchronize();
     const std::lock_guard lock(buffer_->state_mutex_);
     std::erase(buffer_->leases_, this);
   }
@@ -52,8 +54,9 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   Result<std::vector<ExportedMemory>> pieces(std::uint64_t from, std::size_t capacity) override {
     if (!exports_) return Status(EINVAL, "the lease is for this process alone");
     const std::lock_guard mutation(buffer_->mutation_mutex_);
-    if (bytes() == 0) return std::vector<ExportedMemory>{};
-    return buffer_->memory_->export_memory(from, capacity, writable_);
+    const std::uint64_t end = bytes();
+    if (end == 0) return std::vector<ExportedMemory>{};
+    return buffer_->memory_->export_memory(from, end, capacity, writable_);
   }
 
  private:

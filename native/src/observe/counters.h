@@ -37,7 +37,6 @@ inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {
 // Into the device's memory or out of it.
 enum class Flow : std::uint8_t { kIn, kOut };
 inline constexpr std::size_t kFlowCount = 2;
-inline constexpr std::array<std::string_view, kFlowCount> kFlowNames = {"in", "out"};
 
 // Bucket b of a histogram counts values above 2^(b-1) up to 2^b, bucket 0 those up to 1, the last one all beyond.
 inline constexpr std::size_t kBuckets = 44;

@@ -185,21 +185,26 @@ ON_DEVICE(cuMemGetInfo_v2, (std::size_t * free_bytes, std::size_t* total), m.mem
 ON_DEVICE(cuMemAlloc_v2, (CuAddress * address, std::size_t bytes), m.allocate(address, bytes))
 ON_DEVICE(cuMemFree_v2, (CuAddress address), m.free(address))
 
-// Of the device whose memory it is; whatever is not, is the host's.
 api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
   ENTER_ON_DEVICE("cuPointerGetAttribute");
   if (attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes) {
     return m.pinned_attribute(answer, attribute, address);
   }
   const int device = m.owner_of(address);
-  if (device < 0) return api::kInvalidValue;
-  const auto kind = static_cast<unsigned>(api::kMemoryTypeDevice);
-  const unsigned char managed = m.setup.managed ? 1 : 0;
-  if (attribute == kCuPointerMemoryType) std::memcpy(answer, &kind, sizeof kind);
-  if (attribute == kCuPointerIsManaged) std::memcpy(answer, &managed, sizeof managed);
-  if (attribute == kCuPointerDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
-  return api::kSuccess;
+  if (attribute == kCuPointerContext && device >= 0) {
+    CuContext const context = &contexts.at(static_cast<std::size_t>(device));
+    std::memcpy(answer, &context, sizeof(CuContext));
+    return api::kSuccess;
+  }
+  return m.pointer_attribute(answer, attribute, address);
 }
+
+ON_DEVICE(cuMemGetAddressRange_v2, (CuAddress * start, std::size_t* bytes, CuAddress address),
+          m.address_range(start, bytes, address))
+ON_DEVICE(cuIpcGetMemHandle, (api::IpcHandle * handle, CuAddress address), m.ipc_handle(handle, address))
+ON_DEVICE(cuIpcOpenMemHandle_v2, (CuAddress * address, api::IpcHandle handle, unsigned flags),
+          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
+ON_DEVICE(cuIpcCloseMemHandle, (CuAddress address), m.ipc_close(address))
 
 #ifndef FAKE_CUDA_OLD
 ON_DEVICE(cuMemHostRegister_v2, (void* address, std::size_t bytes, unsigned /*flags*/), m.pin(address, bytes))
@@ -228,6 +233,8 @@ api::Code cuMemcpyPeerAsync(CuAddress destination, CuContext peer, CuAddress sou
 
 ON_DEVICE(cuStreamCreate, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(cuStreamDestroy_v2, (api::Stream stream), m.destroy_stream(lock, stream))
+
+ON_DEVICE(cuCtxSynchronize, (), m.synchronize(lock))
 
 api::Code cuStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
@@ -276,6 +283,8 @@ CALL(cuMemMap,
 CALL(cuMemUnmap, (CuAddress address, std::size_t bytes), m.unmap(address, bytes))
 CALL(cuMemSetAccess, (CuAddress address, std::size_t bytes, const api::Access* access, std::size_t count),
      m.set_access(address, bytes, access, count))
+CALL(cuMemRetainAllocationHandle, (CuMemoryHandle * handle, void* address),
+     m.retain(handle, reinterpret_cast<CuAddress>(address)))
 CALL(cuMemExportToShareableHandle, (void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/),
      m.export_memory(out, handle, type))
 CALL(cuMemImportFromShareableHandle, (CuMemoryHandle * handle, void* descriptor, int type),

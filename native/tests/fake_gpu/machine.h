@@ -8,6 +8,7 @@
 // Any thread. A vendor's function holds the mutex (ENTER) except while it waits.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -110,6 +111,10 @@ struct StreamObject {
   void synchronize() {
     std::unique_lock lock(mutex);
     changed.wait(lock, [this] { return tasks.empty() && !busy; });
+  }
+  bool idle() {
+    const std::scoped_lock lock(mutex);
+    return tasks.empty() && !busy;
   }
   void hold(bool now) {
     {
@@ -327,20 +332,94 @@ class Machine {
   api::Code allocate(Pointer* address, std::size_t bytes) {
     if (bytes == 0) return api::kInvalidValue;
     if (used(current()) + bytes > setup.memory_bytes) return api::kOutOfMemory;
-    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int fd = ::memfd_create("fake_gpu", MFD_CLOEXEC);  // other processes open it by its handle
+    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
+    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (memory == MAP_FAILED) return api::kOutOfMemory;
     std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kLargePage));  // fresh memory is not zero
     *address = as<Pointer>(memory);
-    allocations_[number(memory)] = {current(), bytes};
+    allocations_[number(memory)] = {current(), bytes, fd};
     used(current()) += bytes;
     return api::kSuccess;
   }
   api::Code free(Address address) {
     const auto allocation = allocations_.find(address);
-    if (allocation == allocations_.end()) return api::kInvalidValue;
+    if (allocation == allocations_.end() || allocation->second.fd < 0) return api::kInvalidValue;
     ::munmap(pointer(address), allocation->second.bytes);
+    ::close(allocation->second.fd);
     used(allocation->second.device) -= allocation->second.bytes;
     allocations_.erase(allocation);
+    return api::kSuccess;
+  }
+
+  // The handle of the allocation around an address names its file in its process.
+  api::Code ipc_handle(api::IpcHandle* handle, Address address) const {
+    const auto allocation = around(allocations_, address);
+    if (allocation == allocations_.end() || allocation->second.fd < 0) return api::kInvalidValue;
+    const SharedAllocation shared{kIpcMagic, ::getpid(), allocation->second.fd, allocation->second.device,
+                                  allocation->second.bytes};
+    *handle = {};
+    std::memcpy(handle->bytes, &shared, sizeof shared);
+    return api::kSuccess;
+  }
+  template <typename Pointer>
+  api::Code ipc_open(Pointer* address, const api::IpcHandle& handle) {
+    SharedAllocation shared{};
+    std::memcpy(&shared, handle.bytes, sizeof shared);
+    if (shared.magic != kIpcMagic || shared.device < 0 || shared.device >= setup.devices) return api::kInvalidHandle;
+    const std::string path = "/proc/" + std::to_string(shared.process) + "/fd/" + std::to_string(shared.fd);
+    const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (fd < 0) return api::kInvalidHandle;
+    void* memory = ::mmap(nullptr, shared.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    ::close(fd);
+    if (memory == MAP_FAILED) return api::kOutOfMemory;
+    *address = as<Pointer>(memory);
+    allocations_[number(memory)] = {shared.device, shared.bytes, -1};
+    return api::kSuccess;
+  }
+  api::Code ipc_close(Address address) {
+    const auto allocation = allocations_.find(address);
+    if (allocation == allocations_.end() || allocation->second.fd >= 0) return api::kInvalidValue;
+    ::munmap(pointer(address), allocation->second.bytes);
+    allocations_.erase(allocation);
+    return api::kSuccess;
+  }
+  // The allocation or mapping around an address.
+  template <typename Pointer>
+  api::Code address_range(Pointer* start, std::size_t* bytes, Address address) const {
+    if (const auto found = around(allocations_, address); found != allocations_.end()) {
+      *start = as<Pointer>(found->first);
+      *bytes = found->second.bytes;
+      return api::kSuccess;
+    }
+    const auto mapping = around(mappings_, address);
+    if (mapping == mappings_.end()) return api::kInvalidValue;
+    *start = as<Pointer>(mapping->first);
+    *bytes = mapping->second.bytes;
+    return api::kSuccess;
+  }
+  // A further reference to the physical memory behind an address, for release().
+  template <typename VendorsHandle>
+  api::Code retain(VendorsHandle* handle, Address address) {
+    const auto mapping = around(mappings_, address);
+    if (mapping == mappings_.end()) return api::kInvalidValue;
+    ++physical_.at(mapping->second.handle).retained;
+    *handle = as<VendorsHandle>(mapping->second.handle);
+    return api::kSuccess;
+  }
+  // Of memory of a device, or of pinned memory of the host. Both vendors have the same numbers.
+  api::Code pointer_attribute(void* answer, int attribute, Address address) const {
+    enum { kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9, kIpcCapable = 10, kMemoryTypeHost = 1 };
+    const int device = owner_of(address);
+    const bool pinned = pinned_around(pointer(address), 1) != pinned_.end();
+    if (device < 0 && (!pinned || attribute != kMemoryType)) return api::kInvalidValue;
+    const auto type = static_cast<unsigned>(device < 0 ? int{kMemoryTypeHost} : int{api::kMemoryTypeDevice});
+    const unsigned char managed = setup.managed ? 1 : 0;
+    const unsigned char capable = around(allocations_, address) != allocations_.end() ? 1 : 0;
+    if (attribute == kMemoryType) std::memcpy(answer, &type, sizeof type);
+    if (attribute == kIsManaged) std::memcpy(answer, &managed, sizeof managed);
+    if (attribute == kDeviceOrdinal) std::memcpy(answer, &device, sizeof device);
+    if (attribute == kIpcCapable) std::memcpy(answer, &capable, sizeof capable);
     return api::kSuccess;
   }
 
@@ -390,12 +469,17 @@ class Machine {
       if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return api::kOutOfMemory;
     }
     *handle = as<VendorsHandle>(next_handle_);
-    physical_[next_handle_++] = Physical{fd, device, bytes, false, 0};
+    physical_[next_handle_++] = Physical{fd, device, bytes};
     used(device) += bytes;
     return api::kSuccess;
   }
   api::Code release(Handle handle) {
     const auto physical = physical_.find(handle);
+    if (physical != physical_.end() && physical->second.retained > 0) {
+      --physical->second.retained;
+      free_if_unused(physical);
+      return api::kSuccess;
+    }
     if (physical == physical_.end() || physical->second.released) return api::kInvalidValue;
     physical->second.released = true;
     free_if_unused(physical);
@@ -416,10 +500,11 @@ class Machine {
     std::array<char, 64> name{};
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
     const std::string prefix = "/memfd:" + kMemoryName;
-    if (::readlink(path.c_str(), name.data(), name.size() - 1) < 0) return api::kInvalidValue;
+    if (::readlink(path.c_str(), name.data(), name.size() - 1) < 0) return api::kUnknown;
     const off_t bytes = ::lseek(fd, 0, SEEK_END);
     const int own = ::dup(fd);
-    if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kInvalidValue;
+    // The code of CUDA's driver 580 for a descriptor of something else.
+    if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kUnknown;
     *handle = as<VendorsHandle>(next_handle_);
     const int device = std::atoi(name.data() + prefix.size());
     physical_[next_handle_++] = Physical{own, device, static_cast<std::uint64_t>(bytes), false, 0, true};
@@ -461,10 +546,10 @@ class Machine {
   api::Code set_access(Address address, std::size_t bytes, const api::Access* access, std::size_t count) {
     if (!are_mapped(address, bytes)) return api::kInvalidValue;
     if (!setup.tail_access && reservations_.size() > 1 && !reservations_.contains(address)) return api::kInvalidValue;
-    const bool writes = std::any_of(access, access + count, [](const api::Access& given) {
-      return given.flags == api::kAccessReadWrite;
-    });
-    if (::mprotect(pointer(address), bytes, writes ? PROT_READ | PROT_WRITE : PROT_READ) != 0) return api::kInvalidValue;
+    const bool writes = std::any_of(access, access + count,
+                                    [](const api::Access& given) { return given.flags == api::kAccessReadWrite; });
+    if (::mprotect(pointer(address), bytes, writes ? PROT_READ | PROT_WRITE : PROT_READ) != 0)
+      return api::kInvalidValue;
     for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;
          ++mapping) {
       for (std::size_t i = 0; i < count; ++i) mapping->second.access[access[i].location.id] = access[i].flags;
@@ -550,7 +635,8 @@ class Machine {
   }
   api::Code fill(Address destination, unsigned char value, std::size_t bytes, api::Stream handle) {
     api::Stream stream = nullptr;
-    if (const api::Code code = checked({destination}, destination, bytes, handle, &stream); code != api::kSuccess) return code;
+    if (const api::Code code = checked({destination}, destination, bytes, handle, &stream); code != api::kSuccess)
+      return code;
     come_behind_blocked(handle);
     stream->last_queue = nullptr;
     stream->queue([=] {
@@ -587,6 +673,18 @@ class Machine {
     lock.unlock();
     stream->synchronize();
     return planned != api::kSuccess ? planned : poison(device).load();
+  }
+  // Waits with the mutex free for a moment at a time, because streams come and go.
+  api::Code synchronize(std::unique_lock<std::mutex>& lock) {
+    const int device = current();
+    const auto works = [&](api::Stream stream) { return stream->device == device && !stream->idle(); };
+    const auto& ordinary = defaults_.at(static_cast<std::size_t>(device));
+    while (std::any_of(streams_.begin(), streams_.end(), works) || (ordinary != nullptr && works(ordinary.get()))) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      lock.lock();
+    }
+    return poison(device).load();
   }
   // The stream of a handle: the current device's default stream for the first numbers, null for what is none.
   api::Stream stream_at(api::Stream handle) {
@@ -693,6 +791,7 @@ class Machine {
     bool released = false;
     int mappings = 0;
     bool imported = false;
+    int retained = 0;  // references beside the first
   };
   struct Mapping {
     std::uint64_t bytes = 0;
@@ -702,7 +801,17 @@ class Machine {
   struct Allocation {
     int device = 0;
     std::uint64_t bytes = 0;
+    int fd = -1;  // of its memory; -1: another process's, opened by its handle
   };
+  // What a handle for other processes contains.
+  struct SharedAllocation {
+    std::uint32_t magic;
+    int process;
+    int fd;
+    int device;
+    std::uint64_t bytes;
+  };
+  static constexpr std::uint32_t kIpcMagic = 0x1FC0FFEE;
   struct Range {
     std::uint64_t bytes = 0;
   };
@@ -764,7 +873,7 @@ class Machine {
     for (api::Stream stream : streams_) stream->hold(held);
   }
   void free_if_unused(std::map<Handle, Physical>::iterator it) {
-    if (!it->second.released || it->second.mappings != 0) return;
+    if (!it->second.released || it->second.mappings != 0 || it->second.retained != 0) return;
     if (!it->second.imported) used(it->second.device) -= it->second.bytes;
     ::close(it->second.fd);
     physical_.erase(it);

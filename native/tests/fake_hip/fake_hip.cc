@@ -300,6 +300,8 @@ ON_DEVICE(hipMemsetD8Async, (void* destination, unsigned char value, std::size_t
 ON_DEVICE(hipStreamCreateWithFlags, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
 CALL(hipStreamDestroy, (api::Stream stream), m.destroy_stream(lock, stream))
 
+ON_DEVICE(hipDeviceSynchronize, (), m.synchronize(lock))
+
 api::Code hipStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
   std::unique_lock lock(m.mutex);
@@ -348,7 +350,9 @@ api::Code hipGetProcAddress(const char* symbol, void** address, int version, std
 }
 
 ON_DEVICE(hipPointerGetAttribute, (void* answer, int attribute, void* address),
-          m.pinned_attribute(answer, attribute, number(address)))
+          attribute == api::kPointerRangeStart || attribute == api::kPointerRangeBytes
+              ? m.pinned_attribute(answer, attribute, number(address))
+              : m.pointer_attribute(answer, attribute, number(address)))
 
 api::Code hipPointerGetAttributes(HipPointerAttributes* attributes, const void* address) {
   ENTER("hipPointerGetAttributes");
@@ -368,6 +372,13 @@ ON_DEVICE(hipMemcpyPeerAsync,
           device == current_device && peer != device ? m.copy_within(number(destination), number(source), bytes, stream)
                                                      : api::kInvalidDevice)
 
+ON_DEVICE(hipMemGetAddressRange, (void** start, std::size_t* bytes, void* address),
+          m.address_range(start, bytes, number(address)))
+ON_DEVICE(hipIpcGetMemHandle, (api::IpcHandle * handle, void* address), m.ipc_handle(handle, number(address)))
+ON_DEVICE(hipIpcOpenMemHandle, (void** address, api::IpcHandle handle, unsigned flags),
+          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
+ON_DEVICE(hipIpcCloseMemHandle, (void* address), m.ipc_close(number(address)))
+CALL(hipMemRetainAllocationHandle, (HipMemoryHandle * handle, void* address), m.retain(handle, number(address)))
 CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
      m.granularity(bytes, *properties))
 CALL(hipMemAddressReserve,

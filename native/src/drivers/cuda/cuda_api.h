@@ -27,6 +27,7 @@ enum : int {
   kCuAttributeDirectRdmaWithVirtualMemory = 110,
   kCuAttributeReadOnlyHostRegister = 113,
 
+  kCuPointerContext = 1,
   kCuPointerMemoryType = 2,
   kCuPointerIsManaged = 8,
   kCuPointerDeviceOrdinal = 9,

@@ -54,6 +54,7 @@ enum : int {
 
 enum : unsigned {
   kGranularityMinimum = 0,
+  kIpcLazyPeerAccess = 1,
   kStreamNonBlocking = 1,
   kEventDisableTiming = 2,
   kHostRegisterPortable = 1,
@@ -79,6 +80,10 @@ struct AllocationProperties {
   } flags;
 };
 static_assert(sizeof(AllocationProperties) == 32);
+
+struct IpcHandle {
+  unsigned char bytes[64];
+};
 
 struct Access {
   Location location;

@@ -12,7 +12,9 @@
 #include <typeinfo>
 
 #include "base/log.h"
+#include "drivers/gpu/descriptor_memory.h"
 #include "drivers/gpu/imported_memory.h"
+#include "drivers/gpu/ipc_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
@@ -163,9 +165,14 @@ Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, b
 
 Status GpuDevice::check(const char* symbol, api::Code code) {
   if (code == api::kSuccess) return {};
-  Status status{errno_of(code), name() + ": " + public_name(symbol) + ": " + library_->describe(code), code};
+  Status status = described(symbol, code);
   if (library_->is_fatal(code)) fail(status);
   return status;
+}
+
+Status GpuDevice::described(const char* symbol, api::Code code) const {
+  if (code == api::kSuccess) return {};
+  return {errno_of(code), name() + ": " + public_name(symbol) + ": " + library_->describe(code), code};
 }
 
 Status GpuDevice::lacks(const std::string& what, const char* symbol) const {
@@ -214,6 +221,12 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   auto self = shared_from_this();
   if (virtual_memory_) return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(std::move(self)));
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
+}
+
+Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
+  if (memory.kind == ShareKind::kIpc) return IpcMemory::open(shared_from_this(), memory);
+  if (memory.kind == ShareKind::kDescriptor) return DescriptorMemory::open(*this, memory);
+  return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
 }
 
 Status GpuDevice::check_sharing() {
@@ -305,7 +318,7 @@ Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool wri
 Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
   // Passed by value, as a pointer.
   void* const value = reinterpret_cast<void*>(static_cast<std::uintptr_t>(descriptor));
-  return call(functions().memory_import, handle, value, api::kHandleDescriptor);
+  return call_for_others(functions().memory_import, handle, value, api::kHandleDescriptor);
 }
 
 // ---- streams and synchronous copies ----
@@ -345,6 +358,13 @@ Status GpuDevice::run(Queue queue) {
   if (!work.status().ok()) return work.status();
   Status status = queue(work.get());
   return status.ok() ? work.finish() : status;
+}
+
+void GpuDevice::synchronize() {
+  const Current current(*this);
+  if (current.status().ok() && functions().synchronize) {
+    (void)check(functions().synchronize.symbol(), functions().synchronize());
+  }
 }
 
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {

@@ -32,12 +32,14 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status health() override;
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
+  Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& memory) override;
   Status check_sharing() override;
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
+  void synchronize() override;
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
@@ -58,7 +60,14 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status call(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
     return check(function.symbol(), function(arguments...));
   }
+  // The same where another program chose the arguments, a descriptor or a handle. Drivers answer a wrong one with codes
+  // that otherwise mean a broken device (CUDA: UNKNOWN), so no failure puts the device out of service.
+  template <typename... Parameters>
+  Status call_for_others(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
+    return described(function.symbol(), function(arguments...));
+  }
   Status check(const char* symbol, api::Code code);
+  [[nodiscard]] Status described(const char* symbol, api::Code code) const;
   // Puts the device out of service; only the first reason is kept.
   void fail(const Status& reason);
   // EOPNOTSUPP: "this NVIDIA driver cannot ... (cuLaunchHostFunc)".
@@ -122,7 +131,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   DeviceInfo info_;
   bool spans_pieces_ = true;
   std::string access_remedy_;  // what the message adds when access to mapped memory is refused
-  std::string plain_reason_;   // why there is no virtual memory, for users
+  // Why there is no virtual memory, for users: by default, because the vendor's software has none.
+  std::string plain_reason_;
 
  private:
   friend Result<std::unique_ptr<Driver>> open_devices(
@@ -200,8 +210,8 @@ class SynchronousWork {
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
                                              const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
 
-// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by which
-// users hide devices from a process.
+// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by
+// which users hide devices from a process.
 Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable);
 
 }  // namespace gpufs::gpu

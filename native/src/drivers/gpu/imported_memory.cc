@@ -25,6 +25,8 @@ Result<std::unique_ptr<ImportedRange>> ImportedMemory::create(std::shared_ptr<Gp
 }
 
 ImportedMemory::~ImportedMemory() {
+  // Tensors are freed while kernels that read them are still queued, and unmapping does not wait for those.
+  device_->synchronize();
   const Current current(*device_);
   const Functions& functions = device_->functions();
   // Failures have no remedy: the driver then keeps the addresses and the memory until the process ends.

@@ -78,8 +78,8 @@ void PlainMemory::release(std::span<const MemorySpan> spans) {
   }
 }
 
-Result<std::vector<ExportedMemory>> PlainMemory::export_memory(std::uint64_t /*from*/, std::size_t /*capacity*/,
-                                                               bool /*writable*/) {
+Result<std::vector<ExportedMemory>> PlainMemory::export_memory(std::uint64_t /*from*/, std::uint64_t /*end*/,
+                                                               std::size_t /*capacity*/, bool /*writable*/) {
   return device_->check_sharing();
 }
 

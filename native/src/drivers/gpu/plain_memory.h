@@ -38,7 +38,8 @@ class PlainMemory final : public DeviceMemory {
   Status populate(std::span<const MemorySpan> spans) override;
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> spans) override;
-  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override;
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
+                                                    bool writable) override;
 
  private:
   // Whether the span is whole granules of the range, all of them populated, or none.

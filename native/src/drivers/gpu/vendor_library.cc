@@ -49,6 +49,7 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   required(f.device_attribute, "cuDeviceGetAttribute", "hipDeviceGetAttribute");
   required(f.device_pci_address, "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId");
   required(f.device_total_memory, "cuDeviceTotalMem_v2", "hipDeviceTotalMem");
+  required(f.synchronize, "cuCtxSynchronize", "hipDeviceSynchronize");
   required(f.memory_info, "cuMemGetInfo_v2", "hipMemGetInfo");
   required(f.memory_allocate, "cuMemAlloc_v2", "hipMalloc");
   required(f.memory_free, "cuMemFree_v2", "hipFree");
@@ -84,6 +85,9 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   optional(f.stream_capturing, "cuStreamIsCapturing", "hipStreamIsCapturing");
   optional(f.host_address, "cuMemHostGetDevicePointer_v2", "hipHostGetDevicePointer");
   optional(f.pointer_attribute, "cuPointerGetAttribute", "hipPointerGetAttribute");
+  optional(f.address_range, "cuMemGetAddressRange_v2", "hipMemGetAddressRange");
+  optional(f.ipc_open, "cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle");
+  optional(f.ipc_close, "cuIpcCloseMemHandle", "hipIpcCloseMemHandle");
   return missing;
 }
 

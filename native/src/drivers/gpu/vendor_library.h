@@ -62,6 +62,7 @@ struct Functions {
   Function<int*, int, int> device_attribute;
   Function<char*, int, int> device_pci_address;
   Function<std::size_t*, int> device_total_memory;
+  Function<> synchronize;  // the current device, with all its streams
   Function<std::size_t*, std::size_t*> memory_info;
   Function<DeviceAddress*, std::size_t> memory_allocate;
   Function<DeviceAddress> memory_free;
@@ -99,6 +100,9 @@ struct Functions {
   Function<api::Stream, int*> stream_capturing;
   Function<DeviceAddress*, void*, unsigned> host_address;
   Function<void*, int, DeviceAddress> pointer_attribute;
+  Function<DeviceAddress*, std::size_t*, DeviceAddress> address_range;
+  Function<DeviceAddress*, api::IpcHandle, unsigned> ipc_open;
+  Function<DeviceAddress> ipc_close;
 };
 
 class VendorLibrary {

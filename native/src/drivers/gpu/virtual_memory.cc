@@ -370,13 +370,14 @@ Status VirtualMemory::split(Pieces::iterator piece) {
   return failure;
 }
 
-Result<std::vector<ExportedMemory>> VirtualMemory::export_memory(std::uint64_t from, std::size_t capacity,
-                                                                 bool /*writable*/) {
+Result<std::vector<ExportedMemory>> VirtualMemory::export_memory(std::uint64_t from, std::uint64_t end,
+                                                                 std::size_t capacity, bool /*writable*/) {
   if (Status status = device_->check_sharing(); !status.ok()) return status;
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   std::vector<ExportedMemory> exported;
-  for (auto piece = pieces_.lower_bound(from); piece != pieces_.end() && exported.size() < capacity; ++piece) {
+  for (auto piece = pieces_.lower_bound(from); piece != pieces_.end() && piece->first < end; ++piece) {
+    if (exported.size() == capacity) break;
     Result<UniqueFd> descriptor = piece->second.physical->export_descriptor();
     if (!descriptor.ok()) return descriptor.status();
     exported.push_back({piece->first, piece->second.physical->bytes(), descriptor.take()});

@@ -92,7 +92,8 @@ class VirtualMemory final : public DeviceMemory {
   [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }
-  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override;
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
+                                                    bool writable) override;
 
  private:
   struct Piece {

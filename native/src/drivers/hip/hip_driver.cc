@@ -86,6 +86,7 @@ class HipDevice final : public gpu::GpuDevice {
     if (status.ok()) status = opened->choose_memory(options.hip_memory);
     if (status.ok() && opened->virtual_memory() && !ranges_grow(opened)) {
       status = opened->choose_memory(HipMemory::kPlain);
+      opened->plain_reason_ = "the virtual memory of this version of ROCm cannot grow";
     }
     if (!status.ok()) return status;
     return std::shared_ptr<GpuDevice>(std::move(opened));
@@ -131,7 +132,7 @@ class HipDevice final : public gpu::GpuDevice {
 
   Status import_physical(int descriptor, gpu::PhysicalHandle* handle) override {
     if (library_.version() >= kHipVersion71) return GpuDevice::import_physical(descriptor, handle);
-    return call(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
+    return call_for_others(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
   }
 
   Status check_stream(api::Stream stream, bool certain) override;
@@ -151,15 +152,15 @@ class HipDevice final : public gpu::GpuDevice {
   }
 
   Status choose_memory(HipMemory wish) {
+    if (wish == HipMemory::kPlain) plain_reason_ = "the knob hip_memory is plain: set it to virtual";
     bool virtual_memory =
         wish != HipMemory::kPlain && library_.has_virtual_memory() && attribute(kHipAttributeVirtualMemory);
     if (virtual_memory && wish == HipMemory::kAuto && library_.moves_files() && kernel_moves_files(info_.pci_address)) {
       log_info(name(), ": the kernel moves files to and from plain memory, so each buffer is one allocation");
+      plain_reason_ =
+          "it is plain memory, which the kernel moves files to and from: set the knob hip_memory to virtual";
       virtual_memory = false;
     }
-    plain_reason_ = wish != HipMemory::kPlain && !virtual_memory
-                        ? "it is one allocation for a buffer here; the knob hip_memory = virtual may change that"
-                        : "hip_memory = plain takes it in single allocations; set the knob hip_memory to virtual";
     // The runtime maps, unmaps and opens one piece at a time, and its calls for files reach plain memory alone.
     spans_pieces_ = !virtual_memory;
     info_.files_reach_memory = !virtual_memory;

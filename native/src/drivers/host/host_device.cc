@@ -8,6 +8,7 @@
 #include "drivers/host/host_import.h"
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
+#include "drivers/host/shared_file.h"
 #include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
@@ -64,6 +65,10 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
 Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), limit_->total() - limit_->used()}; }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
+
+Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
+  return SharedFile::map(memory);
+}
 
 Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, bool writable) {
   return HostImport::create(capacity, writable);

@@ -203,9 +203,11 @@ void HostMemory::release_one(const MemorySpan& span) {
   populated_.erase(populated_.lower_bound(offset), populated_.lower_bound(offset + bytes));
 }
 
-Result<std::vector<ExportedMemory>> HostMemory::export_memory(std::uint64_t from, std::size_t capacity, bool writable) {
+Result<std::vector<ExportedMemory>> HostMemory::export_memory(std::uint64_t from, std::uint64_t end,
+                                                              std::size_t capacity, bool writable) {
   std::vector<ExportedMemory> exported;
-  const std::uint64_t end = populated_.empty() ? 0 : *populated_.rbegin() + kHostGranule;
+  const std::uint64_t populated_end = populated_.empty() ? 0 : *populated_.rbegin() + kHostGranule;
+  end = end < populated_end ? round_up(end, kHostGranule) : populated_end;
   if (from >= end || capacity == 0) return exported;
   const std::string path = "/proc/self/fd/" + std::to_string(file_->fd.get());
   UniqueFd copy(writable ? ::fcntl(file_->fd.get(), F_DUPFD_CLOEXEC, 3) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC));

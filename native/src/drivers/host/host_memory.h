@@ -23,7 +23,8 @@ class HostMemory : public DeviceMemory {
   Status populate(std::span<const MemorySpan> spans) override;
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> spans) override;
-  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::size_t capacity, bool writable) override;
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
+                                                    bool writable) override;
 
  private:
   struct File;  // the memfd and its charge

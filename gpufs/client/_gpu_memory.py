@@ -1,0 +1,151 @@
+"""Passes on memory of a GPU that this process has allocated: by the vendor's handle, or by a descriptor.
+
+The vendor's library is the one that the program uses already; what is called here has no effect on its contexts, except
+that the memory's own is current during the calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from gpufs.client._shared_memory import Share
+from gpufs.protocol import HANDLE_BYTES
+
+# Attributes of a pointer; HIP has CUDA's numbers.
+_CONTEXT: Final = 1
+_MEMORY_TYPE: Final = 2
+_IS_MANAGED: Final = 8
+_DEVICE_ORDINAL: Final = 9
+_IPC_CAPABLE: Final = 10
+_HANDLE_TYPES: Final = 14
+_ON_DEVICE: Final = 2
+_DESCRIPTOR: Final = 1
+
+_LIBRARIES: Final = {
+    "cuda": ("libcuda.so.1",),
+    "hip": ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"),
+}
+_SYMBOLS: Final = {
+    "cuda": {
+        "attribute": "cuPointerGetAttribute",
+        "range": "cuMemGetAddressRange_v2",
+        "ipc": "cuIpcGetMemHandle",
+        "retain": "cuMemRetainAllocationHandle",
+        "export": "cuMemExportToShareableHandle",
+        "release": "cuMemRelease",
+        "pci": "cuDeviceGetPCIBusId",
+    },
+    "hip": {
+        "attribute": "hipPointerGetAttribute",
+        "range": "hipMemGetAddressRange",
+        "ipc": "hipIpcGetMemHandle",
+        "retain": "hipMemRetainAllocationHandle",
+        "export": "hipMemExportToShareableHandle",
+        "release": "hipMemRelease",
+        "pci": "hipDeviceGetPCIBusId",
+    },
+}
+_NOT_SHAREABLE: Final = (
+    "this memory was allocated so that no other process can map it. If torch allocated it with expandable segments, "
+    "start the program without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; memory of cudaMallocAsync "
+    "(backend:cudaMallocAsync, or a stream-ordered pool) cannot be shared either"
+)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Vendor:
+    """A vendor's library."""
+
+    def __init__(self, driver: str) -> None:
+        self._driver = driver
+        self._library = self._load(driver)
+
+    @staticmethod
+    def _load(driver: str) -> ctypes.CDLL:
+        for name in _LIBRARIES[driver]:
+            try:
+                return ctypes.CDLL(name)
+            except OSError:
+                continue
+        raise OSError(errno.ENODEV, f"{_LIBRARIES[driver][0]} was not found")
+
+    def call(self, name: str, *arguments: object) -> int:
+        """The result code; nonzero as well where the library has no such function."""
+        symbol = _SYMBOLS[self._driver][name]
+        function = getattr(self._library, symbol, None)
+        return int(function(*arguments)) if function is not None else -1
+
+    def attribute(self, which: int, address: int) -> int | None:
+        """An attribute of an address, None if the library does not know it."""
+        value = ctypes.c_uint64(0)  # larger than any of them: the library writes a part of it
+        code = self.call("attribute", ctypes.byref(value), ctypes.c_int(which), ctypes.c_uint64(address))
+        return value.value if code == 0 else None
+
+    @contextmanager
+    def current(self, address: int) -> Iterator[None]:
+        """The memory's context is current on this thread."""
+        context = self.attribute(_CONTEXT, address) if self._driver == "cuda" else None
+        if not context:  # HIP; and memory that is mapped belongs to none, but its program has one
+            yield
+            return
+        if self._library.cuCtxPushCurrent_v2(ctypes.c_void_p(context)):
+            raise OSError(errno.EIO, "the context of the memory cannot be made current")
+        try:
+            yield
+        finally:
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) -> Share:
+    """How to pass on memory of a GPU. OSError EINVAL if that is impossible, with the reason and the remedy."""
+    vendor = _Vendor(driver)
+    if vendor.attribute(_IS_MANAGED, address):
+        raise OSError(errno.EINVAL, "managed memory (cudaMallocManaged) cannot be shared: copy it to device memory")
+    if vendor.attribute(_MEMORY_TYPE, address) not in (_ON_DEVICE, None):
+        raise OSError(errno.EINVAL, "this is pinned memory of the host, which cannot be shared")
+    with vendor.current(address):
+        start, length = ctypes.c_uint64(0), ctypes.c_size_t(0)
+        if vendor.call("range", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(address)):
+            raise OSError(errno.EFAULT, f"{address:#x} is not an address of this process's memory on a GPU")
+        offset = address - start.value
+        if offset + size > length.value:
+            raise OSError(errno.EINVAL, f"the memory is in several allocations: {_NOT_SHAREABLE}")
+        pci_address = _pci_address(vendor, address)
+        handle = _IpcHandle()
+        if (
+            vendor.attribute(_IPC_CAPABLE, address) in (1, None)
+            and vendor.call("ipc", ctypes.byref(handle), start) == 0
+        ):
+            return Share("ipc", -1, offset, writable, 0, pci_address, bytes(handle.bytes))
+        fd = _export(vendor, address)
+        if fd is None:
+            raise OSError(errno.EINVAL, _NOT_SHAREABLE)
+        return Share("descriptor", fd, offset, writable, length.value, pci_address)
+
+
+def _pci_address(vendor: _Vendor, address: int) -> str:
+    ordinal = vendor.attribute(_DEVICE_ORDINAL, address)
+    text = ctypes.create_string_buffer(64)
+    if ordinal is None or vendor.call("pci", text, ctypes.c_int(64), ctypes.c_int(ordinal)):
+        return ""
+    return text.value.decode().lower()
+
+
+def _export(vendor: _Vendor, address: int) -> int | None:
+    """A descriptor of the physical memory behind an address, None if it was not allocated for that."""
+    handle = ctypes.c_uint64(0)
+    if vendor.call("retain", ctypes.byref(handle), ctypes.c_uint64(address)):
+        return None
+    try:
+        fd = ctypes.c_int(-1)
+        code = vendor.call("export", ctypes.byref(fd), handle, ctypes.c_int(_DESCRIPTOR), ctypes.c_uint64(0))
+        return fd.value if code == 0 and fd.value >= 0 else None
+    finally:
+        vendor.call("release", handle)

@@ -1,0 +1,143 @@
+"""Finds how memory of this process can be passed to another: the file in memory behind an address of the host.
+
+A mapping names its file in /proc/self/maps. The descriptor comes from those that this process has open, from the file's
+path, or from /proc/self/map_files, which needs a privilege.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpufs.protocol import ShareKind
+
+_LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)\s*(.*)")
+_REMEDY: Final = "allocate it in multiprocessing.shared_memory.SharedMemory, or in mmap.mmap() of os.memfd_create()"
+
+
+@dataclass
+class Share:
+    """Memory as it is passed on: it begins ``offset`` bytes into what the descriptor or the handle stands for.
+
+    ``fd`` is this object's, -1 for none. ``whole``: for "descriptor", the size of the physical memory.
+    """
+
+    kind: ShareKind
+    fd: int
+    offset: int
+    writable: bool = True
+    whole: int = 0
+    pci_address: str = ""
+    handle: bytes = b""
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    start: int
+    end: int
+    shared: bool
+    writable: bool
+    offset: int
+    file: tuple[int, int]  # st_dev, st_ino
+    path: str
+
+
+@dataclass
+class _Run:
+    """Mappings side by side that show consecutive parts of one file."""
+
+    mappings: list[_Mapping] = field(default_factory=list)
+
+    def add(self, mapping: _Mapping) -> bool:
+        if self.mappings:
+            last = self.mappings[-1]
+            follows = (mapping.start, mapping.file) == (last.end, last.file)
+            if not follows or mapping.offset != last.offset + last.end - last.start:
+                return False
+        self.mappings.append(mapping)
+        return True
+
+
+def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
+    """The file behind a range of this process's memory, open for what ``writable`` asks for.
+
+    OSError EINVAL if it is not shared memory, with what to do about it.
+    """
+    run = _Run()
+    for mapping in _mappings():
+        if mapping.end <= address:
+            continue
+        if mapping.start >= address + size or not run.add(mapping):
+            break
+    if not run.mappings or run.mappings[0].start > address:
+        raise OSError(errno.EFAULT, f"no memory is mapped at address {address:#x}")
+    first, last = run.mappings[0], run.mappings[-1]
+    if not first.shared or not first.file[1]:
+        raise OSError(errno.EINVAL, f"the memory is private to this process, so no other can show it: {_REMEDY}")
+    if last.end < address + size:
+        raise OSError(errno.EINVAL, f"the memory is not one part of one file in memory: {_REMEDY}")
+    fd = _open(first, writable=writable)
+    if fd is None:
+        raise OSError(
+            errno.EINVAL,
+            f"this process has no descriptor of the memory's file ({first.path or 'without a name'}) that is open for "
+            f"{'reading and writing' if writable else 'reading'}: {_REMEDY}",
+        )
+    return Share("file", fd, first.offset + address - first.start, writable)
+
+
+def _mappings() -> list[_Mapping]:
+    found = []
+    with open("/proc/self/maps", errors="surrogateescape") as lines:
+        for line in lines:
+            match = _LINE.match(line)
+            if match is None:
+                continue
+            start, end, mode, offset, major, minor, ino, path = match.groups()
+            file = (os.makedev(int(major, 16), int(minor, 16)), int(ino))
+            found.append(
+                _Mapping(int(start, 16), int(end, 16), mode[3] == "s", "w" in mode, int(offset, 16), file, path)
+            )
+    return found
+
+
+def _open(mapping: _Mapping, *, writable: bool) -> int | None:
+    """A new descriptor of the mapping's file, None if it cannot be opened."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") != mapping.path or not _fits(fd, mapping, writable=writable):
+                continue
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError:
+            continue  # the descriptor of the listing itself, which is closed by now
+    access = os.O_RDWR if writable else os.O_RDONLY
+    for path in (mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):
+        if not path.startswith("/"):
+            continue
+        try:
+            fd = os.open(path, access | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        except OSError:
+            continue
+        if _fits(fd, mapping, writable=writable):
+            return fd
+        os.close(fd)
+    return None
+
+
+def _fits(fd: int, mapping: _Mapping, *, writable: bool) -> bool:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    access = flags & os.O_ACCMODE
+    if flags & os.O_PATH or not (access == os.O_RDWR or (access == os.O_RDONLY and not writable)):
+        return False
+    found = os.fstat(fd)
+    return (found.st_dev, found.st_ino) == mapping.file

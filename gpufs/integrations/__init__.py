@@ -1,0 +1,1 @@
+"""Plug-ins for model servers, which find them by the package's entry points."""

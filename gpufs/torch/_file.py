@@ -1,0 +1,309 @@
+"""Safetensors files as tensors in place: one file, or a checkpoint of several files with an index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+import gpufs
+from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
+from gpufs.torch._header import LENGTH_BYTES, Entry, FormatError, header_bytes, parse_header, parse_json
+from gpufs.torch._record import TensorRecord, parse_records, span
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Device: TypeAlias = "torch.device | str | int | None"
+INDEX_NAME = "model.safetensors.index.json"
+FILE_NAME = "model.safetensors"
+_NO_RECORD = TensorRecord()
+
+
+class TensorFile:
+    """One safetensors file, mapped. Its tensors are views that keep the mapping alive."""
+
+    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+        self.path = os.fspath(path)
+        self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+        try:
+            # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
+            length = header_bytes(_read(self._bytes[:LENGTH_BYTES]), len(self._bytes))
+            start = LENGTH_BYTES + length
+            header = parse_header(_read(self._bytes[LENGTH_BYTES:start]), len(self._bytes) - start)
+            self._entries = header.entries
+            self._data = self._bytes[start:]
+            self.metadata = header.metadata
+            self.records = parse_records(header.metadata)
+            self._check_records()
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {error}") from None
+
+    def _check_records(self) -> None:
+        for name, record in self.records.items():
+            if (record.entry is not None or record.same_as is not None) and name in self._entries:
+                raise FormatError(f"tensor {name!r} has bytes of its own and those of another one")
+            if record.same_as is not None and self._record(record.same_as).same_as is not None:
+                raise FormatError(
+                    f"tensor {name!r} is the same as {record.same_as!r}, which is itself the same as another"
+                )
+            owner = self._owner(name)
+            if owner not in self._entries:
+                raise FormatError(f"tensor {name!r} lies in {owner!r}, which is not in the file")
+            if record.shape is not None and record.strides is not None:
+                entry = self._entries[owner]
+                elements = (entry.end - entry.start) // self._dtype(name).itemsize
+                if span(record.shape, record.strides) > elements:
+                    raise FormatError(f"tensor {name!r} ends beyond the bytes of {owner!r}")
+
+    def _record(self, name: str) -> TensorRecord:
+        return self.records.get(name, _NO_RECORD)
+
+    def _owner(self, name: str) -> str:
+        """The name in the header of the bytes that a tensor lies in."""
+        record = self._record(name)
+        if record.same_as is not None:
+            name = record.same_as
+            record = self._record(name)
+        return record.entry or name
+
+    def names(self) -> list[str]:
+        """All tensors, ordered by offset; those that lie in the bytes of others come last."""
+        renamed = {record.entry: name for name, record in self.records.items() if record.entry is not None}
+        names = [renamed.get(entry, entry) for entry in self._entries]
+        return names + [name for name, record in self.records.items() if record.same_as is not None]
+
+    def entry(self, name: str) -> Entry:
+        """The bytes that the tensor lies in."""
+        return self._entries[self._owner(name)]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype = self.entry(name).dtype
+        if dtype not in TORCH_DTYPES:
+            raise TypeError(f"{self.path}: torch {torch.__version__} has no dtype for {dtype} of tensor {name!r}")
+        return TORCH_DTYPES[dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape in torch."""
+        record = self._record(name)
+        if record.shape is not None:
+            return record.shape
+        entry = self.entry(name)
+        packed = stored_elements(entry.dtype)
+        if packed == 1 or not entry.shape:
+            return entry.shape
+        if entry.shape[-1] % packed:
+            raise FormatError(f"{self.path}: tensor {name!r} has an odd number of {entry.dtype} elements a row")
+        return (*entry.shape[:-1], entry.shape[-1] // packed)
+
+    def strides(self, name: str) -> tuple[int, ...] | None:
+        """The tensor's strides in elements; None if it is contiguous."""
+        return self._record(name).strides
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns the tensor as a view; a copy if its address is not a multiple of its dtype's size."""
+        entry = self.entry(name)
+        dtype = self._dtype(name)
+        data = self._data[entry.start : entry.end]
+        if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+            data = data.clone()
+        typed = data.view(dtype)
+        strides = self.strides(name)
+        if strides is not None:
+            return typed.as_strided(self.shape(name), strides)
+        return typed.view(self.shape(name))
+
+
+def _read(data: torch.Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
+
+
+class Checkpoint:
+    """Named tensors of one file, or of the files that an index names."""
+
+    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+        place = Path(path)
+        if place.is_dir():
+            index = place / INDEX_NAME
+            place = index if index.exists() else place / FILE_NAME
+        if place.suffix == ".json":
+            self._open_index(place, mode)
+        else:
+            file = TensorFile(place, mode)
+            self.files = [file]
+            self.places = dict.fromkeys(file.names(), file)
+
+    def _open_index(self, path: Path, mode: str) -> None:
+        places = _read_index(path)
+        files = {name: TensorFile(path.parent / name, mode) for name in dict.fromkeys(places.values())}
+        held = {name: set(file.names()) for name, file in files.items()}
+        for tensor, name in places.items():
+            if tensor not in held[name]:
+                raise FormatError(f"{path} says that tensor {tensor!r} is in {name}, and it is not")
+        self.files = list(files.values())
+        self.places = {tensor: files[name] for tensor, name in places.items()}
+
+    def tensor(self, name: str, device: Device = None) -> torch.Tensor:
+        """Returns the tensor in place; a copy if it is on another device than the one asked for."""
+        found = self.places[name].tensor(name)
+        return found if device is None else found.to(device)
+
+    def memory(self, name: str) -> tuple[object, ...]:
+        """What is equal for tensors that are the same bytes of a file in the same layout."""
+        file = self.places[name]
+        return id(file), file.entry(name), file.shape(name), file.strides(name)
+
+    def record(self, name: str) -> TensorRecord:
+        """What publish() noted about the tensor."""
+        return self.places[name].records.get(name, _NO_RECORD)
+
+    def tensors(self, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """All names and tensors, in the order of the files."""
+        return ((name, self.tensor(name, device)) for name in self.places)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Returns the file of each tensor, in the order of the file names."""
+    try:
+        places = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
+        for name in places.values():
+            parts = PurePosixPath(name).parts
+            if not parts or parts[0] == "/" or ".." in parts:
+                raise ValueError(f"{name!r} is not a file below the index")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise FormatError(f"{path} is not an index of safetensors files: {error}") from None
+    return dict(sorted(places.items(), key=lambda item: item[1]))
+
+
+def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r") -> dict[str, torch.Tensor]:
+    """Returns the tensors of a safetensors file in place.
+
+    Parameters
+    ----------
+    filename : path
+        A file on a mount of gpufs, the index of a checkpoint of several files (``model.safetensors.index.json``), or
+        the directory of either.
+    device : torch.device, str or int, optional
+        Tensors that are not on this device are copied to it. By default they stay where the file is.
+    mode : {"r", "r+"}
+        "r" maps the file read-only: a program that writes to a tensor ends (SIGSEGV in host memory, a fatal error of
+        the context on a GPU). With "r+" changes of the tensors are changes of the file.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Ordered by offset. A tensor whose address is not a multiple of its dtype's size is a private copy.
+
+    Raises
+    ------
+    FormatError
+        The file is not a valid safetensors file. The checks are those of safetensors; a key that appears twice is an
+        error, too.
+    OSError
+        The file cannot be opened, or is not on a mount of gpufs.
+
+    Examples
+    --------
+    >>> weights = gpufs.torch.load_file("/mnt/gpufs/gpu0/model.safetensors")
+    >>> model.load_state_dict(weights, assign=True)
+    """
+    return dict(Checkpoint(filename, mode).tensors(device))
+
+
+class TensorSlice:
+    """A tensor of an open file that can be indexed without being read; see :meth:`safe_open.get_slice`."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, device: Device) -> None:
+        self._checkpoint = checkpoint
+        self._name = name
+        self._device = device
+
+    def get_shape(self) -> list[int]:
+        """Returns the tensor's shape."""
+        return list(self._checkpoint.places[self._name].shape(self._name))
+
+    def get_dtype(self) -> str:
+        """Returns the dtype as the file names it, for example "BF16"."""
+        return self._checkpoint.places[self._name].entry(self._name).dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Returns a part of the tensor; a view where torch's indexing gives one."""
+        found = self._checkpoint.tensor(self._name)[index]
+        return found if self._device is None else found.to(self._device)
+
+
+class safe_open:
+    """A safetensors file whose tensors are taken one by one; a context manager.
+
+    Parameters
+    ----------
+    filename : path
+        As for :func:`load_file`.
+    framework : {"pt", "torch"}
+        Other frameworks take their arrays from :func:`gpufs.attach`.
+    device, mode
+        As for :func:`load_file`.
+
+    Examples
+    --------
+    >>> with gpufs.torch.safe_open("/mnt/gpufs/gpu0/model.safetensors", framework="pt") as file:
+    ...     half = file.get_slice("embedding.weight")[:1000]
+    """
+
+    def __init__(
+        self, filename: str | os.PathLike[str], framework: str = "pt", device: Device = None, *, mode: str = "r"
+    ) -> None:
+        if framework not in ("pt", "torch", "pytorch"):
+            raise ValueError(f"framework {framework!r} is not served here; use 'pt', or gpufs.attach and DLPack")
+        self._path = os.fspath(filename)
+        self._device = device
+        self._checkpoint: Checkpoint | None = Checkpoint(filename, mode)
+
+    def _open(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise ValueError(f"{self._path} is closed")
+        return self._checkpoint
+
+    def _known(self, name: str) -> Checkpoint:
+        checkpoint = self._open()
+        if name not in checkpoint.places:
+            raise KeyError(f"{self._path} has no tensor {name!r}")
+        return checkpoint
+
+    def keys(self) -> list[str]:
+        """Returns the names of the tensors, sorted."""
+        return sorted(self._open().places)
+
+    def offset_keys(self) -> list[str]:
+        """Returns the names of the tensors, ordered by offset."""
+        return list(self._open().places)
+
+    def metadata(self) -> dict[str, str] | None:
+        """Returns the metadata of the file; of the first one if there are several."""
+        return next((file.metadata for file in self._open().files), None)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Returns a tensor in place."""
+        return self._known(name).tensor(name, self._device)
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors in place, ordered by offset."""
+        return dict(self._open().tensors(self._device))
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Returns an object that gives parts of a tensor when it is indexed."""
+        return TensorSlice(self._known(name), name, self._device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the file. Tensors that it gave stay valid."""
+        self._checkpoint = None

@@ -1,0 +1,191 @@
+"""The header of a safetensors file: reading it strictly, and writing it.
+
+A file is the header's length (8 bytes, little endian), the header (JSON), and the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isinf
+from typing import Any, NoReturn
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+# What publish() aligns the tensors' bytes to.
+DATA_ALIGNMENT = 4096
+_MAX_NUMBER = 2**64 - 1
+_FIELDS = ("dtype", "shape", "data_offsets")
+_METADATA = "__metadata__"
+
+BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+
+class FormatError(ValueError):
+    """The file is not a valid safetensors file, or its index does not describe its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor as the header describes it: bytes [start, end) after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A valid header: the tensors ordered by offset, and the file's metadata."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str] | None
+
+
+def header_bytes(prefix: bytes, file_bytes: int) -> int:
+    """Returns the length of the header, from the first 8 bytes of a file of file_bytes bytes."""
+    if len(prefix) < LENGTH_BYTES:
+        raise FormatError(f"the file has {file_bytes} bytes; a safetensors file has at least {LENGTH_BYTES}")
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(f"the header has {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    if LENGTH_BYTES + length > file_bytes:
+        raise FormatError(f"the header has {length} bytes and the file only {file_bytes}")
+    return length
+
+
+def parse_header(text: bytes, data_bytes: int) -> Header:
+    """Checks a header and the offsets in it against the data_bytes bytes that follow it."""
+    try:
+        fields = parse_json(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the header is not valid JSON: {error}") from None
+    if type(fields) is not dict:
+        raise FormatError("the header is not a JSON object")
+    metadata = fields.pop(_METADATA, None)
+    if metadata is not None and not (type(metadata) is dict and all(type(value) is str for value in metadata.values())):
+        raise FormatError(f"{_METADATA} is not an object of strings")
+    entries = [(name, _parse_entry(name, value)) for name, value in fields.items()]
+    entries.sort(key=lambda item: (item[1].start, item[1].end))
+    end = 0
+    for name, entry in entries:
+        if entry.start != end or entry.end < entry.start:
+            raise FormatError(
+                f"tensor {name!r} is at [{entry.start}, {entry.end}) and the tensor before it ends at {end}: "
+                "tensors may neither overlap nor leave gaps"
+            )
+        end = entry.end
+        size = _tensor_bytes(name, entry)
+        if size != entry.end - entry.start:
+            raise FormatError(f"tensor {name!r} needs {size} bytes and has {entry.end - entry.start}")
+    if end != data_bytes:
+        raise FormatError(f"the tensors end at {end} and the file's data at {data_bytes}")
+    return Header(dict(entries), metadata)
+
+
+def parse_json(text: str) -> Any:
+    """Reads JSON as strictly as the format asks: ValueError for a key that appears twice, NaN, or half a character."""
+    value = json.loads(
+        text,
+        object_pairs_hook=_unique,
+        parse_int=_parse_integer,
+        parse_float=_parse_float,
+        parse_constant=_refuse_constant,
+    )
+    if "\\u" in text:
+        # An escape can stand for half a character, which no UTF-8 text can hold.
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} appears twice")
+    return found
+
+
+def _parse_integer(text: str) -> int | float:
+    # -0 is not an unsigned number either.
+    return _parse_float(text) if text.startswith("-") or len(text) > 20 else int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON value")
+
+
+def _parse_entry(name: str, value: Any) -> Entry:
+    if type(value) is not dict or any(field not in value for field in _FIELDS):
+        raise FormatError(f"tensor {name!r} needs the fields {', '.join(_FIELDS)}")
+    dtype, shape, offsets = (value[field] for field in _FIELDS)
+    if type(dtype) is not str or dtype not in BITS:
+        raise FormatError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+    if not _is_numbers(shape):
+        raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 64-bit numbers")
+    if not _is_numbers(offsets) or len(offsets) != 2:
+        raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 64-bit numbers")
+    return Entry(dtype, tuple(shape), *offsets)
+
+
+def _is_numbers(value: Any) -> bool:
+    return type(value) is list and all(type(number) is int and number <= _MAX_NUMBER for number in value)
+
+
+def _tensor_bytes(name: str, entry: Entry) -> int:
+    count = 1
+    for extent in entry.shape:
+        count *= extent
+        if count > _MAX_NUMBER:
+            break
+    bits = count * BITS[entry.dtype]
+    if bits > _MAX_NUMBER:
+        raise FormatError(f"tensor {name!r}: shape {list(entry.shape)} is too large")
+    if bits % 8:
+        raise FormatError(f"tensor {name!r} does not end at a whole byte")
+    return bits // 8
+
+
+def build_header(entries: Iterable[tuple[str, Entry]], metadata: Mapping[str, str]) -> bytes:
+    """Returns the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned."""
+    fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    for name, entry in entries:
+        fields[name] = dict(zip(_FIELDS, (entry.dtype, entry.shape, (entry.start, entry.end)), strict=True))
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {len(text)} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -1,0 +1,180 @@
+"""Modules whose parameters lie in a safetensors file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from gpufs.torch._file import Checkpoint, Device
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in a module where a parameter or a buffer is."""
+
+    name: str
+    owner: torch.nn.Module
+    attribute: str
+    value: torch.Tensor
+    needed: bool
+
+    def put(self, value: torch.Tensor) -> None:
+        setattr(self.owner, self.attribute, value)
+
+
+def attach_module(
+    module: Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    device: Device = None,
+    mode: str = "r",
+) -> Module:
+    """Gives a module the parameters of a file, in place.
+
+    Each parameter becomes a view of the file's memory, which all processes share that attach it. Buffers become private
+    copies, since modules write to them. Parameters that were tied when the file was published, or that are tied in the
+    module, become one parameter.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Usually built on the meta device, so that it has no memory yet.
+    path : path
+        As for :func:`load_file`: a file, an index, or a directory.
+    strict : bool
+        Whether a name that only the module or only the file has is an error. Otherwise such tensors stay as they are.
+        A buffer that is not persistent may be missing in the file if the module has a value for it. Files that
+        :func:`publish` wrote from a module have all buffers.
+    device : torch.device, str or int, optional
+        As for :func:`load_file`: tensors that are not there already are copied.
+    mode : {"r", "r+"}
+        With "r" parameters are read-only and do not require gradients. With "r+" they do if they did when they were
+        published, or do in the module, and training changes the file.
+
+    Returns
+    -------
+    torch.nn.Module
+        The module.
+
+    Raises
+    ------
+    RuntimeError
+        Names or shapes do not match. The module is unchanged.
+
+    Examples
+    --------
+    >>> with torch.device("meta"):
+    ...     model = Model(config)
+    >>> gpufs.torch.attach_module(model, "/mnt/gpufs/gpu0/model.safetensors")
+    """
+    checkpoint = Checkpoint(path, mode)
+    _fill(module, checkpoint, strict, device, writable=mode != "r", copy=False)
+    return module
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: Device = None,
+) -> tuple[list[str], list[str]]:
+    """Loads a file into a module, as the function of this name in safetensors does.
+
+    Parameters that have memory get the values by a copy. Those on the meta device become read-only views of the file,
+    as with :func:`attach_module`; buffers there become private copies.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module.
+    filename : path
+        As for :func:`load_file`.
+    strict : bool
+        Whether a name that only the module or only the file has is an error.
+    device : torch.device, str or int, optional
+        Where views of the file are to be; copied if the file is on another device.
+
+    Returns
+    -------
+    missing, unexpected : list of str
+        Names that only the module has, and names that only the file has.
+
+    Raises
+    ------
+    RuntimeError
+        Names or shapes do not match. The module is unchanged.
+    """
+    return _fill(model, Checkpoint(filename, "r"), strict, device, writable=False, copy=True)
+
+
+def _slots(module: torch.nn.Module) -> Iterator[_Slot]:
+    persistent = module.state_dict(keep_vars=True).keys()
+    for named in (module.named_parameters, module.named_buffers):
+        for name, value in named(remove_duplicate=False):
+            owner, _, attribute = name.rpartition(".")
+            # A buffer that is not persistent may be missing, unless the module has no value for it.
+            needed = name in persistent or value.is_meta
+            yield _Slot(name, module.get_submodule(owner), attribute, value, needed)
+
+
+def _fill(
+    module: torch.nn.Module, checkpoint: Checkpoint, strict: bool, device: Device, *, writable: bool, copy: bool
+) -> tuple[list[str], list[str]]:
+    """Sets parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
+    slots = list(_slots(module))
+    # Tied in the module: one of their names in the file is enough.
+    tied: dict[int, list[_Slot]] = {}
+    for slot in slots:
+        tied.setdefault(id(slot.value), []).append(slot)
+    chosen: list[tuple[str, list[_Slot]]] = []
+    missing: list[str] = []
+    for group in tied.values():
+        known = [slot.name for slot in group if slot.name in checkpoint.places]
+        if known:
+            chosen.append((known[0], group))
+        else:
+            missing += [slot.name for slot in group if slot.needed]
+    unexpected = sorted(checkpoint.places.keys() - {slot.name for slot in slots})
+    wrong = [
+        f"{name}: shape {list(found)} in the file, {list(group[0].value.shape)} in the module"
+        for name, group in chosen
+        if (found := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
+    ]
+    if wrong or (strict and (missing or unexpected)):
+        lines = [f"{type(module).__name__} does not fit {checkpoint.files[0].path}:", *wrong]
+        lines += [f"not in the file: {', '.join(sorted(missing))}"] if strict and missing else []
+        lines += [f"not in the module: {', '.join(unexpected)}"] if strict and unexpected else []
+        raise RuntimeError("\n    ".join(lines))
+    shared: dict[tuple[object, ...], torch.Tensor] = {}
+    with torch.no_grad():
+        for name, group in chosen:
+            value = group[0].value
+            if copy and not value.is_meta:
+                value.copy_(checkpoint.tensor(name))
+                continue
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            memory = (is_parameter, *checkpoint.memory(name))
+            if memory not in shared:
+                shared[memory] = _new_value(name, value, checkpoint, device, writable)
+            for slot in group:
+                slot.put(shared[memory])
+    return missing, unexpected
+
+
+def _new_value(name: str, old: torch.Tensor, checkpoint: Checkpoint, device: Device, writable: bool) -> torch.Tensor:
+    tensor = checkpoint.tensor(name, device)
+    record = checkpoint.record(name)
+    if isinstance(old, torch.nn.Parameter):
+        published = record.requires_grad if record.kind == "parameter" else old.requires_grad
+        new: torch.Tensor = torch.Tensor._make_subclass(type(old), tensor, writable and published)
+    else:
+        new = tensor.clone()
+    vars(new).update({**vars(old), **record.attributes})
+    return new

@@ -1,0 +1,289 @@
+"""Writing tensors into a new safetensors file of a mount, within device memory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from errno import EIO, EOPNOTSUPP
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+import gpufs
+from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
+from gpufs.torch._header import Entry, build_header
+from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
+
+# A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
+_MAX_SPREAD = 1.25
+_LARGEST_ALIGNMENT = 4096
+_PREFIX = ".publish-"
+
+
+def publish(
+    source: torch.nn.Module | Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes the tensors of a module or a dict into a safetensors file of a mount.
+
+    The new file takes the name at once when it is complete, as `mv` does: readers see the old file or the new one, and
+    programs that have the old one attached keep it. A process that dies while it writes leaves nothing: until the end
+    the file has no name. Only a process that dies between two of the last calls, which give the file a temporary name
+    and rename it, leaves a hidden file. The next call for this directory removes it.
+
+    Parameters
+    ----------
+    source : torch.nn.Module or mapping of str to torch.Tensor
+        Of a module, all parameters and buffers, also those that are not persistent. Tensors on other devices are
+        copied. Tied tensors are written once.
+    path : path
+        The file, on a mount of gpufs. A file that it replaces passes on its mode.
+    metadata : mapping of str to str, optional
+        More entries for the metadata of the file.
+
+    Raises
+    ------
+    TypeError
+        A tensor has no form in the file: its dtype, sparse tensors, those on the meta device, tensors that wrap others.
+    OSError
+        ENOSPC if the device is full. The old file stays.
+
+    Notes
+    -----
+    Every tool that reads safetensors reads the file. Strides, ties, kinds (parameter or buffer) and those attributes
+    of the tensors that JSON can express are in the metadata, and :func:`load_file` and :func:`attach_module` restore
+    them. A tensor that is not contiguous is written in the order of its memory, as a flat tensor called
+    ``NAME.strided``: so it can be used in place, and no other tool takes it for a contiguous one. Pass
+    ``tensor.contiguous()`` to have it written under its own name. Tensors that share only a part of their memory, or
+    that are spread widely in it, are written as separate contiguous ones.
+
+    Examples
+    --------
+    >>> gpufs.torch.publish(model, "/mnt/gpufs/gpu0/model.safetensors")
+    """
+    tensors = {name: _plain(name, tensor) for name, tensor in _tensors(source).items()}
+    records = _describe(source)
+    parts, layouts = _lay_out(tensors)
+    for name, layout in layouts.items():
+        records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
+    notes = {METADATA_KEY: format_records(records)} if records else {}
+    entries = _place(parts)
+    header = build_header(entries.items(), {"format": "pt", **(metadata or {}), **notes})
+    size = len(header) + max((entry.end for entry in entries.values()), default=0)
+    _synchronize(tensors)
+    with _NewFile(Path(path)) as file:
+        file.allocate(size)
+        target = file.map()
+        target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for name, part in parts.items():
+            start, end = (len(header) + offset for offset in (entries[name].start, entries[name].end))
+            target[start:end].copy_(part.contiguous().view(-1).view(torch.uint8))
+        _synchronize({**tensors, "": target})
+        del target
+        file.take_name()
+
+
+def _tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if isinstance(source, torch.nn.Module):
+        parameters = source.named_parameters(remove_duplicate=False)
+        return {**dict(parameters), **dict(source.named_buffers(remove_duplicate=False))}
+    return dict(source)
+
+
+def _describe(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    records = {}
+    buffers = set()
+    if isinstance(source, torch.nn.Module):
+        buffers = {name for name, _ in source.named_buffers(remove_duplicate=False)}
+    for name, tensor in _tensors(source).items():
+        kind = "buffer" if name in buffers else "parameter" if isinstance(tensor, torch.nn.Parameter) else None
+        attributes = {key: value for key, value in vars(tensor).items() if _is_json(value)}
+        if kind is not None or attributes:
+            records[name] = TensorRecord(
+                kind=kind, requires_grad=bool(kind and tensor.requires_grad), attributes=attributes
+            )
+    return records
+
+
+def _is_json(value: object) -> bool:
+    """Whether the value survives being written as JSON and read again."""
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor without what no file can hold."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is not a tensor but {type(tensor).__name__}")
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(f"tensor {name!r} wraps others ({type(tensor).__name__}): publish those")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"tensor {name!r} is sparse or quantized by torch: convert it first")
+    if tensor.is_meta:
+        raise TypeError(f"tensor {name!r} is on the meta device and has no bytes")
+    if tensor.dtype not in FILE_DTYPES:
+        raise TypeError(f"tensor {name!r}: safetensors has no dtype for {tensor.dtype}")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """Returns what is written under which name, and the layout of the tensors that are not written as they are."""
+    parts: dict[str, torch.Tensor] = {}
+    layouts: dict[str, dict[str, Any]] = {}
+    owners: dict[tuple[object, ...], str] = {}
+    # The contiguous ones first: what is tied to them is a view of them.
+    for name, tensor in sorted(tensors.items(), key=lambda item: not item[1].is_contiguous()):
+        elements = span(tuple(tensor.shape), tensor.stride())
+        memory = (tensor.device, tensor.data_ptr(), elements, tensor.dtype)
+        layout = {"shape": tuple(tensor.shape), "strides": tensor.stride()}
+        if elements and memory in owners:
+            owner = tensors[owners[memory]]
+            same = tensor.shape == owner.shape and tensor.is_contiguous() and owner.is_contiguous()
+            layouts[name] = {"same_as": owners[memory], **({} if same else layout)}
+        elif tensor.is_contiguous() or elements > _MAX_SPREAD * tensor.numel():
+            parts[name] = tensor
+            if tensor.is_contiguous():
+                owners[memory] = name
+        else:
+            entry = f"{name}.strided"
+            while entry in tensors:
+                entry += "_"
+            parts[entry] = tensor.as_strided((elements,), (1,))
+            layouts[name] = {"entry": entry, **layout}
+            owners[memory] = name
+    return parts, layouts
+
+
+def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+    """Returns the header's entries.
+
+    Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
+    power of two, up to 4096, that its size is a multiple of, without gaps.
+    """
+
+    def alignment(name: str) -> int:
+        return min(parts[name].nbytes & -parts[name].nbytes, _LARGEST_ALIGNMENT)
+
+    entries = {}
+    end = 0
+    for name in sorted(parts, key=alignment, reverse=True):
+        part = parts[name]
+        dtype = FILE_DTYPES[part.dtype]
+        shape = tuple(part.shape)
+        if stored_elements(dtype) > 1:
+            if not shape:
+                raise TypeError(f"tensor {name!r}: {part.dtype} needs a dimension")
+            shape = (*shape[:-1], shape[-1] * stored_elements(dtype))
+        entries[name] = Entry(dtype, shape, end, end + part.nbytes)
+        end += part.nbytes
+    return entries
+
+
+def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Waits until all streams of the GPUs of these tensors have finished."""
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+class _NewFile:
+    """A file that has no name until take_name().
+
+    Where the kernel has no unnamed files on FUSE (before Linux 6.2) it has a temporary name from the beginning. A
+    temporary name belongs to a living process as long as the file is locked; others are removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = f"{_PREFIX}{secrets.token_hex(8)}"
+        self._named = False
+
+    def __enter__(self) -> _NewFile:
+        self._directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._remove_leftovers()
+            self._file = self._open()
+        except BaseException:
+            os.close(self._directory)
+            raise
+        return self
+
+    def _open(self) -> int:
+        try:
+            file = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o666, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno != EOPNOTSUPP:
+                raise
+            file = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666, dir_fd=self._directory)
+            self._named = True
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+    def _remove_leftovers(self) -> None:
+        for name in os.listdir(self._directory):
+            if not name.startswith(_PREFIX):
+                continue
+            try:
+                file = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._directory)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=self._directory)
+                finally:
+                    os.close(file)
+            except OSError:
+                pass  # locked by its writer, gone, or another user's
+
+    def allocate(self, size: int) -> None:
+        """Allocates the file's memory."""
+        try:
+            os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            number = error.errno or EIO
+            raise OSError(number, f"{os.strerror(number)}; {size} bytes are needed", str(self._path)) from None
+
+    def map(self) -> torch.Tensor:
+        """Returns the file's bytes."""
+        try:
+            mapped: torch.Tensor = from_dlpack(gpufs.attach(self._descriptor_path(), mode="r+"))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        return mapped
+
+    def _descriptor_path(self) -> str:
+        """A path by which this process opens the file, which has no name."""
+        return f"/proc/self/fd/{self._file}"
+
+    def take_name(self) -> None:
+        """Puts the file in the place of the one with this name."""
+        directory = self._directory
+        try:
+            mode = os.stat(self._path.name, dir_fd=directory).st_mode & 0o777
+            os.fchmod(self._file, mode)
+        except FileNotFoundError:
+            pass
+        if not self._named:
+            # With a descriptor of the directory, Python follows the link in /proc.
+            os.link(
+                self._descriptor_path(),
+                self._temporary,
+                src_dir_fd=directory,
+                dst_dir_fd=directory,
+                follow_symlinks=True,
+            )
+            self._named = True
+        os.rename(self._temporary, self._path.name, src_dir_fd=directory, dst_dir_fd=directory)
+        self._named = False
+
+    def __exit__(self, *_: object) -> None:
+        if self._named:
+            os.unlink(self._temporary, dir_fd=self._directory)
+        os.close(self._file)
+        os.close(self._directory)

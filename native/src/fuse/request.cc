@@ -1,0 +1,66 @@
+#include "fuse/request.h"
+
+#include <cerrno>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "fuse/transport.h"
+
+namespace gpufs::fuse {
+
+Responder::Responder(Responder&& other) noexcept
+    : transport_(std::exchange(other.transport_, nullptr)), unique_(other.unique_), opcode_(other.opcode_) {}
+
+Responder& Responder::operator=(Responder&& other) noexcept {
+  if (this != &other) {
+    Responder previous(std::move(*this));  // answers its own request if that is still pending
+    transport_ = std::exchange(other.transport_, nullptr);
+    unique_ = other.unique_;
+    opcode_ = other.opcode_;
+  }
+  return *this;
+}
+
+Responder::~Responder() {
+  if (!pending()) return;
+  if (std::uncaught_exceptions() != 0) {
+    error(ENOMEM);
+    return;
+  }
+  count(transport_->statistics().unanswered);
+  log_error("a request (", opcode_name(opcode_), ") was left without a reply; answering EIO");
+  error(EIO);
+}
+
+void Responder::error(int error) {
+  // A number that the kernel refuses would leave the client waiting.
+  deliver(error > 0 && error <= kMaximumErrno ? error : EIO, {});
+}
+
+void Responder::data(std::span<const iovec> body) { deliver(0, body); }
+
+void Responder::data(std::span<const std::byte> body) {
+  const iovec part{const_cast<std::byte*>(body.data()), body.size()};  // sent, not written to
+  deliver(0, {&part, body.empty() ? std::size_t{0} : std::size_t{1}});
+}
+
+void Responder::deliver(int error, std::span<const iovec> body) {
+  Transport* transport = std::exchange(transport_, nullptr);
+  if (transport == nullptr) return;
+  Statistics& statistics = transport->statistics();
+  if (error != 0) count(statistics.of(opcode_).errors);
+  const int outcome = transport->send(unique_, error, body);
+  if (outcome == 0 || outcome == ENODEV) return;
+  if (outcome == ENOENT) {  // the connection was aborted, or the kernel has ended the request itself
+    count(statistics.lost_replies);
+    return;
+  }
+  // The kernel rejected the reply (or had no memory for it), and its client still waits for one.
+  count(statistics.rejected_replies);
+  log_warning("the kernel refused a reply to ", opcode_name(opcode_), " (errno ", outcome, "); answering EIO");
+  if (error == 0) static_cast<void>(transport->send(unique_, EIO, {}));
+}
+
+}  // namespace gpufs::fuse

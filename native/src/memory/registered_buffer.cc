@@ -1,0 +1,239 @@
+#include "memory/registered_buffer.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/math.h"
+#include "memory/device_copy.h"
+#include "observe/trace.h"
+
+namespace gpufs {
+namespace {
+
+constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two checks of a cancellation
+
+Status stale() { return {ESTALE, "the program that registered this memory has withdrawn it"}; }
+
+Status fixed() { return {EPERM, "a registered file has a fixed size and the memory of its program"}; }
+
+}  // namespace
+
+class RegisteredBuffer::Use {
+ public:
+  Use() = default;
+  ~Use() {
+    if (!buffer_) return;
+    std::unique_ptr<ForeignMapping> unmapped;
+    {
+      const std::lock_guard lock(buffer_->mutex_);
+      if (--buffer_->uses_ == 0 && buffer_->revoked_) unmapped = std::move(buffer_->memory_);
+    }
+    if (!unmapped) return;
+    unmapped.reset();
+    {
+      const std::lock_guard lock(buffer_->mutex_);
+      buffer_->gone_ = true;
+    }
+    buffer_->unused_.notify_all();
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+
+  [[nodiscard]] DeviceAddress address() const { return memory_->address(); }
+
+ private:
+  friend class RegisteredBuffer;
+  std::shared_ptr<RegisteredBuffer> buffer_;  // null: nothing is used
+  ForeignMapping* memory_ = nullptr;
+};
+
+class RegisteredBuffer::Pin : public Buffer::Pinned {
+ public:
+  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
+
+ private:
+  friend class RegisteredBuffer;
+  Use use_;
+  std::vector<Piece> pieces_;
+};
+
+RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory,
+                                   std::uint64_t bytes, bool writable)
+    : context_(std::move(device)), bytes_(bytes), writable_(writable), memory_(std::move(memory)) {}
+
+bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
+  std::unique_ptr<ForeignMapping> unmapped;  // after the lock is released
+  std::unique_lock lock(mutex_);
+  revoked_ = true;
+  if (uses_ == 0 && memory_) {
+    unmapped = std::move(memory_);
+    gone_ = true;
+  }
+  return unused_.wait_for(lock, patience, [this] { return gone_; });
+}
+
+std::uint64_t RegisteredBuffer::bytes_held() const {
+  const std::lock_guard lock(mutex_);
+  return revoked_ ? 0 : round_up(bytes_, 512);
+}
+
+Status RegisteredBuffer::begin(Use* use) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (revoked_) return stale();
+    ++uses_;
+    use->buffer_ = std::static_pointer_cast<RegisteredBuffer>(shared_from_this());
+    use->memory_ = memory_.get();
+  }
+  return check_intact(*use);
+}
+
+Status RegisteredBuffer::check_intact(Use& use) {
+  if (use.memory_->intact()) return {};
+  return {ESTALE, "the program that registered this memory has taken a part of it away"};
+}
+
+Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) const {
+  if (!writable_) return {EPERM, "this memory is registered for reading only"};
+  if (offset >= bytes_ && bytes != 0) return fixed();
+  if (bytes > bytes_ - std::min(offset, bytes_)) return {EFBIG, "a registered file has a fixed size"};
+  return {};
+}
+
+Result<std::unique_ptr<Buffer::Pinned>> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+  auto pin = std::make_unique<Pin>();
+  if (Status status = begin(&pin->use_); !status.ok()) return status;
+  if (offset < bytes_ && bytes != 0) {
+    pin->pieces_.push_back({pin->use_.address() + offset, offset, std::min(bytes, bytes_ - offset)});
+  }
+  return std::unique_ptr<Pinned>(std::move(pin));
+}
+
+Result<std::unique_ptr<Buffer::Pinned>> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+  auto pin = std::make_unique<Pin>();
+  Status status = begin(&pin->use_);
+  if (status.ok()) status = populate(offset, bytes);
+  if (!status.ok()) return status;
+  if (bytes != 0) pin->pieces_.push_back({pin->use_.address() + offset, offset, bytes});
+  return std::unique_ptr<Pinned>(std::move(pin));
+}
+
+Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
+  Status status = check_write(offset, bytes);
+  return status.error() == EFBIG ? fixed() : status;
+}
+
+Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
+  Use use;
+  if (Status status = begin(&use); !status.ok()) return status;
+  if (offset >= bytes_) return std::size_t{0};
+  const std::size_t bytes = std::min<std::uint64_t>(destination.size(), bytes_ - offset);
+  Status status = context_->device().copy_out(destination.data(), use.address() + offset, bytes);
+  if (status.ok()) status = check_intact(use);
+  if (!status.ok()) return status;
+  return bytes;
+}
+
+Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
+  Use use;
+  Status status = begin(&use);
+  if (status.ok()) status = check_write(offset, source.size());
+  if (status.ok()) status = context_->device().copy_in(use.address() + offset, source.data(), source.size());
+  if (status.ok()) status = check_intact(use);
+  if (!status.ok()) return status;
+  return source.size();
+}
+
+Result<Buffer::Gathered> RegisteredBuffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) {
+  return Status(EOPNOTSUPP, "the memory of another program is copied");
+}
+
+Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
+  Use use;
+  if (Status status = begin(&use); !status.ok()) return status;
+  if (offset >= bytes_) return Status(ENXIO, "no data at or above the offset");
+  return offset;
+}
+
+Result<std::uint64_t> RegisteredBuffer::seek_hole(std::uint64_t offset) {
+  Result<std::uint64_t> data = seek_data(offset);
+  if (!data.ok()) return data;
+  return bytes_;
+}
+
+Result<std::uint64_t> RegisteredBuffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) {
+  const std::uint64_t source_size = source.size();
+  if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
+  bytes = std::min(bytes, source_size - source_offset);
+  if (Status status = check_write(offset, 1); !status.ok()) return status;
+  bytes = std::min(bytes, bytes_ - offset);
+  if (&source == this && offset < source_offset + bytes && source_offset < offset + bytes) {
+    return Status(EINVAL, "the ranges to copy overlap");
+  }
+  const observe::Span span(observe::TraceKind::kBufferCopy, context_->info().index, offset, bytes);
+  const std::shared_ptr<DeviceContext> from = source.device();
+  observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
+  observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
+  std::uint64_t done = 0;
+  Status status;
+  while (done < bytes && status.ok()) {
+    if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
+      status = Status(ECANCELED, "the copy was cancelled");
+      break;
+    }
+    const std::uint64_t before = done;
+    Use use;
+    status = begin(&use);
+    if (!status.ok()) break;
+    Result<std::unique_ptr<Pinned>> pinned =
+        source.pin_for_read(source_offset + done, std::min(kCopyChunk, bytes - done));
+    if (!pinned.ok()) {
+      status = pinned.status();
+      break;
+    }
+    for (const Piece& piece : pinned.value()->pieces()) {
+      const DeviceAddress to = use.address() + offset + (piece.offset - source_offset);
+      status = piece.address == 0 ? context_->device().zero(to, piece.bytes)
+                                  : copy_between(*context_, to, *from, piece.address, piece.bytes);
+      if (!status.ok()) break;
+      done += piece.bytes;
+    }
+    if (status.ok()) status = check_intact(use);
+    if (done == before) break;  // the source has become shorter
+  }
+  if (done == 0 && !status.ok()) return status;
+  taken.done(done);
+  given.done(done);
+  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
+  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
+  return done;
+}
+
+Status RegisteredBuffer::resize(std::uint64_t size) {
+  Use use;
+  Status status = begin(&use);
+  return !status.ok() || size == bytes_ ? status : fixed();
+}
+
+Status RegisteredBuffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return fixed();
+}
+
+Status RegisteredBuffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return fixed(); }
+
+Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return fixed();
+}
+
+Result<DeviceAddress> RegisteredBuffer::pin_address(std::uint64_t /*maximum_bytes*/) { return fixed(); }
+
+Result<std::shared_ptr<Buffer::Lease>> RegisteredBuffer::lease(bool /*writable*/, bool /*exports*/,
+                                                               std::string /*label*/) {
+  return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
+}
+
+}  // namespace gpufs

@@ -1,0 +1,86 @@
+// A buffer of fixed size over memory that another program has passed on, until that program withdraws it. Afterwards
+// every call fails with ESTALE, and the memory is unmapped as soon as nobody uses it.
+// Ownership: as Buffer; the mapping is the buffer's until revoke(), then that of the last pin.
+// Thread-safe. No function waits for others, except revoke().
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "device/device_context.h"
+#include "drivers/driver.h"
+#include "memory/buffer.h"
+
+namespace gpufs {
+
+class RegisteredBuffer : public Buffer {
+ public:
+  // memory: `bytes` of it are the buffer; not null.
+  RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,
+                   bool writable);
+
+  // Calls fail from now on. Waits until nobody uses the memory any more: true; false after `patience`.
+  bool revoke(std::chrono::milliseconds patience);
+
+  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
+  [[nodiscard]] std::uint64_t size() const override { return bytes_; }
+  [[nodiscard]] std::uint64_t bytes_held() const override;
+  [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
+
+  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  // EPERM beyond the end, and for memory that is shared for reading only; so also the next ones.
+  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
+  void publish(std::uint64_t /*end*/) override {}
+  bool publish_since(std::uint64_t /*end*/, std::uint64_t /*noted*/) override { return true; }
+  [[nodiscard]] std::uint64_t shrinks() const override { return 0; }
+  Status discard_above_size(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) override { return {}; }
+  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override;
+  // A write across the end is EFBIG, as for other buffers across limit(): the caller shortens it.
+  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override;
+  // EAGAIN: the caller copies instead.
+  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<std::uint64_t> seek_data(std::uint64_t offset) override;
+  Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
+  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
+
+  // The size is fixed and the memory belongs to another program: EPERM.
+  Status resize(std::uint64_t size) override;
+  Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  Status punch(std::uint64_t offset, std::uint64_t bytes) override;
+  Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
+  Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
+
+ private:
+  // Keeps the memory mapped while it lives.
+  class Use;
+  class Pin;
+
+  // ESTALE, EPERM.
+  Status check_write(std::uint64_t offset, std::uint64_t bytes) const;
+  Status begin(Use* use);
+  // After an access: ESTALE if the memory was taken away under it.
+  Status check_intact(Use& use);
+
+  const std::shared_ptr<DeviceContext> context_;
+  const std::uint64_t bytes_;
+  const bool writable_;
+
+  mutable std::mutex mutex_;  // guards all below; nothing is called under it
+  std::condition_variable unused_;
+  std::unique_ptr<ForeignMapping> memory_;  // null once it is unmapped
+  std::uint64_t uses_ = 0;
+  bool revoked_ = false;
+  bool gone_ = false;  // the memory is unmapped
+};
+
+}  // namespace gpufs

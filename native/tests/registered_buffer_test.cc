@@ -1,0 +1,424 @@
+// Registered buffers: memory of another program by the vendors' handles over the fake libraries, and files in memory on
+// the host driver.
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bytes.h"
+#include "cuda_test_support.h"
+#include "device/device_context.h"
+#include "hip_test_support.h"
+#include "memory/buffer.h"
+#include "memory/registered_buffer.h"
+
+namespace gpufs {
+namespace {
+
+using namespace gpu_test;
+using std::chrono::milliseconds;
+
+// The calls by which a program passes on its memory.
+struct Vendor {
+  const char* name;
+  const char* library;
+  const char* ipc_handle;
+  const FakeGpuControl& (*control)();
+  Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
+};
+const FakeGpuControl& cuda_control() { return cuda_test::fake(); }
+const FakeGpuControl& hip_control() { return hip_test::fake(); }
+const Vendor kCuda{"cuda", GPUFS_FAKE_CUDA, "cuIpcGetMemHandle", cuda_control, cuda_test::open_fake};
+const Vendor kHip{"hip", GPUFS_FAKE_HIP, "hipIpcGetMemHandle", hip_control, hip_test::open_fake};
+
+class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
+ protected:
+  static constexpr std::uint64_t kBytes = 8 * kMiB;
+  static constexpr std::uint64_t kInside = kMiB + 4096 + 512;
+
+  // Two devices without virtual memory, so that the memory of each buffer is one allocation.
+  void SetUp() override {
+    setup_.devices = 2;
+    setup_.virtual_memory = false;
+    ASSERT_EQ(GetParam().control().reset(&setup_), 0) << "an earlier test left something open";
+    driver_ = must(GetParam().open({}));
+    context_ = must(DeviceContext::create(driver_, 0));
+    memory_ = must(driver_->devices().at(0)->create_memory());
+    range_ = must(memory_->reserve(kBytes));
+    ASSERT_OK(memory_->populate(0, kBytes));
+    data_ = pattern(kBytes, 5);
+    ASSERT_OK(device().copy_in(range_->base(), data_.data(), kBytes));
+  }
+  void TearDown() override {
+    memory_.reset();
+    range_.reset();
+    context_.reset();
+    driver_.reset();
+    EXPECT_EQ(GetParam().control().reset(&setup_), 0) << "something was left open";
+  }
+
+  Device& device(std::size_t index = 0) { return *driver_->devices().at(index); }
+  // What the program sends for a part of its memory.
+  ForeignMemory shared(std::uint64_t offset, std::uint64_t bytes, bool writable = true) {
+    ForeignMemory memory;
+    memory.kind = ShareKind::kIpc;
+    memory.offset = offset;
+    memory.bytes = bytes;
+    memory.writable = writable;
+    EXPECT_OK(device().bind_thread());
+    void* const library = ::dlopen(GetParam().library, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    auto* const get = reinterpret_cast<api::Code (*)(void*, DeviceAddress)>(::dlsym(library, GetParam().ipc_handle));
+    EXPECT_EQ(get(memory.handle.data(), range_->base() + offset), api::kSuccess);
+    return memory;
+  }
+  std::shared_ptr<RegisteredBuffer> registered(std::uint64_t offset, std::uint64_t bytes, bool writable = true) {
+    return std::make_shared<RegisteredBuffer>(context_, must(device().map_foreign(shared(offset, bytes, writable))),
+                                              bytes, writable);
+  }
+  std::vector<std::byte> program_sees(std::uint64_t offset, std::size_t bytes) {
+    std::vector<std::byte> seen(bytes);
+    EXPECT_OK(device().copy_out(seen.data(), range_->base() + offset, bytes));
+    return seen;
+  }
+  int allocations() {
+    FakeGpuState state{};
+    GetParam().control().state(&state);
+    return state.allocations;
+  }
+
+  FakeGpuSetup setup_;
+  std::shared_ptr<Driver> driver_;
+  std::shared_ptr<DeviceContext> context_;
+  std::unique_ptr<DeviceMemory> memory_;
+  std::shared_ptr<AddressRange> range_;
+  std::vector<std::byte> data_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredGpuTest, ::testing::Values(kCuda, kHip),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+TEST_P(RegisteredGpuTest, ShowsAPartOfAnAllocation) {
+  const auto buffer = registered(kInside, kMiB);
+  EXPECT_EQ(buffer->size(), kMiB);
+  std::vector<std::byte> read(2 * kMiB);
+  ASSERT_EQ(must(buffer->read(100, read)), kMiB - 100);
+  EXPECT_TRUE(std::equal(read.begin(), read.begin() + kMiB - 100, data_.begin() + kInside + 100));
+  const std::vector<std::byte> news = pattern(1000, 9);
+  ASSERT_EQ(must(buffer->write(5000, news)), news.size());
+  EXPECT_EQ(program_sees(kInside + 5000, 1000), news);
+  EXPECT_EQ(program_sees(0, kInside), std::vector<std::byte>(data_.begin(), data_.begin() + kInside));
+}
+
+TEST_P(RegisteredGpuTest, CopiesInBothDirections) {
+  const auto buffer = registered(kInside, kMiB);
+  const std::shared_ptr<Buffer> ordinary = must(Buffer::create(context_));
+  const std::shared_ptr<Buffer> elsewhere = must(Buffer::create(must(DeviceContext::create(driver_, 1))));
+  for (const auto& other : {ordinary, elsewhere}) {
+    ASSERT_EQ(must(other->copy_from(*buffer, 10, 0, kMiB, nullptr)), kMiB - 10);
+    std::vector<std::byte> copied(kMiB - 10);
+    ASSERT_EQ(must(other->read(0, copied)), copied.size());
+    EXPECT_TRUE(std::equal(copied.begin(), copied.end(), data_.begin() + kInside + 10));
+  }
+  const std::vector<std::byte> news = pattern(kMiB, 3);
+  ASSERT_EQ(must(ordinary->write(0, news)), news.size());
+  ASSERT_OK(ordinary->resize(3 * kMiB));  // a hole follows
+  EXPECT_EQ(must(buffer->copy_from(*ordinary, kMiB - 100, kMiB - 200, 10 * kMiB, nullptr)), 200U);
+  const std::vector<std::byte> end = program_sees(kInside + kMiB - 200, 200);
+  EXPECT_TRUE(std::equal(end.begin(), end.begin() + 100, news.end() - 100));
+  EXPECT_TRUE(std::all_of(end.begin() + 100, end.end(), [](std::byte byte) { return byte == std::byte{0}; }));
+  EXPECT_EQ(buffer->copy_from(*buffer, 0, 10, 100, nullptr).error(), EINVAL);
+}
+
+TEST_P(RegisteredGpuTest, RefusesForgedHandles) {
+  const int before = allocations();
+  ForeignMemory forged = shared(0, kBytes);
+  forged.handle.fill(0);
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = shared(0, kBytes + 1);
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = shared(0, 0);
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = shared(1, kBytes);
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = shared(1, UINT64_MAX);
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = shared(0, kBytes);
+  EXPECT_EQ(device(1).map_foreign(forged).error(), EXDEV);
+  forged.kind = ShareKind::kFile;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  EXPECT_EQ(allocations(), before);
+}
+
+TEST_P(RegisteredGpuTest, HasAFixedSize) {
+  const auto buffer = registered(0, kMiB);
+  const std::vector<std::byte> some(100);
+  EXPECT_EQ(buffer->resize(0).error(), EPERM);
+  EXPECT_EQ(buffer->resize(2 * kMiB).error(), EPERM);
+  EXPECT_OK(buffer->resize(kMiB));
+  EXPECT_EQ(buffer->allocate(0, kMiB, true).error(), EPERM);
+  EXPECT_EQ(buffer->punch(0, kMiB).error(), EPERM);
+  EXPECT_EQ(buffer->zero_range(0, kMiB, true).error(), EPERM);
+  EXPECT_EQ(buffer->write(kMiB, some).error(), EPERM);
+  EXPECT_EQ(buffer->pin_for_write(kMiB - 1, 2).error(), EPERM);
+  EXPECT_EQ(buffer->copy_from(*buffer, 0, kMiB, 1, nullptr).error(), EPERM);
+  EXPECT_EQ(buffer->lease(true, true, "test").error(), EPERM);
+  EXPECT_EQ(must(buffer->seek_data(5)), 5U);
+  EXPECT_EQ(must(buffer->seek_hole(5)), kMiB);
+  EXPECT_EQ(buffer->seek_data(kMiB).error(), ENXIO);
+  const auto read_only = registered(0, kMiB, /*writable=*/false);
+  EXPECT_EQ(read_only->write(0, some).error(), EPERM);
+  EXPECT_EQ(read_only->pin_for_write(0, 1).error(), EPERM);
+  EXPECT_EQ(program_sees(0, kBytes), data_);
+}
+
+TEST_P(RegisteredGpuTest, EndsWhenItIsRevoked) {
+  const int before = allocations();
+  const auto buffer = registered(0, kMiB);
+  EXPECT_EQ(allocations(), before + 1);
+  auto pin = must(buffer->pin_for_read(0, kMiB));
+  EXPECT_FALSE(buffer->revoke(milliseconds(1)));
+  EXPECT_EQ(allocations(), before + 1);  // the pin has it
+  std::vector<std::byte> some(100);
+  EXPECT_EQ(buffer->read(0, some).error(), ESTALE);
+  EXPECT_EQ(buffer->write(0, some).error(), ESTALE);
+  EXPECT_EQ(buffer->pin_for_read(0, 1).error(), ESTALE);
+  EXPECT_EQ(buffer->pin_for_write(0, 1).error(), ESTALE);
+  EXPECT_EQ(buffer->seek_data(0).error(), ESTALE);
+  EXPECT_EQ(buffer->resize(kMiB).error(), ESTALE);
+  EXPECT_OK(device().copy_out(some.data(), pin->pieces().at(0).address, some.size()));
+  std::atomic<bool> waited{false};
+  std::thread waiter([&] {
+    EXPECT_TRUE(buffer->revoke(std::chrono::minutes(5)));
+    EXPECT_EQ(allocations(), before);
+    waited = true;
+  });
+  EXPECT_FALSE(waited);
+  pin.reset();
+  waiter.join();
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+  EXPECT_EQ(buffer->size(), kMiB);
+  EXPECT_TRUE(buffer->revoke(milliseconds(0)));
+}
+
+TEST_P(RegisteredGpuTest, IsRevokedWhileItIsUsed) {
+  for (int turn = 0; turn < 20; ++turn) {
+    const auto buffer = registered(kInside, kMiB);
+    std::vector<std::thread> users;
+    users.reserve(3);
+    for (int user = 0; user < 3; ++user) {
+      users.emplace_back([&] {
+        std::vector<std::byte> read(kMiB);
+        for (;;) {
+          const Result<std::size_t> got = buffer->read(0, read);
+          if (!got.ok()) {
+            EXPECT_EQ(got.error(), ESTALE);
+            return;
+          }
+          EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + kInside));
+        }
+      });
+    }
+    std::this_thread::sleep_for(milliseconds(turn % 4));
+    EXPECT_TRUE(buffer->revoke(std::chrono::minutes(5)));
+    for (std::thread& user : users) user.join();
+  }
+}
+
+TEST_P(RegisteredGpuTest, FailuresLeaveNothingOpen) {
+  const int before = allocations();
+  for (const char* symbol :
+       {"cuMemGetAddressRange_v2", "hipMemGetAddressRange", "cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle"}) {
+    GetParam().control().fail(symbol, 1, api::kInvalidValue, 1);
+  }
+  EXPECT_FALSE(device().map_foreign(shared(0, kMiB)).ok());
+  EXPECT_FALSE(device().map_foreign(shared(0, kMiB)).ok());
+  EXPECT_EQ(allocations(), before);
+  EXPECT_OK(device().map_foreign(shared(0, kMiB)).status());
+}
+
+// Memory that is exported as descriptors.
+class RegisteredDescriptorTest : public RegisteredGpuTest {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(GetParam().control().reset(&setup_), 0) << "an earlier test left something open";
+    driver_ = must(GetParam().open({}));
+    context_ = must(DeviceContext::create(driver_, 0));
+    memory_ = must(driver_->devices().at(0)->create_memory());
+    range_ = must(memory_->reserve(kBytes));
+    ASSERT_OK(memory_->populate(0, kBytes));
+    data_ = pattern(kBytes, 5);
+    ASSERT_OK(device().copy_in(range_->base(), data_.data(), kBytes));
+    memory_->fix_in_place();
+  }
+  ForeignMemory exported(std::uint64_t offset, std::uint64_t bytes) {
+    std::vector<ExportedMemory> pieces = must(memory_->export_memory(0, 1, 1, true));
+    ForeignMemory memory;
+    memory.kind = ShareKind::kDescriptor;
+    memory.descriptor = std::move(pieces.at(0).descriptor);
+    memory.whole_bytes = pieces.at(0).bytes;
+    memory.offset = offset;
+    memory.bytes = bytes;
+    memory.writable = true;
+    return memory;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredDescriptorTest, ::testing::Values(kCuda, kHip),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+TEST_P(RegisteredDescriptorTest, ShowsAPartOfPhysicalMemory) {
+  const auto buffer =
+      std::make_shared<RegisteredBuffer>(context_, must(device().map_foreign(exported(kInside, kMiB))), kMiB, true);
+  std::vector<std::byte> read(kMiB);
+  ASSERT_EQ(must(buffer->read(0, read)), kMiB);
+  EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + kInside));
+  const std::vector<std::byte> news = pattern(1000, 9);
+  ASSERT_EQ(must(buffer->write(5000, news)), news.size());
+  EXPECT_EQ(program_sees(kInside + 5000, 1000), news);
+  EXPECT_TRUE(buffer->revoke(milliseconds(0)));
+}
+
+TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
+  ForeignMemory forged = exported(0, kMiB);
+  forged.whole_bytes *= 2;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = exported(0, kMiB);
+  forged.whole_bytes = kMiB;  // no granule
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged.whole_bytes = 0;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = exported(0, kMiB);
+  forged.offset = forged.whole_bytes;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged.offset = UINT64_MAX;
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged = exported(0, kMiB);
+  forged.descriptor = UniqueFd(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+  forged.descriptor = UniqueFd();
+  EXPECT_FALSE(device().map_foreign(forged).ok());
+}
+
+class RegisteredHostTest : public ::testing::Test {
+ protected:
+  static constexpr std::uint64_t kBytes = 4 * kMiB;
+
+  RegisteredHostTest() : fd_(::memfd_create("memory", MFD_CLOEXEC)) {
+    EXPECT_EQ(::ftruncate(fd_.get(), kBytes), 0);
+    DriverOptions options;
+    options.devices = 1;
+    options.memory_bytes = 64 * kMiB;
+    driver_ = must(open_driver("host", options));
+    context_ = must(DeviceContext::create(driver_, 0));
+  }
+  ForeignMemory shared(std::uint64_t offset, std::uint64_t bytes, bool writable = true) {
+    ForeignMemory memory;
+    memory.descriptor = UniqueFd(::dup(fd_.get()));
+    memory.offset = offset;
+    memory.bytes = bytes;
+    memory.writable = writable;
+    return memory;
+  }
+  std::shared_ptr<RegisteredBuffer> registered(std::uint64_t offset, std::uint64_t bytes) {
+    return std::make_shared<RegisteredBuffer>(context_, must(context_->device().map_foreign(shared(offset, bytes))),
+                                              bytes, true);
+  }
+
+  UniqueFd fd_;
+  std::shared_ptr<Driver> driver_;
+  std::shared_ptr<DeviceContext> context_;
+};
+
+TEST_F(RegisteredHostTest, ShowsAPartOfAFile) {
+  const std::vector<std::byte> data = pattern(kBytes, 2);
+  ASSERT_EQ(::pwrite(fd_.get(), data.data(), kBytes, 0), static_cast<ssize_t>(kBytes));
+  const auto buffer = registered(5001, 100'000);
+  std::vector<std::byte> read(200'000);
+  ASSERT_EQ(must(buffer->read(0, read)), 100'000U);
+  EXPECT_TRUE(std::equal(read.begin(), read.begin() + 100'000, data.begin() + 5001));
+  std::fill(read.begin(), read.end(), std::byte{7});
+  EXPECT_EQ(buffer->write(99'999, read).error(), EFBIG);
+  ASSERT_EQ(must(buffer->write(99'999, std::span(read).first(1))), 1U);
+  std::byte last{};
+  ASSERT_EQ(::pread(fd_.get(), &last, 1, 5001 + 99'999), 1);
+  EXPECT_EQ(last, std::byte{7});
+}
+
+TEST_F(RegisteredHostTest, MemoryThatIsCutOffFailsTheCallsAlone) {
+  const auto buffer = registered(0, kBytes);
+  const std::shared_ptr<Buffer> ordinary = must(Buffer::create(context_));
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> users;
+  for (int user = 0; user < 3; ++user) {
+    users.emplace_back([&, user] {
+      std::vector<std::byte> some(kMiB);
+      while (!stop) {
+        const Status status = user == 0   ? buffer->read(kBytes - kMiB, some).status()
+                              : user == 1 ? buffer->write(kBytes - kMiB, some).status()
+                                          : ordinary->copy_from(*buffer, 0, 0, kBytes, nullptr).status();
+        EXPECT_TRUE(status.ok() || status.error() == ESTALE) << status.message();
+      }
+    });
+  }
+  for (int turn = 0; turn < 100; ++turn) {
+    EXPECT_EQ(::ftruncate(fd_.get(), turn % 2 == 0 ? 4096 : kBytes), 0);
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
+  stop = true;
+  for (std::thread& user : users) user.join();
+  std::vector<std::byte> some(100);
+  EXPECT_EQ(buffer->read(0, some).error(), ESTALE);
+  // A pin taken before shows zeros from the first access on that found nothing.
+  EXPECT_TRUE(buffer->revoke(std::chrono::minutes(1)));
+}
+
+TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
+  const auto buffer = registered(0, kBytes);
+  const auto pin = must(buffer->pin_for_read(0, kBytes));
+  EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
+  std::vector<std::byte> seen(kBytes, std::byte{1});
+  EXPECT_OK(context_->device().copy_out(seen.data(), pin->pieces().at(0).address, kBytes));
+  EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](std::byte byte) { return byte == std::byte{0}; }));
+  EXPECT_EQ(::ftruncate(fd_.get(), kBytes), 0);  // too late: the range no longer shows the file
+  EXPECT_EQ(buffer->read(0, seen).error(), ESTALE);
+}
+
+TEST_F(RegisteredHostTest, RefusesWhatIsNoSharedMemory) {
+  Device& device = context_->device();
+  for (const char* path : {"/dev/null", "/dev/zero", "/proc/self/exe", "/", "/etc/passwd"}) {
+    ForeignMemory memory = shared(0, 1, /*writable=*/false);
+    memory.descriptor = UniqueFd(::open(path, O_RDONLY | O_CLOEXEC));
+    EXPECT_EQ(device.map_foreign(memory).error(), EINVAL) << path;
+  }
+  EXPECT_EQ(device.map_foreign(shared(0, kBytes + 1)).error(), EINVAL);
+  EXPECT_EQ(device.map_foreign(shared(kBytes, 1)).error(), EINVAL);
+  EXPECT_EQ(device.map_foreign(shared(1, UINT64_MAX)).error(), EINVAL);
+  EXPECT_EQ(device.map_foreign(shared(UINT64_MAX, 2)).error(), EINVAL);
+  EXPECT_EQ(device.map_foreign(shared(0, 0)).error(), EINVAL);
+  const std::string path = "/proc/self/fd/" + std::to_string(fd_.get());
+  ForeignMemory read_only = shared(0, kBytes);
+  read_only.descriptor = UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  EXPECT_EQ(device.map_foreign(read_only).error(), EACCES);
+  ForeignMemory nothing = shared(0, kBytes);
+  nothing.descriptor = UniqueFd();
+  EXPECT_FALSE(device.map_foreign(nothing).ok());
+  nothing.kind = ShareKind::kIpc;
+  EXPECT_EQ(device.map_foreign(nothing).error(), EINVAL);
+}
+
+}  // namespace
+}  // namespace gpufs

@@ -1,0 +1,296 @@
+"""Who may attach: the daemon gives memory only to programs that the kernel let open the file for it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import EACCES, EBADF, EINVAL, EISDIR, EXDEV
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attaching import (
+    Attacker,
+    fuzz,
+    grants_write,
+    leases,
+    prepare_fuzz,
+    run_as_nobody,
+    socket_of,
+    wait_for_leases,
+)
+from support.data import MIB, noise
+from support.mounting import GpufsMount, Mounter
+from support.processes import as_nobody
+
+import gpufs
+from gpufs.protocol import Attach, Detach, Refresh
+
+pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
+SIZE = 4 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _host_only(driver: str) -> None:
+    if driver != "host":
+        pytest.skip("reads attached memory with the CPU")
+
+
+@pytest.fixture
+def folder(shared_mount: GpufsMount) -> Iterator[Path]:
+    path = shared_mount.device / "users"
+    path.mkdir()
+    path.chmod(0o777)
+    yield path
+    wait_for_leases(shared_mount, 0)
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+def file_of(folder: Path, mode: int, size: int = SIZE) -> Path:
+    path = folder / f"file{mode:o}"
+    path.write_bytes(noise(size))
+    path.chmod(mode)
+    return path
+
+
+@contextmanager
+def descriptor(path: Path | str, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def refusal(mount: GpufsMount, path: Path | str, flags: int, mode: str) -> int:
+    """The errno with which the daemon answers a descriptor; 0 if it gives memory."""
+    with Attacker(socket_of(mount.path)) as client, descriptor(path, flags) as fd:
+        client.greet()
+        answer, received = client.ask(Attach(1, mode), [fd])
+        for one in received:
+            os.close(one)
+        assert bool(received) is not bool(answer["error"])
+        error: int = answer["error"]
+        return error
+
+
+# ---- what gpufs.attach does ----
+
+# Prints for each file and mode of argv: the errno, or whether the array is private and what its bytes add up to.
+READ = """
+import gpufs, sys
+for path, mode in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        with gpufs.attach(path, mode) as array:
+            print(array.private, sum(array.memoryview()))
+            if mode == "r+":
+                array.memoryview()[0] = 200
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+def test_permissions_are_those_of_the_file(folder: Path) -> None:
+    hidden, shown, open_to_all = (file_of(folder, mode) for mode in (0o600, 0o644, 0o666))
+    total = f"False {sum(noise(SIZE))}"
+    asked = (hidden, "r", hidden, "r+", shown, "r+", shown, "r", open_to_all, "r", open_to_all, "r+")
+    said = run_as_nobody(READ, *asked).splitlines()
+    assert said == [str(EACCES)] * 3 + [total] * 3
+    assert (open_to_all.read_bytes()[0], shown.read_bytes()) == (200, noise(SIZE))
+
+
+def test_a_reader_sees_changes_but_cannot_make_them(folder: Path, shared_mount: GpufsMount) -> None:
+    path = file_of(folder, 0o644)
+    with gpufs.attach(path, "r+") as writer:
+
+        def attack() -> list[bool]:
+            with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDONLY) as fd:
+                client.greet()
+                _, received = client.ask(Attach(1, "r"), [fd])
+                return [grants_write(one) for one in received]
+
+        assert as_nobody(attack) == [False]
+        view = writer.memoryview()
+        view[:] = bytes(SIZE)
+        view[7] = 200
+        assert run_as_nobody(READ, path, "r") == "False 200\n"
+        del view
+    assert sum(path.read_bytes()) == 200
+
+
+def test_a_small_file_of_others_is_a_private_copy(folder: Path, shared_mount: GpufsMount) -> None:
+    """A reader cannot move every small file of a mount to a granule of its own."""
+    path = file_of(folder, 0o644, 1000)
+    blocks = path.stat().st_blocks
+    assert run_as_nobody(READ, path, "r") == f"True {sum(noise(1000))}\n"
+    assert path.stat().st_blocks == blocks
+    script = """
+import gpufs, sys
+with gpufs.attach(sys.argv[1]) as array:
+    print(open(sys.argv[2]).read().count('"private": true'))
+    try:
+        array.refresh()
+    except OSError as error:
+        print("private copy" in str(error))
+"""
+    assert run_as_nobody(script, path, shared_mount.path / ".gpufs/leases").split() == ["1", "True"]
+
+
+def test_private_copies_of_one_user_do_not_fill_the_device(mount: Mounter) -> None:
+    mounted = mount(memory=64 * MIB, allow_other=True)
+    path = mounted.device / "small"
+    path.write_bytes(noise(1000))
+    script = """
+import gpufs, os, sys
+held = []
+try:
+    for _ in range(200):
+        held.append(gpufs.attach(sys.argv[1]))
+except OSError:
+    pass
+free = os.statvfs(sys.argv[1])
+print(len(held), free.f_bavail * free.f_frsize)
+"""
+    count, free = map(int, run_as_nobody(script, path).split())
+    assert 0 < count < 200
+    assert free >= 16 * MIB
+
+
+def test_users_see_their_own_leases(folder: Path, shared_mount: GpufsMount) -> None:
+    path = file_of(folder, 0o644)
+    script = """
+import gpufs, json, sys
+def seen():
+    return len(json.load(open(sys.argv[2]))["leases"])
+before = seen()
+with gpufs.attach(sys.argv[1]):
+    print(before, seen())
+"""
+    with gpufs.attach(path):
+        assert run_as_nobody(script, path, shared_mount.path / ".gpufs/leases").split() == ["0", "1"]
+        assert len(leases(shared_mount)) == 1
+
+
+# ---- what the daemon does ----
+
+
+def test_descriptors_that_do_not_give_the_rights_are_refused(folder: Path, shared_mount: GpufsMount) -> None:
+    path = file_of(folder, 0o666)
+    for flags, mode, error in (
+        (os.O_RDWR, "r", 0),
+        (os.O_RDWR, "r+", 0),
+        (os.O_RDONLY, "r", 0),
+        (os.O_RDONLY, "r+", EBADF),
+        (os.O_WRONLY, "r", EBADF),
+        (os.O_WRONLY, "r+", EBADF),
+        (os.O_PATH, "r", EBADF),
+        (os.O_PATH, "r+", EBADF),
+        (os.O_RDWR | os.O_APPEND, "r", 0),
+        (os.O_RDWR | os.O_APPEND, "r+", EBADF),
+    ):
+        assert refusal(shared_mount, path, flags, mode) == error, (flags, mode)
+
+
+def test_files_of_other_kinds_and_places_are_refused(
+    folder: Path, shared_mount: GpufsMount, mount: Mounter, tmp_path: Path
+) -> None:
+    host = tmp_path / "host"
+    host.write_bytes(bytes(3 * MIB))
+    other = mount("--backing", f"data={tmp_path}", allow_other=True)
+    (other.device / "file").write_bytes(bytes(3 * MIB))
+    for path, error in (
+        (other.device / "file", EXDEV),
+        (host, EXDEV),
+        (folder, EISDIR),
+        (shared_mount.path / ".gpufs/status", EINVAL),
+        (shared_mount.path / ".gpufs/trace", EINVAL),
+        ("/proc/self/mem", EXDEV),
+        ("/dev/zero", EXDEV),
+    ):
+        assert refusal(shared_mount, path, os.O_RDONLY, "r") == error, path
+    assert refusal(other, other.path / "backing/data/host", os.O_RDWR, "r+") == EINVAL
+    memory = os.memfd_create("forged")
+    reader, writer = os.pipe()
+    try:
+        os.ftruncate(memory, SIZE)
+        for fd in (memory, reader, writer):
+            assert refusal(shared_mount, f"/proc/self/fd/{fd}", os.O_RDONLY, "r") == EXDEV or fd == writer
+    finally:
+        for fd in (memory, reader, writer):
+            os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("message", "count"), [(Attach(1, "r"), 0), (Attach(1, "r"), 2), (Refresh(1, 0), 1), (Detach(1), 1)], ids=repr
+)
+def test_messages_with_other_descriptors_end_the_connection(
+    folder: Path, shared_mount: GpufsMount, message: Any, count: int
+) -> None:
+    with Attacker(socket_of(shared_mount.path)) as client, descriptor(file_of(folder, 0o666), os.O_RDWR) as fd:
+        client.greet()
+        answer, received = client.ask(message, [fd] * count)
+        assert (answer["type"], received) == ("goodbye", [])
+
+
+def test_more_descriptors_than_allowed_do_not_stop_the_daemon(folder: Path, shared_mount: GpufsMount) -> None:
+    """Also if closing them waits for the daemon itself."""
+    for count in (3, 100):
+        with Attacker(socket_of(shared_mount.path)) as client:
+            with descriptor(shared_mount.path / ".gpufs/status", os.O_RDONLY) as fd:
+                client.greet()
+                answer, _ = client.ask(Attach(1, "r"), [fd] * count)
+                assert answer["type"] == "goodbye"
+    assert (shared_mount.path / ".gpufs/version").read_text()
+
+
+def test_requests_for_what_is_not_attached_give_nothing(folder: Path, shared_mount: GpufsMount) -> None:
+    path = file_of(folder, 0o666)
+    with gpufs.attach(path), Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+        client.greet()
+        for number in (1, 2, 1 << 31):
+            answer, received = client.ask(Refresh(number, 0))
+            assert (answer["error"], received) == (EBADF, [])
+            assert client.ask(Detach(number))[0] == {"type": "detached", "id": number}
+        _, received = client.ask(Attach(7, "r+"), [fd])
+        assert len(received) == 1
+        for one in received:
+            os.close(one)
+        answer, _ = client.ask(Attach(7, "r+"), [fd])  # its number is in use
+        assert answer["type"] == "goodbye"
+        assert len(leases(shared_mount)) <= 2
+
+
+def test_a_replayed_message_gives_no_more_than_its_descriptor(folder: Path, shared_mount: GpufsMount) -> None:
+    """A message names no file: without a descriptor, or with another one, it is worth nothing."""
+    secret, own = file_of(folder, 0o600), file_of(folder, 0o666)
+    own.write_bytes(b"o" * SIZE)
+
+    def attack() -> bool:
+        with Attacker(socket_of(shared_mount.path)) as client, descriptor(own, os.O_RDWR) as fd:
+            client.greet()
+            for number in range(1, 20):
+                _, received = client.ask(Attach(number, "r+"), [fd])
+                for one in received:
+                    if os.pread(one, SIZE, 0) != b"o" * SIZE:
+                        return False
+                    os.close(one)
+        return True
+
+    with gpufs.attach(secret):
+        assert as_nobody(attack)
+
+
+def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> None:
+    """Seconds of what the campaign `fuzz` does for minutes."""
+    mounted = mount(memory=512 * MIB, allow_other=True)
+    prepare_fuzz(mounted.path)
+    fuzz(mounted.path, 6, random.Random(2026).randrange(1000))
+    wait_for_leases(mounted, 0)
+    assert mounted.alive()
+    assert not [line for line in mounted.complaints() if "Traceback" in line or "ERROR" in line]
+    with gpufs.attach(mounted.device / "attacked/secret") as array:
+        assert array.nbytes == 4 * MIB

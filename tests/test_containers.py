@@ -1,0 +1,100 @@
+"""Containers: a program in namespaces of its own, with the mount and the directory of its socket, attaches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.attaching import leases, socket_of
+from support.data import MIB, noise
+from support.mounting import REPOSITORY, GpufsMount, Mounter
+from support.processes import NOBODY, run, wait_until
+from support.users import user_gpufs
+
+pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
+
+# Enters a new root with the system's directories, the mount at /data and the socket's directory, and a user namespace.
+# $1: the mount, $2: the socket's directory, $3: an empty directory, $4: the user outside; the rest: the command.
+CONTAINER = """
+mount --make-rprivate /
+root=$3; data=$1; sockets=$2; user=$4; shift 4
+mount -t tmpfs none "$root"
+for path in /*; do
+  case "$path" in /proc|/sys|/tmp|/run|/mnt|/lost+found) continue ;; esac
+  if [[ -L "$path" ]]; then cp -P "$path" "$root$path"
+  elif [[ -d "$path" ]]; then mkdir "$root$path"; mount --rbind "$path" "$root$path"; fi
+done
+mkdir -p "$root/proc" "$root/data" "$root$sockets" "$root/old" "$root/tmp"
+mount --bind "$data" "$root/data"
+mountpoint -q "$root$sockets" || mount --bind "$sockets" "$root$sockets"
+mount -t proc proc "$root/proc"
+cd "$root"
+pivot_root . old
+umount -l old
+hash -r
+exec setpriv --reuid "$user" --regid "$user" --clear-groups unshare --user --map-root-user "$@"
+"""
+NAMESPACES = ("--mount", "--pid", "--ipc", "--net", "--uts", "--cgroup", "--fork", "--kill-child")
+
+
+@pytest.fixture
+def container(mount: Mounter) -> GpufsMount:
+    return mount(allow_other=True)
+
+
+def words(mounted: GpufsMount, root: Path, user: int, script: str, *arguments: str) -> list[str]:
+    command, environment = user_gpufs({})
+    sockets = str(Path(socket_of(mounted.path)).parent)
+    python = command[0] if user else sys.executable
+    inside = ["env", f"PYTHONPATH={environment['PYTHONPATH']}:{REPOSITORY}", python, "-c", script, *arguments]
+    outside = ["unshare", *NAMESPACES, "bash", "-euo", "pipefail", "-c", CONTAINER, "container"]
+    return [*outside, str(mounted.path), sockets, str(root), str(user), *inside]
+
+
+@pytest.mark.parametrize("user", [0, NOBODY], ids=["root", "unmapped-root"])
+def test_a_program_in_a_container_attaches(container: GpufsMount, tmp_path: Path, user: int, driver: str) -> None:
+    if driver != "host":
+        pytest.skip("reads attached memory with the CPU")
+    path = container.device / "weights"
+    path.write_bytes(noise(5 * MIB))
+    path.chmod(0o666)
+    script = """
+import gpufs, hashlib, os
+assert not os.path.exists("/tmp/pytest-of-root")
+assert os.getpid() < 10, os.getpid()
+with gpufs.attach("/data/gpu0/weights", "r+") as array:
+    print(hashlib.sha256(array.memoryview()).hexdigest())
+    array.memoryview()[0] = 201
+with open("/data/gpu0/weights", "rb") as file:
+    print(file.read(1)[0])
+"""
+    said = run(*words(container, tmp_path, user, script)).stdout.split()
+    assert said == [hashlib.sha256(noise(5 * MIB)).hexdigest(), "201"]
+    assert path.read_bytes()[0] == 201
+
+
+def test_the_end_of_a_container_ends_its_leases(container: GpufsMount, tmp_path: Path, driver: str) -> None:
+    if driver != "host":
+        pytest.skip("reads attached memory with the CPU")
+    path = container.device / "weights"
+    path.write_bytes(noise(5 * MIB))
+    script = """
+import gpufs, sys
+array = gpufs.attach("/data/gpu0/weights")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        words(container, tmp_path, 0, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (lease,) = leases(container)
+        assert lease["pid"] > 1
+        assert lease["bytes"] == 5 * MIB
+        process.kill()
+    wait_until(lambda: not leases(container), 10, "the leases to end")

@@ -1,0 +1,40 @@
+"""The programs in examples/, each on a mount of its own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from support.data import MIB
+from support.mounting import Mounter
+from support.processes import run
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run_example(name: str, directory: Path) -> str:
+    return run(sys.executable, EXAMPLES / name, directory).stdout
+
+
+def test_restart(mount: Mounter) -> None:
+    """A program that starts again loads nothing: not one byte is read from the file."""
+    device = mount(memory=256 * MIB).device
+    lines = run_example("restart.py", device).splitlines()
+    assert len(lines) == 11
+    found = re.search(r"(\d+) bytes of (\d+)", lines[-1])
+    assert found is not None
+    assert int(found[1]) == 0
+    assert int(found[2]) == (device / "small-model.safetensors").stat().st_size > 10 * MIB
+
+
+def test_transformers(mount: Mounter) -> None:
+    device = mount(memory=256 * MIB).device
+    first, second = (run_example("transformers_model.py", device).splitlines() for _ in range(2))
+    assert first[0].startswith("published")
+    assert len(second) == 2
+    assert first[-1] == second[-1]
+
+
+def test_two_programs(mount: Mounter) -> None:
+    assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)

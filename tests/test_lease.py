@@ -1,0 +1,361 @@
+"""Leases and mappings: programs that use one piece of device memory in place."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+from support.data import MIB, assert_same, noise
+from support.processes import errno_of
+from support.sharing import Memory, Peer
+
+from gpufs import engine
+
+pytestmark = pytest.mark.driver
+
+
+@pytest.fixture
+def opened(driver: str) -> Iterator[engine.Engine]:
+    with engine.Engine(driver, devices=1, memory_bytes=512 * MIB, hip_memory="virtual") as made:
+        yield made
+
+
+@pytest.fixture
+def buffer(opened: engine.Engine) -> Iterator[engine.Buffer]:
+    with engine.Buffer(opened) as made:
+        yield made
+
+
+def mapped_by_another(
+    lease: engine.Lease, opened: engine.Engine, *, writable: bool = True, reserve: int = 64 * MIB
+) -> Peer:
+    pci = opened.devices[0].info.pci_address
+    options = {"driver": opened.driver, "pci": pci, "writable": writable, "reserve": reserve}
+    return Peer("map", pieces=lease.pieces(), **options)
+
+
+def free_bytes(opened: engine.Engine) -> int:
+    return opened.devices[0].memory().free_bytes
+
+
+def test_two_processes_use_the_same_memory(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    content = noise(5 * MIB)
+    buffer.write(0, content)
+    with engine.Lease(buffer, writable=True) as lease:
+        assert lease.bytes == len(content)
+        with mapped_by_another(lease, opened) as peer:
+            assert bytes.fromhex(peer.call("read", offset=3 * MIB, size=1000)) == content[3 * MIB : 3 * MIB + 1000]
+            peer.call("write", offset=4 * MIB, data=b"from there".hex())
+            assert buffer.read_bytes(4 * MIB, 10) == b"from there"
+            buffer.write(2 * MIB - 2, b"from here")
+            assert bytes.fromhex(peer.call("read", offset=2 * MIB - 2, size=9)) == b"from here"
+
+
+def test_read_only_mappings_cannot_be_written_to(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    content = noise(3 * MIB)
+    buffer.write(0, content)
+    with engine.Lease(buffer) as lease, mapped_by_another(lease, opened, writable=False) as peer:
+        assert bytes.fromhex(peer.call("read", offset=MIB, size=100)) == content[MIB : MIB + 100]
+        if opened.driver == "host":
+            with pytest.raises((EOFError, ConnectionError)):
+                peer.call("poke", offset=MIB)
+            assert peer.wait_ended() == -signal.SIGSEGV
+        else:
+            with pytest.raises(RuntimeError):
+                peer.call("write", offset=MIB, data=bytes(4096).hex())
+            assert bytes.fromhex(peer.call("read", offset=MIB, size=100)) == content[MIB : MIB + 100]
+        assert_same(buffer.read_bytes(0, len(content)), content)
+
+
+def test_growth_is_seen_after_a_refresh(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    content = noise(40 * MIB)
+    buffer.write(0, content[:MIB])
+    with engine.Lease(buffer, writable=True) as lease, mapped_by_another(lease, opened) as peer:
+        mapped = peer.call("add")
+        buffer.write(MIB, content[MIB:])
+        buffer.resize(50 * MIB)
+        assert lease.bytes == MIB
+        lease.refresh()
+        assert lease.bytes == 50 * MIB
+        assert peer.call("add", pieces=lease.pieces(mapped)) >= 50 * MIB
+        assert bytes.fromhex(peer.call("read", offset=39 * MIB, size=500)) == content[39 * MIB : 39 * MIB + 500]
+        peer.call("write", offset=45 * MIB, data=b"a hole got memory".hex())
+        assert buffer.read_bytes(45 * MIB, 17) == b"a hole got memory"
+        buffer.write(70 * MIB, b"more than the addresses that were reserved")
+        lease.refresh()
+        with pytest.raises(RuntimeError, match="EngineError"):
+            peer.call("add", pieces=lease.pieces(peer.call("add")))
+        assert bytes.fromhex(peer.call("read", offset=0, size=10)) == content[:10]
+
+
+def test_leased_memory_cannot_be_taken_away(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    content = noise(6 * MIB)
+    buffer.write(0, content)
+    with engine.Lease(buffer, label="PID 42 (a test)") as lease:
+        assert errno_of(buffer.resize, 0) == errno.EBUSY
+        assert errno_of(buffer.resize, len(content) - 1) == errno.EBUSY
+        assert errno_of(buffer.punch, 2 * MIB, 2 * MIB) == errno.EBUSY
+        with pytest.raises(engine.EngineError, match=r"PID 42 \(a test\)"):
+            buffer.resize(5)
+        buffer.write(len(content), content)
+        buffer.resize(len(content))
+        buffer.zero(0, 10)
+        with engine.Lease(buffer):
+            lease.close()
+            assert errno_of(buffer.resize, 0) == errno.EBUSY
+    buffer.punch(0, 2 * MIB)
+    assert_same(buffer.read_bytes(0, len(content)), bytes(2 * MIB) + content[2 * MIB :])
+    buffer.resize(0)
+
+
+def test_a_sparse_file_is_loaded_over_leased_memory(
+    opened: engine.Engine, buffer: engine.Buffer, tmp_path: Path
+) -> None:
+    """Holes, which a load would punch otherwise, become zeros."""
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(noise(2 * MIB))
+        file.seek(12 * MIB)
+        file.write(b"end")
+    buffer.write(0, noise(12 * MIB + 3))
+    with (
+        engine.BackingFile.open(opened, path) as backing,
+        engine.Lease(buffer, writable=True) as lease,
+        mapped_by_another(lease, opened) as peer,
+    ):
+        assert backing.read(buffer, sparse=True) == 12 * MIB + 3
+        assert_same(buffer.read_bytes(0, 13 * MIB), path.read_bytes())
+        assert bytes.fromhex(peer.call("read", offset=8 * MIB, size=4096)) == bytes(4096)
+        assert bytes.fromhex(peer.call("read", offset=12 * MIB, size=3)) == b"end"
+
+
+def test_holes_are_memory_for_writers_and_an_error_for_readers(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    buffer.resize(20 * MIB)
+    with pytest.raises(engine.EngineError, match="fallocate") as failed:
+        engine.Lease(buffer)
+    assert failed.value.errno == errno.ENODATA
+    assert buffer.info.held_bytes == 0
+    with engine.Lease(buffer, writable=True):
+        assert buffer.info.held_bytes >= 20 * MIB
+    buffer.resize(0)
+    buffer.resize(1024 * MIB)
+    assert errno_of(lambda: engine.Lease(buffer, writable=True)) == errno.ENOSPC
+    assert buffer.info.held_bytes == 0
+
+
+def test_memory_beyond_the_end_is_not_shared(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    buffer.write(0, noise(MIB))
+    buffer.allocate(100 * MIB, 2 * MIB, keep_size=True)
+    with engine.Lease(buffer) as lease, mapped_by_another(lease, opened, writable=False) as peer:
+        assert bytes.fromhex(peer.call("read", offset=0, size=100)) == noise(MIB)[:100]
+
+
+def test_memory_lives_as_long_as_the_last_lease(opened: engine.Engine) -> None:
+    before = free_bytes(opened)
+    buffer = engine.Buffer(opened)
+    buffer.write(0, noise(8 * MIB))
+    lease, other = engine.Lease(buffer), engine.Lease(buffer)
+    buffer.close()
+    lease.close()
+    assert free_bytes(opened) <= before - 8 * MIB
+    with mapped_by_another(other, opened, writable=False) as peer:
+        assert bytes.fromhex(peer.call("read", offset=0, size=100)) == noise(8 * MIB)[:100]
+    other.close()
+    assert free_bytes(opened) == before
+
+
+def test_the_memory_survives_the_program_that_made_it(driver: str) -> None:
+    content = noise(3 * MIB // 2)
+    with Peer("lease", driver=driver, data=content[:20000].hex()) as peer:
+        pieces = peer.pieces
+        peer.kill()
+    memory = Memory(driver)
+    pci = memory.engine.devices[0].info.pci_address
+    with engine.Mapping(driver, pci, writable=True, reserve=64 * MIB) as mapping:
+        mapping.add(pieces)
+        assert memory.read(mapping.device, mapping.address, 20000) == content[:20000]
+        memory.write(mapping.device, mapping.address + 10, b"still memory")
+        assert memory.read(mapping.device, mapping.address, 22) == content[:10] + b"still memory"
+    memory.close()
+
+
+def test_killed_users_leave_nothing(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    before = free_bytes(opened)
+    buffer.write(0, noise(4 * MIB))
+    lease = engine.Lease(buffer, writable=True)
+    with mapped_by_another(lease, opened) as peer:
+        peer.kill()
+    assert_same(buffer.read_bytes(0, 4 * MIB), noise(4 * MIB))
+    lease.close()
+    buffer.resize(0)
+    assert free_bytes(opened) == before
+
+
+def test_many_leases_leak_no_descriptors_and_no_memory(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    pci = opened.devices[0].info.pci_address
+
+    def cycle(number: int) -> None:
+        # Files come and go, small ones in slabs too.
+        with engine.Buffer(opened) as short:
+            short.write(0, noise(100 + number % 3 * 5 * MIB))
+            for found in (buffer, short):
+                with engine.Lease(found, writable=True) as lease:
+                    mapping = engine.Mapping(opened.driver, pci, writable=True, reserve=32 * MIB)
+                    mapping.add(lease.pieces())
+                    mapping.close()
+
+    buffer.write(0, noise(9 * MIB))
+    for number in range(5):
+        cycle(number)
+    gc.collect()
+    descriptors, free = len(os.listdir("/proc/self/fd")), free_bytes(opened)
+    with open("/proc/self/maps") as maps:
+        mappings = len(maps.readlines())
+    for number in range(200):
+        cycle(number)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert free_bytes(opened) == free
+    with open("/proc/self/maps") as maps:
+        assert len(maps.readlines()) < mappings + 50
+
+
+def test_pieces_that_are_refused(opened: engine.Engine, buffer: engine.Buffer, driver: str) -> None:
+    pci = opened.devices[0].info.pci_address
+    buffer.write(0, noise(4 * MIB))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with engine.Lease(buffer, writable=True) as lease, engine.Lease(buffer, writable=True) as other:
+        with engine.Mapping(driver, pci, writable=True, reserve=64 * MIB) as mapping:
+            for offset, size in ((2 * MIB, 2 * MIB), (0, 0), (0, 1 << 50), (1 << 63, 1 << 63)):
+                piece = lease.pieces()[0]
+                with pytest.raises(engine.EngineError):
+                    mapping.add([engine.SharedPiece(offset, size, piece.fd)])
+            for fd in (-1, 1 << 20):
+                with pytest.raises(engine.EngineError):
+                    mapping.add([engine.SharedPiece(0, 2 * MIB, fd)])
+            with pytest.raises(engine.EngineError):
+                mapping.add([engine.SharedPiece(0, 2 * MIB, os.open("/dev/null", os.O_RDWR))])
+            assert mapping.bytes == 0
+            mapping.add(lease.pieces())
+            assert mapping.bytes == 4 * MIB
+        with pytest.raises(engine.EngineError):
+            mapping.add(other.pieces())
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 3  # the lease's own, where the driver keeps some
+    with pytest.raises(engine.EngineError):
+        lease.pieces()
+    assert errno_of(lambda: engine.Mapping("none", pci, writable=True, reserve=1)) == errno.EINVAL
+    assert errno_of(lambda: engine.Mapping(driver, pci, writable=True, reserve=0)) == errno.EINVAL
+    if driver != "host":
+        assert errno_of(lambda: engine.Mapping(driver, "0000:ee:1f.0", writable=True, reserve=1)) == errno.ENODEV
+
+
+def test_plain_memory_is_shared_within_the_process_alone(driver: str) -> None:
+    """HIP's plain memory has no descriptors: the error names the knob, and arrays of this process work."""
+    with (
+        engine.Engine(driver, devices=1, memory_bytes=64 * MIB, hip_memory="plain") as opened,
+        engine.Buffer(opened) as buffer,
+    ):
+        buffer.write(0, noise(MIB))
+        if driver == "hip":
+            with pytest.raises(engine.EngineError, match="hip_memory") as failed:
+                engine.Lease(buffer)
+            assert failed.value.errno == errno.EOPNOTSUPP
+        else:
+            engine.Lease(buffer).close()
+        buffer.write(MIB, noise(8 * MIB))
+        capsule = buffer.__dlpack__()
+        assert errno_of(buffer.resize, 1) == errno.EBUSY
+        del capsule
+        buffer.resize(1)
+
+
+def test_closing_the_engine_closes_its_leases(driver: str) -> None:
+    opened = engine.Engine(driver, devices=1, memory_bytes=64 * MIB, hip_memory="virtual")
+    buffer = engine.Buffer(opened)
+    buffer.write(0, b"x")
+    lease = engine.Lease(buffer)
+    opened.close()
+    assert errno_of(lease.refresh) == errno.EBADF
+
+
+def test_buffers_copy_from_each_other(opened: engine.Engine, buffer: engine.Buffer) -> None:
+    content = noise(5 * MIB)
+    buffer.write(3 * MIB, content)
+    with engine.Buffer(opened) as copy:
+        assert copy.copy_from(buffer) == 8 * MIB
+        assert_same(copy.read_bytes(0, 9 * MIB), bytes(3 * MIB) + content)
+        assert copy.copy_from(buffer, 4 * MIB, 1, 100) == 100
+        assert copy.read_bytes(1, 100) == content[MIB : MIB + 100]
+        assert copy.copy_from(buffer, 8 * MIB) == 0
+
+
+def test_a_buffer_as_an_array(opened: engine.Engine, buffer: engine.Buffer, driver: str) -> None:
+    content = noise(3 * MIB)
+    buffer.write(0, content)
+    assert len(buffer) == len(content)
+    assert str(len(content)) in repr(buffer)
+    assert buffer.__dlpack_device__() == ({"host": 1, "cuda": 2, "hip": 10}[driver], 0)
+    if driver != "host":
+        with pytest.raises(TypeError, match="GPU"):
+            numpy.asarray(buffer)
+        interface = buffer.__cuda_array_interface__
+        assert (interface["shape"], interface["typestr"], interface["version"]) == ((len(content),), "|u1", 3)
+        memory = Memory(driver)
+        assert memory.read(0, interface["data"][0], 100) == content[:100]
+        assert errno_of(buffer.resize, 0) == errno.EBUSY
+        assert buffer.__cuda_array_interface__ == interface
+        memory.close()
+        return
+    assert not hasattr(buffer, "__cuda_array_interface__")
+    array = numpy.asarray(buffer)
+    assert array.dtype == numpy.uint8
+    assert_same(array.tobytes(), content)
+    array[5:9] = 7
+    assert buffer.read_bytes(5, 4) == b"\7\7\7\7"
+    buffer.write(0, b"seen")
+    assert bytes(array[:4]) == b"seen"
+    assert numpy.array(buffer, dtype=numpy.float32, copy=True)[0] == ord("s")
+    # The array keeps the memory, whatever becomes of the buffer.
+    assert errno_of(buffer.resize, 1) == errno.EBUSY
+    buffer.write(300 * MIB, b"the buffer moves")
+    buffer.close()
+    opened.close()
+    assert bytes(array[:4]) == b"seen"
+
+
+@pytest.mark.parametrize("version", [None, (0, 8), (1, 1)])
+def test_capsules_that_nobody_consumes(
+    opened: engine.Engine, buffer: engine.Buffer, version: tuple[int, int] | None
+) -> None:
+    buffer.write(0, noise(3 * MIB))
+    capsule = buffer.__dlpack__(max_version=version)
+    assert ("dltensor_versioned" in repr(capsule)) == (version == (1, 1))
+    assert errno_of(buffer.resize, 0) == errno.EBUSY
+    del capsule
+    gc.collect()
+    buffer.resize(0)
+
+
+def test_requests_of_consumers(opened: engine.Engine, buffer: engine.Buffer, driver: str) -> None:
+    buffer.write(0, b"x")
+    kind, device = buffer.__dlpack_device__()
+    buffer.__dlpack__(stream=None, dl_device=(kind, device), copy=False)
+    with pytest.raises(BufferError):
+        buffer.__dlpack__(dl_device=(kind, device + 1))
+    with pytest.raises(BufferError):
+        buffer.__dlpack__(copy=True)
+    with pytest.raises(TypeError):
+        buffer.__dlpack__(stream="1")  # type: ignore[arg-type]
+    good, bad = {"host": ((), (0, 1, -1)), "cuda": ((-1, 1, 2), (0, -2)), "hip": ((-1, 0), (1, 2, -2))}[driver]
+    for stream in good:
+        buffer.__dlpack__(stream=stream)
+    for stream in bad:
+        with pytest.raises(ValueError, match="stream"):
+            buffer.__dlpack__(stream=stream)
+    buffer.resize(0)
+    assert buffer.__dlpack__() is not None

@@ -1,0 +1,614 @@
+"""gpufs.register: memory of a program as a file, on real mounts of host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import itertools
+import json
+import mmap
+import multiprocessing.shared_memory
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import numpy.typing
+import pytest
+from support.data import MIB, noise
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import (
+    NOBODY,
+    Snapshot,
+    as_nobody,
+    as_other,
+    errno_of,
+    has_ended,
+    in_child,
+    run,
+    wait_until,
+)
+
+import gpufs
+from gpufs import protocol
+from gpufs.client import _find
+from gpufs.client._connection import Connection
+
+Bytes = numpy.typing.NDArray[numpy.uint8]
+
+
+def shared_array(content: bytes) -> Bytes:
+    """An array in shared memory of this program's (a memfd)."""
+    fd = os.memfd_create("array")
+    try:
+        os.ftruncate(fd, len(content))
+        array = numpy.frombuffer(mmap.mmap(fd, len(content)), dtype=numpy.uint8)
+    finally:
+        os.close(fd)
+    array[:] = numpy.frombuffer(content, dtype=numpy.uint8)
+    return array
+
+
+def registrations(mount: GpufsMount) -> list[dict[str, Any]]:
+    listed = json.loads((mount.path / ".gpufs" / "leases").read_text())["leases"]
+    assert json.loads((mount.path / ".gpufs" / "status").read_text())["leases"] == listed
+    return [lease for lease in listed if lease["mode"] == "registered"]
+
+
+class Exporter:
+    """A forked child that registers its memory and then waits to be killed."""
+
+    def __init__(self, path: Path, content: bytes, mode: int = 0o600) -> None:
+        receive, send = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(receive)
+                gpufs.register(shared_array(content), path, mode=mode)
+                os.write(send, b"1")
+                time.sleep(1000)
+            finally:
+                os._exit(1)
+        os.close(send)
+        with os.fdopen(receive, "rb") as pipe:
+            if pipe.read(1) != b"1":
+                self.kill()
+                raise AssertionError("the child could not register its memory")
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def exporters() -> Iterator[Callable[..., Exporter]]:
+    made: list[Exporter] = []
+
+    def make(*arguments: Any, **named: Any) -> Exporter:
+        made.append(Exporter(*arguments, **named))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if not has_ended(one.pid):
+            one.kill()
+
+
+# ---- contents ----
+
+
+def test_tools_read_the_array_and_see_its_changes(root: Path) -> None:
+    array = shared_array(noise(3 * MIB + 5))[1001:-7]  # neither end at a page
+    with gpufs.register(array, root / "live") as registration:
+        assert registration.nbytes == array.nbytes == os.stat(root / "live").st_size
+        expected = hashlib.sha256(array.tobytes()).hexdigest()
+        assert run("sha256sum", root / "live").stdout.split()[0] == expected
+        array[:4] = (0xDE, 0xAD, 0xBE, 0xEF)
+        assert run("xxd", "-l", "4", "-p", root / "live").stdout.strip() == "deadbeef"
+        array[-1] ^= 255
+        assert (root / "live").read_bytes() == array.tobytes()
+
+
+def test_writes_through_the_file_change_the_array(root: Path) -> None:
+    array = shared_array(bytes(2 * MIB))
+    with gpufs.register(array, root / "live"):
+        run("dd", f"of={root / 'live'}", "conv=notrunc", "bs=1k", "seek=3", input="seen", text=True)
+        assert array[3072:3076].tobytes() == b"seen"
+        with open(root / "live", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[MIB : MIB + 6] = b"mapped"
+            mapped.flush()
+            assert array[MIB : MIB + 6].tobytes() == b"mapped"
+
+
+def test_copies_to_and_from_other_files(root: Path, tmp_path: Path) -> None:
+    content = noise(5 * MIB + 3)
+    array = shared_array(content)
+    with gpufs.register(array, root / "live"):
+        run(*GPUFS, "cp", root / "live", tmp_path / "disk")
+        assert (tmp_path / "disk").read_bytes() == content
+        run("cp", root / "live", root / "copy")  # inside the mount, by copy_file_range
+        assert (root / "copy").read_bytes() == content
+        (root / "other").write_bytes(content[::-1])
+        with open(root / "other", "rb") as source, open(root / "live", "r+b") as target:
+            left = len(content)
+            while left:
+                left -= os.copy_file_range(source.fileno(), target.fileno(), left)
+        assert array.tobytes() == content[::-1]
+        gpufs.copy(root / "live", tmp_path / "disk")
+        assert (tmp_path / "disk").read_bytes() == content[::-1]
+
+
+def test_the_size_is_fixed(root: Path) -> None:
+    array = shared_array(noise(MIB))
+    path = root / "live"
+    with gpufs.register(array, path), open(path, "r+b", buffering=0) as file:
+        for change in (
+            lambda: os.truncate(path, 5),
+            lambda: os.ftruncate(file.fileno(), 2 * MIB),
+            lambda: open(path, "wb"),  # noqa: SIM115
+            lambda: os.posix_fallocate(file.fileno(), 0, 2 * MIB),
+            lambda: os.pwrite(file.fileno(), b"x", MIB),
+        ):
+            assert errno_of(change) == errno.EPERM
+        with open(path, "ab", buffering=0) as appending:
+            assert errno_of(appending.write, b"x") == errno.EPERM
+        assert os.pwrite(file.fileno(), b"1234", MIB - 2) == 2  # up to the end
+        assert array[-2:].tobytes() == b"12"
+        assert os.stat(path).st_size == array.nbytes == MIB
+        assert os.stat(path).st_blocks * 512 >= MIB
+
+
+@pytest.mark.parametrize("kind", ["address", "dlpack", "slice", "read-only"])
+def test_kinds_of_memory(root: Path, kind: str) -> None:
+    content = noise(MIB)
+    view = shared_array(content)
+    if kind == "address":
+        registration = gpufs.register(view.ctypes.data, root / "live", size=MIB)
+    elif kind == "dlpack":
+
+        class Other:
+            def __dlpack__(self) -> object:
+                return view.__dlpack__()
+
+        registration = gpufs.register(Other(), root / "live")
+    elif kind == "slice":
+        parts = shared_array(bytes(5000) + content)[5000:].view(numpy.float32).reshape(64, -1)
+        registration = gpufs.register(parts[:], root / "live")
+    else:
+        view.flags.writeable = False
+        registration = gpufs.register(view, root / "live")
+        assert errno_of((root / "live").write_bytes, b"") == errno.EPERM
+        with open(root / "live", "r+b", buffering=0) as file:
+            assert errno_of(file.write, b"x") == errno.EPERM
+    with registration:
+        assert (root / "live").read_bytes() == content
+
+
+def test_memory_of_multiprocessing(root: Path) -> None:
+    def show() -> bool:
+        memory = multiprocessing.shared_memory.SharedMemory(create=True, size=MIB)
+        try:
+            array: Bytes = numpy.ndarray(MIB, dtype=numpy.uint8, buffer=memory.buf)
+            array[:] = numpy.frombuffer(noise(MIB), dtype=numpy.uint8)
+            with gpufs.register(array, root / "live"):
+                return (root / "live").read_bytes() == noise(MIB)
+        finally:
+            memory.unlink()
+
+    assert in_child(show)  # its helper process ends with it
+
+
+# ---- what cannot be registered ----
+
+
+def test_memory_that_cannot_be_shared(root: Path) -> None:
+    private = numpy.zeros(MIB, dtype=numpy.uint8)
+    for array, text in (
+        (private, "private"),
+        (numpy.frombuffer(mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE), dtype=numpy.uint8), "private"),
+    ):
+        with pytest.raises(OSError, match=text) as refused:
+            gpufs.register(array, root / "live")
+        assert refused.value.errno == errno.EINVAL
+        assert "SharedMemory" in str(refused.value)  # the remedy
+        assert refused.value.filename == str(root / "live")
+    shared = shared_array(bytes(MIB))
+    with pytest.raises(ValueError, match="contiguous"):
+        gpufs.register(shared[::2], root / "live")
+    with pytest.raises(ValueError, match="empty"):
+        gpufs.register(shared[:0], root / "live")
+    with pytest.raises(TypeError):
+        gpufs.register("text", root / "live")
+    with pytest.raises(TypeError):
+        gpufs.register(shared.ctypes.data, root / "live")
+    with pytest.raises(TypeError):
+        gpufs.register(shared, root / "live", size=5)
+    assert errno_of(gpufs.register, 4096, root / "live", size=5) == errno.EFAULT
+    with open("/proc/self/exe", "rb") as file:
+        program = numpy.frombuffer(mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ), dtype=numpy.uint8)
+        assert errno_of(gpufs.register, program, root / "live") == errno.EINVAL
+    assert not list(root.iterdir())
+
+
+def test_places_where_nothing_can_be_registered(root: Path, tmp_path: Path, shared_mount: GpufsMount) -> None:
+    array = shared_array(noise(MIB))
+    (root / "there").write_bytes(b"precious")
+    assert errno_of(gpufs.register, array, root / "there") == errno.EEXIST
+    assert (root / "there").read_bytes() == b"precious"
+    assert errno_of(gpufs.register, array, tmp_path / "disk") == errno.EXDEV
+    assert errno_of(gpufs.register, array, root / "missing" / "file") == errno.ENOENT
+    assert errno_of(gpufs.register, array, shared_mount.path / "file") in (errno.EPERM, errno.EACCES)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the end ----
+
+
+def assert_stale(file: int, mapped: mmap.mmap) -> None:
+    """Neither old nor foreign bytes through what was opened before."""
+    for call in (
+        lambda: os.pread(file, 10, 0),
+        lambda: os.pwrite(file, b"x", 0),
+        lambda: os.lseek(file, 0, os.SEEK_DATA),
+        lambda: os.sendfile(os.memfd_create("to"), file, 0, 10),
+    ):
+        assert errno_of(call) == errno.ESTALE
+
+    def killed_by_mapping() -> None:
+        if os.fork() == 0:
+            signal.signal(signal.SIGBUS, signal.SIG_DFL)
+            _ = mapped[0]
+            os._exit(0)
+        assert os.WTERMSIG(os.wait()[1]) == signal.SIGBUS
+
+    in_child(killed_by_mapping)
+
+
+def test_after_close_open_files_are_stale(root: Path) -> None:
+    array = shared_array(noise(MIB))
+    registration = gpufs.register(array, root / "live")
+    os.link(root / "live", root / "link")
+    os.rename(root / "live", root / "moved")
+    with open(root / "moved", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        assert mapped[:100] == array[:100].tobytes()
+        registration.close()
+        assert registration.closed
+        assert list(root.iterdir()) == []
+        assert_stale(file.fileno(), mapped)
+        registration.close()
+    gpufs.register(array, root / "live").close()  # the name is free again
+
+
+def test_after_sigkill_open_files_are_stale(root: Path, exporters: Callable[..., Exporter]) -> None:
+    content = noise(MIB)
+    exporter = exporters(root / "live", content)
+    with open(root / "live", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        assert mapped[:100] == os.pread(file.fileno(), 100, 0) == content[:100]
+        exporter.kill()
+        wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")
+        wait_until(lambda: errno_of(os.pread, file.fileno(), 1, 0) == errno.ESTALE, 10, "the end of the contents")
+        assert_stale(file.fileno(), mapped)
+
+
+def test_unlinked_and_replaced_files_stay_registered(root: Path) -> None:
+    array = shared_array(noise(MIB))
+    (root / "other").write_bytes(b"other")
+    with gpufs.register(array, root / "live") as registration, open(root / "live", "rb") as file:
+        os.replace(root / "other", root / "live")
+        array[:3] = (7, 8, 9)
+        assert os.pread(file.fileno(), 3, 0) == bytes((7, 8, 9))
+        registration.close()
+        assert errno_of(os.pread, file.fileno(), 3, 0) == errno.ESTALE
+    assert (root / "live").read_bytes() == b"other"  # another file
+
+
+def test_a_forked_child_does_not_keep_the_registration(root: Path, exporters: Callable[..., Exporter]) -> None:
+    receive, send = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            array = shared_array(noise(MIB))
+            gpufs.register(array, root / "live")
+            child = os.fork()
+            if child == 0:
+                os.close(send)
+                time.sleep(1000)
+            os.write(send, str(child).encode())
+            time.sleep(1000)
+        finally:
+            os._exit(1)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        child = int(os.read(pipe.fileno(), 20))
+    try:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_killed_exporters(root: Path, shared_mount: GpufsMount, exporters: Callable[..., Exporter]) -> None:
+    """A reader gets the bytes of the file that it has opened, or an error, whenever the exporter dies."""
+    chance = random.Random(1)
+    before = Snapshot.of(shared_mount.pid)
+    size = 8 * MIB
+    whole = 0
+    for number in range(50):
+        content = bytes((number + 1,)) * size
+        path = root / f"live{number}"
+        exporter = exporters(path, content)
+        file = os.open(path, os.O_RDONLY)
+        delay = chance.uniform(0, 0.004)
+        killer = threading.Timer(delay, exporter.kill)
+        killer.start()
+        try:
+            got = 0
+            while got < size:
+                part = os.pread(file, MIB, got)
+                assert part == content[got : got + len(part)]
+                assert part, "the end of the file came early"
+                got += len(part)
+            whole += 1
+        except OSError as error:
+            assert error.errno == errno.ESTALE  # noqa: PT017
+        finally:
+            killer.join()
+            os.close(file)
+    wait_until(lambda: not list(root.iterdir()), 10, "the end of the names")
+    wait_until(lambda: not registrations(shared_mount), 10, "the end of the registrations")
+    wait_until(lambda: Snapshot.of(shared_mount.pid).memfds <= before.memfds, 10, "closed memory")
+    wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
+
+
+def test_exporters_killed_during_gpufs_cp(root: Path, tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
+    for number in range(4):
+        content = bytes((number + 1,)) * (64 * MIB)
+        exporter = exporters(root / "live", content)
+        target = tmp_path / f"copy{number}"
+        copying = subprocess.Popen(
+            [*GPUFS, "cp", "--partial", root / "live", target], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        begun = partial(lambda target, copying: target.exists() or copying.poll() is not None, target, copying)
+        wait_until(begun, 20, "the copy to begin")
+        time.sleep(0.01 * number)
+        exporter.kill()
+        assert copying.stderr is not None
+        errors = copying.stderr.read()
+        copying.stderr.close()
+        code = copying.wait()
+        copied = target.read_bytes() if target.exists() else b""
+        assert copied == content[: len(copied)]
+        assert code == 0 or errors
+        assert code != 0 or len(copied) == len(content)
+        wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")
+
+
+def test_memory_that_is_cut_off(root: Path, shared_mount: GpufsMount) -> None:
+    """A program that truncates what it shares harms itself alone: its file is stale, and the daemon lives."""
+    for kept in (0, 4096, MIB):
+        fd = os.memfd_create("cut")
+        try:
+            os.ftruncate(fd, 2 * MIB)
+            with mmap.mmap(fd, 2 * MIB) as mapped:
+                mapped[:] = noise(2 * MIB)
+                address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+                with gpufs.register(address, root / "live", size=2 * MIB), open(root / "live", "r+b", 0) as file:
+                    stop = threading.Event()
+
+                    def use(read: bool, file: Any = file, stop: threading.Event = stop) -> None:
+                        while not stop.is_set():
+                            try:
+                                os.pread(file.fileno(), MIB, MIB - 5) if read else os.pwrite(file.fileno(), b"x", MIB)
+                            except OSError as error:
+                                assert error.errno == errno.ESTALE  # noqa: PT017
+
+                    threads = [threading.Thread(target=use, args=(read,)) for read in (True, False, True)]
+                    for thread in threads:
+                        thread.start()
+                    for _ in range(20):
+                        os.ftruncate(fd, kept)
+                        os.ftruncate(fd, 2 * MIB)
+                    os.ftruncate(fd, kept)
+                    stop.set()
+                    for thread in threads:
+                        thread.join()
+                    assert errno_of(os.pread, file.fileno(), 10, 0) == errno.ESTALE
+                    assert errno_of(os.pwrite, file.fileno(), b"x", 0) == errno.ESTALE
+                    assert run(*GPUFS, "cp", root / "live", "/dev/null", check=False).returncode != 0
+                assert not list(root.iterdir())
+        finally:
+            os.close(fd)
+    assert shared_mount.alive()
+    (root / "file").write_bytes(b"works")
+
+
+def test_the_daemon_dies_first(mount: Mounter) -> None:
+    mounted = mount(memory=64 * MIB)
+    array = shared_array(noise(MIB))
+    registration = gpufs.register(array, mounted.device / "live")
+    mounted.signal(signal.SIGKILL)
+    wait_until(lambda: not mounted.alive(), 10, "the end of the daemon")
+    registration.close()
+    assert array.tobytes() == noise(MIB)
+
+
+def test_a_mount_ends_while_memory_is_registered(mount: Mounter) -> None:
+    mounted = mount(memory=64 * MIB)
+    registration = gpufs.register(shared_array(noise(MIB)), mounted.device / "live")
+    mounted.unmount()
+    registration.close()
+
+
+# ---- users ----
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
+def test_the_mode_decides_who_reads_and_writes(root: Path, exporters: Callable[..., Exporter]) -> None:
+    exporters(root / "private", noise(MIB))
+    exporters(root / "public", noise(MIB), mode=0o644)
+    assert as_nobody(lambda: errno_of(open, root / "private", "rb")) == errno.EACCES
+    assert as_nobody((root / "public").read_bytes) == noise(MIB)
+    assert as_nobody(lambda: errno_of(open, root / "public", "r+b")) == errno.EACCES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
+def test_only_those_who_may_create_the_file_register(root: Path) -> None:
+    (root / "mine").mkdir(mode=0o755)
+
+    def attempt() -> int:
+        return errno_of(gpufs.register, shared_array(noise(MIB)), root / "mine" / "live")
+
+    assert as_nobody(attempt) == errno.EACCES
+
+    def register_and_read() -> bytes:
+        with gpufs.register(shared_array(noise(MIB)), root / "theirs"):
+            assert os.stat(root / "theirs").st_uid == NOBODY
+            return (root / "theirs").read_bytes()
+
+    assert as_nobody(register_and_read) == noise(MIB)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
+def test_requests_that_are_forged(root: Path, tmp_path: Path, shared_mount: GpufsMount) -> None:
+    """Descriptors and numbers that are not what a client says are refused, and change nothing."""
+    root.chmod(0o777)
+    (tmp_path / "disk").write_bytes(bytes(MIB))
+    disk = os.open(tmp_path / "disk", os.O_RDWR)
+    (root / "victim").touch()
+    (root / "victim").chmod(0o666)
+    (root / "full").write_bytes(b"full")
+    (root / "full").chmod(0o666)
+    os.mknod(root / "made", 0o666)
+    (root / "made").chmod(0o666)
+    memory = os.memfd_create("memory")
+    os.ftruncate(memory, MIB)
+    numbers = itertools.count(1)
+
+    def ask(file: int, fd: int | None, **fields: Any) -> int:
+        values: dict[str, Any] = {"kind": "file", "offset": 0, "size": MIB, **fields}
+        device = os.stat(root).st_dev
+        with Connection(_find.connect(device, _find.mounts_by_device()[device])) as connection:
+            request = protocol.Register(next(numbers), **values)
+            answer = connection.request(request, [file] if fd is None else [file, fd], protocol.Registered)
+            if answer.error == 0:
+                assert os.fstat(file).st_size == values["size"]
+            else:
+                assert answer.message
+            return answer.error
+
+    def attack() -> None:
+        device = os.open(root / "a", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        read_only = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
+        foreign = os.open(root / "a", os.O_RDONLY)
+        for fd, fields in (
+            (os.open("/dev/null", os.O_RDWR), {}),
+            (os.open("/dev/zero", os.O_RDWR), {}),
+            (disk, {}),
+            (os.open("/proc/self/status", os.O_RDONLY), {"writable": False}),
+            (os.pipe()[0], {"writable": False}),
+            (os.open("/", os.O_RDONLY), {"writable": False}),
+            (device, {}),
+            (foreign, {"writable": False}),
+            (memory, {"size": MIB + 1}),
+            (memory, {"offset": 1}),
+            (memory, {"offset": (1 << 63) - 1, "size": (1 << 63) - 1}),
+            (memory, {"size": (1 << 63) - 1}),
+            (read_only, {}),
+            (memory, {"kind": "descriptor"}),
+            (memory, {"handle": bytes(64)}),
+            (None, {"kind": "ipc", "handle": bytes(64)}),
+        ):
+            assert ask(device, fd, **fields) != 0, (fd, fields)
+        assert os.fstat(device).st_size == 0
+        # Files that the client has not just created itself.
+        for name in ("victim", "full", "made"):
+            assert ask(os.open(root / name, os.O_RDWR), memory) == errno.EBUSY
+        assert ask(disk, memory) != 0
+        assert ask(os.open(root / "a", os.O_RDONLY), memory) == errno.EBADF
+        assert ask(os.open(root / "a", os.O_PATH), memory) == errno.EBADF
+        assert ask(os.open(root, os.O_RDONLY), memory) != 0
+        assert ask(os.open(shared_mount.path / ".gpufs" / "version", os.O_RDONLY), memory) != 0
+        assert ask(device, memory) == 0
+        os.close(device)
+        second = os.open(root / "b", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        os.open(root / "b", os.O_WRONLY)  # another writer
+        assert ask(second, memory) == errno.EBUSY
+
+    as_other(attack)
+    assert (root / "full").read_bytes() == b"full"
+    assert (root / "victim").stat().st_size == 0
+    os.close(memory)
+    os.close(disk)
+    assert shared_mount.alive()
+
+
+def test_a_user_has_a_limited_number_of_registrations(root: Path) -> None:
+    array = shared_array(bytes(4096))
+    with ExitStack() as held:
+        refused = 0
+        for number in range(400):
+            try:
+                held.enter_context(gpufs.register(array, root / str(number)))
+            except OSError as error:
+                assert error.errno == errno.EBUSY  # noqa: PT017
+                refused = number
+                break
+        assert 64 <= refused < 400
+    gpufs.register(array, root / "again").close()
+
+
+def test_registrations_are_listed(root: Path, shared_mount: GpufsMount) -> None:
+    assert not registrations(shared_mount)
+    with gpufs.register(shared_array(bytes(5000)), root / "live"):
+        (listed,) = registrations(shared_mount)
+        assert (listed["bytes"], listed["pid"], listed["uid"]) == (5000, os.getpid(), os.geteuid())
+        assert listed["path"] == str(root / "live")
+        assert str(root / "live") in run(*GPUFS, "leases", shared_mount.path).stdout
+    assert not registrations(shared_mount)
+
+
+def test_threads_register_at_the_same_time(root: Path) -> None:
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for turn in range(20):
+                content = bytes((index * 20 + turn,)) * 10_000
+                with gpufs.register(shared_array(content), root / str(index)):
+                    assert (root / str(index)).read_bytes() == content
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert not list(root.iterdir())
+
+
+def test_a_program_that_does_not_keep_the_registration(root: Path) -> None:
+    """The file stays until the program ends."""
+    script = (
+        "import gc, mmap, numpy, os, sys, gpufs\n"
+        "fd = os.memfd_create('x'); os.ftruncate(fd, 4096)\n"
+        "def show():\n"
+        "    array = numpy.frombuffer(mmap.mmap(fd, 4096), dtype=numpy.uint8); array[:] = 7\n"
+        "    gpufs.register(array, sys.argv[1])\n"
+        "show(); gc.collect(); print(open(sys.argv[1], 'rb').read() == bytes([7]) * 4096)\n"
+    )
+    assert run(sys.executable, "-c", script, root / "live").stdout.strip() == "True"
+    wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")

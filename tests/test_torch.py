@@ -1,0 +1,790 @@
+"""gpufs.torch: safetensors files of a mount as tensors in place, judged by safetensors itself."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from errno import ENOSPC, EXDEV
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data import MIB, noise
+from support.mounting import GpufsMount, Mounter
+from support.processes import PATIENCE, Snapshot, wait_until
+
+import gpufs.torch
+from gpufs.torch import FormatError
+
+DTYPES = {
+    "BOOL": 8, "F4": 4, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64,
+    "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+def raw(header: str | bytes | object, data: bytes = b"", length: int | None = None) -> bytes:
+    """The bytes of a file, right or wrong."""
+    text = header if isinstance(header, bytes) else header.encode() if isinstance(header, str) else b""
+    if not text and not isinstance(header, (str, bytes)):
+        text = json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal in all bits, which torch.equal does not say of NaN and of small dtypes."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+
+
+def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+
+
+def used_bytes(directory: Path) -> int:
+    numbers = os.statvfs(directory)
+    return (numbers.f_blocks - numbers.f_bfree) * numbers.f_frsize
+
+
+def wait_for_used(directory: Path, expected: int) -> None:
+    """Memory of removed files is released shortly after the last call."""
+    gc.collect()
+    wait_until(lambda: used_bytes(directory) <= expected, 10, f"{expected} used bytes, not {used_bytes(directory)}")
+
+
+def in_program(script: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE, check=False, **options)
+
+
+def start_program(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+class Model(torch.nn.Module):
+    """Tied weights, a buffer of each kind, and a weight that lies in memory column by column."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, width)
+        self.middle = torch.nn.Linear(width, width)
+        self.head = torch.nn.Linear(width, 100, bias=False)
+        self.head.weight = self.embedding.weight
+        self.columns = torch.nn.Parameter(torch.randn(width, 2 * width).t())
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.register_buffer("scale", torch.rand(width), persistent=False)
+        self.scale: torch.Tensor
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.middle(self.embedding(tokens))) * self.scale
+        answer: torch.Tensor = self.head((hidden @ self.columns.t()) @ self.columns)
+        return answer
+
+    def answers(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.forward(torch.arange(32))
+
+
+def a_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    model = Model().eval()
+    model.norm.running_mean = torch.rand(64)
+    return model
+
+
+def an_empty_model() -> Model:
+    with torch.device("meta"):
+        return Model().eval()
+
+
+# Reading
+
+
+def test_every_dtype(root: Path) -> None:
+    header: dict[str, object] = {"__metadata__": {"made": "here"}}
+    data = b""
+    for seed, (dtype, bits) in enumerate(DTYPES.items()):
+        for shape in ([3, 4], [0, 2], [], [2, 3, 2]):
+            count = 1
+            for extent in shape:
+                count *= extent
+            if count * bits % 8:
+                continue
+            part = noise(count * bits // 8, seed)
+            if dtype == "BOOL":
+                part = bytes(byte & 1 for byte in part)
+            header[f"{dtype}{shape}"] = entry(dtype, shape, len(data), len(data) + len(part))
+            data += part
+    for padding in range(8):  # of which only one aligns all tensors
+        path = root / str(padding)
+        text = json.dumps(header).encode()
+        path.write_bytes(raw(text + b" " * padding, data))
+        found = gpufs.torch.load_file(path)
+        assert same_tensors(found, safetensors.torch.load_file(path)), padding
+        assert list(found) == [name for name in header if name != "__metadata__"]
+
+
+def test_tensors_are_the_file(root: Path) -> None:
+    path = root / "model"
+    safetensors.torch.save_file({"a": torch.zeros(1000), "b": torch.ones(7, dtype=torch.int16)}, path)
+    one, two = (gpufs.torch.load_file(path, mode="r+") for _ in range(2))
+    one["a"][5] = 3
+    assert two["a"][5] == 3
+    assert safetensors.torch.load_file(path)["a"][5] == 3
+    with open(path, "r+b") as file:
+        file.seek(-14, os.SEEK_END)
+        file.write((1234).to_bytes(2, "little"))
+    assert one["b"][0] == two["b"][0] == 1234
+
+
+def test_a_read_only_tensor_cannot_be_changed(root: Path) -> None:
+    path = root / "model"
+    safetensors.torch.save_file({"a": torch.ones(1000)}, path)
+    script = """
+        import resource, sys
+        import gpufs.torch
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        tensors = gpufs.torch.load_file(sys.argv[1])
+        print(tensors["a"].sum(), flush=True)
+        tensors["a"][0] = 5
+        print("changed", flush=True)
+    """
+    done = in_program(script, path)
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stdout == "tensor(1000.)\n"
+    assert safetensors.torch.load_file(path)["a"][0] == 1
+
+
+def test_another_device_is_a_copy(root: Path) -> None:
+    path = root / "model"
+    safetensors.torch.save_file({"a": torch.ones(1000)}, path)
+    assert gpufs.torch.load_file(path, device="meta")["a"].is_meta
+    assert gpufs.torch.load_file(path, "cpu")["a"].device.type == "cpu"
+
+
+def test_safe_open_answers_as_safetensors_does(root: Path) -> None:
+    path = root / "model"
+    tensors = {"z": torch.randn(4, 6), "a": torch.randn(8).half(), "half": torch.tensor(3)}
+    safetensors.torch.save_file(tensors, path, metadata={"who": "me"})
+    with safetensors.safe_open(path, framework="pt") as theirs, gpufs.torch.safe_open(path, framework="pt") as ours:
+        assert ours.keys() == list(theirs.keys())
+        assert ours.offset_keys() == theirs.offset_keys()
+        assert ours.metadata() == theirs.metadata()
+        for name in ours.keys():  # noqa: SIM118 - not a dict
+            assert same(ours.get_tensor(name), theirs.get_tensor(name))
+            assert ours.get_slice(name).get_shape() == theirs.get_slice(name).get_shape()
+            assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()
+        for index in (slice(1, 3), (slice(None), slice(2, 5)), (1, 2), ...):
+            assert same(ours.get_slice("z")[index], theirs.get_slice("z")[index])
+        with pytest.raises(KeyError):
+            ours.get_tensor("absent")
+        kept = ours.get_tensor("z")
+    with pytest.raises(ValueError):
+        ours.get_tensor("z")
+    assert same(kept, tensors["z"])
+
+
+VALID = raw({"a": entry("F32", [2], 0, 8), "b": entry("U8", [3], 8, 11)}, bytes(11))
+HUGE = 2**64 - 1
+FILES: dict[str, bytes] = {
+    "valid": VALID,
+    "no tensors": raw("{}"),
+    "no tensors, and data": raw("{}", b"1"),
+    "shorter than a length": b"1234567",
+    "empty header": raw(""),
+    "length beyond the end": raw("{}", length=100),
+    "length of 2^64-1": raw("{}", length=HUGE),
+    "length beyond the limit": raw("{}", length=100_000_001),
+    "blanks around": raw("\n\t {} \r\n "),
+    "NUL at the end": raw("{}\0"),
+    "text after": raw("{} {}"),
+    "not UTF-8": raw(b'{"\xff": 1}'),
+    "half a character": raw(json.dumps({"\ud800": entry("U8", [0], 0, 0)})),
+    "a whole character of two halves": raw(json.dumps({"\U0001f600": entry("U8", [0], 0, 0)})),
+    "half a character, encoded": raw(b'{"\xed\xa0\x80": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
+    "byte order mark": raw(b"\xef\xbb\xbf{}"),
+    "a list": raw("[]"),
+    "a number": raw("1"),
+    "null": raw("null"),
+    "trailing comma": raw('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},}'),
+    "control character": raw('{"a\n":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
+    "empty name": raw({"": entry("U8", [1], 0, 1)}, b"1"),
+    "hole at the start": raw({"a": entry("U8", [1], 1, 2)}, b"12"),
+    "hole in the middle": raw({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, b"123"),
+    "hole at the end": raw({"a": entry("U8", [1], 0, 1)}, b"12"),
+    "overlap": raw({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"123"),
+    "the same bytes twice": raw({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 0, 2)}, b"12"),
+    "in another order": raw({"b": entry("U8", [2], 1, 3), "a": entry("U8", [1], 0, 1)}, b"123"),
+    "end before start": raw({"a": entry("U8", [0], 0, 2), "b": entry("U8", [0], 2, 1)}, b"1"),
+    "beyond the end": raw({"a": entry("U8", [3], 0, 3)}, b"12"),
+    "too few bytes": raw({"a": entry("F32", [2], 0, 4)}, b"1234"),
+    "too many bytes": raw({"a": entry("F32", [1], 0, 8)}, b"12345678"),
+    "no elements": raw({"a": entry("F32", [0, 5], 0, 0), "b": entry("F32", [5, 0], 0, 0)}),
+    "no elements at the end": raw({"a": entry("U8", [1], 0, 1), "b": entry("U8", [0], 1, 1)}, b"1"),
+    "scalar": raw({"a": entry("F64", [], 0, 8)}, b"12345678"),
+    "shape beyond 64 bits": raw({"a": entry("U8", [2**32, 2**32], 0, 0)}),
+    "shape beyond 64 bits, then 0": raw({"a": entry("U8", [2**32, 2**32, 0], 0, 0)}),
+    "0, then a shape beyond 64 bits": raw({"a": entry("U8", [0, 2**32, 2**32], 0, 0)}),
+    "bits beyond 64 bits": raw({"a": entry("U8", [2**62], 0, 2**62)}),
+    "extent of 2^64": raw({"a": entry("U8", [2**64, 0], 0, 0)}),
+    "offset of 2^64-1": raw({"a": entry("U8", [1], HUGE, HUGE)}, b"1"),
+    "negative extent": raw({"a": entry("U8", [-1, -1], 0, 1)}, b"1"),
+    "negative offset": raw({"a": entry("U8", [1], -1, 0)}, b"1"),
+    "minus zero": raw('{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}', b"1"),
+    "extent of 1.0": raw('{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}', b"1"),
+    "extent of 1e0": raw('{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', b"1"),
+    "extent of true": raw('{"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}', b"1"),
+    "extent of 01": raw('{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}', b"1"),
+    "extent as text": raw({"a": {"dtype": "U8", "shape": ["1"], "data_offsets": [0, 1]}}, b"1"),
+    "shape null": raw({"a": {"dtype": "U8", "shape": None, "data_offsets": [0, 1]}}, b"1"),
+    "shape a number": raw({"a": {"dtype": "U8", "shape": 1, "data_offsets": [0, 1]}}, b"1"),
+    "one offset": raw({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}, b"1"),
+    "three offsets": raw({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 1]}}, b"1"),
+    "unknown dtype": raw({"a": entry("F33", [1], 0, 4)}, b"1234"),
+    "dtype in lower case": raw({"a": entry("f32", [1], 0, 4)}, b"1234"),
+    "dtype null": raw({"a": {"dtype": None, "shape": [1], "data_offsets": [0, 1]}}, b"1"),
+    "half a byte": raw({"a": entry("F4", [3], 0, 2)}, b"12"),
+    "six bits": raw({"a": entry("F6_E2M3", [4], 0, 3), "b": entry("F6_E3M2", [4], 3, 6)}, b"123456"),
+    "no dtype": raw({"a": {"shape": [1], "data_offsets": [0, 1]}}, b"1"),
+    "no shape": raw({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1"),
+    "no offsets": raw({"a": {"dtype": "U8", "shape": [1]}}, b"1"),
+    "one more field": raw({"a": {**entry("U8", [1], 0, 1), "note": [1.5, None, {"x": "y"}]}}, b"1"),
+    "a field twice": raw('{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1"),
+    "NaN": raw('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"note":NaN}}', b"1"),
+    "a number beyond doubles": raw('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"note":1e999}}', b"1"),
+    "deeply nested": raw('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
+    "metadata": raw({"__metadata__": {"a": "b", "": ""}}),
+    "metadata null": raw({"__metadata__": None}),
+    "metadata of numbers": raw({"__metadata__": {"a": 1}}),
+    "metadata nested": raw({"__metadata__": {"a": {}}}),
+    "metadata a list": raw({"__metadata__": []}),
+    "metadata a text": raw({"__metadata__": "a"}),
+    "metadata twice": raw('{"__metadata__":{},"__metadata__":{}}'),
+}  # fmt: skip
+
+
+def is_valid(data: bytes) -> bool:
+    """What safetensors says."""
+    try:
+        safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError:
+        return False
+    return True
+
+
+def is_accepted(path: Path, data: bytes) -> bool:
+    path.write_bytes(data)
+    try:
+        with gpufs.torch.safe_open(path, framework="pt"):
+            return True
+    except FormatError:
+        return False
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_the_verdict_is_that_of_safetensors(root: Path, what: str) -> None:
+    assert is_accepted(root / "file", FILES[what]) == is_valid(FILES[what])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '{"__metadata__":{"x":"1","x":"2"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+    ],
+)
+def test_a_name_that_appears_twice_is_refused(root: Path, header: str) -> None:
+    """The format forbids it, and readers differ in which one they take."""
+    assert not is_accepted(root / "file", raw(header, b"1"))
+
+
+HEADER = VALID[8:-11]
+EDITS = st.lists(
+    st.tuples(
+        st.integers(0, len(HEADER)),
+        st.integers(0, 3),
+        st.sampled_from(b'_0_1_8_-_.5_e1_"_[_]_{_}_,_:_ _null'.split(b"_")),
+    ),
+    min_size=1,
+    max_size=3,
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(edits=EDITS, cut=st.integers(-2, 2))
+def test_damaged_headers(shared_mount: GpufsMount, edits: list[tuple[int, int, bytes]], cut: int) -> None:
+    text = HEADER
+    for at, removed, inserted in edits:
+        text = text[:at] + inserted + text[at + removed :]
+    data = raw(text, bytes(11 + cut))
+    path = shared_mount.device / "damaged"
+    try:
+        assert is_accepted(path, data) == is_valid(data)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@settings(max_examples=50)
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=4)), max_size=6),
+    shift=st.integers(-1, 1),
+    which=st.integers(0, 5),
+)
+def test_made_up_headers(shared_mount: GpufsMount, parts: list[tuple[str, list[int]]], shift: int, which: int) -> None:
+    header = {}
+    end = 0
+    for index, (dtype, shape) in enumerate(parts):
+        count = DTYPES[dtype]
+        for extent in shape:
+            count *= extent
+        size = count // 8 + (shift if index == which else 0)
+        header[f"t{index}"] = entry(dtype, shape, end, end + size)
+        end += size
+    data = raw(header, bytes(max(0, end)))
+    path = shared_mount.device / "made-up"
+    try:
+        assert is_accepted(path, data) == is_valid(data)
+        if is_valid(data) and all(dtype != "F4" for dtype, _ in parts):
+            assert same_tensors(gpufs.torch.load_file(path), safetensors.torch.load_file(path))
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# Several files
+
+
+def write_shards(directory: Path) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.randn(10, 10) for name in "abcd"}
+    places = {
+        "a": "model-1.safetensors",
+        "b": "model-2.safetensors",
+        "c": "model-1.safetensors",
+        "d": "x/model-3.safetensors",
+    }
+    (directory / "x").mkdir()
+    for file in set(places.values()):
+        safetensors.torch.save_file({n: t for n, t in tensors.items() if places[n] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return tensors
+
+
+def test_a_checkpoint_of_several_files(root: Path) -> None:
+    tensors = write_shards(root)
+    for path in (root, root / "model.safetensors.index.json"):
+        assert same_tensors(gpufs.torch.load_file(path), tensors)
+        with gpufs.torch.safe_open(path, framework="pt") as file:
+            assert file.keys() == ["a", "b", "c", "d"]
+            assert same(file.get_slice("d")[2:4], tensors["d"][2:4])
+
+
+def test_a_directory_with_one_file(root: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(3)}, root / "model.safetensors")
+    assert gpufs.torch.load_file(root)["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": ""}}',
+        '{"weight_map": {"a": "/etc/passwd"}}',
+        '{"weight_map": {"a": "../other/model-1.safetensors"}}',
+        '{"weight_map": {"b": "model-1.safetensors"}}',
+        '{"weight_map": {"a": "model-1.safetensors", "a": "model-2.safetensors"}}',
+    ],
+)
+def test_an_index_that_is_wrong(root: Path, index: str) -> None:
+    write_shards(root)
+    (root / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(FormatError):
+        gpufs.torch.load_file(root)
+
+
+def test_an_index_that_names_a_missing_file(root: Path) -> None:
+    write_shards(root)
+    (root / "model-2.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        gpufs.torch.load_file(root)
+
+
+# Publishing
+
+
+def test_other_tools_read_what_is_published(root: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "matrix": torch.randn(30, 20),
+        "scalar": torch.tensor(2.5),
+        "nothing": torch.empty(0, 3),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "flags": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "small": torch.randn(5).to(torch.float8_e4m3fn),
+        "packed": torch.arange(12, dtype=torch.uint8).view(3, 4).view(torch.float4_e2m1fn_x2),
+        "wide": torch.randn(1000, 10)[:, ::5],
+        "ünïcode": torch.randn(3).bfloat16(),
+    }
+    path = root / "model.safetensors"
+    gpufs.torch.publish(tensors, path, metadata={"step": "12"})
+    assert same_tensors(safetensors.torch.load_file(path), tensors)
+    assert same_tensors(gpufs.torch.load_file(path), tensors)
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert file.metadata()["step"] == "12"
+        assert file.metadata()["format"] == "pt"
+
+
+def test_large_tensors_are_aligned(root: Path) -> None:
+    tensors = {"a": torch.ones(3), "b": torch.ones(1024), "c": torch.ones(5, dtype=torch.uint8), "d": torch.ones(2048)}
+    gpufs.torch.publish(tensors, root / "model")
+    found = gpufs.torch.load_file(root / "model")
+    assert {name: found[name].data_ptr() % 4096 for name in "bd"} == {"b": 0, "d": 0}
+    assert found["a"].data_ptr() % 4 == 0
+
+
+def test_strides_and_ties_come_back(root: Path) -> None:
+    base = torch.randn(8, 12)
+    padded = torch.randn(6, 10)[:, :9]
+    tensors = {
+        "transposed": torch.randn(4, 6).t(),
+        "channels last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "padded": padded,
+        "padded again": padded,
+        "expanded": torch.randn(3, 1).expand(3, 5),
+        "tied to base": base,
+        "base": base,
+        "base transposed": base.t(),
+        "base flat": base.view(-1),
+    }
+    path = root / "model"
+    gpufs.torch.publish(tensors, path)
+    found = gpufs.torch.load_file(path)
+    assert same_tensors(found, tensors)
+    assert {n: t.stride() for n, t in found.items()} == {n: t.stride() for n, t in tensors.items()}
+    for one, other in (("padded", "padded again"), ("base", "base transposed"), ("base", "base flat")):
+        assert found[one].data_ptr() == found[other].data_ptr()
+    assert found["base"].data_ptr() == found["tied to base"].data_ptr()
+    others = safetensors.torch.load_file(path)
+    assert "transposed" not in others  # so that no tool takes it for a contiguous one
+    assert (
+        sum(tensor.nbytes for tensor in others.values())
+        < 1.3
+        * sum(
+            tensors[name].untyped_storage().nbytes() for name in tensors if "again" not in name and "base" not in name
+        )
+        + 1.3 * base.nbytes
+    )
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        "",
+        "[]",
+        '{"a": 1}',
+        '{"a": {"unknown": 1}}',
+        '{"b": {"entry": "absent"}}',
+        '{"b": {"same_as": "b"}}',
+        '{"a": {"same_as": "a"}}',
+        '{"b": {"same_as": "a", "shape": [9], "strides": [1]}}',
+        '{"b": {"same_as": "a", "shape": [2, 2], "strides": [1, 7]}}',
+        '{"b": {"same_as": "a", "shape": [2], "strides": [-1]}}',
+        '{"b": {"same_as": "a", "shape": [2]}}',
+        '{"b": {"same_as": "a", "shape": [2.0], "strides": [1]}}',
+        '{"a": {"attributes": []}}',
+    ],
+)
+def test_notes_that_are_wrong(root: Path, notes: str) -> None:
+    """What publish notes in the metadata is checked like the header: it cannot lead out of a tensor's bytes."""
+    safetensors.torch.save_file({"a": torch.ones(8), "z": torch.ones(8)}, root / "model", metadata={"gpufs": notes})
+    with pytest.raises(FormatError):
+        gpufs.torch.load_file(root / "model")
+
+
+def test_readers_keep_the_file_that_is_replaced(root: Path) -> None:
+    path = root / "model"
+    gpufs.torch.publish({"a": torch.full((1000,), 1.0)}, path)
+    path.chmod(0o600)
+    old = gpufs.torch.load_file(path)
+    gpufs.torch.publish({"a": torch.full((1000,), 2.0)}, path)
+    new = gpufs.torch.load_file(path)
+    assert old["a"].sum() == 1000
+    assert new["a"].sum() == 2000
+    assert os.listdir(root) == ["model"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    gpufs.torch.publish({"a": new["a"] + 1, "b": old["a"]}, path)
+    assert gpufs.torch.load_file(path)["a"].sum() == 3000
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, dtype=torch.complex128),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        "text",
+    ],
+)
+def test_what_no_file_can_hold(root: Path, tensor: Any) -> None:
+    with pytest.raises(TypeError, match="name of it"):
+        gpufs.torch.publish({"name of it": tensor}, root / "model")
+    assert os.listdir(root) == []
+
+
+def test_publishing_on_a_full_device(mount: Mounter) -> None:
+    device = mount(memory=64 * MIB).device
+    gpufs.torch.publish({"a": torch.ones(MIB)}, device / "model")
+    used = used_bytes(device)
+    with pytest.raises(OSError) as caught:
+        gpufs.torch.publish({"a": torch.ones(20 * MIB)}, device / "model")
+    assert caught.value.errno == ENOSPC
+    assert os.listdir(device) == ["model"]
+    assert gpufs.torch.load_file(device / "model")["a"].numel() == MIB
+    wait_for_used(device, used)
+
+
+def test_publishing_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        gpufs.torch.publish({"a": torch.ones(3)}, tmp_path / "model")
+    assert caught.value.errno == EXDEV
+    assert caught.value.filename == str(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+# Each publisher is a fork of a program that has imported torch, which takes seconds. It may not have used the engine.
+KILLED_PUBLISHERS = """
+    import os, random, signal, sys, time
+    import torch
+    import gpufs.torch
+    path, count = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    tensors = {str(index): torch.full((1 << 17,), float(index)) for index in range(16)}
+
+    def fork(action):
+        child = os.fork()
+        if child == 0:
+            try:
+                action()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return child
+
+    def end_of(child):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def publish():
+        gpufs.torch.publish(tensors, path)
+
+    def publish_forever():
+        while True:
+            publish()
+
+    def check():
+        found = gpufs.torch.load_file(path)
+        assert len(found) == len(tensors)
+        assert all((tensor == float(name)).all() for name, tensor in found.items())
+
+    begin = time.monotonic()
+    assert end_of(fork(publish)) == 0
+    longest = 3 * (time.monotonic() - begin)
+    for attempt in range(count):
+        child = fork(publish_forever)
+        time.sleep(random.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        assert end_of(child) == -signal.SIGKILL
+        assert end_of(fork(check)) == 0
+    assert end_of(fork(publish)) == 0
+"""
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_killed_publishers_leave_nothing(mount: Mounter, count: int) -> None:
+    """What a program may leave is a complete file with a temporary name, which the next call removes."""
+    mounted = mount(memory=256 * MIB)
+    device = mounted.device
+
+    def run_publishers(cycles: int) -> None:
+        done = in_program(KILLED_PUBLISHERS, device / "model", str(cycles))
+        assert done.returncode == 0, done.stderr
+        assert os.listdir(device) == ["model"]
+
+    run_publishers(3)
+    used = used_bytes(device)
+    before = Snapshot.of(mounted.pid)
+    run_publishers(count)
+    wait_for_used(device, used)
+    wait_until(lambda: Snapshot.of(mounted.pid).descriptors <= before.descriptors, 10, "the daemon's descriptors")
+    assert Snapshot.of(mounted.pid).memfds <= before.memfds
+
+
+# Modules
+
+
+def test_an_attached_module_answers_as_the_published_one(root: Path) -> None:
+    model = a_model()
+    vars(model.middle.weight).update(group=[1, {"a": None}], loader=print)
+    model.middle.bias.requires_grad_(False)
+    path = root / "model"
+    gpufs.torch.publish(model, path)
+    attached = gpufs.torch.attach_module(an_empty_model(), path)
+    assert same(attached.answers(), model.answers())
+    assert attached.head.weight is attached.embedding.weight
+    assert attached.columns.stride() == model.columns.stride()
+    assert vars(attached.middle.weight) == {"group": [1, {"a": None}]}
+    assert not any(parameter.requires_grad for parameter in attached.parameters())
+    attached.scale += 1  # private
+    assert same(gpufs.torch.attach_module(an_empty_model(), path).answers(), model.answers())
+    assert used_bytes(root) > 0
+
+
+def test_training_an_attached_module(root: Path) -> None:
+    model = a_model()
+    model.middle.bias.requires_grad_(False)
+    path = root / "model"
+    gpufs.torch.publish(model, path)
+    trained = gpufs.torch.attach_module(an_empty_model(), path, mode="r+")
+    assert {n: p.requires_grad for n, p in trained.named_parameters()} == {
+        n: p.requires_grad for n, p in model.named_parameters()
+    }
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    trained(torch.arange(8)).square().mean().backward()
+    optimizer.step()
+    assert not same(trained.answers(), model.answers())
+    seen = gpufs.torch.attach_module(an_empty_model(), path)
+    assert same(seen.answers(), trained.answers())
+
+
+def test_ties_that_only_the_file_knows(root: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    published = torch.nn.ParameterDict({"a": weight, "b": weight})
+    gpufs.torch.publish(published, root / "model")
+    with torch.device("meta"):
+        module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(4, 4)) for name in "ab"})
+    gpufs.torch.attach_module(module, root / "model")
+    assert module["a"] is module["b"]
+    assert same(module["a"], weight)
+
+
+def test_a_module_from_a_plain_file(root: Path) -> None:
+    """As safetensors writes it, with one name for tied tensors and without buffers that are not persistent."""
+    model = a_model()
+    safetensors.torch.save_model(model, str(root / "model"))
+    module = an_empty_model()
+    with pytest.raises(RuntimeError, match="scale"):
+        gpufs.torch.attach_module(module, root / "model")
+    assert module.middle.weight.is_meta
+    module.scale = model.scale.clone()
+    gpufs.torch.attach_module(module, root / "model")
+    assert same(module.answers(), model.answers())
+    assert module.head.weight is module.embedding.weight
+
+
+def test_a_module_that_does_not_fit(root: Path) -> None:
+    gpufs.torch.publish({"weight": torch.ones(2, 3), "other": torch.ones(1)}, root / "model")
+    with torch.device("meta"):
+        module = torch.nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match=r"bias(.|\n)*other"):
+        gpufs.torch.attach_module(module, root / "model")
+    gpufs.torch.attach_module(module, root / "model", strict=False)
+    assert module.weight.tolist() == [[1, 1, 1], [1, 1, 1]]
+    with torch.device("meta"), pytest.raises(RuntimeError, match="weight"):
+        gpufs.torch.attach_module(torch.nn.Linear(4, 2), root / "model", strict=False)
+
+
+def test_load_model_does_what_safetensors_does(root: Path) -> None:
+    model = a_model()
+    path = root / "model"
+    safetensors.torch.save_model(model, str(path))
+    ours, theirs = a_model(1), a_model(1)
+    before = ours.middle.weight.data_ptr()
+    assert gpufs.torch.load_model(ours, path) == ([], [])
+    safetensors.torch.load_model(theirs, path)
+    assert same(ours.answers(), theirs.answers())
+    assert ours.middle.weight.data_ptr() == before
+    assert ours.middle.weight.requires_grad
+    with torch.device("meta"):
+        empty = torch.nn.Linear(4, 2)
+    gpufs.torch.publish({"weight": torch.ones(2, 4), "more": torch.ones(2)}, path)
+    assert gpufs.torch.load_model(empty, path, strict=False) == (["bias"], ["more"])
+    assert empty.weight.sum() == 8
+
+
+# Memory
+
+
+def test_no_growth(root: Path) -> None:
+    gpufs.torch.publish({str(index): torch.randn(100, 100) for index in range(10)}, root / "model")
+
+    def cycles(count: int) -> None:
+        for _ in range(count):
+            tensors = gpufs.torch.load_file(root / "model")
+            part = tensors["3"][5]
+            del tensors
+            assert part.shape == (100,)
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        maps = len(Path("/proc/self/maps").read_text().splitlines())
+        return Snapshot.of(os.getpid()).descriptors, Snapshot.of(os.getpid()).threads, maps
+
+    cycles(20)
+    used = used_bytes(root)
+    before = held()
+    cycles(1000)
+    wait_for_used(root, used)
+    after = held()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 8  # the allocator's own
+
+
+READER = """
+    import sys, torch
+    import gpufs.torch
+    tensors = gpufs.torch.load_file(sys.argv[1])
+    print(tensors["a"].sum().item(), flush=True)
+    sys.stdin.readline()
+    print(tensors["a"].sum().item(), flush=True)
+"""
+
+
+def test_two_programs_share_one_copy(mount: Mounter) -> None:
+    device = mount(memory=256 * MIB).device
+    gpufs.torch.publish({"a": torch.ones(16 * MIB)}, device / "model")
+    wait_for_used(device, 72 * MIB)
+    used = used_bytes(device)
+    programs = [start_program(READER, device / "model") for _ in range(2)]
+    for program in programs:
+        assert program.stdout is not None
+        assert float(program.stdout.readline()) == 16 * MIB
+    assert used_bytes(device) == used
+    mine = gpufs.torch.load_file(device / "model", mode="r+")
+    mine["a"].fill_(2)
+    for program in programs:
+        assert float(program.communicate("\n", PATIENCE)[0]) == 32 * MIB
+        assert program.returncode == 0
+
+
+def test_importing_does_not_import_torch() -> None:
+    done = in_program("import sys, gpufs.torch; print('torch' in sys.modules, sorted(gpufs.torch.__all__))")
+    assert done.stdout.startswith("False ["), done.stderr
