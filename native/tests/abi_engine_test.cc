@@ -48,7 +48,7 @@ TEST(EngineOpenTest, RefusesBadOptions) {
   EXPECT_EQ(gpufs_engine_close(0).error, EBADF);
 }
 
-TEST_F(EngineTest, TellsOfItsDevices) {
+TEST_F(EngineTest, DescribesItsDevices) {
   std::int32_t count = 0;
   ASSERT_EQ(gpufs_engine_device_count(engine, &count).error, 0);
   EXPECT_EQ(count, 2);

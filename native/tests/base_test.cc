@@ -1,4 +1,4 @@
-// Status, log lines, threads, descriptors, arithmetic.
+// Status, log lines, threads.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -12,10 +12,8 @@
 #include <vector>
 
 #include "base/log.h"
-#include "base/math.h"
 #include "base/status.h"
 #include "base/thread.h"
-#include "base/unique_fd.h"
 
 namespace gpufs {
 namespace {
@@ -29,26 +27,6 @@ TEST(StatusTest, KeepsErrnoAndDeviceCodeApart) {
   EXPECT_EQ(seen.message(), "reading file 7: copying");
   EXPECT_TRUE(Status().with_context("anything").ok());
   EXPECT_EQ(Status::from_errno(ENOENT, "opening x").message(), "opening x: No such file or directory");
-}
-
-TEST(ResultTest, ValueOrStatus) {
-  Result<std::string> value = std::string("x");
-  ASSERT_TRUE(value.ok());
-  EXPECT_TRUE(value.status().ok());
-  EXPECT_EQ(value.take(), "x");
-  const Result<std::string> failed = Status(ENOSPC, "full");
-  EXPECT_EQ(failed.error(), ENOSPC);
-  EXPECT_EQ(failed.status().message(), "full");
-}
-
-TEST(MathTest, RoundsAndSaysWhenItOverflows) {
-  EXPECT_EQ(round_up(1, 4096), 4096U);
-  EXPECT_EQ(round_up(4096, 4096), 4096U);
-  EXPECT_EQ(round_down(8191, 4096), 4096U);
-  std::uint64_t sum = 0;
-  EXPECT_FALSE(add_overflows(1, 2, &sum));
-  EXPECT_EQ(sum, 3U);
-  EXPECT_TRUE(add_overflows(~std::uint64_t{0}, 1, &sum));
 }
 
 class LogTest : public ::testing::Test {
@@ -67,7 +45,7 @@ class LogTest : public ::testing::Test {
   int pipe_[2] = {-1, -1};
 };
 
-TEST_F(LogTest, LinesLookLikePythons) {
+TEST_F(LogTest, LinesHaveTheFormatOfPythonsLogging) {
   log_configure(pipe_[1], LogLevel::kInfo);
   ::pthread_setname_np(::pthread_self(), "tester");
   errno = EDOM;
@@ -82,7 +60,7 @@ TEST_F(LogTest, LinesLookLikePythons) {
   EXPECT_EQ(line.substr(23), " WARNING gpufs.native: [tester] two lines\n");
 }
 
-TEST_F(LogTest, LevelAndDescriptorDecide) {
+TEST_F(LogTest, LinesBelowTheLevelAreDropped) {
   log_warning("nowhere yet");
   log_configure(pipe_[1], LogLevel::kWarning);
   EXPECT_FALSE(log_enabled(LogLevel::kInfo));
@@ -121,16 +99,6 @@ TEST(ThreadTest, IsNamedAndTakesNoSignals) {
   sigset_t mine;
   ::pthread_sigmask(SIG_BLOCK, nullptr, &mine);
   EXPECT_EQ(::sigismember(&mine, SIGTERM), 0);
-}
-
-TEST(UniqueFdTest, ClosesOnce) {
-  UniqueFd first(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  const int number = first.get();
-  ASSERT_GE(number, 0);
-  UniqueFd second(std::move(first));
-  EXPECT_FALSE(first.valid());  // NOLINT: what moving leaves is what is tested
-  second.reset();
-  EXPECT_EQ(::fcntl(number, F_GETFD), -1);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Readers, writers, and those who grow, shrink, punch and move a buffer, all at once.
+// Threads that read, write, grow, shrink, punch and move a buffer at the same time.
 
 #include <gtest/gtest.h>
 
@@ -73,8 +73,8 @@ TEST_P(BufferConcurrencyTest, SomeThreadsNeverWait) {
   EXPECT_EQ(got, data);
 }
 
-// Each writer has a part of the file of its own, which nobody else takes away, and always finds there what it wrote;
-// meanwhile others grow the file, allocate, punch and shrink above all parts, and give its address away.
+// Each writer has its own part of the file and always reads there what it wrote, while another thread grows the file,
+// and allocates, punches and shrinks above all parts.
 TEST_P(BufferConcurrencyTest, WritersKeepTheirBytes) {
   constexpr std::uint64_t kWriters = 4;
   const std::uint64_t part = GetParam().slab_file_bytes > 0 ? 3000 : 700'000;
@@ -133,8 +133,7 @@ TEST_P(BufferConcurrencyTest, WritersKeepTheirBytes) {
   disturbing.join();
 }
 
-// Appending writers against a truncation to nothing: what is there is always somebody's whole write or zeros, and after
-// the last truncation nothing of before shows up.
+// Writers at the end of a file that is truncated again and again: after the last truncation it reads as zeros.
 TEST_P(BufferConcurrencyTest, TruncationsAndAppends) {
   const auto buffer = make();
   std::atomic<bool> end{false};
@@ -169,7 +168,7 @@ TEST_P(BufferConcurrencyTest, TruncationsAndAppends) {
   EXPECT_TRUE(all_zero(contents(*buffer)));
 }
 
-// Copies in both directions between two buffers that are punched and resized meanwhile: nobody waits for ever.
+// Copies in both directions between two buffers that are punched and resized at the same time: no deadlock.
 TEST_P(BufferConcurrencyTest, CopiesInBothDirections) {
   const auto left = make();
   const auto right = make();

@@ -1,4 +1,4 @@
-// A device with a planned driver and buffers on it: what the tests of Buffer share.
+// What the tests of Buffer share: reading and writing, and devices of a driver that fails as planned.
 // Owned by the test.
 // The test's thread.
 #pragma once
@@ -21,6 +21,25 @@ namespace gpufs::testing {
 
 inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kGranule = 2 * kMiB;
+
+inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
+  return pattern_bytes(bytes, seed, 1);  // never zero
+}
+
+inline std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
+  std::vector<std::byte> data(bytes, std::byte{0xee});
+  const Result<std::size_t> count = buffer.read(offset, data);
+  EXPECT_TRUE(count.ok()) << count.status().message();
+  data.resize(count.ok() ? count.value() : 0);
+  return data;
+}
+inline std::vector<std::byte> contents(Buffer& buffer) { return contents(buffer, 0, buffer.size()); }
+
+inline void write(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
+  const Result<std::size_t> count = buffer.write(offset, data);
+  ASSERT_TRUE(count.ok()) << count.status().message();
+  ASSERT_EQ(count.value(), data.size());
+}
 
 class BufferFixture : public ::testing::Test {
  protected:
@@ -56,25 +75,6 @@ class BufferFixture : public ::testing::Test {
       EXPECT_EQ(used(device), 0U);
       EXPECT_EQ(contexts[device]->held_bytes(), 0U);
     }
-  }
-
-  static std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
-    return pattern_bytes(bytes, seed, 1);  // never zero
-  }
-
-  static std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
-    std::vector<std::byte> data(bytes, std::byte{0xee});
-    const Result<std::size_t> count = buffer.read(offset, data);
-    EXPECT_TRUE(count.ok()) << count.status().message();
-    data.resize(count.ok() ? count.value() : 0);
-    return data;
-  }
-  static std::vector<std::byte> contents(Buffer& buffer) { return contents(buffer, 0, buffer.size()); }
-
-  static void write(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
-    const Result<std::size_t> count = buffer.write(offset, data);
-    ASSERT_TRUE(count.ok()) << count.status().message();
-    ASSERT_EQ(count.value(), data.size());
   }
 
   std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();

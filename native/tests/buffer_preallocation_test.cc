@@ -1,5 +1,5 @@
-// Memory above a buffer's size: preallocation by growing files, what fallocate() asked for, what failed loads leave,
-// and who gets it back when.
+// Memory above a buffer's size: preallocation by growing files, memory from fallocate(), memory that failed loads
+// leave, and when each is released.
 
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ class BufferPreallocationTest : public BufferFixture {
   void SetUp() override { plan->cpu_addressable = false; }
   void TearDown() override { expect_nothing_left(); }
 
-  // A file of `granules`, written from the start in pieces of 1 MiB, that has memory preallocated.
+  // A file of `granules` that was written from the start in pieces of 1 MiB and has preallocated memory.
   std::shared_ptr<Buffer> grown(std::uint64_t granules) {
     const std::shared_ptr<Buffer> buffer = make();
     buffer->preallocate_on_growth();
@@ -48,7 +48,7 @@ class BufferPreallocationTest : public BufferFixture {
       ASSERT_TRUE(same_bytes(contents(buffer, at, kMiB), block(at))) << at;
     }
   }
-  // Whether reading has to wait for somebody.
+  // Whether reading has to wait.
   static bool would_wait(Buffer& buffer) {
     int error = 0;
     std::thread([&] {
@@ -57,13 +57,13 @@ class BufferPreallocationTest : public BufferFixture {
     }).join();
     return error == EAGAIN;
   }
-  // Beyond the granules of its contents.
+  // Bytes held beyond the granules of the contents.
   static std::uint64_t preallocated(Buffer& buffer) {
     return buffer.bytes_held() - (buffer.size() + kGranule - 1) / kGranule * kGranule;
   }
 };
 
-TEST_F(BufferPreallocationTest, AGrowingFileTakesMemorySeldom) {
+TEST_F(BufferPreallocationTest, AGrowingFileAllocatesRarely) {
   start(1024 * kMiB);
   const auto buffer = grown(60);
   EXPECT_LT(plan->populate.calls(), 10);
@@ -80,7 +80,7 @@ TEST_F(BufferPreallocationTest, AGrowingFileTakesMemorySeldom) {
   expect_blocks(*buffer);
 }
 
-TEST_F(BufferPreallocationTest, OnlyWhereItWasAskedForAndCanGoBack) {
+TEST_F(BufferPreallocationTest, OnlyWhenRequestedAndReleasable) {
   start(256 * kMiB);
   const auto exact = make();
   grow(*exact, 8);
@@ -117,7 +117,7 @@ TEST_F(BufferPreallocationTest, HolesStayHoles) {
   EXPECT_TRUE(contents(*buffer, 12 * kGranule, kMiB) == block(0));
 }
 
-TEST_F(BufferPreallocationTest, TruncatingReleasesIt) {
+TEST_F(BufferPreallocationTest, TruncatingAndPunchingReleaseIt) {
   start(512 * kMiB);
   for (const std::uint64_t size : {std::uint64_t{0}, 3 * kGranule + 5, 17 * kGranule}) {
     const auto buffer = grown(17);
@@ -126,16 +126,9 @@ TEST_F(BufferPreallocationTest, TruncatingReleasesIt) {
     EXPECT_EQ(preallocated(*buffer), 0U);
     EXPECT_EQ(used(), buffer->bytes_held());
   }
-}
-
-TEST_F(BufferPreallocationTest, AFilePunchedWholeHoldsNothing) {
-  start(512 * kMiB);
-  const auto buffer = grown(17);
-  ASSERT_TRUE(buffer->punch(0, buffer->size()).ok());
-  EXPECT_EQ(buffer->bytes_held(), 0U);
-  EXPECT_EQ(plan->memories, 0);
-  write(*buffer, 0, block(0));
-  EXPECT_TRUE(all_zero(contents(*buffer, kMiB, 16 * kGranule)));
+  const auto punched = grown(17);
+  ASSERT_TRUE(punched->punch(0, punched->size()).ok());
+  EXPECT_EQ(used(), 0U);
 }
 
 TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
@@ -180,7 +173,7 @@ TEST_F(BufferPreallocationTest, AFullDeviceIsFullOnceNothingIsLeftToTrim) {
   expect_blocks(*growing);
 }
 
-TEST_F(BufferPreallocationTest, MemoryThatIsBeingReleasedIsWaitedFor) {
+TEST_F(BufferPreallocationTest, AnAllocationWaitsForMemoryThatIsBeingReleased) {
   start(256 * kMiB);
   const auto growing = grown(17);
   const auto filler = fill_device(256 * kMiB);
@@ -239,7 +232,7 @@ TEST_F(BufferPreallocationTest, AStalledUserKeepsOnlyItsOwnFile) {
   EXPECT_EQ(stalled->bytes_held(), 17 * kGranule);
 }
 
-TEST_F(BufferPreallocationTest, AFullDeviceGivesNoMoreThanIsNeeded) {
+TEST_F(BufferPreallocationTest, AnAlmostFullDevicePreallocatesNothing) {
   start(1024 * kMiB);
   const auto buffer = grown(1);
   for (std::uint64_t granules = 2; granules <= 20; ++granules) {
@@ -255,7 +248,7 @@ TEST_F(BufferPreallocationTest, AFullDeviceGivesNoMoreThanIsNeeded) {
   expect_blocks(*buffer);
 }
 
-TEST_F(BufferPreallocationTest, WhatFallocateAskedForStays) {
+TEST_F(BufferPreallocationTest, MemoryFromFallocateStays) {
   start(256 * kMiB);
   const auto buffer = make();
   write(*buffer, 0, block(0));
@@ -283,7 +276,7 @@ TEST_F(BufferPreallocationTest, WhatFallocateAskedForStays) {
   EXPECT_EQ(plan->memories, 0);
 }
 
-TEST_F(BufferPreallocationTest, WhatAWriterUsesStays) {
+TEST_F(BufferPreallocationTest, MemoryThatAWriterUsesStays) {
   start(256 * kMiB, /*slab_file_bytes=*/65536);
   const auto buffer = make();
   write(*buffer, 0, pattern(100, 1));
@@ -301,7 +294,7 @@ TEST_F(BufferPreallocationTest, WhatAWriterUsesStays) {
   EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
 }
 
-TEST_F(BufferPreallocationTest, WhatALoadPopulatedStaysUntilItsEnd) {
+TEST_F(BufferPreallocationTest, MemoryOfALoadStaysUntilItEnds) {
   start(64 * kMiB);
   const auto buffer = make();
   {
@@ -318,25 +311,7 @@ TEST_F(BufferPreallocationTest, WhatALoadPopulatedStaysUntilItsEnd) {
   EXPECT_EQ(buffer->bytes_held(), 0U);
 }
 
-TEST_F(BufferPreallocationTest, AnExpectedSizeIsReservedAtOnce) {
-  start(256 * kMiB);
-  for (const bool expected : {false, true}) {
-    plan->reserve.clear();
-    const auto buffer = make();
-    if (expected) buffer->expect(240 * kMiB);
-    write(*buffer, 0, block(0));
-    ASSERT_TRUE(buffer->resize(240 * kMiB).ok());
-    write(*buffer, 239 * kMiB, block(1));
-    EXPECT_EQ(plan->reserve.calls(), expected ? 1 : 2);
-  }
-  // More than there can be is not reserved.
-  const auto buffer = make();
-  buffer->expect(Buffer::kMaximumBytes);
-  write(*buffer, 0, block(0));
-  expect_blocks(*buffer);
-}
-
-TEST_F(BufferPreallocationTest, ManyGrowWhileTheDeviceIsFull) {
+TEST_F(BufferPreallocationTest, ManyFilesGrowOnAFullDevice) {
   plan->span = 2 * kGranule;
   start(96 * kMiB);
   std::vector<std::thread> threads;

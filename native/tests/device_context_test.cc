@@ -6,7 +6,6 @@
 
 #include <cerrno>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "device/pool.h"
@@ -57,19 +56,6 @@ TEST_F(DeviceContextTest, APoolReportsAFailedCreationAndReplacesAFailedStream) {
   ASSERT_TRUE(context->streams().acquire().ok());
   EXPECT_EQ(plan->create_stream.calls(), 2);
   EXPECT_EQ(context->streams().existing(), 1U);
-}
-
-TEST_F(DeviceContextTest, ManyThreadsShareAPool) {
-  DevicePool<Event> pool(driver, *driver->devices()[0], &Device::create_event, 3);
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 6; ++thread) {
-    threads.emplace_back([&] {
-      for (int index = 0; index < 200; ++index) ASSERT_TRUE(pool.acquire().ok());
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(pool.existing(), pool.idle());
-  EXPECT_LE(pool.idle(), 3U);
 }
 
 TEST_F(DeviceContextTest, ObjectsInUseOutliveTheContextAndTheDriver) {

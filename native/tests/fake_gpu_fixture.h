@@ -33,7 +33,7 @@ inline FakeGpuState state_of(const FakeGpuControl& fake) {
   return state;
 }
 
-// Opens the driver over the fake library, and asserts at the end that everything was given back.
+// Opens the driver over the fake library, and checks at the end that everything was released.
 class FakeGpu : public ::testing::Test {
  protected:
   using OpenDriver = Result<std::unique_ptr<Driver>> (*)(const DriverOptions& options);
@@ -58,16 +58,11 @@ class FakeGpu : public ::testing::Test {
   Device& device(std::size_t index = 0) { return *driver_->devices().at(index); }
 
   // Memory of `granules` with a known content, in the second of its ranges.
-  struct Filled {
-    std::unique_ptr<DeviceMemory> memory;
-    std::shared_ptr<AddressRange> range;
+  struct Filled : Taken {
     std::vector<std::byte> data;
   };
   Filled fill(std::uint64_t granules) {
-    Filled filled;
-    filled.memory = must(device().create_memory());
-    filled.range = must(filled.memory->reserve(granules * kGranule));
-    EXPECT_OK(filled.memory->populate(0, granules * kGranule));
+    Filled filled{take(device(), granules * kGranule), {}};
     filled.range = must(filled.memory->reserve(4 * granules * kGranule));
     filled.data = pattern(granules * kGranule, 77);
     EXPECT_OK(device().copy_in(filled.range->base(), filled.data.data(), filled.data.size()));

@@ -1,4 +1,4 @@
-// A driver for tests: the host's devices behind a wall that counts calls, fails planned ones, and tells what is held.
+// A driver for tests: the host's devices, with calls that are counted and that fail as planned.
 // Owned by the test; the plan is shared by every device and memory of the driver.
 // Any thread may call any function; the plan is set while nothing runs.
 #pragma once
@@ -34,6 +34,13 @@ class Fault {
     if (first_ != 0 && call >= first_ && call <= last_) return Status(error_, std::string("planned: ") + what, 700);
     return {};
   }
+  // What work() returns, unless this call fails.
+  template <typename Work>
+  auto next(const char* what, Work work) -> decltype(work()) {
+    Status status = next(what);
+    if (!status.ok()) return status;
+    return work();
+  }
 
  private:
   std::atomic<int> calls_{0};
@@ -50,7 +57,11 @@ struct FaultPlan {
   bool waits_for_values = true;
   std::atomic<bool> lags{false};     // an event is reported done at its second query at the earliest
   std::uint64_t span = 0;            // release_span() widens to multiples of this
-  std::function<void()> on_release;  // called before memory is given back
+  std::function<void()> on_release;  // called before memory is released
+  std::function<Status()> on_pin, on_unpin;
+  bool pins_read_only = true;
+  bool reports_pinned_ranges = true;
+  std::int64_t seen_at = 0;  // distance from pinned memory to the device's addresses of it; -1: it has none
   std::atomic<int> memories{0};
   std::atomic<int> fixed{0};
 };
@@ -63,9 +74,7 @@ class FaultyMemory : public DeviceMemory {
   }
   ~FaultyMemory() override { --plan_->memories; }
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override {
-    Status status = plan_->reserve.next("reserve");
-    if (!status.ok()) return status;
-    return inner_->reserve(bytes);
+    return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes); });
   }
   using DeviceMemory::populate;
   Status populate(std::span<const MemorySpan> spans) override {
@@ -92,9 +101,7 @@ class FaultyMemory : public DeviceMemory {
   void fix_in_place() override { ++plan_->fixed; }
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override {
-    Status status = plan_->export_memory.next("export");
-    if (!status.ok()) return status;
-    return inner_->export_memory(from, end, capacity, writable);
+    return plan_->export_memory.next("export", [&] { return inner_->export_memory(from, end, capacity, writable); });
   }
 
  private:
@@ -129,20 +136,17 @@ class FaultyStream : public Stream {
   FaultyStream(std::unique_ptr<Stream> inner, std::shared_ptr<FaultPlan> plan)
       : inner_(std::move(inner)), plan_(std::move(plan)) {}
   Status copy_to_device(DeviceAddress to, const void* from, std::size_t n) override {
-    Status status = plan_->stream_copy.next("stream copy");
-    return status.ok() ? inner_->copy_to_device(to, from, n) : status;
+    return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_device(to, from, n); });
   }
   Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->stream_copy.next("stream copy");
-    return status.ok() ? inner_->copy_to_host(to, from, n) : status;
+    return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_host(to, from, n); });
   }
   Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
     return inner_->copy_on_device(to, from, n);
   }
   Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
   Status record(Event& event) override {
-    Status status = plan_->record.next("record");
-    return status.ok() ? inner_->record(static_cast<FaultyEvent&>(event).inner()) : status;
+    return plan_->record.next("record", [&] { return inner_->record(static_cast<FaultyEvent&>(event).inner()); });
   }
   Status wait(Event& event) override { return inner_->wait(static_cast<FaultyEvent&>(event).inner()); }
   Status call(HostFunction function, void* argument) override {
@@ -152,13 +156,11 @@ class FaultyStream : public Stream {
   }
   Status wait_for_value(DeviceAddress cell, std::uint32_t value) override {
     if (!plan_->waits_for_values) return Status(EOPNOTSUPP, "planned: streams do not wait for values");
-    Status status = plan_->wait_for_value.next("wait_for_value");
-    return status.ok() ? inner_->wait_for_value(cell, value) : status;
+    return plan_->wait_for_value.next("wait_for_value", [&] { return inner_->wait_for_value(cell, value); });
   }
   [[nodiscard]] NativeStream native() const override { return inner_->native(); }
   Status synchronize() override {
-    Status status = plan_->synchronize.next("synchronize");
-    return status.ok() ? inner_->synchronize() : status;
+    return plan_->synchronize.next("synchronize", [&] { return inner_->synchronize(); });
   }
 
  private:
@@ -168,8 +170,8 @@ class FaultyStream : public Stream {
 
 class FaultyDevice : public Device {
  public:
-  FaultyDevice(Device* inner, std::shared_ptr<FaultPlan> plan)
-      : inner_(inner), plan_(std::move(plan)), info_(inner->info()) {
+  FaultyDevice(std::shared_ptr<Device> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)), info_(inner_->info()) {
     info_.reserve_copies = plan_->reserve_copies;
     info_.cpu_addressable = plan_->cpu_addressable;
   }
@@ -178,34 +180,20 @@ class FaultyDevice : public Device {
   Status bind_thread() override { return plan_->bind.next("bind"); }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override {
-    Status status = plan_->create_memory.next("create_memory");
-    if (!status.ok()) return status;
-    Result<std::unique_ptr<DeviceMemory>> made = inner_->create_memory();
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<DeviceMemory>(std::make_unique<FaultyMemory>(made.take(), plan_));
+    return plan_->create_memory.next("create_memory", [&] { return wrap<FaultyMemory>(inner_->create_memory()); });
   }
   Status check_sharing() override { return plan_->sharing.next("sharing"); }
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override {
     return inner_->create_import(capacity, writable);
   }
   Result<std::unique_ptr<Stream>> create_stream() override {
-    Status status = plan_->create_stream.next("create_stream");
-    if (!status.ok()) return status;
-    Result<std::unique_ptr<Stream>> made = inner_->create_stream();
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<Stream>(std::make_unique<FaultyStream>(made.take(), plan_));
+    return plan_->create_stream.next("create_stream", [&] { return wrap<FaultyStream>(inner_->create_stream()); });
   }
   Result<std::unique_ptr<Event>> create_event() override {
-    Status status = plan_->create_event.next("create_event");
-    if (!status.ok()) return status;
-    Result<std::unique_ptr<Event>> made = inner_->create_event();
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<Event>(std::make_unique<FaultyEvent>(made.take(), plan_));
+    return plan_->create_event.next("create_event", [&] { return wrap<FaultyEvent>(inner_->create_event()); });
   }
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override {
-    Result<std::unique_ptr<Stream>> made = inner_->adopt_stream(native, certain);
-    if (!made.ok()) return made.status();
-    return std::unique_ptr<Stream>(std::make_unique<FaultyStream>(made.take(), plan_));
+    return wrap<FaultyStream>(inner_->adopt_stream(native, certain));
   }
   Status copy_in(DeviceAddress to, const void* from, std::size_t n) override {
     Status status = plan_->copy_in.next("copy_in");
@@ -215,65 +203,63 @@ class FaultyDevice : public Device {
     return status;
   }
   Status copy_out(void* to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->copy_out.next("copy_out");
-    return status.ok() ? inner_->copy_out(to, from, n) : status;
+    return plan_->copy_out.next("copy_out", [&] { return inner_->copy_out(to, from, n); });
   }
   Status copy_within(DeviceAddress to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->copy_within.next("copy_within");
-    return status.ok() ? inner_->copy_within(to, from, n) : status;
+    return plan_->copy_within.next("copy_within", [&] { return inner_->copy_within(to, from, n); });
   }
   Status zero(DeviceAddress to, std::size_t n) override {
-    Status status = plan_->zero.next("zero");
-    return status.ok() ? inner_->zero(to, n) : status;
+    return plan_->zero.next("zero", [&] { return inner_->zero(to, n); });
   }
   Status copy_to_peer(Device& peer, DeviceAddress to, DeviceAddress from, std::size_t n) override {
-    Status status = plan_->peer.next("copy_to_peer");
-    return status.ok() ? inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n) : status;
+    return plan_->peer.next(
+        "copy_to_peer", [&] { return inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n); });
   }
   Status pin(void* address, std::size_t n) override {
     Status status = plan_->pin.next("pin");
+    if (status.ok() && plan_->on_pin) status = plan_->on_pin();
     return status.ok() ? inner_->pin(address, n) : status;
   }
   Status pin_read_only(const void* address, std::size_t n) override {
-    Status status = plan_->pin.next("pin_read_only");
-    return status.ok() ? inner_->pin(const_cast<void*>(address), n) : status;
+    if (!plan_->pins_read_only) return Status(EOPNOTSUPP, "planned: no read-only pinning");
+    return pin(const_cast<void*>(address), n);
   }
   Status unpin(void* address) override {
     Status status = plan_->unpin.next("unpin");
+    if (status.ok() && plan_->on_unpin) status = plan_->on_unpin();
     return status.ok() ? inner_->unpin(address) : status;
   }
-  Result<PinnedHostRange> pinned_range(const void* address) override { return inner_->pinned_range(address); }
-  Result<DeviceAddress> address_of_pinned(void* address) override { return inner_->address_of_pinned(address); }
+  Result<PinnedHostRange> pinned_range(const void* address) override {
+    if (!plan_->reports_pinned_ranges) return Status(EOPNOTSUPP, "planned: pinned ranges are not reported");
+    return inner_->pinned_range(address);
+  }
+  Result<DeviceAddress> address_of_pinned(void* address) override {
+    if (plan_->seen_at < 0) return Status(EOPNOTSUPP, "planned: no device address");
+    return reinterpret_cast<DeviceAddress>(address) + static_cast<DeviceAddress>(plan_->seen_at);
+  }
 
  private:
-  Device* inner_;
+  template <typename Faulty, typename T>
+  Result<std::unique_ptr<T>> wrap(Result<std::unique_ptr<T>> made) {
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<T>(std::make_unique<Faulty>(made.take(), plan_));
+  }
+
+  std::shared_ptr<Device> inner_;
   std::shared_ptr<FaultPlan> plan_;
   DeviceInfo info_;
 };
 
-class FaultyDriver : public Driver {
- public:
-  FaultyDriver(std::unique_ptr<Driver> inner, std::shared_ptr<FaultPlan> plan) : inner_(std::move(inner)) {
-    for (const std::shared_ptr<Device>& device : inner_->devices()) {
-      devices_.push_back(std::make_unique<FaultyDevice>(device.get(), plan));
-    }
-  }
-  [[nodiscard]] const char* name() const override { return "host"; }
-  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
-
- private:
-  std::unique_ptr<Driver> inner_;
-  std::vector<std::shared_ptr<Device>> devices_;
-};
-
-inline std::shared_ptr<Driver> make_faulty_driver(std::shared_ptr<FaultPlan> plan, std::uint64_t memory_bytes,
+inline std::shared_ptr<Driver> make_faulty_driver(const std::shared_ptr<FaultPlan>& plan, std::uint64_t memory_bytes,
                                                   int devices = 1) {
   DriverOptions options;
   options.devices = devices;
   options.memory_bytes = memory_bytes;
   Result<std::unique_ptr<Driver>> host = open_driver("host", options);
   if (!host.ok()) return nullptr;
-  return std::make_shared<FaultyDriver>(host.take(), std::move(plan));
+  std::vector<std::shared_ptr<Device>> faulty;
+  for (const auto& device : host.value()->devices()) faulty.push_back(std::make_shared<FaultyDevice>(device, plan));
+  return std::make_shared<Driver>("host", std::move(faulty));
 }
 
 }  // namespace gpufs::testing

@@ -104,19 +104,6 @@ TEST_F(HipFaults, AFailureToGrowLaterNamesTheKnob) {
   EXPECT_OK(memory->populate(0, kGranule));
 }
 
-TEST_F(HipFaults, AFailureToInitialiseIsReported) {
-  std::thread([] {  // a thread that has not called hipInit yet
-    fake().fail("hipInit", 1, api::kNotInitialized, 1);
-    Result<std::unique_ptr<Driver>> driver = open_hip_driver_from({GPUFS_FAKE_HIP}, {});
-    ASSERT_FALSE(driver.ok());
-    EXPECT_EQ(driver.error(), ENODEV);
-    EXPECT_EQ(driver.status().device_code(), api::kNotInitialized);
-    EXPECT_EQ(driver.status().message(), std::string("hip is not available: ") + GPUFS_FAKE_HIP +
-                                             ": hipInit: hipErrorNotInitialized (3): as the test planned");
-  })
-      .join();
-}
-
 TEST_F(HipFaults, AMissingDeviceIsReported) {
   // Some versions fail in hipInit, some when the devices are counted, some count none.
   const auto expect_no_device = [](Result<std::unique_ptr<Driver>> driver) {
@@ -156,31 +143,6 @@ TEST_F(HipFaults, EachThreadCallsInitOnce) {
     EXPECT_EQ(device().copy_out(&byte, filled.range->base(), 1).error(), EIO);
     EXPECT_OK(device().copy_out(&byte, filled.range->base(), 1));  // it is tried again
   }).join();
-}
-
-TEST_F(HipFaults, ThreadsKeepTheirCurrentDevice) {
-  FakeGpuSetup setup;
-  setup.devices = 2;
-  open(setup);
-  Filled filled = fill(2);
-  std::thread other([&] {
-    std::byte byte{};
-    EXPECT_EQ(fake().current(), 0);
-    auto memory = must(device(1).create_memory());
-    auto range = must(memory->reserve(kGranule));
-    EXPECT_OK(memory->populate(0, kGranule));
-    EXPECT_EQ(fake().current(), 0);
-    EXPECT_OK(device(1).bind_thread());
-    EXPECT_EQ(fake().current(), 1);
-    EXPECT_OK(device(0).copy_out(&byte, filled.range->base(), 1));
-    EXPECT_EQ(device(0).copy_out(&byte, filled.range->base() + (std::uint64_t{1} << 40), 1).error(), EIO);
-    EXPECT_EQ(fake().current(), 1);
-    EXPECT_OK(device(1).bind_thread());
-    const int sets = fake().calls("hipSetDevice");
-    EXPECT_OK(device(1).bind_thread());
-    EXPECT_EQ(fake().calls("hipSetDevice"), sets);  // cheap when it already is
-  });
-  other.join();
 }
 
 TEST_F(HipFaults, MemoryOfAnUnknownOwnerIsNotTheDevices) {

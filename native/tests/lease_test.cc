@@ -25,6 +25,10 @@ namespace {
 using testing::kGranule;
 using testing::kMiB;
 
+using testing::contents;
+using testing::pattern;
+using testing::write;
+
 class LeaseTest : public testing::BufferFixture {
  protected:
   static std::shared_ptr<Buffer::Lease> lease(Buffer& buffer, bool writable = true) {

@@ -21,12 +21,8 @@ namespace gpufs {
 Result<std::shared_ptr<Engine>> Engine::open(const EngineOptions& options) {
   Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, options.driver_options);
   if (!driver.ok()) return driver.status();
-  return open(std::shared_ptr<Driver>(driver.take()), options);
-}
-
-Result<std::shared_ptr<Engine>> Engine::open(std::shared_ptr<Driver> driver, const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine());
-  engine->driver_ = std::move(driver);
+  engine->driver_ = driver.take();
   Result<std::shared_ptr<observe::Region>> counters =
       observe::Region::create(engine->driver_->devices().size(), options.statistics_path);
   if (!counters.ok() && !options.statistics_path.empty()) {
@@ -154,31 +150,8 @@ Status Engine::close() {
 
 namespace {
 
-Result<LockPolicy> lock_policy_from(std::int32_t value) {
-  switch (value) {
-    case GPUFS_LOCK_AUTO:
-      return LockPolicy::kAuto;
-    case GPUFS_LOCK_OFF:
-      return LockPolicy::kOff;
-    case GPUFS_LOCK_MANDATORY:
-      return LockPolicy::kMandatory;
-    default:
-      return Status(EINVAL, "lock_policy must be auto, off or mandatory");
-  }
-}
-
-Result<HipMemory> hip_memory_from(std::int32_t value) {
-  switch (value) {
-    case GPUFS_HIP_MEMORY_AUTO:
-      return HipMemory::kAuto;
-    case GPUFS_HIP_MEMORY_VIRTUAL:
-      return HipMemory::kVirtual;
-    case GPUFS_HIP_MEMORY_PLAIN:
-      return HipMemory::kPlain;
-    default:
-      return Status(EINVAL, "hip_memory must be auto, virtual or plain");
-  }
-}
+static_assert(static_cast<int>(LockPolicy::kMandatory) == GPUFS_LOCK_MANDATORY);
+static_assert(static_cast<int>(HipMemory::kPlain) == GPUFS_HIP_MEMORY_PLAIN);
 
 // Copies the text as far as it fits, always terminated.
 template <std::size_t N>
@@ -204,17 +177,20 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     if (options == nullptr || options->driver == nullptr || engine == nullptr) return gpufs::null_argument();
     constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
     if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
+    if (options->hip_memory < 0 || options->hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
+      return Status(EINVAL, "hip_memory must be auto, virtual or plain");
+    }
+    if (options->lock_policy < 0 || options->lock_policy > GPUFS_LOCK_MANDATORY) {
+      return Status(EINVAL, "lock_policy must be auto, off or mandatory");
+    }
     gpufs::EngineOptions opening;
     opening.driver = options->driver;
-    Result<gpufs::HipMemory> hip_memory = gpufs::hip_memory_from(options->hip_memory);
-    if (!hip_memory.ok()) return hip_memory.status();
     opening.driver_options = {options->devices, options->memory_bytes,
-                              std::chrono::milliseconds(options->keep_freed_ms), hip_memory.value()};
+                              std::chrono::milliseconds(options->keep_freed_ms),
+                              static_cast<gpufs::HipMemory>(options->hip_memory)};
     opening.slab_file_bytes = options->slab_file_bytes;
     if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
-    Result<gpufs::LockPolicy> policy = gpufs::lock_policy_from(options->lock_policy);
-    if (!policy.ok()) return policy.status();
-    opening.lock_policy = policy.value();
+    opening.lock_policy = static_cast<gpufs::LockPolicy>(options->lock_policy);
     Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
     if (!opened.ok()) return opened.status();
     Result<gpufs_handle> handle = HandleTable::instance().put<Engine>(opened.take());

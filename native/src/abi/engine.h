@@ -32,8 +32,6 @@ struct EngineOptions {
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> open(const EngineOptions& options);
-  // With a driver of the caller (tests).
-  static Result<std::shared_ptr<Engine>> open(std::shared_ptr<Driver> driver, const EngineOptions& options);
 
   [[nodiscard]] const char* driver_name() const { return driver_->name(); }
   [[nodiscard]] std::size_t device_count() const { return devices_.size(); }

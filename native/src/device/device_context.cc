@@ -35,8 +35,6 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
 // Slabs release memory through this context.
 DeviceContext::~DeviceContext() { slabs_.reset(); }
 
-void DeviceContext::set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
-
 void DeviceContext::add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
   const std::lock_guard lock(trimmable_mutex_);
   trimmable_[key] = std::move(buffer);
@@ -57,9 +55,5 @@ std::vector<std::weak_ptr<Buffer>> DeviceContext::trimmable() const {
   for (const auto& [key, buffer] : trimmable_) buffers.push_back(buffer);
   return buffers;
 }
-
-void DeviceContext::set_host_locks(std::shared_ptr<HostLocks> locks) { host_locks_ = std::move(locks); }
-
-void DeviceContext::set_slabs(std::shared_ptr<SlabPool> slabs) { slabs_ = std::move(slabs); }
 
 }  // namespace gpufs

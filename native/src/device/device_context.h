@@ -10,7 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -62,17 +62,16 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
   [[nodiscard]] std::uint64_t trim_count() const { return trim_count_.load(std::memory_order_acquire); }
 
-  // What is counted about this device, in memory of its own until it is told otherwise. Set once, before the context is
-  // shared.
-  void set_counters(observe::DeviceCounters counters);
+  // The counters of this device, in private memory until set_counters(). Set once, before the context is shared.
+  void set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
   [[nodiscard]] const observe::DeviceCounters& counters() const { return counters_; }
 
   // The pool of small files' memory; null where there is none. Set once, before the context is shared.
-  void set_slabs(std::shared_ptr<SlabPool> slabs);
+  void set_slabs(std::shared_ptr<SlabPool> slabs) { slabs_ = std::move(slabs); }
   [[nodiscard]] SlabPool* slabs() const { return slabs_.get(); }
 
   // The engine's list of locked host memory; null where there is none. Set once, before the context is shared.
-  void set_host_locks(std::shared_ptr<HostLocks> locks);
+  void set_host_locks(std::shared_ptr<HostLocks> locks) { host_locks_ = std::move(locks); }
   [[nodiscard]] HostLocks* host_locks() const { return host_locks_.get(); }
 
  private:

@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -291,9 +292,13 @@ struct DriverOptions {
 
 class Driver {
  public:
-  virtual ~Driver() = default;
-  [[nodiscard]] virtual const char* name() const = 0;  // "host", "cuda", "hip"
-  [[nodiscard]] virtual const std::vector<std::shared_ptr<Device>>& devices() const = 0;
+  Driver(const char* name, std::vector<std::shared_ptr<Device>> devices) : name_(name), devices_(std::move(devices)) {}
+  [[nodiscard]] const char* name() const { return name_; }  // "host", "cuda", "hip"
+  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }
+
+ private:
+  const char* const name_;
+  const std::vector<std::shared_ptr<Device>> devices_;
 };
 
 // Opens a driver by name. ENODEV, with a message for users ("cuda is not available: libcuda.so.1 was not found"), if it

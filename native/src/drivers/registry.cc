@@ -1,6 +1,4 @@
-#include <array>
 #include <cerrno>
-#include <string_view>
 
 #include "drivers/cuda/cuda_driver.h"
 #include "drivers/driver.h"
@@ -10,18 +8,6 @@
 namespace gpufs {
 namespace {
 
-struct DriverEntry {
-  std::string_view name;
-  Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
-  Result<std::shared_ptr<Device>> (*open_device)(const std::string& pci_address);
-};
-
-constexpr std::array<DriverEntry, 3> kDrivers{{
-    {"host", open_host_driver, open_host_device},
-    {"cuda", open_cuda_driver, open_cuda_device},
-    {"hip", open_hip_driver, open_hip_device},
-}};
-
 Status unknown_driver(const std::string& name) {
   return {EINVAL, "unknown driver \"" + name + "\": there are host, cuda and hip"};
 }
@@ -29,18 +15,16 @@ Status unknown_driver(const std::string& name) {
 }  // namespace
 
 Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options) {
-  for (const DriverEntry& entry : kDrivers) {
-    if (entry.name != name) continue;
-    if (options.devices < 0) return Status(EINVAL, "the number of devices is negative");
-    return entry.open(options);
-  }
+  if (name == "host") return open_host_driver(options);
+  if (name == "cuda") return open_cuda_driver(options);
+  if (name == "hip") return open_hip_driver(options);
   return unknown_driver(name);
 }
 
 Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address) {
-  for (const DriverEntry& entry : kDrivers) {
-    if (entry.name == driver) return entry.open_device(pci_address);
-  }
+  if (driver == "host") return open_host_device(pci_address);
+  if (driver == "cuda") return open_cuda_device(pci_address);
+  if (driver == "hip") return open_hip_device(pci_address);
   return unknown_driver(driver);
 }
 

@@ -23,8 +23,7 @@ struct HostLocks::Entry {
 
   Range range;  // a foreign one may grow to the whole of what another library pinned
   const Owner owner;
-  State state = State::kPinning;
-  std::condition_variable changed;
+  bool busy = true;          // a thread is in a call of the driver for it, and alone uses it
   Device* device = nullptr;  // that pinned it; null: foreign
   bool source_only = false;
   DeviceAddress device_address = 0;      // of the range's start; 0: there is none
@@ -36,15 +35,6 @@ struct HostLocks::Entry {
     for (const auto& [range_locked, times] : locks) total += times;
     return total;
   }
-};
-
-// What came of a call of the driver to pin.
-struct HostLocks::Pinned {
-  Status status;
-  Device* device = nullptr;  // null: foreign
-  bool source_only = false;
-  Range whole;
-  DeviceAddress device_address = 0;  // of whole's start
 };
 
 namespace {
@@ -124,8 +114,8 @@ std::shared_ptr<HostLocks::Entry> HostLocks::touching_locked(const Range& range)
 std::shared_ptr<HostLocks::Entry> HostLocks::settled_locked(const Range& range, Lock& lock) const {
   for (;;) {
     std::shared_ptr<Entry> entry = touching_locked(range);
-    if (entry == nullptr || entry->state == State::kPinned) return entry;
-    entry->changed.wait(lock, [&] { return entry->state != State::kPinning && entry->state != State::kUnpinning; });
+    if (entry == nullptr || !entry->busy) return entry;
+    changed_.wait(lock);
   }
 }
 
@@ -138,80 +128,42 @@ Device& HostLocks::choose_device() const {
   return good == devices.end() ? *devices.front() : **good;
 }
 
-HostLocks::Pinned HostLocks::pin(const Range& range, Access access) const {
-  Pinned outcome;
-  outcome.whole = range;
-  if (driver_->devices().empty()) {
-    outcome.status = Status(ENODEV, "there is no device to lock memory for");
-    return outcome;
-  }
-  if (!is_mapped(range)) {
-    outcome.status = Status(EFAULT, to_text(range) + " is not all mapped: it cannot be locked");
-    return outcome;
-  }
+Status HostLocks::pin(Entry& entry, Access access, Range* whole) const {
+  const Range range = *whole;
+  if (driver_->devices().empty()) return Status(ENODEV, "there is no device to lock memory for");
+  if (!is_mapped(range)) return Status(EFAULT, to_text(range) + " is not all mapped: it cannot be locked");
   Device& device = choose_device();
   auto* const start = reinterpret_cast<void*>(range.start);
+  Status status;
   if (access == Access::kSource) {
-    outcome.status = device.pin_read_only(start, range.bytes());
-    outcome.source_only = outcome.status.ok();
+    status = device.pin_read_only(start, range.bytes());
+    entry.source_only = status.ok();
   }
-  if (access == Access::kBoth || outcome.status.error() == EOPNOTSUPP) {
-    outcome.status = device.pin(start, range.bytes());
-  }
-  if (outcome.status.ok()) {
-    outcome.device = &device;
-  } else if (outcome.status.error() == EEXIST) {
-    outcome.status = Status();
+  if (access == Access::kBoth || status.error() == EOPNOTSUPP) status = device.pin(start, range.bytes());
+  if (status.ok()) {
+    entry.device = &device;
+  } else if (status.error() == EEXIST) {
     for (const std::uintptr_t at : {range.start, range.end - 1}) {
       const Result<PinnedHostRange> known = device.pinned_range(reinterpret_cast<void*>(at));
       if (!known.ok()) continue;
-      const Range whole{known.value().start, known.value().end};
-      if (whole.start > at || at >= whole.end) continue;  // about something else
-      if (!whole.contains(range)) {
-        outcome.status = Status(EEXIST, to_text(range) + " overlaps " + to_text(whole) +
-                                            ", which another library has locked, and is not inside it");
-        return outcome;
+      const Range theirs{known.value().start, known.value().end};
+      if (theirs.start > at || at >= theirs.end) continue;  // about something else
+      if (!theirs.contains(range)) {
+        return Status(EEXIST, to_text(range) + " overlaps " + to_text(theirs) +
+                                  ", which another library has locked, and is not inside it");
       }
-      outcome.whole = whole;
+      *whole = theirs;
       break;
     }
   } else {
-    outcome.status = outcome.status.with_context("locking " + to_text(range));
-    if (outcome.status.error() == ENOMEM) {
-      outcome.status = Status(ENOMEM, outcome.status.message() + remedy(), outcome.status.device_code());
-    }
-    return outcome;
+    status = status.with_context("locking " + to_text(range));
+    if (status.error() != ENOMEM) return status;
+    return Status(ENOMEM, status.message() + remedy(), status.device_code());
   }
   // One device's answer serves all of its driver: they share the address space of the process.
-  const Result<DeviceAddress> seen = device.address_of_pinned(reinterpret_cast<void*>(outcome.whole.start));
-  if (seen.ok()) outcome.device_address = seen.value();
-  return outcome;
-}
-
-void HostLocks::settle(const std::shared_ptr<Entry>& entry, const Pinned& outcome) {
-  {
-    const Lock lock(mutex_);
-    if (!outcome.status.ok()) {
-      entry->state = State::kGone;
-      entries_.erase(entry->range.start);
-      count_.store(entries_.size(), std::memory_order_release);
-    } else {
-      entry->state = State::kPinned;
-      entry->device = outcome.device;
-      entry->source_only = outcome.source_only;
-      if (outcome.device_address != 0) {
-        entry->device_address = outcome.device_address + (entry->range.start - outcome.whole.start);
-      }
-      // Whole, unless a part of it is listed already.
-      entries_.erase(entry->range.start);
-      if (touching_locked(outcome.whole) == nullptr) {
-        entry->range = outcome.whole;
-        entry->device_address = outcome.device_address;
-      }
-      entries_.emplace(entry->range.start, entry);
-    }
-  }
-  entry->changed.notify_all();
+  const Result<DeviceAddress> seen = device.address_of_pinned(reinterpret_cast<void*>(whole->start));
+  if (seen.ok()) entry.device_address = seen.value();
+  return {};
 }
 
 Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Owner owner) {
@@ -235,17 +187,31 @@ Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Ow
     }
     mine = std::make_shared<Entry>(range, owner);
     entries_.emplace(range.start, mine);
-    count_.store(entries_.size(), std::memory_order_release);
   }
-  const Pinned outcome = pin(range, access);
-  settle(mine, outcome);
-  return outcome.status;
+  Range whole = range;
+  Status status = pin(*mine, access, &whole);
+  {
+    const Lock lock(mutex_);
+    entries_.erase(range.start);
+    if (status.ok()) {
+      // Listed whole, unless a part of it is listed already.
+      if (touching_locked(whole) == nullptr) {
+        mine->range = whole;
+      } else if (mine->device_address != 0) {
+        mine->device_address += range.start - whole.start;
+      }
+      entries_.emplace(mine->range.start, mine);
+    }
+    mine->busy = false;
+  }
+  changed_.notify_all();
+  return status;
 }
 
 Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
   Status status;
   if (entry->device != nullptr) {
-    entry->state = State::kUnpinning;
+    entry->busy = true;
     const bool closing = closed_;
     lock.unlock();
     status = may_unpin(*entry->device, closing);
@@ -255,15 +221,10 @@ Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
       status = Status();
     }
     lock.lock();
+    entry->busy = false;
   }
-  if (status.ok()) {
-    entry->state = State::kGone;
-    entries_.erase(entry->range.start);
-    count_.store(entries_.size(), std::memory_order_release);
-  } else {
-    entry->state = State::kPinned;
-  }
-  entry->changed.notify_all();
+  if (status.ok()) entries_.erase(entry->range.start);
+  changed_.notify_all();
   return status;
 }
 
@@ -298,8 +259,8 @@ Result<HostLocks::Info> HostLocks::info(const void* address, std::size_t bytes) 
 
 Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Access access) {
   Use found;
-  if (count_.load(std::memory_order_acquire) == 0 || bytes == 0) {
-    found.parts_.push_back({0, bytes, false});
+  if (bytes == 0) {
+    found.parts_.push_back({0, 0, false});
     return found;
   }
   const auto start = reinterpret_cast<std::uintptr_t>(address);

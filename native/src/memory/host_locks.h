@@ -6,7 +6,6 @@
 
 #include <sys/types.h>
 
-#include <atomic>
 #include <compare>
 #include <condition_variable>
 #include <cstddef>
@@ -110,18 +109,15 @@ class HostLocks {
   [[nodiscard]] Statistics statistics() const;
 
  private:
-  enum class State { kPinning, kPinned, kUnpinning, kGone };
   using Lock = std::unique_lock<std::mutex>;
-  struct Pinned;
 
   [[nodiscard]] Status check(const void* address, std::size_t bytes, Range* range) const;
   // The first entry that has a byte of the range; null if none has.
   [[nodiscard]] std::shared_ptr<Entry> touching_locked(const Range& range) const;
-  // The same once no thread is pinning or unpinning it.
+  // The same once it is not busy.
   [[nodiscard]] std::shared_ptr<Entry> settled_locked(const Range& range, Lock& lock) const;
-  [[nodiscard]] Pinned pin(const Range& range, Access access) const;
-  // How pinning an entry ended; wakes those who wait for that.
-  void settle(const std::shared_ptr<Entry>& entry, const Pinned& outcome);
+  // Calls the driver for an entry that is busy. whole: its range; on return, what another library pinned around it.
+  Status pin(Entry& entry, Access access, Range* whole) const;
   // Unpins an entry with no reference but the caller's. Releases the lock for that time.
   Status unpin(const std::shared_ptr<Entry>& entry, Lock& lock);
   void end_use(const std::vector<std::shared_ptr<Entry>>& entries);
@@ -130,10 +126,10 @@ class HostLocks {
   const std::shared_ptr<Driver> driver_;
   const LockPolicy policy_;
   const pid_t process_;
-  std::atomic<std::size_t> count_{0};  // of entries; without any, copies skip the mutex
 
   // Guards all below and every entry. Innermost: the driver is never called under it.
   mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;                   // an entry is not busy any more
   std::map<std::uintptr_t, std::shared_ptr<Entry>> entries_;  // by start; none overlap
   bool closed_ = false;
 };

@@ -57,21 +57,16 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // The smallest slot for `bytes` (1..largest()). ENOSPC when a new slab is needed and the device is full.
   Result<std::shared_ptr<Slot>> take(std::uint64_t bytes);
 
-  [[nodiscard]] std::size_t slab_count() const;
-
  private:
   // A granule cut into slots of one size.
   struct Slab {
     std::size_t size_class = 0;
-    std::size_t used = 0;
-    std::size_t lowest_free = 0;  // no slot below it is free
-    std::vector<bool> taken;      // by slot
-    std::vector<bool> dirty;      // was in use before, so it must be zeroed for its next file
+    std::size_t fresh = 0;              // the first slot that was never used: it and all after it are free, and zero
+    std::vector<std::size_t> returned;  // other free slots, which are zeroed when they are used again
   };
 
   SlabPool(DeviceContext& context, std::uint64_t largest);
-  // Null: no slab of the class has a free slot.
-  std::shared_ptr<Slot> take_free(std::size_t size_class, bool* dirty);
+  // Needs mutex_.
   Status add_slab(std::size_t size_class);
   void put_back(std::uint64_t slab, std::size_t index);
 
@@ -79,18 +74,11 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   const std::uint64_t granule_;
   const std::uint64_t largest_;
 
-  // Serialises the calls to memory_, which is guarded by it, as is range_. Before mutex_.
-  std::mutex memory_mutex_;
+  std::mutex mutex_;  // guards all below; held while the driver allocates and releases slabs
   std::unique_ptr<DeviceMemory> memory_;
   std::shared_ptr<AddressRange> range_;
-
-  // Guards all below; innermost.
-  mutable std::mutex mutex_;
-  DeviceAddress base_ = 0;
   std::map<std::uint64_t, Slab> slabs_;              // by offset in the memory
   std::vector<std::set<std::uint64_t>> free_slabs_;  // by size class: slabs with a free slot, filled from the lowest
-  std::set<std::uint64_t> free_offsets_;             // granules below used_end_ that are not slabs
-  std::uint64_t used_end_ = 0;
 };
 
 }  // namespace gpufs

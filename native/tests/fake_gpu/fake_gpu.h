@@ -27,7 +27,7 @@ struct FakeGpuSetup {
   bool tail_access = true;
 };
 
-// What is open now; all zero once everything has been given back.
+// What is open now; all zero once everything has been released.
 struct FakeGpuState {
   std::uint64_t bytes_used;  // physical memory and plain allocations, all devices
   int contexts;              // CUDA: primary contexts retained

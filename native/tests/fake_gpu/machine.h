@@ -5,7 +5,7 @@
 // so in the queue of its last copy, unless other work came in between. A stray access, or a planned fault of that kind,
 // poisons its device: every later call on it fails.
 // Owned by the library that is built with it, which has one for the process.
-// Any thread: what a vendor's function does, it does with the mutex held (ENTER), but for what waits.
+// Any thread. A vendor's function holds the mutex (ENTER) except while it waits.
 #pragma once
 
 #include <fcntl.h>
@@ -640,7 +640,7 @@ class Machine {
     come_behind_blocked(handle);
     stream->last_queue = nullptr;
     stream->queue([=] {
-      // Memory that nobody looks at need not really be there: whole pages are given back, which makes them zero.
+      // Zeroed memory need not be allocated: whole pages are released, which makes them zero.
       const bool pages = value == 0 && destination % kPage == 0 && bytes % kPage == 0;
       if (!pages || ::madvise(pointer(destination), bytes, MADV_REMOVE) != 0) {
         std::memset(pointer(destination), value, bytes);
@@ -657,7 +657,7 @@ class Machine {
     streams_.insert(*stream);
     return api::kSuccess;
   }
-  // What is queued is done first, with the mutex let go.
+  // Queued work is done first, with the mutex released.
   api::Code destroy_stream(std::unique_lock<std::mutex>& lock, api::Stream stream) {
     if (streams_.erase(stream) == 0) return api::kInvalidHandle;
     wait_for_blocked(lock, kHarmless);
@@ -949,7 +949,7 @@ class Machine {
   std::array<int, kMaximumDevices> next_queue_{};
   int copy_queues_ = 4;
   std::set<api::Stream> streams_;
-  // Default streams are no objects of their own: they are made with the device's first use of one and stay.
+  // Default streams do not count as open: they are created at the first use of one and stay.
   std::array<std::unique_ptr<api::StreamObject>, kMaximumDevices> defaults_;
   std::set<api::Event> events_;
   std::map<std::string, Fault, std::less<>> faults_;

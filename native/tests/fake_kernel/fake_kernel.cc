@@ -1,6 +1,6 @@
-// Preloaded into a program, shows it below FAKE_KERNEL_ROOT what a kernel with a vendor's modules has: absolute paths
-// that exist there are looked at there. For the calls by which the engine looks for such things: access(), readlink(),
-// and what opens a C++ stream, fopen64().
+// Preloaded into a program, shows it the files that a kernel with a vendor's modules has: an absolute path that exists
+// below FAKE_KERNEL_ROOT is taken from there. For the calls that the engine uses: access(), readlink(), and fopen64(),
+// which opens C++ streams.
 
 #include <dlfcn.h>
 #include <unistd.h>

@@ -56,18 +56,6 @@ int numa_node_of(const std::string& pci_address) {
   return file >> node ? node : -1;
 }
 
-class GpuDriver final : public Driver {
- public:
-  GpuDriver(const char* name, std::vector<std::shared_ptr<Device>> devices)
-      : name_(name), devices_(std::move(devices)) {}
-  [[nodiscard]] const char* name() const override { return name_; }
-  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
-
- private:
-  const char* const name_;
-  const std::vector<std::shared_ptr<Device>> devices_;
-};
-
 }  // namespace
 
 // ---- opening ----
@@ -96,8 +84,7 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, cons
       if (reachable.ok() && reachable.value()) device->let_in(peer->ordinal_);
     }
   }
-  return std::unique_ptr<Driver>(
-      std::make_unique<GpuDriver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end())));
+  return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
 
 Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable) {
@@ -275,9 +262,15 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
   };
-  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) static_cast<void>(spares_.drop());
+  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) spares_.drop();
+  std::uint64_t releases = spares_.releases();
   Status status = create();
-  if (status.error() == ENOSPC && spares_.drop()) status = create();
+  while (status.error() == ENOSPC) {
+    const std::uint64_t now = spares_.drop();
+    if (now == releases) break;  // there was nothing to release, here or in another thread
+    releases = now;
+    status = create();
+  }
   if (!status.ok()) give_back(bytes);
   return status;
 }

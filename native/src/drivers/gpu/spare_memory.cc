@@ -36,13 +36,17 @@ std::optional<PhysicalHandle> SpareMemory::take(std::uint64_t bytes) {
   return handle;
 }
 
-bool SpareMemory::drop() {
+std::uint64_t SpareMemory::drop() {
   std::unique_lock lock(mutex_);
   const std::vector<PhysicalHandle> handles = take_older(Clock::time_point::max());
-  const bool any = !handles.empty() || releasing_ > 0;
   if (!handles.empty()) release(lock, handles);
   changed_.wait(lock, [this] { return releasing_ == 0; });
-  return any;
+  return releases_;
+}
+
+std::uint64_t SpareMemory::releases() const {
+  const std::lock_guard lock(mutex_);
+  return releases_;
 }
 
 void SpareMemory::close() {
@@ -50,7 +54,7 @@ void SpareMemory::close() {
     const std::lock_guard lock(mutex_);
     closed_ = true;
   }
-  static_cast<void>(drop());
+  drop();
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }
@@ -86,6 +90,7 @@ void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<
   release_(handles);
   lock.lock();
   --releasing_;
+  ++releases_;
   changed_.notify_all();
 }
 

@@ -40,8 +40,10 @@ class SpareMemory {
   bool keep(PhysicalHandle handle, std::uint64_t bytes);
   // A piece of exactly so many bytes, with the contents that its last user left.
   std::optional<PhysicalHandle> take(std::uint64_t bytes);
-  // Releases all pieces. True if there were any, so that the driver has more memory than before.
-  bool drop();
+  // Releases all pieces, and returns releases(). If that has changed since an allocation failed, try it again.
+  std::uint64_t drop();
+  // How often pieces have been released.
+  [[nodiscard]] std::uint64_t releases() const;
   // Releases all pieces, and keeps none from now on.
   void close();
   [[nodiscard]] std::uint64_t bytes() const;
@@ -71,6 +73,7 @@ class SpareMemory {
   std::map<std::uint64_t, std::deque<Piece>> pieces_;  // by bytes, the oldest first; no empty entries
   std::uint64_t bytes_ = 0;
   int releasing_ = 0;  // releases in progress
+  std::uint64_t releases_ = 0;
   bool working_ = false;
   bool closed_ = false;
   std::thread thread_;  // while there are pieces

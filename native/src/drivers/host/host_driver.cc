@@ -12,16 +12,6 @@ namespace {
 
 constexpr int kMaximumDevices = 64;
 
-class HostDriver : public Driver {
- public:
-  explicit HostDriver(std::vector<std::shared_ptr<Device>> devices) : devices_(std::move(devices)) {}
-  [[nodiscard]] const char* name() const override { return "host"; }
-  [[nodiscard]] const std::vector<std::shared_ptr<Device>>& devices() const override { return devices_; }
-
- private:
-  std::vector<std::shared_ptr<Device>> devices_;
-};
-
 }  // namespace
 
 Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
@@ -46,7 +36,7 @@ Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
       return Status(ENODEV, "host is not available: " + probe.status().message(), probe.status().device_code());
     }
   }
-  return std::unique_ptr<Driver>(std::make_unique<HostDriver>(std::move(devices)));
+  return std::make_unique<Driver>("host", std::move(devices));
 }
 
 Result<std::shared_ptr<Device>> open_host_device(const std::string& /*pci_address*/) {

@@ -1,0 +1,53 @@
+// Both vendors' fake libraries, for tests that run over each of them.
+// Owned by the tests that include it.
+// One thread, except where a test starts more.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "cuda_test_support.h"
+#include "hip_test_support.h"
+
+namespace gpufs::gpu_test {
+
+struct FakeVendor {
+  const char* name;
+  const FakeGpuControl& (*fake)();
+  Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
+};
+
+inline constexpr std::array<FakeVendor, 2> kVendors{{
+    {"Cuda", []() -> const FakeGpuControl& { return cuda_test::fake(); }, cuda_test::open_fake},
+    {"Hip", []() -> const FakeGpuControl& { return hip_test::fake(); }, hip_test::open_fake},
+}};
+
+// A function as CUDA and HIP name it.
+using Names = std::array<const char*, kVendors.size()>;
+
+inline constexpr Names kAddressReserve{"cuMemAddressReserve", "hipMemAddressReserve"};
+inline constexpr Names kMemoryCreate{"cuMemCreate", "hipMemCreate"};
+inline constexpr Names kMemoryMap{"cuMemMap", "hipMemMap"};
+inline constexpr Names kMemoryUnmap{"cuMemUnmap", "hipMemUnmap"};
+inline constexpr Names kMemorySetAccess{"cuMemSetAccess", "hipMemSetAccess"};
+
+// A test that runs once for each vendor.
+class FakeVendorTest : public FakeGpu, public ::testing::WithParamInterface<std::size_t> {
+ protected:
+  FakeVendorTest() : FakeGpu(vendor().fake(), vendor().open) {}
+  static const FakeVendor& vendor() { return kVendors.at(GetParam()); }
+  static const char* symbol(const Names& names) { return names.at(GetParam()); }
+  [[nodiscard]] const FakeGpuControl& fake() const { return control_; }
+  [[nodiscard]] FakeGpuState fake_state() const { return state_of(control_); }
+};
+
+inline const auto kEachVendor = ::testing::Range(std::size_t{0}, kVendors.size());
+inline std::string vendor_name(const ::testing::TestParamInfo<std::size_t>& vendor) {
+  return kVendors.at(vendor.param).name;
+}
+
+}  // namespace gpufs::gpu_test
