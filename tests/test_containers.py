@@ -18,8 +18,8 @@ from support.users import user_gpufs
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
 
 # Enters a new root with the system's directories, the mount at /data and the socket's directory, and a user namespace.
-# $1: the mount, $2: the socket's directory, $3: an empty directory, $4: the user outside, $5: this checkout; the rest: the
-# command.
+# $1: the mount, $2: the socket's directory, $3: an empty directory, $4: the user outside, $5: this checkout; the rest:
+# the command.
 CONTAINER = """
 mount --make-rprivate /
 root=$3; data=$1; sockets=$2; user=$4; checkout=$5; shift 5
