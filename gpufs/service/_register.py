@@ -162,7 +162,12 @@ class Registrations:
                 except OSError as error:
                     if error.errno != ETIMEDOUT:
                         raise
-                    log.warning("inode %d: memory of process %d is in use after it was withdrawn", one.ino, one.pid)
+                    log.warning(
+                        "inode %d: memory of process %d is in use after it was withdrawn",
+                        one.ino,
+                        one.pid,
+                        extra={"user": one.uid},
+                    )
                     failure = error
         except OSError as error:  # the mount has ended, and its memory with it
             failure = error
