@@ -122,11 +122,14 @@ class Registrations:
         return found.ino
 
     async def remove(self, number: int) -> None:
-        """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory."""
-        registration = self._by_id.pop(number, None)
+        """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
+        registration = self._by_id.get(number)
         if registration is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
-        failure = await self._end([registration], self._registry.limits.withdrawal)
+        failure = await self._withdraw([registration], self._registry.limits.withdrawal)
+        if failure is None or failure.errno != ETIMEDOUT:
+            del self._by_id[number]
+            self._release([registration])
         if failure is not None:
             raise failure
 
@@ -135,20 +138,25 @@ class Registrations:
         registrations = list(self._by_id.values())
         self._by_id.clear()
         if registrations:
-            await self._end(registrations, patience)
+            try:
+                await self._withdraw(registrations, patience)
+            finally:
+                self._release(registrations)
 
-    async def _end(self, registrations: list[Holder], patience: float) -> OSError | None:
+    def _release(self, registrations: list[Holder]) -> None:
         registry = self._registry
-        names = [name for one in registrations for name in registry.mount.names.remove_names(one.ino)]
-        try:
-            return await _on_thread(functools.partial(self._withdraw, registrations, names, patience))
-        finally:
-            for one in registrations:
-                registry.mount.names.forget(one.ino, 1)
-                registry.remove(one)
-                registry.release(one.uid)
+        for one in registrations:
+            registry.mount.names.forget(one.ino, 1)
+            registry.remove(one)
+            registry.release(one.uid)
 
-    def _withdraw(self, registrations: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
+    async def _withdraw(self, registrations: list[Holder], patience: float) -> OSError | None:
+        """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
+        remove_names = self._registry.mount.names.remove_names
+        names = [name for one in registrations for name in remove_names(one.ino)]
+        return await _on_thread(functools.partial(self._revoke, registrations, names, patience))
+
+    def _revoke(self, registrations: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
         mount = self._registry.mount
         deadline = time.monotonic() + patience
         failure: OSError | None = None

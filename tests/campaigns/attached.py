@@ -14,7 +14,7 @@ def killed(place: Place) -> str:
     """Kills programs while they attach, write and grow files, register memory, and publish tensors."""
     cycles = 20 if place.quick else 1000
     kill_programs(place.root, cycles, seed=os.getpid())
-    # Only a program that is killed between the last two calls of publish() leaves a name; the next publish() removes it.
+    # Only a program that is killed between the last two calls of publish() leaves a name, which the next one removes.
     left = len(list(place.root.glob(".publish-*")))
     import torch
 

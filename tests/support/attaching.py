@@ -353,7 +353,7 @@ class Fuzzer:
         if kind < 0.4:
             return {"type": "attach", "id": number, "mode": chooser.choice(("r", "r+"))}, 1
         if kind < 0.6:
-            shared = chooser.choices(("file", "descriptor", "ipc"), (8, 1, 1))[0]
+            shared = chooser.choices(protocol.SHARE_KINDS, (8, 1, 1))[0]
             size = chooser.choice((1, 5000, 2 * MIB, 4 * MIB, chooser.randrange(1, 1 << 63)))
             offset = chooser.choice((0, 0, 1, 4096, chooser.randrange(1 << 63)))
             handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
