@@ -279,16 +279,19 @@ def assert_stale(file: int, mapped: mmap.mmap) -> None:
 def test_after_close_open_files_are_stale(root: Path) -> None:
     array = shared_array(noise(MIB))
     registration = gpufs.register(array, root / "live")
-    os.link(root / "live", root / "link")
+    (root / "folder").mkdir()
+    for number in range(500):
+        os.link(root / "live", root / "folder" / str(number))
     os.rename(root / "live", root / "moved")
     with open(root / "moved", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         assert mapped[:100] == array[:100].tobytes()
         registration.close()
         assert registration.closed
-        assert list(root.iterdir()) == []
+        assert list(root.rglob("*")) == [root / "folder"]
         assert_stale(file.fileno(), mapped)
         registration.close()
     gpufs.register(array, root / "live").close()  # the name is free again
+    (root / "folder").rmdir()
 
 
 def test_after_sigkill_open_files_are_stale(root: Path, exporters: Callable[..., Exporter]) -> None:

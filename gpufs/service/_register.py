@@ -25,6 +25,7 @@ from gpufs.service._mount import ServedMount
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_NAMES_AT_ONCE: Final = 200  # that are removed in one go, in about ten milliseconds
 MODE: Final = "registered"  # in the list of leases
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
@@ -152,8 +153,14 @@ class Registrations:
 
     async def _withdraw(self, registrations: list[Holder], patience: float) -> OSError | None:
         """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
-        remove_names = self._registry.mount.names.remove_names
-        names = [name for one in registrations for name in remove_names(one.ino)]
+        names = []
+        with trio.CancelScope(shield=True):
+            for one in registrations:
+                while removed := self._registry.mount.names.remove_names(one.ino, _NAMES_AT_ONCE):
+                    names += removed
+                    if len(removed) < _NAMES_AT_ONCE:
+                        break
+                    await trio.lowlevel.checkpoint()  # other requests' turn
         return await _on_thread(functools.partial(self._revoke, registrations, names, patience))
 
     def _revoke(self, registrations: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
