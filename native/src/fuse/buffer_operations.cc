@@ -227,8 +227,7 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
   const SetIdLoss loss = file->inode->bare_loss_by(Caller::of(request.header));
   const uid_t user = request.header.uid;
   long_requests_.run_with_space(
-      *file->inode, std::move(responder),
-      [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
+      *file->inode, std::move(responder), [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
         const Status status = allocate(*file->inode, in, cancellation);
         if (status.error() == EBUSY) {
           log_user_warning(user, "fallocate of inode ", file->inode->ino(), " failed: ", status.message());
