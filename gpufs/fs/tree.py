@@ -11,8 +11,8 @@ between devices (EXDEV).
 import errno
 import stat
 import time
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 
 from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
@@ -212,21 +212,24 @@ class Tree:
         self._drop_if_unused(node)
         return node
 
-    def remove_names(self, ino: int) -> list[tuple[int, bytes]]:
-        """Removes all names of a file; the directories and the names that it had there."""
+    def remove_names(self, ino: int, most: int) -> list[tuple[int, bytes]]:
+        """Removes the names of a file, so many at most; the directories and the names that it had there."""
         node = self.nodes.get(ino)
         removed: list[tuple[int, bytes]] = []
         if node is None or isinstance(node, Directory):
             return removed
         # Most files have one name, in the directory that the node knows.
-        others = (other for other in self.nodes.copy().values() if isinstance(other, Directory))
-        for directory in chain([node.parent] if node.parent else [], others):
-            if node.names == 0:
+        for directory in chain([node.parent] if node.parent else [], self._directories()):
+            if node.names == 0 or len(removed) == most:
                 break
-            for name in [name for name, entry in directory.entries.items() if entry.node is node]:
+            names = (name for name, entry in directory.entries.items() if entry.node is node)
+            for name in list(islice(names, most - len(removed))):
                 self.unlink(directory.ino, name)
                 removed.append((directory.ino, name))
         return removed
+
+    def _directories(self) -> Iterator[Directory]:
+        yield from [node for node in self.nodes.values() if isinstance(node, Directory)]
 
     def rmdir(self, parent: int, name: bytes) -> Directory:
         """Removes an empty directory."""

@@ -84,8 +84,8 @@ class Names(Protocol):
     def forget(self, ino: int, count: int) -> None:
         """Drops so many references."""
 
-    def remove_names(self, ino: int) -> list[tuple[int, bytes]]:
-        """Removes all names of a file; the directories and the names that it had there."""
+    def remove_names(self, ino: int, most: int) -> list[tuple[int, bytes]]:
+        """Removes the names of a file, so many at most; the directories and the names that it had there."""
 
 
 class MountLease:

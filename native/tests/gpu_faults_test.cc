@@ -56,6 +56,30 @@ TEST_P(GpuFaults, EveryStepOfOpeningMayFail) {
   EXPECT_EQ(open_driver().error(), ENODEV);
 }
 
+TEST_P(GpuFaults, ImportedMemoryStaysMappedWhileAGraphIsCaptured) {
+  open();
+  Filled filled = fill(1);
+  const auto import = [&]() -> std::unique_ptr<ImportedRange> {
+    auto imported = must(device().create_import(kGranule, false));
+    for (const auto& piece : must(filled.memory->export_memory(0, UINT64_MAX, SIZE_MAX, false))) {
+      EXPECT_OK(imported->add(piece));
+    }
+    return imported;
+  };
+  if (device().check_sharing().error() == EOPNOTSUPP) GTEST_SKIP() << device().check_sharing().message();
+  auto first = import();
+  auto second = import();
+  const FakeGpuState both = fake_state();
+  constexpr int kStreamCaptureUnsupported = 900;
+  fail({"cuCtxSynchronize", "hipDeviceSynchronize"}, 1, kStreamCaptureUnsupported);
+  first.reset();
+  EXPECT_EQ(fake_state().mappings, both.mappings);
+  EXPECT_OK(device().health());
+  second.reset();
+  EXPECT_EQ(fake_state().mappings, both.mappings - 2);
+  EXPECT_EQ(fake_state().reservations, both.reservations - 2);
+}
+
 TEST_P(GpuFaults, DevicesAreCounted) {
   setup_.devices = 2;
   fake().reset(&setup_);

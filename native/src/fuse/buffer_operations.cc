@@ -22,8 +22,8 @@ constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;  // an INTERRUP
 // What the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
-  const bool ordinary =
-      error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM || error == ESTALE;
+  const bool ordinary = error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM ||
+                        error == ESTALE || error == EBUSY;
   if (!ordinary && log_enabled(LogLevel::kWarning)) {
     log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
   }
@@ -225,14 +225,18 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
   if (in.length == 0) return responder.error(EINVAL);
   if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
   const SetIdLoss loss = file->inode->bare_loss_by(Caller::of(request.header));
-  long_requests_.run_with_space(*file->inode, std::move(responder),
-                                [this, file, in, loss](Cancellation& cancellation, Responder& reply) {
-                                  const Status status = allocate(*file->inode, in, cancellation);
-                                  if (!status.ok()) return client_error(status, "fallocate");
-                                  file->inode->was_written(loss);
-                                  reply.ok();
-                                  return 0;
-                                });
+  const uid_t user = request.header.uid;
+  long_requests_.run_with_space(
+      *file->inode, std::move(responder), [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
+        const Status status = allocate(*file->inode, in, cancellation);
+        if (status.error() == EBUSY) {
+          log_user_warning(user, "fallocate of inode ", file->inode->ino(), " failed: ", status.message());
+        }
+        if (!status.ok()) return client_error(status, "fallocate");
+        file->inode->was_written(loss);
+        reply.ok();
+        return 0;
+      });
 }
 
 // Long ranges go in chunks, so that an INTERRUPT ends them; what has been allocated until then stays, as elsewhere.

@@ -360,11 +360,10 @@ Status GpuDevice::run(Queue queue) {
   return status.ok() ? work.finish() : status;
 }
 
-void GpuDevice::synchronize() {
+Status GpuDevice::try_synchronize() {
   const Current current(*this);
-  if (current.status().ok() && functions().synchronize) {
-    (void)check(functions().synchronize.symbol(), functions().synchronize());
-  }
+  if (!current.status().ok() || !functions().synchronize) return current.status();
+  return check(functions().synchronize.symbol(), functions().synchronize());
 }
 
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
