@@ -36,6 +36,7 @@ from gpufs.engine._mount import (
     relay_pair,
 )
 from gpufs.engine._operations import BackingFile, Operation, OperationFuture
+from gpufs.engine._pool import TORCH_ALLOCATOR, AddressPool
 from gpufs.engine._streams import Cells, Late, Stream, SupportsCudaStream, configure_operations
 from gpufs.engine._trace import Trace
 from gpufs.engine._transfer import (
@@ -67,7 +68,9 @@ __all__ = [
     "SET_SIZE",
     "SET_UID",
     "STRICTATIME",
+    "TORCH_ALLOCATOR",
     "ZERO_RANGE",
+    "AddressPool",
     "Attributes",
     "BackingFile",
     "BackingInfo",

@@ -15,6 +15,8 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 # What publish() aligns the tensors' bytes to.
 DATA_ALIGNMENT = 4096
+# Readers allow no gaps between tensors, so publish() fills those in a pool by tensors with such names.
+PADDING_NAME = "gpufs.padding."
 _MAX_NUMBER = 2**64 - 1
 _FIELDS = ("dtype", "shape", "data_offsets")
 _METADATA = "__metadata__"
@@ -179,13 +181,18 @@ def _tensor_bytes(name: str, entry: Entry) -> int:
     return bits // 8
 
 
-def build_header(entries: Iterable[tuple[str, Entry]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned."""
+def build_header(entries: Iterable[tuple[str, Entry]], metadata: Mapping[str, str], *, size: int = 0) -> bytes:
+    """Returns the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
+
+    size: how many bytes these are, if that is given. ValueError if the header is longer.
+    """
     fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for name, entry in entries:
         fields[name] = dict(zip(_FIELDS, (entry.dtype, entry.shape, (entry.start, entry.end)), strict=True))
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
+    if size and LENGTH_BYTES + len(text) > size:
+        raise ValueError(f"the header has {LENGTH_BYTES + len(text)} bytes; there is space for {size}")
+    text += b" " * (size - LENGTH_BYTES - len(text) if size else -(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

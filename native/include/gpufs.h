@@ -572,6 +572,17 @@ gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id);
  * 10 s and uses its memory until it does; the queue takes no more, and its handle stays open for collecting. */
 gpufs_status gpufs_queue_close(gpufs_handle queue);
 
+/* ---- pools: allocation within memory that a program has attached ---- */
+
+/* Divides a range of addresses among allocations (torch's, by the functions in native/binding/torch_allocator.cc). Does
+ * not touch the memory. */
+gpufs_status gpufs_pool_open(uint64_t address, uint64_t bytes, gpufs_handle* pool);
+/* The calling thread allocates from this pool from now on; 0: from none. */
+gpufs_status gpufs_pool_enter(gpufs_handle pool);
+gpufs_status gpufs_pool_usage(gpufs_handle pool, uint64_t* used, uint64_t* largest_free);
+/* EBUSY while something is allocated in it. */
+gpufs_status gpufs_pool_close(gpufs_handle pool);
+
 /* CFFI END */
 
 #ifdef __cplusplus
