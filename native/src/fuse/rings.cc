@@ -267,8 +267,9 @@ void RingThread::command(RingEntry& entry, std::uint32_t command) {
   ::io_uring_prep_rw(IORING_OP_URING_CMD, sqe, device_, registers ? entry.parts : nullptr, registers ? 2 : 0, 0);
   sqe->cmd_op = command;
   const UringCommand arguments{0, registers ? 0 : entry.commit, queues_[entry.queue].number, {}};
-  std::memset(sqe->cmd, 0, kUringCommandBytes);
-  std::memcpy(sqe->cmd, &arguments, sizeof(arguments));
+  std::byte* const target = reinterpret_cast<std::byte*>(sqe) + offsetof(io_uring_sqe, cmd);
+  std::memset(target, 0, kUringCommandBytes);
+  std::memcpy(target, &arguments, sizeof(arguments));
   ::io_uring_sqe_set_data(sqe, &entry);
   if (registers) {
     ++queues_[entry.queue].entries;
