@@ -173,6 +173,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="0: 64, started as they are needed",
     ),
     Knob(
+        "transport",
+        kinds.choice("auto", "uring", "device"),
+        "auto",
+        "How requests come from the kernel. uring: through io_uring, or fail to mount; it takes Linux 6.14 and root to "
+        "write Y to /sys/module/fuse/parameters/enable_uring. device: by reads of /dev/fuse. auto: uring where possible.",
+    ),
+    Knob(
         "reader_spin",
         kinds.duration(0, 0.01),
         100e-6,

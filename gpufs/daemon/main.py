@@ -293,6 +293,7 @@ class Daemon:
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
+                    rings=values["transport"] != "device",
                 )
             except engine.EngineError as failure:
                 raise StartFailure.of(failure) from None
@@ -427,6 +428,9 @@ class Daemon:
             if _now(entry) is None:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{entry.mountpoint}: mounted, but does not answer: ") from None
+        transport = mount.statistics()["transport"]
+        if self._request.config["transport"] == "uring" and transport["name"] != "io_uring":
+            raise StartFailure(errno.ENOTSUP, f"transport: {transport['reason']}")
         _set_read_ahead(entry.device, self._request.config["read_ahead"])  # after INIT, which sets it too
         if not self._request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
@@ -442,7 +446,7 @@ class Daemon:
                     "mountpoint": self._request.mountpoint,
                     "driver": driver,
                     "devices": devices,
-                    "transport": mount.statistics()["transport"]["name"],
+                    "transport": transport["name"],
                     "notes": notes,
                 }
             )

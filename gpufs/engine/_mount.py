@@ -125,7 +125,7 @@ class Mount(Handle):
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
     ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is in seconds, for the
     GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take before
-    new ones fail with ENOSPC, 0 for no limit.
+    new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring where the kernel allows it.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -145,6 +145,7 @@ class Mount(Handle):
         mask_flags: int = 0,
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
+        rings: bool = False,
     ) -> None:
         options = ffi.new(
             "gpufs_mount_options *",
@@ -158,6 +159,7 @@ class Mount(Handle):
                 "mask_flags": mask_flags,
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
+                "rings": rings,
             },
         )
         handle = ffi.new("gpufs_handle *")

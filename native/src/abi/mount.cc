@@ -153,6 +153,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.mask_flags = options->mask_flags;
     chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
+    chosen.rings = options->rings != 0;
     chosen.pin_hooks = gpufs::pin_hooks(*owner.value());
     Result<std::shared_ptr<gpufs::TransferEngine>> transfers = gpufs::engine_transfers(*owner.value());
     if (!transfers.ok()) return transfers.status();

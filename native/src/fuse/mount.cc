@@ -42,6 +42,7 @@ TransportOptions transport_options(const MountOptions& options) {
   return {.reader_threads = options.reader_threads,
           .payload_bytes = max_write_of(options),
           .spin = options.reader_spin,
+          .rings = options.rings,
           .pin_hooks = options.pin_hooks};
 }
 
@@ -180,7 +181,7 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
-  Responder responder(transport_, request.header.unique, opcode);
+  Responder responder(transport_, request.header.unique, opcode, request.entry);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));
   }
