@@ -1,23 +1,12 @@
-"""Tables and sizes for people, JSON for programs."""
+"""Tables for people, JSON for programs."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from gpufs.cli._errors import printable
-
-
-def bytes_text(size: int | None) -> str:
-    """A size for people: "512M", "1.5G"; "-" if unknown."""
-    if size is None:
-        return "-"
-    value = float(size)
-    unit = ""
-    for larger in "KMGTPE":
-        if value < 1023.95:
-            break
-        value, unit = value / 1024, larger
-    return (f"{value:.0f}" if value >= 99.95 else f"{value:.1f}".removesuffix(".0")) + unit
+from gpufs.units import bytes_text as bytes_text
+from gpufs.units import rate_text as rate_text
 
 
 def json_text(value: Any) -> str:
