@@ -221,7 +221,7 @@ def test_counters_of_a_killed_daemon_are_shown(mount: Mounter) -> None:
     assert before - 60 < found["dead_since"] <= time.time()
     text = run(*GPUFS, "stats", own.path).stdout
     assert f"({own.pid}) is dead since" in text
-    assert re.search(r"gpu0 +mount +in +1M", text)
+    assert re.search(r"gpu0 +mount +in +1.0 MiB", text)
     assert path.exists()
     run(*GPUFS, "umount", own.path)
     assert not path.exists()
@@ -336,7 +336,7 @@ def test_metrics_of_odd_numbers(host: engine.Engine) -> None:
         "bytes": 77, "operations": 8, "errors": 1, "in_flight": 1, "seconds": 5.0, "refusals": {"too_small": 3},
         "sizes": [[1, 2], [None, 6]], "times": [[1024.0, 8]],
     }  # fmt: skip
-    found = metrics_of(prometheus.metrics(whole).decode())
+    found = metrics_of(prometheus.metrics([whole]).decode())
     key = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), ("mountpoint", 'a "b"\\\n'))
     assert found["gpufs_in_flight"] == {key: 1}
     assert list(found["gpufs_refusals_total"].values()) == [3]
