@@ -63,6 +63,7 @@ def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, s
     master, terminal = os.openpty()
     words = [*GPUFS, "top", str(shared_mount.path), "--interval", "3600"]
     before = termios.tcgetattr(terminal)
+    process = None
     try:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
         environment = {**os.environ, "TERM": "xterm"}
@@ -80,5 +81,8 @@ def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, s
         assert process.wait(PATIENCE) == code
         assert termios.tcgetattr(terminal) == before
     finally:
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait(PATIENCE)
         os.close(master)
         os.close(terminal)

@@ -1,6 +1,7 @@
 """The command group."""
 
 import importlib
+import math
 from typing import Final
 
 import click
@@ -66,3 +67,10 @@ def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: s
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Shell completion of directory names."""
     return [CompletionItem(incomplete, type="dir")]
+
+
+def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuses nan as an option's seconds."""
+    if value is not None and math.isnan(value):  # which is in every range
+        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
+    return value

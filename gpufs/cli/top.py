@@ -18,7 +18,10 @@ from gpufs.cli import _activity, _mounts, _picture
 from gpufs.cli._activity import Reading
 from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
+from gpufs.cli._main import check_seconds
 
+# getch() does not end when a signal comes: Python's handlers run after it.
+_KEY_MILLISECONDS: Final = 200
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,6 +31,7 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 3600),
+    callback=check_seconds,
     default=1.0,
     metavar="S",
     help="Seconds between two pictures, from 0.1 to 3600.  [default: 1]",
@@ -115,7 +119,7 @@ def _loop(window: curses.window, read: Callable[[], list[Reading]], interval: fl
         before = now
         _show(window, lines)
         while (left := due - time.monotonic()) > 0:
-            window.timeout(int(left * 1000) + 1)
+            window.timeout(min(int(left * 1000) + 1, _KEY_MILLISECONDS))
             key = window.getch()
             if key in (ord("q"), ord("Q")):
                 return
