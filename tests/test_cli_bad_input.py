@@ -61,7 +61,8 @@ def test_values_that_are_not_allowed_are_named(mountpoint: Path, option: str, va
 
 def test_more_memory_than_the_machine_has_is_refused(mountpoint: Path) -> None:
     line = fails(2, "mount", mountpoint, "--driver", "host", "--memory", "8T", "--devices", "3")
-    assert line.startswith("memory: 3 x 8T is more than this machine has: ")
+    assert line.startswith("memory: 3 x ")
+    assert "more than this machine has" in line
     if not Path("/dev/nvidiactl").exists():
         assert "more than this machine has" in fails(1, "mount", mountpoint, "--memory", "8T")
 
