@@ -21,12 +21,13 @@ PYTHON_MAY_USE = {
     "gpufs": {"_version", "client"},  # client: lazily
     "gpufs.__main__": {"cli"},
     "gpufs._version": set(),
+    "gpufs.units": set(),
     "gpufs.statistics": set(),
-    "gpufs.config": set(),
+    "gpufs.config": {"units"},
     "gpufs.mounting": set(),
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
-    "gpufs.client": {"engine", "mounting", "protocol", "_version"},  # engine: lazily, to map memory
+    "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
     "gpufs.torch": {"gpufs"},  # attach
     "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
@@ -34,8 +35,8 @@ PYTHON_MAY_USE = {
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
-    "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics"},
+    "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
+    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics", "units"},
 }
 
 

@@ -17,7 +17,7 @@ from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import size_text
+from gpufs.units import bytes_text, rate_text
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -67,8 +67,8 @@ class _Bar:
 
     def show(self, moved: int, total: int, name: str) -> None:
         """Draws the line again."""
-        rate = size_text(moved / max(time.monotonic() - self._began, 1e-9))
-        line = f"{size_text(moved)} of {size_text(total)}  {rate}/s  {printable(name)}"
+        rate = rate_text(moved / max(time.monotonic() - self._began, 1e-9))
+        line = f"{bytes_text(moved)} of {bytes_text(total)}  {rate}  {printable(name)}"
         self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
 
     def print(self, line: str, stream: Any) -> None:
@@ -230,9 +230,9 @@ class _Run:
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)
         if self._verbose:
-            served = ", ".join(f"{path} {size_text(count)}" for path, count in result.paths.items()) or "empty"
-            rate = size_text(result.bytes / max(result.seconds, 1e-9))
-            text = f"{result.source} -> {result.destination}: {size_text(result.bytes)}, {rate}/s ({served})"
+            served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
+            rate = rate_text(result.bytes / max(result.seconds, 1e-9))
+            text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
             self._print(text, self._lines)
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:

@@ -1,6 +1,7 @@
 """The command group."""
 
 import importlib
+import math
 from typing import Final
 
 import click
@@ -14,8 +15,11 @@ COMMANDS: Final = {
     "umount": "gpufs.cli.umount",
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
+    "ls": "gpufs.cli.ls",
     "leases": "gpufs.cli.leases",
+    "top": "gpufs.cli.top",
     "stats": "gpufs.cli.stats",
+    "metrics": "gpufs.cli.metrics",
     "trace": "gpufs.cli.trace",
     "doctor": "gpufs.cli.doctor",
     "cp": "gpufs.cli.cp",
@@ -63,3 +67,10 @@ def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: s
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Shell completion of directory names."""
     return [CompletionItem(incomplete, type="dir")]
+
+
+def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuses nan as an option's seconds."""
+    if value is not None and math.isnan(value):  # which is in every range
+        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
+    return value

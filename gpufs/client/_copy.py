@@ -22,9 +22,10 @@ from typing import Final, Literal, Self
 from gpufs.client import _ends, _find
 from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
 from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
+from gpufs.units import bytes_text
 
 Fastpath = Literal["auto", "off", "require"]
 
@@ -369,7 +370,7 @@ class _CopyJob:
         if free is None or needed <= free + os.fstat(self.destination_fd).st_blocks * 512:
             return ""
         device = self._device()
-        text = f"needs {size_text(needed)}, {size_text(free)} free{f' on {device}' if device else ''}"
+        text = f"needs {bytes_text(needed)}, {bytes_text(free)} free{f' on {device}' if device else ''}"
         return f"{os.strerror(errno.ENOSPC)}: {text}"
 
     def _device(self) -> str:

@@ -281,8 +281,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "status_timeout",
         kinds.duration(0.1, 3600),
         2.0,
-        "How long `gpufs status`, `gpufs df`, `gpufs leases` and `gpufs stats` wait for a mount to answer.",
-        commands=("status", "df", "leases", "stats"),
+        "How long the commands that show mounts wait for a mount to answer.",
+        commands=("status", "df", "leases", "ls", "stats", "top", "metrics"),
     ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )

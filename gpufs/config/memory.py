@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpufs.config.kinds import size_text
 from gpufs.config.knobs import GRANULE, ConfigError
+from gpufs.units import bytes_text
 
 _LEAST_METADATA: Final = 16 << 20  # of the default
 
@@ -99,14 +99,13 @@ def host_memory(memory: int | None, devices: int) -> int:
         share = has.available_bytes // 2 // count // GRANULE * GRANULE
         if share < GRANULE:
             raise ConfigError(
-                f"memory: half of the available {size_text(has.available_bytes)} is too little for {count} "
+                f"memory: half of the available {bytes_text(has.available_bytes)} is too little for {count} "
                 "devices: give fewer devices"
             )
         return share
     if memory * count > has.total_bytes:
-        gib = float(1 << 30)
         raise ConfigError(
-            f"memory: {count} x {size_text(memory)} is more than this machine has: "
-            f"{has.total_bytes / gib:.1f} GiB, of which {has.available_bytes / gib:.1f} GiB are available"
+            f"memory: {count} x {bytes_text(memory)} is more than this machine has: "
+            f"{bytes_text(has.total_bytes)}, of which {bytes_text(has.available_bytes)} are available"
         )
     return memory

@@ -36,7 +36,7 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
-from gpufs.fs.control import MountStatistics, MountStatus, leases_text, version_text
+from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, version_text
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
@@ -335,12 +335,19 @@ class Daemon:
             leases=lambda uid: self._service.leases(uid) if self._service is not None else [],
             io=opened.io_statistics,
         )
+        activity = MountActivity(
+            status,
+            mount,
+            paths=lambda inos: tree.paths(inos),
+            copies=lambda uid: self._service.copies(uid) if self._service is not None else [],
+        )
         counted = MountStatistics(opened, self._request.mountpoint, driver)
         contents: dict[str, Callable[[int], bytes]] = {  # by the user that opens the file
             "version": lambda _: version_text(),
             "status": status.as_bytes,
             "stats": lambda _: counted.as_bytes(),
             "metrics": lambda _: counted.as_metrics(),
+            "activity": activity.as_bytes,
             "socket": lambda _: os.fsencode(socket_path) + b"\n",
             "leases": lambda uid: leases_text(self._service.leases(uid) if self._service is not None else []),
         }

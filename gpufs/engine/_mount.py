@@ -182,6 +182,15 @@ class Mount(Handle):
         """The data plane's counters."""
         return json_of(lambda *room: lib.gpufs_mount_statistics(self._handle, *room))
 
+    def busiest(self, most: int) -> list[tuple[int, int, int]]:
+        """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
+
+        The bytes count from the creation of the file. Files whose bytes were never moved are left out.
+        """
+        files, count = ffi.new("gpufs_file_activity[]", most), ffi.new("uint64_t *", most)
+        check(lib.gpufs_mount_busiest(self._handle, files, count))
+        return [(one.ino, one.bytes_read, one.bytes_written) for one in files[0 : count[0]]]
+
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
         """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))

@@ -3,15 +3,16 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, Engine, EngineError, refusal_names
+from gpufs.engine import Device, Engine, EngineError, Mount, refusal_names
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
+_BUSIEST = 32  # files that `.gpufs/activity` lists at most
 _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 
 
@@ -47,7 +48,7 @@ class MountStatus:
             "transport": statistics["transport"]["name"],
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
-            "devices": [self._device(device) for device in self.devices],
+            "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
             "statistics": statistics,
         }
@@ -63,7 +64,8 @@ class MountStatus:
         """The text of ``.gpufs/status`` for this user: one JSON object."""
         return json.dumps(self.as_dict(uid), indent=2, default=str).encode() + b"\n"
 
-    def _device(self, device: Device) -> dict[str, Any]:
+    def device(self, device: Device) -> dict[str, Any]:
+        """What is known of a device: its memory in bytes, files and health."""
         info = device.info
         entry: dict[str, Any] = {
             "index": device.index,
@@ -120,7 +122,47 @@ class MountStatistics:
         """The text of ``.gpufs/metrics``, in Prometheus' format."""
         from gpufs.statistics import prometheus  # most mounts never need it
 
-        return prometheus.metrics(self.read())
+        return prometheus.metrics([self.read()])
+
+
+@dataclass(frozen=True, slots=True)
+class MountActivity:
+    """What ``.gpufs/activity`` is made of: what happens on the mount now. Each function is called at each reading."""
+
+    status: MountStatus
+    mount: Mount
+    paths: Callable[[Iterable[int]], Mapping[int, bytes]]  # of files, by their inodes
+    copies: Callable[[int], list[dict[str, Any]]]  # in progress, that a user may see
+
+    def as_bytes(self, uid: int) -> bytes:
+        """The text for a user: one JSON object. Other users' files, copies and leases are for root and the owner."""
+        files = [one for one in self._files() if uid in (0, os.geteuid(), one["uid"])]
+        activity = {
+            "devices": [self.status.device(device) for device in self.status.devices],
+            "files": files,
+            "copies": self.copies(uid),
+            "leases": self.status.leases(uid) if self.status.leases is not None else [],
+        }
+        return json.dumps(activity, indent=2).encode() + b"\n"
+
+    def _files(self) -> Iterator[dict[str, Any]]:
+        busiest = self.mount.busiest(_BUSIEST)
+        paths = self.paths(ino for ino, _, _ in busiest)
+        for ino, read, written in busiest:
+            try:
+                attributes = self.mount.inode_get(ino)
+            except EngineError:
+                continue  # gone by now
+            yield {
+                "path": os.fsdecode(paths[ino]) if ino in paths else None,
+                "inode": ino,
+                "uid": attributes.uid,
+                "device": f"gpu{attributes.device}",
+                "size": attributes.size,
+                "held_bytes": attributes.blocks * 512,
+                "bytes_read": read,
+                "bytes_written": written,
+            }
 
 
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:

@@ -11,7 +11,7 @@ between devices (EXDEV).
 import errno
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
 from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
@@ -127,6 +127,28 @@ class Tree:
             return
         node.lookups = max(0, node.lookups - count)
         self._drop_if_unused(node)
+
+    def paths(self, inos: Iterable[int]) -> dict[int, bytes]:
+        """A path of each file that has one, below the root."""
+        wanted: dict[Directory, set[int]] = {}
+        for ino in inos:
+            node = self.nodes.get(ino)
+            if node is not None and node.names and node.parent is not None:
+                wanted.setdefault(node.parent, set()).add(ino)
+        return {
+            entry.node.ino: b"/".join([*self._path(directory), name])
+            for directory, below in wanted.items()
+            for name, entry in directory.entries.items()
+            if entry.node is not None and entry.node.ino in below
+        }
+
+    def _path(self, directory: Directory) -> list[bytes]:
+        names: list[bytes] = []
+        while directory is not self.root and directory.parent is not None:
+            above = directory.parent
+            names.insert(0, next((name for name, entry in above.entries.items() if entry.node is directory), b"?"))
+            directory = above
+        return names
 
     # ---- making ----
 

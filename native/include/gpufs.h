@@ -276,6 +276,16 @@ gpufs_status gpufs_mount_close(gpufs_handle mount);
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
 gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
 
+/* A file and what has been moved to and from its memory since it was created. */
+typedef struct {
+  uint64_t ino;
+  uint64_t bytes_read;
+  uint64_t bytes_written;
+} gpufs_file_activity;
+/* The files with the most bytes moved since the last call of this function come first. *count: on entry the capacity of
+ * files, then how many there are. Files whose bytes were never moved are left out. */
+gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count);
+
 /* Which reads set access times: as mount(8) has it for relatime (the default), strictatime and noatime;
  * not_directories != 0: nodiratime. At any time. */
 enum { GPUFS_RELATIME = 0, GPUFS_STRICTATIME = 1, GPUFS_NOATIME = 2 };

@@ -203,6 +203,19 @@ gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t cap
   });
 }
 
+gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (count == nullptr || (files == nullptr && *count > 0)) return gpufs::null_argument();
+    const auto busiest = found.table().busiest(*count);
+    *count = busiest.size();
+    for (const auto& inode : busiest) {
+      const gpufs::observe::FileActivity& activity = inode->buffer()->activity();
+      *files++ = {inode->ino(), activity.bytes(gpufs::observe::Flow::kOut), activity.bytes(gpufs::observe::Flow::kIn)};
+    }
+    return {};
+  });
+}
+
 gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     gpufs::fuse::AccessTimes wanted{};

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "fuse/acl.h"
@@ -373,6 +375,30 @@ InodeTable::Counts InodeTable::counts() const {
   counts.orphans = orphans_.size();
   counts.metadata_bytes = metadata_.load();
   return counts;
+}
+
+std::vector<std::shared_ptr<Inode>> InodeTable::busiest(std::size_t most) const {
+  struct Moved {
+    std::uint64_t recently;
+    std::uint64_t ever;
+    const std::shared_ptr<Inode>* inode;
+  };
+  const auto more = [](const Moved& a, const Moved& b) {
+    return std::tie(a.recently, a.ever) > std::tie(b.recently, b.ever);
+  };
+  std::vector<Moved> moved;
+  std::vector<std::shared_ptr<Inode>> found;
+  const std::shared_lock lock(inodes_mutex_);
+  for (const auto& [ino, inode] : inodes_) {
+    if (inode->buffer() == nullptr) continue;
+    observe::FileActivity& activity = inode->buffer()->activity();
+    const std::uint64_t ever = activity.bytes(observe::Flow::kIn) + activity.bytes(observe::Flow::kOut);
+    if (ever > 0) moved.push_back({activity.take_recent(), ever, &inode});
+  }
+  const auto middle = moved.begin() + static_cast<std::ptrdiff_t>(std::min(most, moved.size()));
+  std::partial_sort(moved.begin(), middle, moved.end(), more);
+  for (auto one = moved.begin(); one != middle; ++one) found.push_back(*one->inode);
+  return found;
 }
 
 }  // namespace gpufs::fuse

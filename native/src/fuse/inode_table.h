@@ -13,6 +13,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "base/status.h"
 #include "fuse/attributes.h"
@@ -168,6 +169,9 @@ class InodeTable {
     std::uint64_t metadata_bytes = 0;
   };
   [[nodiscard]] Counts counts() const;
+
+  // At most `most` files whose bytes have been moved, those with the most bytes since the last call first.
+  [[nodiscard]] std::vector<std::shared_ptr<Inode>> busiest(std::size_t most) const;
 
  private:
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.

@@ -170,7 +170,7 @@ class ExtentBuffer : public Buffer {
 
   // ---- extent_buffer_copy.cc ----
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done);
+                     const std::atomic<bool>* cancelled, std::uint64_t* done, const std::function<void()>& advanced);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
