@@ -27,7 +27,8 @@ PYTHON_MAY_USE = {
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
     "gpufs.client": {"engine", "mounting", "protocol", "_version"},  # engine: lazily, to map memory
-    "gpufs.torch": {"gpufs"},  # attach
+    "gpufs.formats": set(),
+    "gpufs.torch": {"gpufs", "formats"},  # gpufs: attach
     "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
@@ -35,7 +36,7 @@ PYTHON_MAY_USE = {
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics"},
+    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "formats", "mounting", "statistics"},
 }
 
 

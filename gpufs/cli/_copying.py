@@ -9,6 +9,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
@@ -16,8 +19,9 @@ from typing import Any, Final
 from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
+from gpufs.client._copy import STREAM
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import size_text
+from gpufs.client._outcome import size_text, text_of
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -31,10 +35,18 @@ def copy(names: list[str], options: dict[str, Any]) -> int:
     preserve = options["preserve"] or options["archive"]
     show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
     chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
+    if STREAM in names:
+        _check_stream(names, options)
     with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
         run = _Run(copier, options, recursive=recursive, preserve=preserve, show=show)
-        with targets(names[:-1], names[-1], follow=not recursive) as named:
-            run.copy(named, 1 if len(named) == 1 and not recursive else options["jobs"])
+        if STREAM in names:
+            run.copy_stream(*names)
+        else:
+            with targets(names[:-1], names[-1], follow=not recursive) as named:
+                if (recursive or len(named) > 1) and not options["partial"]:
+                    run.check_room(named)
+                if not run.errors:
+                    run.copy(named, 1 if len(named) == 1 and not recursive else options["jobs"])
     if options["json"]:
         from gpufs.cli._output import json_text
 
@@ -47,6 +59,18 @@ def copy(names: list[str], options: dict[str, Any]) -> int:
     if run.output_error is not None:
         raise run.output_error
     return 1 if run.errors else 0
+
+
+def _check_stream(names: list[str], options: dict[str, Any]) -> None:
+    """Failure for names and options that a pipe does not allow."""
+    if len(names) != 2 or names == [STREAM, STREAM]:
+        raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
+    unfit = ["recursive", "archive", "preserve", "no_clobber", "verify"] + (["json"] if names[1] == STREAM else [])
+    for name in unfit:
+        if options[name]:
+            raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)
+    if options["fastpath"] == "require":
+        raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
 
 
 def _complain(text: str) -> None:
@@ -95,6 +119,9 @@ class _Run:
     def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
         self._copier = copier
         self._verbose: bool = options["verbose"]
+        self._interruptible = False  # by an exception of the signal handler
+        self._recursive = recursive
+        self._keep_existing: bool = options["no_clobber"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
         self._bar = _Bar() if show else None
         self._cancel = Cancellation()
@@ -108,7 +135,7 @@ class _Run:
             self._cancel,
             recursive=recursive,
             preserve=preserve,
-            keep_existing=options["no_clobber"],
+            keep_existing=self._keep_existing,
             found=self._found,
             warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
             report=self._error,
@@ -120,20 +147,48 @@ class _Run:
         self.errors: list[dict[str, Any]] = []
         self.output_error: OSError | None = None  # of standard output
 
+    def check_room(self, named: list[tuple[str, Entry]]) -> None:
+        """Reports an error if all files together do not fit."""
+        from gpufs.cli import _cp_room
+
+        try:
+            _cp_room.check(
+                self._copier, named, self._cancel, recursive=self._recursive, keep_existing=self._keep_existing
+            )
+        except OSError as error:
+            self._error("", os.path.dirname(named[0][1].path) or ".", error.errno or errno.EIO, text_of(error))
+
     def copy(self, named: list[tuple[str, Entry]], jobs: int) -> None:
         """Copies everything. Errors are printed and collected."""
-        previous = {
-            number: signal.signal(number, self._interrupt)
-            for number in (signal.SIGINT, signal.SIGTERM)
-            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
-        }
-        try:
+        with self._running():
             workers = self._start(jobs)
             for source, destination in named:
                 self._walk.find(source, destination)
             for _ in workers:
                 self._put(None)
             self._wait(workers)
+
+    def copy_stream(self, source: str, destination: str) -> None:
+        """Copies standard input to a file, or a file to standard output, on this thread."""
+        self._interruptible = True
+        if source == STREAM:
+            copy = partial(self._copier.copy_from_stream, 0, Entry.of(destination))
+        else:
+            self._lines = sys.stderr
+            copy = partial(self._copier.copy_to_stream, Entry.of(source), 1)
+        with self._running():
+            self._copy_one(source, destination, copy)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Signals interrupt the copies, and the progress is shown."""
+        previous = {
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
+        }
+        try:
+            yield
             self._refresh()
         finally:
             if self._bar is not None:
@@ -166,6 +221,8 @@ class _Run:
             os.kill(os.getpid(), number)
         self.signal = number
         self._cancel.cancel()
+        if self._interruptible:  # this thread waits for a pipe
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def _wait(self, workers: list[threading.Thread]) -> None:
         deadline = float("inf")
@@ -198,13 +255,12 @@ class _Run:
         while (item := self._queue.get()) is not None:
             try:
                 if not self._cancel.cancelled:
-                    self._copy_one(item)
+                    copy = partial(self._copier.copy_entry, item.source, item.destination)
+                    self._copy_one(item.source.path, item.destination.path, copy)
             finally:
                 self._walk.release(item.folder)
 
-    def _copy_one(self, item: Item) -> None:
-        source, destination = item.source.path, item.destination.path
-
+    def _copy_one(self, source: str, destination: str, copy: Callable[..., CopyResult]) -> None:
         def report(progress: CopyProgress) -> None:
             with self._lock:
                 self._current = source if progress.phase == "copy" else f"verifying {source}"
@@ -214,7 +270,7 @@ class _Run:
         done = 0
         try:
             progress = report if self._bar is not None else None
-            result = self._copier.copy_entry(item.source, item.destination, progress=progress, cancel=self._cancel)
+            result = copy(progress=progress, cancel=self._cancel)
             done = result.bytes
             self._copied(result)
         except CopyError as error:
@@ -236,7 +292,9 @@ class _Run:
             self._print(text, self._lines)
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:
-        if error.errno == errno.ECANCELED and self._cancel.cancelled:
+        if error.errno == errno.EPIPE and destination == STREAM:
+            self._error(source, destination, errno.EPIPE, "", error)  # as other programs, silently
+        elif error.errno == errno.ECANCELED and self._cancel.cancelled:
             text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
             self._error(source, destination, errno.ECANCELED, text, error)
         else:
@@ -264,6 +322,8 @@ class _Run:
                 "device_code": error.device_code if error else 0,
             }
         )
+        if not text:
+            return
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
         self._print(f"gpufs cp: {where}: {text}" if where else f"gpufs cp: {text}", sys.stderr)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -174,20 +175,6 @@ def remove(entry: Entry, fd: int) -> bool:
     return True
 
 
-def free_bytes(fd: int) -> int | None:
-    """Free bytes of a file's file system; None if it does not report them."""
-    try:
-        status = os.fstatvfs(fd)
-    except OSError:  # ENOSYS by a FUSE file system without STATFS
-        return None
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-
-def data_bytes(status: os.stat_result, size: int) -> int:
-    """The least space that a copy of a file needs, in bytes. Holes need none."""
-    return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
-
-
 def may_have_holes(source: int, destination: int) -> bool:
     """Whether a copy may leave something out: the source takes up less than its size, the destination can have holes.
 
@@ -213,6 +200,36 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
         if error.errno == errno.EINVAL:  # its file system does not report holes
             return offset, end
         raise
+
+
+def read_full(fd: int, buffer: memoryview) -> int:
+    """Fills a buffer from a pipe or another stream. Returns fewer bytes only at the stream's end."""
+    filled = 0
+    while filled < len(buffer):
+        try:
+            count = os.readv(fd, [buffer[filled:]])
+        except BlockingIOError:  # the stream's other users want it so
+            _await(fd, select.POLLIN)
+            continue
+        if not count:
+            break
+        filled += count
+    return filled
+
+
+def write_some(fd: int, data: memoryview) -> int:
+    """Writes to a pipe or another stream. Returns how many bytes it took, at least one."""
+    while True:
+        try:
+            return os.write(fd, data)
+        except BlockingIOError:
+            _await(fd, select.POLLOUT)
+
+
+def _await(fd: int, event: int) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    poll.poll()
 
 
 def settle_on_mount(fd: int) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import gpufs
+from gpufs.formats.safetensors import HeaderEntry, build_header
 from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
-from gpufs.torch._header import Entry, build_header
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
@@ -163,7 +163,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     return parts, layouts
 
 
-def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
     """Returns the header's entries.
 
     Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
@@ -183,7 +183,7 @@ def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
             if not shape:
                 raise TypeError(f"tensor {name!r}: {part.dtype} needs a dimension")
             shape = (*shape[:-1], shape[-1] * stored_elements(dtype))
-        entries[name] = Entry(dtype, shape, end, end + part.nbytes)
+        entries[name] = HeaderEntry(dtype, shape, end, end + part.nbytes)
         end += part.nbytes
     return entries
 
