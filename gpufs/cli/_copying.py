@@ -21,6 +21,7 @@ from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
 from gpufs.client._ends import Entry
+from gpufs.client._find import mounts_by_device
 from gpufs.client._outcome import size_text, text_of
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
@@ -80,6 +81,11 @@ def _complain(text: str) -> None:
 def _add(counts: dict[str, int], more: dict[str, int]) -> None:
     for name, count in more.items():
         counts[name] = counts.get(name, 0) + count
+
+
+def _is_mount_root(path: str) -> bool:
+    path = os.path.realpath(path)
+    return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
 
 
 class _Bar:
@@ -324,6 +330,8 @@ class _Run:
         )
         if not text:
             return
+        if number in (errno.EPERM, errno.EACCES) and _is_mount_root(os.path.dirname(destination or source)):
+            text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
         self._print(f"gpufs cp: {where}: {text}" if where else f"gpufs cp: {text}", sys.stderr)
 

@@ -248,9 +248,7 @@ class Copier:
     def _run(self, job: _CopyJob, began: float) -> CopyResult:
         """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
         try:
-            if job.total > _SMALL_BYTES and stat.S_ISREG(job.after.st_mode):
-                needed = _room.data_bytes(job.before, job.total)
-                self.check_room(job.destination_fd, needed, mounts=job.mounts, cancel=job.cancel)
+            self._check_room_of(job)
             job.empty()
             self._move(job)
             digest = self._complete(job)
@@ -292,6 +290,16 @@ class Copier:
             waited = True
         if waited:
             self._patience = _SPACE_SECONDS
+
+    def _check_room_of(self, job: _CopyJob) -> None:
+        if job.total <= _SMALL_BYTES or not stat.S_ISREG(job.after.st_mode):
+            return
+        needed = _room.data_bytes(job.before, job.total)
+        try:
+            self.check_room(job.destination_fd, needed, mounts=job.mounts, cancel=job.cancel)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._partial:  # which wants as much as fits
+                raise
 
     def _move(self, job: _CopyJob) -> None:
         source, destination = job.before.st_dev, job.after.st_dev
