@@ -5,6 +5,7 @@ How the bytes are copied:
 - Between the host and a mount, the mount's daemon copies them ("transfer"). Small files are read and written through
   the mount ("mount"), and so are all files if the daemon's socket cannot be reached.
 - Inside one mount, the kernel passes whole ranges to the mount ("kernel").
+- Pipes are read and written here ("mount").
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Copier:
 
     ``fastpath``: "off" and "require" override the mount's configuration. ``fsync``: writes host files to disk before a
     copy succeeds. ``verify``: reads both files again, with ``fsync`` from disk, and compares their SHA-256.
-    ``preserve``: keeps mode, times and, if allowed, owner of the source. ``partial``: a failed or cancelled copy keeps
-    a new destination, with the bytes copied so far, instead of removing it. ``notice``: called with one line, once for
-    each mount whose daemon cannot be reached.
+    ``preserve``: keeps mode, times and, if allowed, owner of the source. ``partial``: a copy that does not fit is begun
+    all the same, and a failed or cancelled copy keeps a new destination, with the bytes copied so far, instead of
+    removing it. ``notice``: called with one line, once for each mount whose daemon cannot be reached.
     """
 
     def __init__(

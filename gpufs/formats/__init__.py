@@ -1,4 +1,7 @@
-"""Formats of tensor files: their headers, and their elements as numbers. Nothing here needs torch or a mount."""
+"""Formats of tensor files: their headers, and their elements as numbers. Nothing here needs torch or a mount.
+
+For gpufs itself: the names may change at any time.
+"""
 
 
 class FormatError(ValueError):
