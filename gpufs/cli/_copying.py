@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -78,11 +79,6 @@ def _complain(text: str) -> None:
     complain(f"cp: {text}")
 
 
-def _add(counts: dict[str, int], more: dict[str, int]) -> None:
-    for name, count in more.items():
-        counts[name] = counts.get(name, 0) + count
-
-
 def _is_mount_root(path: str) -> bool:
     path = os.path.realpath(path)
     return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
@@ -125,7 +121,7 @@ class _Run:
     def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
         self._copier = copier
         self._verbose: bool = options["verbose"]
-        self._interruptible = False  # by an exception of the signal handler
+        self._streaming = False  # this thread copies, and may wait for a pipe
         self._recursive = recursive
         self._keep_existing: bool = options["no_clobber"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
@@ -176,7 +172,7 @@ class _Run:
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copies standard input to a file, or a file to standard output, on this thread."""
-        self._interruptible = True
+        self._streaming = True
         if source == STREAM:
             copy = partial(self._copier.copy_from_stream, 0, Entry.of(destination))
         else:
@@ -227,7 +223,7 @@ class _Run:
             os.kill(os.getpid(), number)
         self.signal = number
         self._cancel.cancel()
-        if self._interruptible:  # this thread waits for a pipe
+        if self._streaming:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def _wait(self, workers: list[threading.Thread]) -> None:
@@ -272,6 +268,10 @@ class _Run:
                 self._current = source if progress.phase == "copy" else f"verifying {source}"
                 if progress.phase == "copy":
                     self._moved[source] = progress.moved
+                if self._streaming:
+                    self._total = progress.total
+            if self._streaming:
+                self._refresh()  # nobody else does
 
         done = 0
         try:
@@ -348,22 +348,18 @@ class _Run:
     def summary(self) -> dict[str, Any]:
         """The output of --json. Sizes are in bytes, times in seconds."""
         total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
-        methods: dict[str, int] = {}
-        paths: dict[str, int] = {}
-        refusals: set[str] = set()
+        paths: Counter[str] = Counter()
         for result in self.results:
-            _add(methods, {result.method: 1})
-            _add(paths, result.paths)
-            refusals.update(result.refusals)
+            paths.update(result.paths)
         return {
             "files": len(self.results),
             "skipped": self._walk.skipped,
             "bytes": total,
             "seconds": self._seconds,
             "bytes_per_second": total / self._seconds if self._seconds else 0.0,
-            "methods": methods,
+            "methods": Counter(result.method for result in self.results),
             "paths": paths,
-            "refusals": sorted(refusals),
+            "refusals": sorted({refusal for result in self.results for refusal in result.refusals}),
             "interrupted": self.signal is not None,
             "copies": [result._asdict() for result in self.results],
             "errors": self.errors,

@@ -595,8 +595,10 @@ class _CopyJob:
 
     def from_stream(self) -> None:
         """Reads the source, whose size is not known, to its end."""
+        from gpufs.client._pipes import read_full
+
         buffer = memoryview(bytearray(_STREAM_BYTES))
-        while filled := _ends.read_full(self.source_fd, buffer):
+        while filled := read_full(self.source_fd, buffer):
             self.check_cancelled()
             written = 0
             while written < filled:
@@ -613,12 +615,14 @@ class _CopyJob:
 
     def to_stream(self) -> None:
         """Writes the source to a destination that has no offsets."""
+        from gpufs.client._pipes import write_some
+
         buffer = memoryview(bytearray(_STREAM_BYTES))
         while count := os.preadv(self.source_fd, [buffer], self.done):
             self.check_cancelled()
             written = 0
             while written < count:
-                step = _ends.write_some(self.destination_fd, buffer[written:count])
+                step = write_some(self.destination_fd, buffer[written:count])
                 written += step
                 self._count("mount", step)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -200,36 +199,6 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
         if error.errno == errno.EINVAL:  # its file system does not report holes
             return offset, end
         raise
-
-
-def read_full(fd: int, buffer: memoryview) -> int:
-    """Fills a buffer from a pipe or another stream. Returns fewer bytes only at the stream's end."""
-    filled = 0
-    while filled < len(buffer):
-        try:
-            count = os.readv(fd, [buffer[filled:]])
-        except BlockingIOError:  # the stream's other users want it so
-            _await(fd, select.POLLIN)
-            continue
-        if not count:
-            break
-        filled += count
-    return filled
-
-
-def write_some(fd: int, data: memoryview) -> int:
-    """Writes to a pipe or another stream. Returns how many bytes it took, at least one."""
-    while True:
-        try:
-            return os.write(fd, data)
-        except BlockingIOError:
-            _await(fd, select.POLLOUT)
-
-
-def _await(fd: int, event: int) -> None:
-    poll = select.poll()
-    poll.register(fd, event)
-    poll.poll()
 
 
 def settle_on_mount(fd: int) -> None:
