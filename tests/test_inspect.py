@@ -93,8 +93,9 @@ def test_numpy_arrays(root: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 20 * MIB + 3])
 def test_the_checksum_is_that_of_sha256sum(root: Path, host: Path, size: int) -> None:
     for place in (root, host):
-        (place / "file").write_bytes(noise(size))
-        assert gpufs("inspect", "--checksum", place / "file").stdout == run("sha256sum", place / "file").stdout
+        path = place / ("file" if size else "new\nli\\ne")
+        path.write_bytes(noise(size))
+        assert gpufs("inspect", "--checksum", path).stdout == run("sha256sum", path).stdout
 
 
 def test_files_with_holes_and_files_that_may_only_be_read(root: Path) -> None:
@@ -209,6 +210,12 @@ def test_what_cannot_be_read(root: Path) -> None:
     for name in ("missing", "fifo", "."):
         assert fails(1, "inspect", root / name)
         assert fails(2, "diff", root / name, root / name)
+
+
+def test_an_output_that_fails_is_no_difference(root: Path) -> None:
+    (root / "a").write_bytes(b"a")
+    (root / "b").write_bytes(b"b")
+    assert run("sh", "-c", f"{GPUFS[0]} diff {root}/a {root}/b >/dev/full", check=False).returncode == 2
 
 
 def test_the_howto(shared_mount: GpufsMount, host: Path) -> None:

@@ -152,7 +152,7 @@ def reported(path: str, code: int) -> Iterator[None]:
         raise
     except OSError as error:
         if error.filename is None and error.errno in (ENOSPC, EBADF):
-            raise  # of standard output
+            raise Failure(f"standard output: {text_of(error)}", code) from None
         raise Failure(f"{error.filename or path}: {text_of(error)}", code) from None
     except FormatError as error:
         raise Failure(f"{path}: {error}", code) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,6 +42,7 @@ def command(one: str, other: str, as_bytes: bool, as_json: bool) -> int:
             print(json_text(found))
         elif not equal:
             _print(found, one, other)
+        sys.stdout.flush()  # a failure of the output is trouble, too
     return 0 if equal else 1
 
 

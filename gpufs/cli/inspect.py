@@ -42,7 +42,8 @@ def command(name: str, stats: bool, checksum: bool, as_json: bool) -> None:
         if stats or digest is None:
             _print(contents, layout, summaries)
         if digest is not None:
-            print(f"{digest}  {name}")
+            escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")  # as sha256sum does
+            print(("\\" if escaped != name else "") + f"{digest}  {escaped}")
 
 
 def _summaries(contents: Contents, layout: Layout) -> list[Summary | None]:
