@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
@@ -24,6 +23,9 @@ from gpufs.client._copy import STREAM
 from gpufs.client._ends import Entry
 from gpufs.client._find import mounts_by_device
 from gpufs.client._outcome import size_text, text_of
+
+if TYPE_CHECKING:
+    from gpufs.cli._cp_progress import ProgressLine
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -84,37 +86,6 @@ def _is_mount_root(path: str) -> bool:
     return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
 
 
-class _Bar:
-    """A progress line on standard error. Lines are printed above it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-
-    def show(self, moved: int, total: int, name: str) -> None:
-        """Draws the line again."""
-        rate = size_text(moved / max(time.monotonic() - self._began, 1e-9))
-        line = f"{size_text(moved)} of {size_text(total)}  {rate}/s  {printable(name)}"
-        self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-
-    def print(self, line: str, stream: Any) -> None:
-        """Prints a line above the progress."""
-        self._write("\r\x1b[K")
-        with self._lock:
-            print(line, file=stream, flush=True)
-
-    def end(self) -> None:
-        """Leaves the line as it is and starts the next one."""
-        self._write("\n")
-
-    def _write(self, text: str) -> None:
-        try:
-            with self._lock:
-                print(text, end="", file=sys.stderr, flush=True)
-        except OSError:
-            pass  # nobody watches
-
-
 class _Run:
     """One run of the command."""
 
@@ -125,7 +96,11 @@ class _Run:
         self._recursive = recursive
         self._keep_existing: bool = options["no_clobber"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
-        self._bar = _Bar() if show else None
+        self._bar: ProgressLine | None = None
+        if show:
+            from gpufs.cli._cp_progress import ProgressLine
+
+            self._bar = ProgressLine()
         self._cancel = Cancellation()
         self._queue: SimpleQueue[Item | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the next four

@@ -47,7 +47,7 @@ def _files(source: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_resul
 
 
 def _held_bytes(path: str) -> int | None:
-    """The bytes that overwriting a file frees; None if there is no file."""
+    """The bytes that overwriting a file frees; None if nothing has the name."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:

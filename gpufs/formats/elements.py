@@ -86,7 +86,7 @@ def is_numeric(dtype: str) -> bool:
     try:
         return dtype in BITS or _type_of(dtype).kind in "biufc"
     except (TypeError, ValueError, SyntaxError):
-        return False  # a record, whose text is no name
+        return False  # a record, which no name stands for
 
 
 def block_bytes(bits: int) -> int:

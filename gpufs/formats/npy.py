@@ -44,7 +44,7 @@ def read_header(size: int, read: Callable[[int, int], bytes]) -> ArrayHeader:
         raise FormatError(f"the header ends at {offset} and the file at {size}")
     try:
         shape, fortran_order, dtype = parse(io.BytesIO(read(begin, offset - begin)))
-    except Exception as error:  # noqa: BLE001 - of a header that is no Python literal, anything can come out
+    except Exception as error:  # noqa: BLE001 - numpy raises many kinds, also tokenize's
         raise FormatError(f"the header of {length} bytes is not valid: {' '.join(str(error).split())}") from None
     count = 1
     for extent in shape:
