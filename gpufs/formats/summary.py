@@ -65,7 +65,8 @@ def summarize(dtype: str, block: Block) -> Summary:
         return Summary(nan=nan, inf=inf)
     with np.errstate(over="ignore"):
         total = float(values.sum(dtype=np.float64))
-    return Summary(values.min().item(), values.max().item(), total, values.size, nan, inf)
+    number = float if values.dtype.kind == "f" else int
+    return Summary(number(values.min()), number(values.max()), total, values.size, nan, inf)
 
 
 @dataclass(frozen=True, slots=True)
