@@ -24,7 +24,7 @@ def mount_it(mountpoint: Path, *options: str) -> int:
 
 def test_mount_and_umount(mountpoint: Path) -> None:
     pid = mount_it(mountpoint, "--devices", "2")
-    assert sorted(os.listdir(mountpoint)) == [".gpufs", "gpu0", "gpu1"]
+    assert sorted(os.listdir(mountpoint)) == [".gpufs", "README", "gpu0", "gpu1"]
     assert os.getsid(pid) != os.getsid(0)
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     for fd in (0, 1, 2):

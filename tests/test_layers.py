@@ -28,7 +28,8 @@ PYTHON_MAY_USE = {
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
     "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
-    "gpufs.torch": {"gpufs"},  # attach
+    "gpufs.formats": set(),
+    "gpufs.torch": {"gpufs", "config.kinds", "engine", "formats"},  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
@@ -36,7 +37,7 @@ PYTHON_MAY_USE = {
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
     "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics", "units"},
+    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "formats", "mounting", "statistics", "units"},
 }
 
 

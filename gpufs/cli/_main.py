@@ -23,6 +23,8 @@ COMMANDS: Final = {
     "trace": "gpufs.cli.trace",
     "doctor": "gpufs.cli.doctor",
     "cp": "gpufs.cli.cp",
+    "inspect": "gpufs.cli.inspect",
+    "diff": "gpufs.cli.diff",
     "mount-helper": "gpufs.cli.mount_helper",
 }
 

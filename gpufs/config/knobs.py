@@ -177,7 +177,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.choice("auto", "uring", "device"),
         "auto",
         "How requests come from the kernel. uring: through io_uring, or fail to mount; it takes Linux 6.14 and root to "
-        "write Y to /sys/module/fuse/parameters/enable_uring. device: by reads of /dev/fuse. auto: uring where possible.",
+        "write Y to /sys/module/fuse/parameters/enable_uring. device: reads of /dev/fuse. auto: uring if possible.",
     ),
     Knob(
         "reader_spin",

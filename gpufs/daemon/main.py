@@ -36,7 +36,7 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
-from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, version_text
+from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
@@ -358,6 +358,9 @@ class Daemon:
             gid=os.getegid(),
             # As on tmpfs: every user who is let in may create files.
             device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
+            readme=readme_text(
+                self._request.mountpoint, opened.devices, [share[0] for share in values["backing"] or ()]
+            ),
             control_files=contents,
             streams={"trace": engine.Trace},
         )

@@ -165,6 +165,26 @@ class MountActivity:
             }
 
 
+def readme_text(mountpoint: str, devices: Sequence[Device], shares: Sequence[str]) -> bytes:
+    """The text of ``README`` in the mount's root. ``shares``: names of the directories below ``backing``."""
+    rows = [(f"gpu{one.index}/", f"{one.info.name}, {one.info.total_bytes / 2**30:.1f} GiB") for one in devices]
+    rows += [(f"backing/{name}/", "files of the host") for name in shares]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}}  {text}" for name, text in rows]
+    return "\n".join(
+        (
+            "gpufs: memory as files. No file can be created here. These directories take files:",
+            "",
+            *lines,
+            "",
+            f"    gpufs cp model.safetensors {mountpoint.rstrip('/')}/gpu0/",
+            "",
+            "copies a file, or says how much memory is missing. cp works too. `gpufs status` and `df` show this mount.",
+            "",
+        )
+    ).encode(errors="surrogateescape")
+
+
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:
     """The text of ``.gpufs/leases``: one JSON object with a list of the leases."""
     return json.dumps({"leases": leases}, indent=2).encode() + b"\n"

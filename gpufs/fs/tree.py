@@ -50,8 +50,9 @@ class Tree:
     """The namespace of one mount.
 
     ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission
-    bits ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content; ``streams``:
-    the same for files that are read as they grow, by their owner alone.
+    bits ``device_mode``. ``readme``: the text of ``README`` in the root. ``control_files``: name below ``.gpufs`` to
+    the function that makes the content; ``streams``: the same for files that are read as they grow, by their owner
+    alone.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Tree:
         uid: int,
         gid: int,
         device_mode: int = 0o755,
+        readme: bytes,
         control_files: dict[str, Callable[[int], bytes]],
         streams: dict[str, Callable[[], ControlStream]] | None = None,
     ) -> None:
@@ -82,6 +84,8 @@ class Tree:
             self.place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
         for name, begin in (streams or {}).items():
             self.place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
+        text = ControlFile(self._take_ino(), lambda _: readme)
+        self.place(self.root, b"README", text, 0o444, uid, gid, size=len(readme))
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
 
@@ -425,9 +429,11 @@ class Tree:
         node.names = 1
         self._touch(directory, links=isinstance(node, Directory))
 
-    def place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
+    def place(
+        self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int, size: int = 0
+    ) -> None:
         """Adds a node of the mount's own."""
-        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1)
+        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size)
         directory.attach(name, node)
         node.names = 1
 

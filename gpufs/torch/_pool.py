@@ -13,9 +13,10 @@ from typing import Any, Self
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gpufs.config.kinds import parse_size, size_text
+from gpufs.config.kinds import parse_size
 from gpufs.engine import TORCH_ALLOCATOR, AddressPool
 from gpufs.torch._new_file import NewFile
+from gpufs.units import bytes_text
 
 _MIB = 1 << 20
 _GRANULE = 2 * _MIB
@@ -181,8 +182,8 @@ class pool:
         if isinstance(error, torch.OutOfMemoryError):
             used, largest = self._memory.addresses.usage()
             error.add_note(
-                f"the pool for {self.path} has {size_text(self._bytes)}: {size_text(used)} are used, and the largest "
-                f"free part has {size_text(largest)}. Give gpufs.torch.pool() a larger size."
+                f"the pool for {self.path} has {bytes_text(self._bytes)}: {bytes_text(used)} are used, and the largest "
+                f"free part has {bytes_text(largest)}. Give gpufs.torch.pool() a larger size."
             )
         self._memory.addresses.leave()
         self._entered.pop().__exit__(kind, error, traceback)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
 from gpufs.torch import _pool
 from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
-from gpufs.torch._header import PADDING_NAME, Entry, build_header
 from gpufs.torch._new_file import NewFile
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 
@@ -112,16 +112,16 @@ def _publish_in_place(
     return True
 
 
-def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor]) -> dict[str, Entry] | None:
+def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry] | None:
     """The header's entries for tensors where they are, with padding between them. None if some overlap."""
     assert pool.bytes is not None
     base = pool.bytes.data_ptr() + pool.header_bytes
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     end = 0
 
     def pad(until: int) -> None:
         if until > end:
-            entries[f"{PADDING_NAME}{len(entries)}"] = Entry("U8", (until - end,), end, until)
+            entries[f"{PADDING_NAME}{len(entries)}"] = HeaderEntry("U8", (until - end,), end, until)
 
     for name, part in sorted(parts.items(), key=lambda item: item[1].data_ptr() if item[1].nbytes else 0):
         start = part.data_ptr() - base if part.nbytes else end
@@ -207,7 +207,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     return parts, layouts
 
 
-def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
     """Returns the header's entries.
 
     Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
@@ -225,7 +225,7 @@ def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, part: torch.Tensor, start: int) -> Entry:
+def _entry(name: str, part: torch.Tensor, start: int) -> HeaderEntry:
     """The entry of a tensor whose bytes begin there."""
     dtype = FILE_DTYPES[part.dtype]
     shape = tuple(part.shape)
@@ -233,7 +233,7 @@ def _entry(name: str, part: torch.Tensor, start: int) -> Entry:
         if not shape:
             raise TypeError(f"tensor {name!r}: {part.dtype} needs a dimension")
         shape = (*shape[:-1], shape[-1] * stored_elements(dtype))
-    return Entry(dtype, shape, start, start + part.nbytes)
+    return HeaderEntry(dtype, shape, start, start + part.nbytes)
 
 
 def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
