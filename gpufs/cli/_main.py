@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
     "leases": "gpufs.cli.leases",
+    "quota": "gpufs.cli.quota",
     "stats": "gpufs.cli.stats",
     "trace": "gpufs.cli.trace",
     "doctor": "gpufs.cli.doctor",

@@ -84,6 +84,14 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="host: half of the available memory divided by the devices; GPUs: all memory",
     ),
     Knob(
+        "user_memory",
+        kinds.size(GRANULE, 1 << 46),
+        None,
+        "Memory of each device that the files of a user may hold. Beyond it: EDQUOT. Not for root and the user who "
+        "mounts; `gpufs quota` sets other limits.",
+        default_text="no limit",
+    ),
+    Knob(
         "metadata",
         kinds.size(1 << 20, 1 << 46),
         None,
@@ -267,8 +275,9 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "status_timeout",
         kinds.duration(0.1, 3600),
         2.0,
-        "How long `gpufs status`, `gpufs df`, `gpufs leases` and `gpufs stats` wait for a mount to answer.",
-        commands=("status", "df", "leases", "stats"),
+        "How long `gpufs status`, `gpufs df`, `gpufs leases`, `gpufs quota list` and `gpufs stats` wait for a mount to "
+        "answer.",
+        commands=("status", "df", "leases", "quota", "stats"),
     ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )

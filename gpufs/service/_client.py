@@ -34,6 +34,7 @@ from gpufs.protocol import (
     Register,
     Result,
     ServerMessage,
+    SetQuota,
     Unregister,
     Welcome,
 )
@@ -42,6 +43,7 @@ from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._leases import ClientLeases, Holder, LeaseTable, program_of
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
+from gpufs.service._quotas import set_quota
 from gpufs.service._register import Registrations, Registry, answer_of
 
 log = logging.getLogger(__name__)
@@ -226,8 +228,8 @@ class ClientConnection:
                 except ProtocolError:
                     self._discard(descriptors)
                     raise
-            elif isinstance(message, Register | Unregister):
-                await self._change_registrations(message, descriptors)
+            elif isinstance(message, Register | Unregister | SetQuota):
+                await self._change(message, descriptors)
             else:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
@@ -305,25 +307,28 @@ class ClientConnection:
         if descriptors:
             threads.in_background(functools.partial(protocol.close_all, descriptors))
 
-    # ---- registrations ----
+    # ---- registrations and limits ----
 
-    async def _change_registrations(self, message: Register | Unregister, descriptors: list[int]) -> None:
-        """Serves one message. What it changes is undone when the connection ends, also if the answer is not sent."""
+    async def _change(self, message: Register | Unregister | SetQuota, descriptors: list[int]) -> None:
+        """Serves one message. Registrations end with the connection, also if the answer is not sent."""
         error, text = 0, ""
         try:
             try:
                 if isinstance(message, Register):
                     await self._registrations.add(message, descriptors)
+                elif isinstance(message, SetQuota):
+                    set_quota(self._mount, self._device, self._peer.uid, message, descriptors)
+                    self.log(logging.INFO, "%s", message)
                 else:
                     await self._registrations.remove(message.id)
             finally:
                 self._discard(descriptors)
         except OSError as failure:
             error, text = answer_of(failure)
-        answer = protocol.Registered if isinstance(message, Register) else protocol.Unregistered
+        answers = {Register: protocol.Registered, Unregister: protocol.Unregistered, SetQuota: protocol.QuotaSet}
         self._at_rest = trio.current_time()
         with trio.fail_after(self._limits.send):
-            await self.send(answer(message.id, error, text))
+            await self.send(answers[type(message)](message.id, error, text))
 
     async def _end_registrations(self) -> None:
         ending = trio.current_effective_deadline() == -math.inf

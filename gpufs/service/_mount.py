@@ -88,6 +88,16 @@ class Names(Protocol):
         """Removes all names of a file; the directories and the names that it had there."""
 
 
+class Limiter(Protocol):
+    """Sets limits of the mount. Only the trio thread calls it."""
+
+    def set_user(self, ino: int, uid: int, limit: int) -> None:
+        """Limits a user on a device, or on all with the inode of the root."""
+
+    def set_directory(self, ino: int, limit: int) -> None:
+        """Limits what is below a directory."""
+
+
 class MountLease:
     """The memory of a file for a program that maps it. Any thread may call; all methods may block.
 
@@ -126,12 +136,13 @@ class ServedMount:
     may block.
 
     ``trust_readers``: clients that may only read get the memory itself on GPUs, too, whose descriptors always give
-    write access. ``names``: for the trio thread alone.
+    write access. ``names`` and ``quotas``: for the trio thread alone.
     """
 
-    def __init__(self, mount: "engine.Mount", names: Names, *, trust_readers: bool = False) -> None:
+    def __init__(self, mount: "engine.Mount", names: Names, quotas: Limiter, *, trust_readers: bool = False) -> None:
         self._mount = mount
         self.names = names
+        self.quotas = quotas
         self._trust_readers = trust_readers
 
     def open_host(self, fd: int) -> Any:
@@ -225,10 +236,15 @@ class ServedMount:
         # In this order: what is no longer pending has become free.
         while (
             self._mount.statistics()["table"]["orphan_bytes"]
-            and buffer.engine.devices[buffer.info.device].memory().free_bytes < size
+            and self._free_bytes(buffer) < size
             and time.monotonic() < deadline
         ):
             time.sleep(_SPACE_RETRY_SECONDS)
+
+    def _free_bytes(self, buffer: Any) -> int:
+        info = buffer.info
+        free: int = buffer.engine.devices[info.device].memory().free_bytes
+        return free if info.room_bytes is None else min(free, info.room_bytes)
 
     def written(self, ino: int) -> None:
         """The contents of an inode change: sets its times, clears its set-id bits and notifies the kernel."""

@@ -254,7 +254,8 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
   Result<MemoryInfo> memory = table_.source().memory(inode.device());
   if (!memory.ok()) return memory.status();
-  if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length) return apply(in.offset, in.length, keep_size);
+  if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length)
+    return apply(in.offset, in.length, keep_size);
   for (std::uint64_t done = 0; done < in.length;) {
     if (cancellation.requested()) return Status(EINTR, "interrupted");
     const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);

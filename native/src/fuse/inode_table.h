@@ -91,7 +91,7 @@ class Inode {
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
   std::shared_ptr<Account> directory_account_;
-  std::uint64_t charged_ = 0;                     // of the table's metadata
+  std::uint64_t charged_ = 0;  // of the table's metadata
   std::uint32_t open_files_ = 0;
   std::uint32_t open_writers_ = 0;  // of them, those open for writing
   std::uint32_t writers_ever_ = 0;  // how often it was opened for writing

@@ -1,7 +1,8 @@
 // What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot, addresses for others.
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
-// and tries again. At a limit (EDQUOT) it asks the buffers that charge the same account. Nothing else is given up for a caller; memory of removed files is waited for above this layer.
+// and tries again. At a limit (EDQUOT) it asks the buffers that charge the same account. Nothing else is given up for a
+// caller; memory of removed files is waited for above this layer.
 
 #include <algorithm>
 #include <bit>
