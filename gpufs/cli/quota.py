@@ -1,6 +1,5 @@
 """gpufs quota: limits on the memory of users and directories."""
 
-import os
 import pwd
 import re
 from typing import Any
@@ -37,7 +36,7 @@ def set_command(directory: str, size: str, user: str | None) -> None:
     With --user: let the user's files hold SIZE. DIR is a device (MOUNT/gpu0) or the mountpoint, for each device; SIZE
     may be none. Only for root and the user who mounted.
     """
-    from gpufs.protocol import MAX_OFFSET, NO_LIMIT
+    from gpufs.client._quota import MOST, NO_LIMIT
 
     if size == "none" and user is not None:
         limit = NO_LIMIT
@@ -45,8 +44,8 @@ def set_command(directory: str, size: str, user: str | None) -> None:
         try:
             limit = kinds.parse_size(size)
         except ValueError:
-            limit = MAX_OFFSET + 1
-        if limit > MAX_OFFSET:
+            limit = MOST + 1
+        if limit > MOST:
             raise Failure(f"SIZE: {size!r} is not allowed: a size such as 512M or 8G" + ", or none" * bool(user), 2)
     _change(directory, user, limit)
 
@@ -59,7 +58,7 @@ def remove_command(directory: str, user: str | None) -> None:
 
     The limit of the knob user_memory then applies to the user again.
     """
-    from gpufs.protocol import DEFAULT_LIMIT
+    from gpufs.client._quota import DEFAULT_LIMIT
 
     _change(directory, user, DEFAULT_LIMIT)
 
@@ -91,27 +90,13 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) 
 
 
 def _change(directory: str, user: str | None, limit: int) -> None:
-    from gpufs.client import _find
-    from gpufs.client._connection import Connection
-    from gpufs.protocol import QuotaSet, SetQuota
-    from gpufs.protocol.statx import identity
+    from gpufs.client._quota import set_quota
 
     uid = None if user is None else _uid(user)
     try:
-        fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            device = identity(fd).device
-            mounts = _find.mounts_by_device().get(device)
-            if mounts is None:
-                raise Failure(f"{directory}: is not on a gpufs mount")
-            with Connection(_find.connect(device, mounts, trusting=True)) as daemon:
-                answer = daemon.request(SetQuota(1, uid, limit), (fd,), QuotaSet)
-        finally:
-            os.close(fd)
+        set_quota(directory, uid, limit)
     except OSError as error:
         raise Failure(f"{directory}: {error.strerror}") from None
-    if answer.error:
-        raise Failure(f"{directory}: {answer.message}")
 
 
 def _uid(user: str) -> int:

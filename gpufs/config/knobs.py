@@ -85,11 +85,11 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "user_memory",
-        kinds.size(GRANULE, 1 << 46),
-        None,
+        kinds.size(0, 1 << 46),
+        0,
         "Memory of each device that the files of a user may hold. Beyond it: EDQUOT. Not for root and the user who "
         "mounts; `gpufs quota` sets other limits.",
-        default_text="no limit",
+        default_text="0: no limit",
     ),
     Knob(
         "metadata",

@@ -285,7 +285,7 @@ class Daemon:
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
-                    user_bytes=values["user_memory"] or 0,
+                    user_bytes=values["user_memory"],
                 )
             except engine.EngineError as failure:
                 raise StartFailure.of(failure) from None
