@@ -412,7 +412,7 @@ class Daemon:
                             service.ServedMount(
                                 mount,
                                 tree,
-                                Quotas(tree, mount),
+                                Quotas(tree, mount).set,
                                 trust_readers=bool(self._request.config["trust_readers"]),
                             ),
                             path=socket_path,

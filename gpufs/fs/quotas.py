@@ -5,7 +5,7 @@ from errno import EBUSY, EINVAL
 from typing import Any
 
 from gpufs.engine import NO_LIMIT
-from gpufs.fs.nodes import Directory
+from gpufs.fs.nodes import Directory, Node
 from gpufs.fs.table import InodeTable
 from gpufs.fs.tree import Tree
 
@@ -17,35 +17,32 @@ class Quotas:
         self._tree = tree
         self._table = table
 
-    def set_user(self, ino: int, uid: int, limit: int) -> None:
-        """Limits a user, in bytes, NO_LIMIT or DEFAULT_LIMIT.
+    def set(self, ino: int, uid: int | None, limit: int) -> None:
+        """Limits a user on the device of a directory, or on all with the root; ``uid`` None: all below a directory.
 
-        ``ino``: the root, for every device, or a device's directory. OSError EINVAL for anything else.
+        ``limit``: bytes, NO_LIMIT or DEFAULT_LIMIT, which is none for directories. OSError EINVAL for a directory that
+        cannot have this limit, EBUSY if one above or below it has a limit.
         """
-        root = self._tree.root
-        where = self._tree.nodes.get(ino)
-        if where is not root and (where is None or where.parent is not root or where.device < 0):
-            raise OSError(EINVAL, "a user's limit is for a whole mount or for one device: name MOUNT or MOUNT/gpu0")
-        for device in range(len(self._tree.files)):
-            if where is root or (where is not None and where.device == device):
+        tree = self._tree
+        directory = tree.nodes.get(ino)
+        if uid is not None:
+            for device in range(len(tree.files)) if directory is tree.root else [self._device(directory)]:
                 self._table.limit_user(device, uid, limit)
-
-    def set_directory(self, ino: int, limit: int) -> None:
-        """Limits what is below a directory, in bytes or NO_LIMIT.
-
-        OSError EINVAL for what is not a directory on a device, EBUSY if one above or below it has a limit.
-        """
-        directory = self._tree.nodes.get(ino)
+            return
         if not isinstance(directory, Directory) or directory.device < 0 or directory.closed:
             raise OSError(EINVAL, "only directories on a device, MOUNT/gpu0 and below, can have a limit")
-        if limit < NO_LIMIT:
-            limit = NO_LIMIT  # no default applies to directories
         try:
-            self._tree.limit(directory, limit)
+            tree.limit(directory, max(limit, NO_LIMIT))
         except OSError as error:
             if error.errno != EBUSY:
                 raise
             raise OSError(EBUSY, "a directory above or below it has a limit, and limits cannot be nested") from None
+
+    def _device(self, directory: Node | None) -> int:
+        """The device whose directory this is. OSError EINVAL for another one."""
+        if directory is None or directory.parent is not self._tree.root or directory.device < 0:
+            raise OSError(EINVAL, "a user's limit is for a whole mount or for one device: name MOUNT or MOUNT/gpu0")
+        return directory.device
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """The limits, and what is used, that a user may see: root and the mount's owner all, others their own.

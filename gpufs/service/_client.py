@@ -43,7 +43,6 @@ from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._leases import ClientLeases, Holder, LeaseTable, program_of
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
-from gpufs.service._quotas import set_quota
 from gpufs.service._register import Registrations, Registry, answer_of
 
 log = logging.getLogger(__name__)
@@ -317,7 +316,8 @@ class ClientConnection:
                 if isinstance(message, Register):
                     await self._registrations.add(message, descriptors)
                 elif isinstance(message, SetQuota):
-                    set_quota(self._mount, self._device, self._peer.uid, message, descriptors)
+                    ino = _checks.check_limitable(descriptors, self._peer.uid, self._device)
+                    self._mount.set_limit(ino, message.uid, message.limit)
                     self.log(logging.INFO, "%s", message)
                 else:
                     await self._registrations.remove(message.id)

@@ -3,6 +3,7 @@
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from errno import EINVAL, EISDIR, ENODATA, ENOENT, EOPNOTSUPP, EXDEV
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
@@ -88,16 +89,6 @@ class Names(Protocol):
         """Removes all names of a file; the directories and the names that it had there."""
 
 
-class Limiter(Protocol):
-    """Sets limits of the mount. Only the trio thread calls it."""
-
-    def set_user(self, ino: int, uid: int, limit: int) -> None:
-        """Limits a user on a device, or on all with the inode of the root."""
-
-    def set_directory(self, ino: int, limit: int) -> None:
-        """Limits what is below a directory."""
-
-
 class MountLease:
     """The memory of a file for a program that maps it. Any thread may call; all methods may block.
 
@@ -136,13 +127,21 @@ class ServedMount:
     may block.
 
     ``trust_readers``: clients that may only read get the memory itself on GPUs, too, whose descriptors always give
-    write access. ``names`` and ``quotas``: for the trio thread alone.
+    write access. ``set_limit``: limits a user, or None for all, below the directory of an inode. ``names`` and
+    ``set_limit`` are for the trio thread alone.
     """
 
-    def __init__(self, mount: "engine.Mount", names: Names, quotas: Limiter, *, trust_readers: bool = False) -> None:
+    def __init__(
+        self,
+        mount: "engine.Mount",
+        names: Names,
+        set_limit: Callable[[int, int | None, int], None],
+        *,
+        trust_readers: bool = False,
+    ) -> None:
         self._mount = mount
         self.names = names
-        self.quotas = quotas
+        self.set_limit = set_limit
         self._trust_readers = trust_readers
 
     def open_host(self, fd: int) -> Any:
