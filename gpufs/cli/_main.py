@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "ls": "gpufs.cli.ls",
     "leases": "gpufs.cli.leases",
     "top": "gpufs.cli.top",
+    "quota": "gpufs.cli.quota",
     "stats": "gpufs.cli.stats",
     "metrics": "gpufs.cli.metrics",
     "trace": "gpufs.cli.trace",

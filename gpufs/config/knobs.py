@@ -84,6 +84,14 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="host: half of the available memory divided by the devices; GPUs: all memory",
     ),
     Knob(
+        "user_memory",
+        kinds.size(0, 1 << 46),
+        0,
+        "Memory of each device that the files of a user may hold. Beyond it: EDQUOT. Not for root and the user who "
+        "mounts; `gpufs quota` sets other limits.",
+        default_text="0: no limit",
+    ),
+    Knob(
         "metadata",
         kinds.size(1 << 20, 1 << 46),
         None,
@@ -282,7 +290,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.duration(0.1, 3600),
         2.0,
         "How long the commands that show mounts wait for a mount to answer.",
-        commands=("status", "df", "leases", "ls", "stats", "top", "metrics"),
+        commands=("status", "df", "leases", "ls", "quota", "stats", "top", "metrics"),
     ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )

@@ -40,6 +40,7 @@ from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
+from gpufs.fs.quotas import Quotas
 from gpufs.fs.replies import Replies
 from gpufs.fs.tree import Tree
 
@@ -294,6 +295,7 @@ class Daemon:
                     attribute_timeout=values["attribute_timeout"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
                     rings=values["transport"] != "device",
+                    user_bytes=values["user_memory"],
                 )
             except engine.EngineError as failure:
                 raise StartFailure.of(failure) from None
@@ -334,6 +336,7 @@ class Daemon:
             transfers=lambda: self._service.statistics() if self._service is not None else {},
             leases=lambda uid: self._service.leases(uid) if self._service is not None else [],
             io=opened.io_statistics,
+            quotas=lambda uid: Quotas(tree, mount).as_list(uid),
         )
         activity = MountActivity(
             status,
@@ -417,7 +420,12 @@ class Daemon:
                     self._service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            service.ServedMount(mount, tree, trust_readers=bool(self._request.config["trust_readers"])),
+                            service.ServedMount(
+                                mount,
+                                tree,
+                                Quotas(tree, mount).set,
+                                trust_readers=bool(self._request.config["trust_readers"]),
+                            ),
                             path=socket_path,
                             device=entry.st_dev,
                             allow_other=bool(self._request.config["allow_other"]),

@@ -17,6 +17,8 @@ from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
 from gpufs.engine._lease import Lease, Mapping, SharedPiece
 from gpufs.engine._locks import HostLock
 from gpufs.engine._mount import (
+    DEFAULT_LIMIT,
+    NO_LIMIT,
     NOATIME,
     RELATIME,
     SET_ATIME,
@@ -50,8 +52,10 @@ from gpufs.engine._transfer import (
 )
 
 __all__ = [
+    "DEFAULT_LIMIT",
     "KEEP_SIZE",
     "NOATIME",
+    "NO_LIMIT",
     "PUNCH_HOLE",
     "RELATIME",
     "SEEK_DATA",

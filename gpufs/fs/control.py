@@ -20,8 +20,8 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``io`` are asked at each
-    reading.
+    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases``, ``io`` and ``quotas`` are asked at
+    each reading.
     """
 
     mountpoint: str
@@ -32,6 +32,7 @@ class MountStatus:
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]] | None = None
     leases: Callable[[int], list[dict[str, Any]]] | None = None  # and registrations, that a user may see
+    quotas: Callable[[int], list[dict[str, Any]]] | None = None  # that a user may see
     io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
@@ -56,6 +57,8 @@ class MountStatus:
             status["transfers"] = dict(self.transfers())
         if self.leases is not None:
             status["leases"] = self.leases(uid)
+        if self.quotas is not None:
+            status["quotas"] = self.quotas(uid)
         if self.io is not None:
             status["io"] = dict(self.io())
         return status

@@ -30,6 +30,18 @@ class InodeTable(Protocol):
     def inode_read(self, ino: int) -> None:
         """Sets the access time where the mount's options have it. ENOENT if unknown."""
 
+    def limit_user(self, device: int, uid: int, limit: int) -> None:
+        """Limits the memory of a user's files on a device, in bytes, or NO_LIMIT or DEFAULT_LIMIT."""
+
+    def limit_directory(self, ino: int, limit: int) -> None:
+        """Limits the memory of what is created in a directory from now on, in bytes, or NO_LIMIT."""
+
+    def charge_to(self, ino: int, directory: int) -> None:
+        """Counts an inode as if it had been created in this limited directory; 0: in none."""
+
+    def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
+        """What is used and allowed: "users" by "device:uid" and "directories" by inode."""
+
     def file_open(self, ino: int, flags: int) -> int:
         """Opens a buffer and returns the file handle, below 2**63."""
 

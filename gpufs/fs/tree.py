@@ -5,7 +5,7 @@ The tree keeps names, link counts and the kernel's references, and updates the a
 
 Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there, not even by root
 (EPERM; for other users the mode 0555 forbids it). Below ``gpuN`` everything is as on tmpfs; names do not move or link
-between devices (EXDEV).
+between devices, nor into a directory with a limit of its own or out of one (EXDEV).
 """
 
 import errno
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
-from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
+from gpufs.engine import NO_LIMIT, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
@@ -207,7 +207,7 @@ class Tree:
         if isinstance(node, Directory) or node.fixed:
             raise error(errno.EPERM)
         directory = self._open_for_new(parent, name)
-        if node.device != directory.device:
+        if node.device != directory.device or node.limiting is not directory.limiting:
             raise error(errno.EXDEV)
         if node.names == 0 and not (isinstance(node, BufferFile) and node.unnamed):
             raise error(errno.ENOENT)
@@ -309,6 +309,8 @@ class Tree:
             raise error(errno.ENOENT)
         if source_directory.device != target_directory.device:
             raise error(errno.EXDEV)
+        if source_directory.limiting is not target_directory.limiting:
+            raise error(errno.EXDEV)
         if isinstance(node, Directory) and node.contains(target_directory):
             raise error(errno.EINVAL)
         if flags == RENAME_EXCHANGE and target is not None:
@@ -348,6 +350,27 @@ class Tree:
         if target is not None:
             self._drop_if_unused(target)
         return target
+
+    # ---- limits ----
+
+    def limit(self, directory: Directory, limit: int) -> None:
+        """Limits the memory of all that is and will be below a directory, in bytes; NO_LIMIT: not any more.
+
+        EBUSY if a directory above or below it has a limit.
+        """
+        others = {node.limiting for node in self.nodes.values() if directory.contains(node)} - {None, directory}
+        if others:
+            raise error(errno.EBUSY)
+        known = directory.limiting is directory
+        if known and limit == NO_LIMIT:
+            for node in [node for node in self.nodes.values() if node.limiting is directory]:
+                self._table.charge_to(node.ino, 0)
+                node.limiting = None
+        self._table.limit_directory(directory.ino, limit)
+        if not known and limit != NO_LIMIT:
+            for node in [node for node in self.nodes.values() if directory.contains(node)]:
+                self._table.charge_to(node.ino, directory.ino)
+                node.limiting = directory
 
     # ---- inside ----
 
@@ -479,6 +502,8 @@ class Tree:
             raise
         if isinstance(node, BufferFile):
             self.files[node.device] += 1
+        if parent:
+            node.limiting = self.directory(parent).limiting
 
     def _touch(self, directory: Directory, *, links: bool = False) -> None:
         """A name came or went: the directory's times, and its link count when that was a directory's name."""
@@ -497,6 +522,8 @@ class Tree:
     def _close_directory(self, directory: Directory) -> None:
         directory.names = 0
         directory.closed = True
+        if directory.limiting is directory:
+            self._table.limit_directory(directory.ino, NO_LIMIT)
         self._table.inode_set(directory.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=0))
 
     def _drop_if_unused(self, node: Node) -> None:

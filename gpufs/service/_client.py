@@ -34,6 +34,7 @@ from gpufs.protocol import (
     Register,
     Result,
     ServerMessage,
+    SetQuota,
     Unregister,
     Welcome,
 )
@@ -252,8 +253,8 @@ class ClientConnection:
                 except ProtocolError:
                     self._discard(descriptors)
                     raise
-            elif isinstance(message, Register | Unregister):
-                await self._change_registrations(message, descriptors)
+            elif isinstance(message, Register | Unregister | SetQuota):
+                await self._change(message, descriptors)
             else:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
@@ -331,25 +332,29 @@ class ClientConnection:
         if descriptors:
             threads.in_background(functools.partial(protocol.close_all, descriptors))
 
-    # ---- registrations ----
+    # ---- registrations and limits ----
 
-    async def _change_registrations(self, message: Register | Unregister, descriptors: list[int]) -> None:
-        """Serves one message. What it changes is undone when the connection ends, also if the answer is not sent."""
+    async def _change(self, message: Register | Unregister | SetQuota, descriptors: list[int]) -> None:
+        """Serves one message. Registrations end with the connection, also if the answer is not sent."""
         error, text = 0, ""
         try:
             try:
                 if isinstance(message, Register):
                     await self._registrations.add(message, descriptors)
+                elif isinstance(message, SetQuota):
+                    ino = _checks.check_limitable(descriptors, self._peer.uid, self._device)
+                    self._mount.set_limit(ino, message.uid, message.limit)
+                    self.log(logging.INFO, "%s", message)
                 else:
                     await self._registrations.remove(message.id)
             finally:
                 self._discard(descriptors)
         except OSError as failure:
             error, text = answer_of(failure)
-        answer = protocol.Registered if isinstance(message, Register) else protocol.Unregistered
+        answers = {Register: protocol.Registered, Unregister: protocol.Unregistered, SetQuota: protocol.QuotaSet}
         self._at_rest = trio.current_time()
         with trio.fail_after(self._limits.send):
-            await self.send(answer(message.id, error, text))
+            await self.send(answers[type(message)](message.id, error, text))
 
     async def _end_registrations(self) -> None:
         ending = trio.current_effective_deadline() == -math.inf

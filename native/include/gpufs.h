@@ -120,6 +120,7 @@ enum { GPUFS_KEEP_SIZE = 1, GPUFS_PUNCH_HOLE = 2, GPUFS_ZERO_RANGE = 16 }; /* as
 typedef struct {
   uint64_t size;
   uint64_t held_bytes; /* device memory really taken */
+  uint64_t room_bytes; /* that limits still allow; UINT64_MAX: there are none */
   int32_t device;
 } gpufs_buffer_info;
 
@@ -259,6 +260,7 @@ typedef struct {
   double attribute_timeout; /* seconds, for natively answered GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   int32_t rings;            /* requests through io_uring where the kernel allows it; 0: never */
+  uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
@@ -355,6 +357,21 @@ gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 /* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference
  * only. EISDIR or EINVAL for what has no buffer. Closed with the mount. */
 gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer);
+
+/* ---- limits of device memory. A file's memory is charged to its owner, and to the limited directory that it is in.
+ * Beyond a limit whatever takes memory fails with EDQUOT. ---- */
+
+enum { GPUFS_NO_LIMIT = -1, GPUFS_DEFAULT_LIMIT = -2 };
+/* Of a user on a device, in bytes. GPUFS_DEFAULT_LIMIT: user_bytes; none for root and this process's user. */
+gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, int64_t limit);
+/* Of a directory, in bytes: what is created in it from now on is charged to it. GPUFS_NO_LIMIT: to nothing. */
+gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit);
+/* What exists already: charges an inode, and what is created in it from now on, as if it had been created in
+ * `directory`; 0: to no directory. */
+gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
+/* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
+ * which is missing where there is no limit. As gpufs_mount_statistics(). */
+gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
 
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
 enum {

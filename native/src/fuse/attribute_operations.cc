@@ -179,6 +179,10 @@ void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Resp
     total += memory.value().total_bytes;
     free += memory.value().free_bytes;
   }
+  if (const std::shared_ptr<Account> account = inode->directory_account()) {
+    total = std::min(total, account->limit());
+    free = std::min(free, account->room());
+  }
   fuse_statfs_out out{};
   out.st.bsize = kBlock;
   out.st.frsize = kBlock;

@@ -48,6 +48,11 @@ gpufs_attributes Inode::attributes() const {
   return copy;
 }
 
+std::shared_ptr<Account> Inode::directory_account() const {
+  const std::lock_guard lock(mutex_);
+  return directory_account_;
+}
+
 void Inode::was_read(AccessTimes policy) {
   if (policy == AccessTimes::kNever) return;
   const Timestamp now = Timestamp::now();
@@ -92,7 +97,10 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
     if (found != nullptr) list = *found;
   });
   const bool is_directory = S_ISDIR(kind());
+  std::shared_ptr<Account> account = directory.directory_account();
   const std::lock_guard lock(mutex_);
+  if (buffer_) buffer_->charge().move(Charge::kDirectory, account);
+  directory_account_ = std::move(account);
   std::uint32_t& mode = attributes_.mode;
   if ((above.mode & S_ISGID) != 0) {
     attributes_.gid = above.gid;
@@ -135,6 +143,7 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     Result<std::shared_ptr<Buffer>> created = source_->create(attributes.device);
     if (!created.ok()) return created.status();
     buffer = created.take();
+    buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   const bool in_host_memory = buffer && source_->in_host_memory(attributes.device);
   auto inode = std::make_shared<Inode>(attributes, std::move(buffer), in_host_memory);
@@ -212,6 +221,8 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
     if (Status status = inode->buffer()->resize(attributes->size); !status.ok()) return status;
   }
+  const bool pays = (set & GPUFS_SET_UID) != 0 && inode->buffer_;
+  std::shared_ptr<Account> payer = pays ? quotas_.user(inode->device_, attributes->uid) : nullptr;
   bool doomed = false;
   {
     const Timestamp now = Timestamp::now();
@@ -223,6 +234,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
       if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
     }
     if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
+    if (pays) inode->buffer_->charge().move(Charge::kOwner, std::move(payer));
     if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
     if ((set & GPUFS_SET_SIZE) != 0 && !inode->buffer_) ours.size = attributes->size;
     if ((set & GPUFS_SET_ATIME) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
@@ -238,6 +250,38 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   }
   *attributes = inode->attributes();
   if (doomed) free_later(std::move(inode));
+  return {};
+}
+
+Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes) {
+  if (device < 0 || device >= source_->device_count()) return Status(EINVAL, "no device " + std::to_string(device));
+  quotas_.limit_user(device, uid, bytes);
+  return {};
+}
+
+Status InodeTable::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  std::shared_ptr<Account> account;
+  {
+    const std::lock_guard lock(inode->mutex_);
+    if (bytes && inode->directory_account_ == nullptr) {
+      inode->directory_account_ = std::make_shared<Account>("the limited directory");
+    }
+    if (!bytes) inode->directory_account_ = nullptr;
+    account = inode->directory_account_;
+  }
+  if (account != nullptr) account->set_limit(*bytes);
+  quotas_.set_directory(ino, std::move(account));
+  return {};
+}
+
+Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
+  inode->directory_account_ = std::move(account);
   return {};
 }
 

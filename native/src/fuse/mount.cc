@@ -106,7 +106,8 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
              const MountOptions& options)
     : ended_(std::move(ended)),
       executor_(limits_of(options)),
-      table_(std::move(source), executor_, metadata_limit_of(options)),
+      table_(std::move(source), executor_, metadata_limit_of(options),
+             options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       transport_(std::move(device), transport_options(options), statistics_),
       long_requests_(table_, executor_, statistics_, options.space_patience),
       notifier_(transport_, executor_, statistics_),

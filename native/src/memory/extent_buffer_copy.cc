@@ -71,7 +71,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     const std::uint64_t before = *done;
     const std::uint64_t part = std::min(chunk, bytes - before);
     Status status = copy_chunk(source, source_offset + before, offset + before, part, done);
-    if (status.error() == ENOSPC && chunk > kCopyChunk) {
+    if (lacks_memory(status.error()) && chunk > kCopyChunk) {
       chunk = std::max(chunk / 2, kCopyChunk);  // as much as still fits
       continue;
     }
