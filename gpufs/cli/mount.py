@@ -8,14 +8,14 @@ import click
 from gpufs import config
 from gpufs.cli import _mountpoint, _mounts
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import knob_options, settings
+from gpufs.cli._knobs import KnobCommand, knob_options, settings, show_all_options
 from gpufs.cli._launch import launch, run_in_foreground
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import origin, parse
 from gpufs.daemon.startup import MountRequest
 
 
-@click.command(name="mount")
+@click.command(name="mount", cls=KnobCommand)
 @click.argument("mountpoint", shell_complete=complete_directories)
 @click.option(
     "-o",
@@ -25,6 +25,9 @@ from gpufs.daemon.startup import MountRequest
     help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
 )
 @knob_options("mount")
+@click.option(
+    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all_options, help="Show all options."
+)
 def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None:
     """Mount the devices' memory at MOUNTPOINT.
 
@@ -50,7 +53,7 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tupl
     mountpoint = _mounts.absolute(path)
     _mountpoint.check(path, mountpoint)
     if chosen["driver"] == "host":
-        config.host_memory(chosen["memory"], chosen["devices"])
+        config.host_memory(chosen["memory"], config.host_devices(chosen["devices"]))
     request = MountRequest(mountpoint, source, dict(chosen.values), flags)
     if request.foreground:
         sys.stdout.flush()

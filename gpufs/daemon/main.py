@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pyfuse3
 import trio
@@ -32,6 +31,7 @@ import trio
 from gpufs import config, engine, mounting, service
 from gpufs._version import __version__
 from gpufs.daemon import supervision, threads
+from gpufs.daemon.devices import open_engine
 from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
@@ -45,8 +45,6 @@ from gpufs.fs.tree import Tree
 
 log = logging.getLogger("gpufs.daemon")
 
-# The drivers that `auto` tries, in this order.
-_AUTOMATIC = ("cuda", "hip", "host")
 # Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
 # memory are answered even if all of those block. A waiting task takes some 20 KiB.
 _TASKS = 10_000
@@ -70,44 +68,6 @@ _TRIM_INODES = 1000
 # These signals end the mount or reopen the log file. They are blocked until their handler runs: a default action right
 # after mounting would end the process and leave a dead mount.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, str, list[str]]:
-    """The engine, the name of its driver, and notes for the user about the choice."""
-    reasons = []
-    for driver in _AUTOMATIC if wanted == "auto" else (wanted,):
-        try:
-            memory = values["memory"] or 0
-            if driver == "host":
-                memory = config.host_memory(values["memory"], values["devices"])
-            opened = engine.Engine(
-                driver,
-                devices=values["devices"] or (1 if driver == "host" else 0),
-                memory_bytes=memory,
-                slab_file_bytes=values["slab_file_bytes"],
-                statistics_path=statistics_path,
-                keep_freed=values["keep_freed"],
-                lock_policy=values["lock_policy"],
-                hip_memory=config.hip_memory(values),
-            )
-        except config.ConfigError as failure:
-            raise StartFailure(errno.EINVAL, str(failure)) from None
-        except engine.EngineError as failure:
-            text = failure.strerror or str(failure)
-            if wanted == "auto" and failure.errno == errno.ENODEV:
-                reasons.append(text)
-                continue
-            if failure.errno == errno.ENODEV:
-                text += "; gpufs doctor says what to do"
-            raise StartFailure(failure.errno or errno.EIO, text) from None
-        notes = []
-        if driver == "host" and reasons:
-            notes.append(f"no GPU was found ({'; '.join(reasons)}): host memory is used")
-        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if largest != resource.RLIM_INFINITY:
-            notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
-        return opened, driver, notes
-    raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
 
 def _set_limits(*, core_dumps: bool) -> None:
@@ -247,7 +207,8 @@ class Daemon:
             counters = CountersFile(runtime, self._request.mountpoint)
             service.sweep(runtime)
             parts.callback(counters.remove)
-            opened, driver, notes = _open_engine(values["driver"], values, counters.path)
+            opened, notes = open_engine(values, counters.path)
+            driver = opened.driver
             parts.callback(opened.close)
             try:
                 engine.io_configure(opened, **config.io_options(values))
@@ -336,7 +297,7 @@ class Daemon:
         }
         tree = Tree(
             mount,
-            len(opened.devices),
+            [device.info.uuid for device in opened.devices],
             uid=os.geteuid(),
             gid=os.getegid(),
             # As on tmpfs: every user who is let in may create files.

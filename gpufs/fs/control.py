@@ -70,6 +70,7 @@ class MountStatus:
             "name": f"gpu{device.index}",
             "description": info.name,
             "pci_address": info.pci_address,
+            "uuid": info.uuid or None,
             "total_bytes": info.total_bytes,
             "free_bytes": 0,
             "held_bytes": 0,

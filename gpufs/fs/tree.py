@@ -11,14 +11,13 @@ between devices (EXDEV).
 import errno
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
-from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
+from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes, Mount
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
-from gpufs.fs.table import InodeTable
 
 ROOT_INODE = 1
 NAME_MAX = 255
@@ -49,15 +48,16 @@ def _check_new_name(name: bytes) -> None:
 class Tree:
     """The namespace of one mount.
 
-    ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission
-    bits ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content; ``streams``:
+    ``uuids``: of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. The directories
+    belong to ``uid`` and ``gid`` with the permission bits ``device_mode``. ``.gpufs/by-uuid`` has a symbolic link to
+    each, for a name that stays the same whatever the order of the devices. ``control_files``: name below ``.gpufs`` to the function that makes the content; ``streams``:
     the same for files that are read as they grow, by their owner alone.
     """
 
     def __init__(
         self,
-        table: InodeTable,
-        devices: int,
+        table: Mount,
+        uuids: Sequence[str],
         *,
         uid: int,
         gid: int,
@@ -68,22 +68,30 @@ class Tree:
         self._table = table
         self._next_ino = ROOT_INODE + 1
         self.nodes: dict[int, Node] = {}
-        self.files = [0] * devices  # buffers of each device
+        self.files = [0] * len(uuids)  # buffers of each device
         self.root = Directory(ROOT_INODE, -1)
         self.root.parent = self.root
         control = Directory(self._take_ino(), -1)
-        gpus = [Directory(self._take_ino(), index) for index in range(devices)]
-        for directory in (self.root, control):
+        gpus = [Directory(self._take_ino(), index) for index in range(len(uuids))]
+        by_uuid = Directory(self._take_ino(), -1)
+        for directory in (self.root, control, by_uuid):
             directory.fixed = True
-        self._add(self.root, 0o555, uid, gid, nlink=3 + devices)
+        self._add(self.root, 0o555, uid, gid, nlink=3 + len(uuids))
         self.root.names = 1
         self.place(self.root, b".gpufs", control, 0o555, uid, gid)
         for name, produce in control_files.items():
             self.place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
         for name, begin in (streams or {}).items():
             self.place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
+        self.place(control, b"by-uuid", by_uuid, 0o555, uid, gid)
+        self._touch(control, links=True)
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
+            name = uuids[index].encode()
+            if name and name not in by_uuid.entries:
+                link = Symlink(self._take_ino(), -1, b"../../gpu%d" % index)
+                link.fixed = True
+                self.place(by_uuid, name, link, 0o777, uid, gid)
 
     # ---- finding ----
 
@@ -402,7 +410,8 @@ class Tree:
 
     def place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
         """Adds a node of the mount's own."""
-        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1)
+        size = len(node.target) if isinstance(node, Symlink) else 0
+        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size)
         directory.attach(name, node)
         node.names = 1
 
