@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs.cli._python import python_module
+from gpufs.launching import python_module
 
 OK: Final = "ok"
 NOTE: Final = "note"  # works, and could be better

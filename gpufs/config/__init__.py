@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, ConfigError, Knob
-from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, unknown_variables
+from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
 from gpufs.config.memory import host_devices, host_memory, metadata_memory
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "io_options",
     "load",
     "metadata_memory",
+    "suggestion",
     "unknown_variables",
 ]
 

@@ -188,8 +188,8 @@ BACKINGS: Final = Kind(
     join=join_backings,
 )
 DEVICES: Final = Kind(
-    f"all; a number N from 1 to {MOST_DEVICES} for the first N; or a list such as 0,2 or GPU-4f3e,GPU-91c0: numbers and "
-    "UUIDs, of which a unique beginning is enough (2, is the GPU 2 alone; mount options have colons instead of commas)",
+    f"all; a number N from 1 to {MOST_DEVICES} for the first N; or a list such as 0,2 or GPU-4f3e,GPU-91c0: "
+    "numbers, and UUIDs or their beginnings (2, is the GPU 2 alone; in mount options write colons for commas)",
     "all|N|LIST",
     _parse_devices,
     join=_join_devices,

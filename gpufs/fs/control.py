@@ -93,12 +93,12 @@ class MountStatus:
 class MountStatistics:
     """What ``.gpufs/stats`` and ``.gpufs/metrics`` show: the engine's counters."""
 
-    def __init__(self, opened: Engine, mountpoint: str, driver: str) -> None:
+    def __init__(self, opened: Engine, mountpoint: str) -> None:
         """Also puts beside the counters what they are about, for those who find them in their file."""
         self._engine = opened
         facts: dict[str, Any] = {
             "version": __version__,
-            "driver": driver,
+            "driver": opened.driver,
             "mountpoint": mountpoint,
             "refusals": [name for name in refusal_names((1 << 32) - 1) if not name.startswith("bit ")],
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],

@@ -50,8 +50,9 @@ class Tree:
 
     ``uuids``: of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. The directories
     belong to ``uid`` and ``gid`` with the permission bits ``device_mode``. ``.gpufs/by-uuid`` has a symbolic link to
-    each, for a name that stays the same whatever the order of the devices. ``control_files``: name below ``.gpufs`` to the function that makes the content; ``streams``:
-    the same for files that are read as they grow, by their owner alone.
+    each, for a name that stays the same whatever the order of the devices. ``control_files``: name below ``.gpufs`` to
+    the function that makes the content; ``streams``: the same for files that are read as they grow, by their owner
+    alone.
     """
 
     def __init__(
