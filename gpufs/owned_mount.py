@@ -181,6 +181,7 @@ def mount(
     arguments = {name: _text(config.BY_NAME[name], value) for name, value in (given | knobs).items()}
     file = None if config_file is None else os.fspath(config_file)
     chosen = config.load(arguments, config_file=file, command="mount", said_by=lambda knob: f"{knob.name}=")
+    config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
     launching.check_mountpoint(os.fspath(path), mountpoint)
     values = {**chosen.values, "foreground": False}

@@ -53,8 +53,7 @@ def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tupl
     mountpoint = _mounts.absolute(path)
     for line in config.unknown_variables():
         complain(line)
-    if chosen["driver"] == "host":
-        config.host_memory(chosen["memory"], config.host_devices(chosen["devices"]))
+    config.check_host(chosen.values)
     request = MountRequest(mountpoint, source, dict(chosen.values), flags)
     try:
         launching.check_mountpoint(path, mountpoint)

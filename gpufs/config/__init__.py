@@ -5,7 +5,7 @@ from typing import Any
 
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, ConfigError, Knob
 from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
-from gpufs.config.memory import host_devices, host_memory, metadata_memory
+from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory
 
 __all__ = [
     "BY_NAME",
@@ -16,6 +16,7 @@ __all__ = [
     "ConfigError",
     "Knob",
     "Settings",
+    "check_host",
     "hip_memory",
     "host_devices",
     "host_memory",

@@ -1,10 +1,10 @@
 """The memory of this machine or container, and what a mount takes of it by default."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gpufs.config.kinds import size_text
 from gpufs.config.knobs import GRANULE, ConfigError
@@ -95,6 +95,12 @@ def host_devices(devices: int | Sequence[str]) -> int:
             f"devices: {','.join(devices)} names GPUs, but the host driver simulates devices: give their number"
         )
     return devices or 1
+
+
+def check_host(values: Mapping[str, Any]) -> None:
+    """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
+    if values["driver"] == "host":
+        host_memory(values["memory"], host_devices(values["devices"]))
 
 
 def host_memory(memory: int | None, count: int) -> int:

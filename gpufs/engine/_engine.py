@@ -191,7 +191,7 @@ class Engine(Handle):
             "gpufs_engine_options *",
             {
                 "driver": name,
-                "devices": signed("devices", count),  # type: ignore[arg-type]
+                "devices": signed("devices", count),
                 "chosen_devices": chosen_devices,
                 "memory_bytes": unsigned("memory_bytes", memory_bytes),
                 "slab_file_bytes": unsigned("slab_file_bytes", slab_file_bytes),

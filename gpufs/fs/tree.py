@@ -88,11 +88,11 @@ class Tree:
         self._touch(control, links=True)
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
-            name = uuids[index].encode()
-            if name and name not in by_uuid.entries:
+            uuid = uuids[index].encode()
+            if uuid and uuid not in by_uuid.entries:
                 link = Symlink(self._take_ino(), -1, b"../../gpu%d" % index)
                 link.fixed = True
-                self.place(by_uuid, name, link, 0o777, uid, gid)
+                self.place(by_uuid, uuid, link, 0o777, uid, gid)
 
     # ---- finding ----
 
