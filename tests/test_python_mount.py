@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import PATIENCE, PATIENT, has_ended, wait_until
@@ -14,7 +15,7 @@ from support.watchdog import mounted_at
 
 import gpufs
 
-SMALL = {"driver": "host", "memory": 64 << 20}
+SMALL: dict[str, Any] = {"driver": "host", "memory": 64 << 20}
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +66,14 @@ def test_a_mount_from_a_thread(mountpoint: Path) -> None:
 
 
 def test_wrong_arguments_and_failures_leave_nothing(mountpoint: Path, tmp_path: Path) -> None:
-    for wrong in ({"memory": "lots"}, {"devices": "GPU-"}, {"devices": ["GPU-4f3e"], "driver": "host"}):
+    bad: list[dict[str, Any]] = [{"memory": "lots"}, {"devices": "GPU-"}, {"devices": ["GPU-4f3e"], "driver": "host"}]
+    for wrong in bad:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             gpufs.mount(mountpoint, **wrong)
     for unknown in ("memroy", "foreground", "umount_timeout"):
+        nothing: dict[str, Any] = {unknown: "1"}
         with pytest.raises(TypeError, match=unknown):
-            gpufs.mount(mountpoint, **{unknown: "1"})
+            gpufs.mount(mountpoint, **nothing)
     with pytest.raises(FileNotFoundError):
         gpufs.mount(tmp_path / "none", **SMALL)
     with pytest.raises(TimeoutError):
