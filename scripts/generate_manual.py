@@ -62,7 +62,7 @@ def manual() -> str:
         _escape('Every option as a key: memory = "4G". The command line and the environment go before them.'),
         ".TP",
         "\\fB/etc/fstab\\fR",
-        _escape("gpufs  /mnt/gpufs  gpufs  driver=cuda,memory=4G,allow_other,nofail  0  0"),
+        _escape("gpufs  /mnt/gpufs  gpufs  memory=4G,allow_other,nofail  0  0"),
         ".SH SEE ALSO",
         "mount(8), fusermount3(1), fuse(4)",
     ]
