@@ -18,7 +18,7 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
-    "gpufs": {"_version", "client"},  # client: lazily
+    "gpufs": {"_version", "client", "owned_mount"},  # the last two: lazily
     "gpufs.__main__": {"cli"},
     "gpufs._version": set(),
     "gpufs.units": set(),
@@ -36,8 +36,20 @@ PYTHON_MAY_USE = {
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
+    "gpufs.launching": {"daemon.startup", "mounting"},
+    "gpufs.owned_mount": {"config", "daemon.startup", "launching", "mounting"},
     "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "formats", "mounting", "statistics", "units"},
+    "gpufs.cli": {
+        "_version",
+        "config",
+        "client",
+        "daemon.startup",
+        "formats",
+        "launching",
+        "mounting",
+        "statistics",
+        "units",
+    },
 }
 
 

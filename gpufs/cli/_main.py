@@ -36,6 +36,19 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            import difflib
+
+            visible = [name for name in COMMANDS if name != "mount-helper"]
+            near = difflib.get_close_matches(args[0], visible, 1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(visible)}."
+            ctx.fail(f"No such command '{args[0]}'.{hint}")
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -44,7 +57,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="gpufs")
+@click.version_option(__version__, "-V", "--version", prog_name="gpufs")
 def program() -> None:
     """GPU memory as files.
 

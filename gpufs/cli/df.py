@@ -45,6 +45,7 @@ def _device(status: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
         "mountpoint": status["mountpoint"],
         "device": device["name"],
         "description": device.get("description"),
+        "uuid": device.get("uuid"),
         "total_bytes": device["total_bytes"],
         "used_bytes": device["held_bytes"],
         "free_bytes": device["free_bytes"],

@@ -75,6 +75,7 @@ class MountStatus:
             "name": f"gpu{device.index}",
             "description": info.name,
             "pci_address": info.pci_address,
+            "uuid": info.uuid or None,
             "total_bytes": info.total_bytes,
             "free_bytes": 0,
             "held_bytes": 0,
@@ -97,12 +98,12 @@ class MountStatus:
 class MountStatistics:
     """What ``.gpufs/stats`` and ``.gpufs/metrics`` show: the engine's counters."""
 
-    def __init__(self, opened: Engine, mountpoint: str, driver: str) -> None:
+    def __init__(self, opened: Engine, mountpoint: str) -> None:
         """Also puts beside the counters what they are about, for those who find them in their file."""
         self._engine = opened
         facts: dict[str, Any] = {
             "version": __version__,
-            "driver": driver,
+            "driver": opened.driver,
             "mountpoint": mountpoint,
             "refusals": [name for name in refusal_names((1 << 32) - 1) if not name.startswith("bit ")],
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],

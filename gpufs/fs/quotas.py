@@ -4,16 +4,15 @@ import os
 from errno import EBUSY, EINVAL
 from typing import Any
 
-from gpufs.engine import NO_LIMIT
+from gpufs.engine import NO_LIMIT, Mount
 from gpufs.fs.nodes import Directory, Node
-from gpufs.fs.table import InodeTable
 from gpufs.fs.tree import Tree
 
 
 class Quotas:
     """Sets limits and reports them. Only the trio thread calls it."""
 
-    def __init__(self, tree: Tree, table: InodeTable) -> None:
+    def __init__(self, tree: Tree, table: Mount) -> None:
         self._tree = tree
         self._table = table
 

@@ -11,14 +11,13 @@ between devices, nor into a directory with a limit of its own or out of one (EXD
 import errno
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from gpufs.engine import NO_LIMIT, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
+from gpufs.engine import NO_LIMIT, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes, Mount
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
-from gpufs.fs.table import InodeTable
 
 ROOT_INODE = 1
 NAME_MAX = 255
@@ -49,16 +48,18 @@ def _check_new_name(name: bytes) -> None:
 class Tree:
     """The namespace of one mount.
 
-    ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission
-    bits ``device_mode``. ``readme``: the text of ``README`` in the root. ``control_files``: name below ``.gpufs`` to
+    ``uuids``: of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. The directories
+    belong to ``uid`` and ``gid`` with the permission bits ``device_mode``. ``.gpufs/by-uuid`` has a symbolic link to
+    each, for a name that stays the same whatever the order of the devices. ``readme``: the text of ``README`` in the
+    root. ``control_files``: name below ``.gpufs`` to
     the function that makes the content; ``streams``: the same for files that are read as they grow, by their owner
     alone.
     """
 
     def __init__(
         self,
-        table: InodeTable,
-        devices: int,
+        table: Mount,
+        uuids: Sequence[str],
         *,
         uid: int,
         gid: int,
@@ -70,14 +71,15 @@ class Tree:
         self._table = table
         self._next_ino = ROOT_INODE + 1
         self.nodes: dict[int, Node] = {}
-        self.files = [0] * devices  # buffers of each device
+        self.files = [0] * len(uuids)  # buffers of each device
         self.root = Directory(ROOT_INODE, -1)
         self.root.parent = self.root
         control = Directory(self._take_ino(), -1)
-        gpus = [Directory(self._take_ino(), index) for index in range(devices)]
-        for directory in (self.root, control):
+        gpus = [Directory(self._take_ino(), index) for index in range(len(uuids))]
+        by_uuid = Directory(self._take_ino(), -1)
+        for directory in (self.root, control, by_uuid):
             directory.fixed = True
-        self._add(self.root, 0o555, uid, gid, nlink=3 + devices)
+        self._add(self.root, 0o555, uid, gid, nlink=3 + len(uuids))
         self.root.names = 1
         self.place(self.root, b".gpufs", control, 0o555, uid, gid)
         for name, produce in control_files.items():
@@ -86,8 +88,15 @@ class Tree:
             self.place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
         text = ControlFile(self._take_ino(), lambda _: readme)
         self.place(self.root, b"README", text, 0o444, uid, gid, size=len(readme))
+        self.place(control, b"by-uuid", by_uuid, 0o555, uid, gid)
+        self._touch(control, links=True)
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
+            uuid = uuids[index].encode()
+            if uuid and uuid not in by_uuid.entries:
+                link = Symlink(self._take_ino(), -1, b"../../gpu%d" % index)
+                link.fixed = True
+                self.place(by_uuid, uuid, link, 0o777, uid, gid)
 
     # ---- finding ----
 
@@ -456,6 +465,8 @@ class Tree:
         self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int, size: int = 0
     ) -> None:
         """Adds a node of the mount's own."""
+        if isinstance(node, Symlink):
+            size = len(node.target)
         self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size)
         directory.attach(name, node)
         node.names = 1

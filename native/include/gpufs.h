@@ -67,11 +67,15 @@ typedef struct {
   uint32_t keep_freed_ms;
   int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without a request */
   int32_t hip_memory;  /* GPUFS_HIP_MEMORY_AUTO, _VIRTUAL or _PLAIN; other drivers: no effect */
+  /* GPUs: which to use, in this order, instead of the first ones: numbers and UUIDs ("GPU-4f3e..."; a unique beginning
+   * is enough), separated by commas. ENXIO, with a list of all GPUs, if one does not exist. NULL or "": by number. */
+  const char* chosen_devices;
 } gpufs_engine_options;
 
 typedef struct {
   char name[128];
   char pci_address[32]; /* "" where there is none */
+  char uuid[64];        /* "GPU-..." or "MIG-..." as the vendor's tools print it; "" where there is none */
   int32_t index;
   int32_t numa_node; /* -1: unknown */
   uint64_t total_bytes;
