@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn
 from gpufs import mounting
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._python import python_module
-from gpufs.daemon.startup import MountRequest
+from gpufs.daemon.startup import MountRequest, is_journal
 
 DAEMON = tuple(python_module("gpufs.daemon"))
 _GRACE = 3.0  # seconds between asking a process to end and ending it
@@ -36,6 +36,9 @@ def launch(request: MountRequest, timeout: float) -> dict[str, Any]:
     interrupted, the daemon has ended and nothing is mounted.
     """
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
+    passed = {"--answer-fd": daemon_end}
+    if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
+        passed["--journal-fd"] = os.dup(2)
     # A signal during the start is delayed until there is a process to end.
     early: list[int] = []
     previous = {
@@ -46,17 +49,18 @@ def launch(request: MountRequest, timeout: float) -> dict[str, Any]:
     try:
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
-                [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],
+                [*DAEMON, *(word for name, fd in passed.items() for word in (name, str(fd))), request.mountpoint],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 cwd="/",
-                pass_fds=(daemon_end,),
+                pass_fds=tuple(passed.values()),
                 start_new_session=True,
             )
             came_up = False
             try:
-                os.close(daemon_end)
+                for fd in passed.values():
+                    os.close(fd)
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
                 if signal.SIGINT in previous:
                     signal.signal(signal.SIGINT, previous[signal.SIGINT])
