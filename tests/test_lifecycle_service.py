@@ -122,7 +122,7 @@ def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_systemd_unit_gives_up_what_a_mount_does_not_need(tmp_path: Path) -> None:
-    """9.6 without any restriction. 2.2 of it would need a view of the file system in which nobody else sees the mount."""
+    """The score is 9.6 without restrictions; 2.2 of it are settings that would hide the mount from everybody else."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze here")
     unit = tmp_path / "gpufs@.service"

@@ -113,9 +113,9 @@ def _copy_lines(queue: int, sink: int) -> None:
 
 def _journal_line(line: bytes) -> bytes:
     """A line of the log with its priority instead of time and level."""
-    _, _, level, text = (line.split(b" ", 3) + [b"", b"", b""])[:4]
-    if level in _PRIORITIES:
-        return b"<%d>%s\n" % (_PRIORITIES[level], text)
+    words = line.split(b" ", 3)  # date, time, level, text
+    if len(words) == 4 and words[2] in _PRIORITIES:
+        return b"<%d>%s\n" % (_PRIORITIES[words[2]], words[3])
     return line + b"\n"  # a later line of a traceback
 
 

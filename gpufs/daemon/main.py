@@ -1,8 +1,9 @@
 """The process that serves one mount: it builds the parts in order and takes them apart again whatever happens.
 
-``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its own, with a
-:class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line there:
-{"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}.
+``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its
+own, with a :class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line
+there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--journal-fd`` is a
+descriptor of systemd's journal, for the log.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
 a mount that is in use is detached, and calls on its open files fail from then on. SIGHUP reopens the log file. If the
