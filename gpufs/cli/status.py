@@ -66,9 +66,7 @@ def _verdict(found: list[dict[str, Any]]) -> str:
         for device in status["devices"]:
             if device.get("health") not in ("good", None):
                 raise Failure(f"{status['mountpoint']}: {device['name']}: {device['health']}")
-    return ", ".join(
-        f"{printable(one['mountpoint'])} ok ({one['driver']}, {len(one['devices'])} devices)" for one in found
-    )
+    return ", ".join(f"{printable(one['mountpoint'])} ok ({len(one['devices'])} x {one['driver']})" for one in found)
 
 
 def _text(value: object) -> str:
