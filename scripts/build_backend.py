@@ -3,10 +3,13 @@
 Without the check a missing library shows as hundreds of lines of CMake, or of the compiler.
 """
 
+import functools
+import inspect
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +21,6 @@ _NEEDED: Final = ("g++", "pkg-config", "libfuse3-dev", "python3-dev")
 
 Options = dict[str, Any] | None
 
-prepare_metadata_for_build_wheel = build.prepare_metadata_for_build_wheel
-prepare_metadata_for_build_editable = build.prepare_metadata_for_build_editable
 get_requires_for_build_sdist = build.get_requires_for_build_sdist
 build_sdist = build.build_sdist
 
@@ -49,25 +50,21 @@ def _check(options: Options) -> None:
         sys.exit(f"gpufs cannot be built, this is missing: {reasons}. {remedy} {names}")
 
 
-def get_requires_for_build_wheel(config_settings: Options = None) -> list[str]:
-    """The first hook that pip calls."""
-    _check(config_settings)
-    return list(build.get_requires_for_build_wheel(config_settings))
+def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, after the check. Which hook comes first depends on whether pip isolates the build."""
+    parameters = inspect.signature(hook)
+
+    @functools.wraps(hook)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        _check(parameters.bind(*arguments, **named).arguments.get("config_settings"))
+        return hook(*arguments, **named)
+
+    return checked
 
 
-def get_requires_for_build_editable(config_settings: Options = None) -> list[str]:
-    """As for a wheel."""
-    _check(config_settings)
-    return list(build.get_requires_for_build_editable(config_settings))
-
-
-def build_wheel(wheel_directory: str, config_settings: Options = None, metadata_directory: str | None = None) -> str:
-    """Builds the wheel; without build isolation this is the first hook."""
-    _check(config_settings)
-    return str(build.build_wheel(wheel_directory, config_settings, metadata_directory))
-
-
-def build_editable(wheel_directory: str, config_settings: Options = None, metadata_directory: str | None = None) -> str:
-    """Builds the wheel of an editable installation."""
-    _check(config_settings)
-    return str(build.build_editable(wheel_directory, config_settings, metadata_directory))
+get_requires_for_build_wheel = _checked(build.get_requires_for_build_wheel)
+get_requires_for_build_editable = _checked(build.get_requires_for_build_editable)
+prepare_metadata_for_build_wheel = _checked(build.prepare_metadata_for_build_wheel)
+prepare_metadata_for_build_editable = _checked(build.prepare_metadata_for_build_editable)
+build_wheel = _checked(build.build_wheel)
+build_editable = _checked(build.build_editable)
