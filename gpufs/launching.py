@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import IO, Any, Final, NoReturn
 
 from gpufs import mounting
-from gpufs.daemon.startup import MountRequest
+from gpufs.daemon.startup import MountRequest, is_journal
 
 # Never with the current directory in the module search path: another user may own it. The child ignores PYTHON
 # variables and the user's own packages if this process does.
@@ -89,20 +89,24 @@ def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[byt
     its request or the reader of its answer is missing.
     """
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
+    passed = {"--answer-fd": daemon_end}
+    if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
+        passed["--journal-fd"] = os.dup(2)
     try:
         with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
-                    [*DAEMON, "--answer-fd", str(daemon_end), request.mountpoint],
+                    [*DAEMON, *(word for name, fd in passed.items() for word in (name, str(fd))), request.mountpoint],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     cwd="/",
-                    pass_fds=(daemon_end,),
+                    pass_fds=tuple(passed.values()),
                     start_new_session=True,
                 )
             finally:
-                os.close(daemon_end)
+                for fd in passed.values():
+                    os.close(fd)
             try:
                 assert process.stdin is not None
                 with suppress(BrokenPipeError), process.stdin:  # it has ended; its answer gives the reason

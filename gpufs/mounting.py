@@ -457,4 +457,6 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
     for code in (errno.EBUSY, errno.EPERM, errno.EINVAL):
         if os.strerror(code).lower() in reason.lower():
             raise OSError(code, reason)
+    if not os.path.exists("/etc/mtab"):  # in a bare chroot; systemd and container engines create it
+        reason += " (fusermount3 needs /etc/mtab: as root, ln -s ../proc/self/mounts /etc/mtab)"
     raise OSError(errno.EINVAL if entry_of(mountpoint) is None else errno.EPERM, reason)

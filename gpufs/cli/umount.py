@@ -143,7 +143,8 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
             raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
         if error.errno == EINVAL and not _is_mounted(mountpoint):
             return  # another process has unmounted it
-        if error.errno == EPERM:
+        entry = mounting.entry_of(mountpoint)
+        if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):
             raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
         raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
 

@@ -160,7 +160,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.PATH,
         None,
         "File for the mount's log.",
-        default_text="no log; standard error with --foreground",
+        default_text="the journal under systemd; otherwise no log, or standard error with --foreground",
         everyday=True,
     ),
     Knob(

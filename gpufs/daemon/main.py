@@ -1,8 +1,9 @@
 """The process that serves one mount: it builds the parts in order and takes them apart again whatever happens.
 
-``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with a
-:class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line there:
-{"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}.
+``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its
+own, with a :class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line
+there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--journal-fd`` is a
+descriptor of systemd's journal, for the log.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
 a mount that is in use is detached, and calls on its open files fail from then on. SIGHUP reopens the log file. If the
@@ -555,16 +556,24 @@ def main(arguments: list[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="gpufs.daemon")
     parser.add_argument("--answer-fd", type=int)
+    parser.add_argument("--journal-fd", type=int, default=-1)
     parser.add_argument("mountpoint")
     chosen = parser.parse_args(arguments)
     if chosen.answer_fd is not None:
         os.set_inheritable(chosen.answer_fd, False)
+    if chosen.journal_fd >= 0:
+        os.set_inheritable(chosen.journal_fd, False)
     answer = Answer(chosen.answer_fd)
     logs = None
     try:
         request = MountRequest.read()
         _set_limits(core_dumps=bool(request.config["core_dumps"]))
-        logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
+        logs = Log(
+            request.config["log_file"],
+            request.config["log_level"],
+            foreground=request.foreground,
+            journal=chosen.journal_fd,
+        )
         os.umask(0)
         Daemon(request, answer, logs).run()
     except StartFailure as failure:

@@ -24,6 +24,15 @@ class StartFailure(Exception):
         return cls(failure.errno or errno.EIO, prefix + (failure.strerror or str(failure)))
 
 
+def is_journal(fd: int) -> bool:
+    """Whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
 @dataclass(frozen=True, slots=True)
 class MountRequest:
     """What to mount and where. Travels as one JSON object on the daemon's standard input."""

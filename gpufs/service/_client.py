@@ -351,10 +351,16 @@ class ClientConnection:
                 self._discard(descriptors)
         except OSError as failure:
             error, text = answer_of(failure)
-        answers = {Register: protocol.Registered, Unregister: protocol.Unregistered, SetQuota: protocol.QuotaSet}
+        answer: protocol.Registered | protocol.Unregistered | protocol.QuotaSet
+        if isinstance(message, Register):
+            answer = protocol.Registered(message.id, error, text)
+        elif isinstance(message, SetQuota):
+            answer = protocol.QuotaSet(message.id, error, text)
+        else:
+            answer = protocol.Unregistered(message.id, error, text)
         self._at_rest = trio.current_time()
         with trio.fail_after(self._limits.send):
-            await self.send(answers[type(message)](message.id, error, text))
+            await self.send(answer)
 
     async def _end_registrations(self) -> None:
         ending = trio.current_effective_deadline() == -math.inf
