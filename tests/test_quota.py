@@ -276,7 +276,7 @@ def test_only_root_and_the_owner_set_limits(limited: GpufsMount, tmp_path: Path)
     as_nobody(folder.mkdir)
     command, environment = user_gpufs({"HOME": "/", "PATH": os.environ["PATH"]})
     as_user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environment, "cwd": "/"}
-    for words in ([folder, "1G"], [limited.path, "1G", "--user", str(NOBODY)]):
+    for words in ((str(folder), "1G"), (str(limited.path), "1G", "--user", str(NOBODY))):
         done = run(*command, "quota", "set", *words, check=False, **as_user)
         assert (done.returncode, "only root" in done.stderr) == (1, True), done
     gpufs("quota", "set", folder, "4M")

@@ -72,7 +72,7 @@ def test_top_shows_devices_busy_files_and_leases(mount: Mounter) -> None:
         idle.flush()
         busy.write(bytes(MIB))
         with library.attach(str(own.path / "gpu1/idle")):
-            words = [*GPUFS, "top", own.path, "--interval", "1"]
+            words = [*GPUFS, "top", str(own.path), "--interval", "1"]
             picture = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
             while picture.poll() is None:
                 busy.seek(0)

@@ -92,7 +92,7 @@ def _devices(pairs: _Pairs) -> list[tuple[str, ...]]:
 
 
 def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for now, before in pairs:
         for copy in now.copies:
             speed = rate(now, before, copy_key(copy))

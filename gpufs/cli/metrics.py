@@ -46,7 +46,9 @@ def command(mountpoints: tuple[str, ...], listen: str | None, **arguments: Any) 
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         server_class = type("Server", (WSGIServer,), {"address_family": family})
-        server = make_server(str(address[0]), int(port), make_wsgi_app(prometheus.registry(read)), server_class, _Quiet)
+        server: WSGIServer = make_server(
+            str(address[0]), int(port), make_wsgi_app(prometheus.registry(read)), server_class, _Quiet
+        )
     except OSError as error:
         raise Failure(f"--listen {listen}: {error.strerror}") from None
     with server:

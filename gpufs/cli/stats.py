@@ -72,7 +72,7 @@ _HEADERS: Final = ("DEVICE", "BACKEND", "DIR", "BYTES", "OPS", "ERRORS", "RUNNIN
 
 
 def _rows(one: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for device in one["devices"]:
         for backend, flows in device["backends"].items():
             for flow, counts in flows.items():

@@ -133,6 +133,6 @@ def _show(window: curses.window, lines: Sequence[_picture.Line]) -> None:
     for row, line in enumerate(lines[:height]):
         # The last cell of a window cannot be written: the cursor would have no place after it.
         with contextlib.suppress(curses.error):
-            text = line.text[: width - 1].encode(window.encoding, "replace")
+            text = line.text[: width - 1].encode(window.encoding, "replace").decode(window.encoding)
             window.addstr(row, 0, text, curses.A_REVERSE if line.heading else curses.A_NORMAL)
     window.refresh()
