@@ -42,6 +42,7 @@ from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
 from gpufs.fs.replies import Replies
 from gpufs.fs.tree import Tree
+from gpufs.units import bytes_text
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -105,7 +106,7 @@ def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> t
             notes.append(f"no GPU was found ({'; '.join(reasons)}): host memory is used")
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
-            notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
+            notes.append(f"no file on the mount can have more than {bytes_text(largest)} (ulimit -f)")
         return opened, driver, notes
     raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
