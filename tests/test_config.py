@@ -259,7 +259,7 @@ def test_the_default_memory_fits_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert config.host_memory(None, 1) == 3 * GIB
     assert config.host_memory(None, 7) == 3 * GIB // 7 // config.GRANULE * config.GRANULE
     assert config.host_memory(2 * GIB, 4) == 2 * GIB
-    with pytest.raises(config.ConfigError, match=r"memory: 3 x 3G is more than this machine has: 8.0 GiB"):
+    with pytest.raises(config.ConfigError, match=r"memory: 3 x 3.0 GiB is more than this machine has: 8.0 GiB"):
         config.host_memory(3 * GIB, 3)
     monkeypatch.setattr(memory, "memory_of_machine", lambda: memory.Memory(8 * GIB, 3 << 20))
     with pytest.raises(config.ConfigError, match="too little for 2 devices"):

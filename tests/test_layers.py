@@ -33,9 +33,9 @@ PYTHON_MAY_USE = {
     "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
-    "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},
+    "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "units", "_version"},
     "gpufs.daemon.guard": {"mounting"},
-    "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
+    "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "units", "_version"},
     "gpufs.launching": {"daemon.startup", "mounting"},
     "gpufs.owned_mount": {"config", "daemon.startup", "launching", "mounting"},
     "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own

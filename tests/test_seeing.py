@@ -142,7 +142,7 @@ def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
 
 def test_used_and_free_fit_the_size_while_memory_is_being_freed(mount: Mounter) -> None:
     own = mount(memory=256 * MIB)
-    for _ in range(3):
+    for _ in range(2):
         (own.device / "file").write_bytes(bytes(200 * MIB))
         (own.device / "file").unlink()
         for _ in range(3):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli import _counters, _mounts
-from gpufs.cli._leases import LEASES
+from gpufs.cli._leases import LEASE
 from gpufs.cli._untrusted import SIZE, TIME, items, maybe, parse, record, text
 
 _FILE: Final = ".gpufs/activity"
@@ -18,11 +18,13 @@ _SEPARATOR: Final = b"\0"  # is in no JSON text
 _DEVICE: Final = record(
     name=text, description=text, total_bytes=SIZE, held_bytes=SIZE, free_bytes=SIZE, files=SIZE, health=text
 )
-_BUSY: Final = record(path=maybe(text), inode=SIZE, uid=SIZE, size=SIZE, bytes_read=SIZE, bytes_written=SIZE)
+_BUSY: Final = record(
+    path=maybe(text), inode=SIZE, uid=SIZE, size=SIZE, held_bytes=SIZE, bytes_read=SIZE, bytes_written=SIZE
+)
 _COPY: Final = record(
     source=text, destination=text, pid=SIZE, uid=SIZE, program=text, total=SIZE, moved=SIZE, since=TIME
 )
-_USED: Final = record(devices=items(_DEVICE), files=items(_BUSY), copies=items(_COPY))
+_USED: Final = record(devices=items(_DEVICE), files=items(_BUSY), copies=items(_COPY), leases=items(LEASE))
 # A whole copy, whose pieces other backends count.
 _WHOLE: Final = "transfer"
 
@@ -66,16 +68,11 @@ def _reading(mountpoint: str, answer: bytes | OSError) -> Reading:
     counters, _, activity = answer.partition(_SEPARATOR)
     try:
         counted, said = _counters.checked(counters), parse(activity, _USED)
-        leases = parse(activity, LEASES)["leases"]
     except ValueError as error:
         reading.error = OSError(EPROTO, f"{_FILE} is not understood: {error}")
         return reading
-    reading.devices, reading.files, reading.copies, reading.leases = (
-        said["devices"],
-        said["files"],
-        said["copies"],
-        leases,
-    )
+    reading.devices, reading.files, reading.copies = said["devices"], said["files"], said["copies"]
+    reading.leases = said["leases"]
     for device in counted["devices"]:
         for flow in ("in", "out"):
             reading.moved[device["name"], flow] = sum(

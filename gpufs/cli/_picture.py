@@ -28,7 +28,7 @@ def draw(now: Sequence[Reading], before: Sequence[Reading]) -> list[Line]:
     sections = [
         _section(_DEVICE_HEADERS, _devices(pairs), {1, 3, 4, 5, 6, 7}, len(now) * 1000),
         _section(_COPY_HEADERS, _copies(pairs), {3, 4, 5}),
-        _section(_FILE_HEADERS, _files(pairs), {1, 2, 3}),
+        _section(_FILE_HEADERS, _files(pairs), {1, 2, 3, 4}),
         _section(_LEASE_HEADERS, _leases(now), {3, 4}),
         [Line(printable(f"{one.mountpoint}: {one.error.strerror}")) for one in now if one.error is not None],
     ]
@@ -68,7 +68,7 @@ def _bar(share: float) -> str:
 _Pairs = Sequence[tuple[Reading, Reading | None]]
 _DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "IS")
 _COPY_HEADERS: Final = ("COPY TO", "FROM", "", "DONE", "RATE", "LEFT", "PROGRAM")
-_FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "READ", "WRITE")
+_FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "HELD", "READ", "WRITE")
 _LEASE_HEADERS: Final = ("LEASE", "PROGRAM", "MODE", "SIZE", "AGE")
 
 
@@ -121,7 +121,8 @@ def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
             if total:
                 name = one["path"] if one["path"] is not None else f"(removed file, inode {one['inode']})"
                 path = f"{now.mountpoint.rstrip('/')}/{name}"
-                found.append((total, (path, bytes_text(one["size"]), *map(_rate, speeds))))
+                sizes = (bytes_text(one["size"]), bytes_text(one["held_bytes"]))
+                found.append((total, (path, *sizes, *map(_rate, speeds))))
     return [row for _, row in sorted(found, key=lambda pair: -pair[0])]
 
 

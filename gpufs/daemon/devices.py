@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from gpufs import config, engine
 from gpufs.daemon.startup import StartFailure
+from gpufs.units import bytes_text
 
 # The drivers of GPUs that `auto` tries, in this order, and what the kernel shows if it drives such a GPU.
 _KERNEL_DEVICES: Final = {"cuda": "/dev/nvidiactl", "hip": "/dev/kfd"}
@@ -41,7 +42,7 @@ def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.En
         notes.append(f"no GPU was found: the files are in host memory, {each} (--driver host is the same without this)")
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY:
-        notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
+        notes.append(f"no file on the mount can have more than {bytes_text(largest)} (ulimit -f)")
     return opened, notes
 
 

@@ -111,10 +111,10 @@ TEST_F(TransportTest, ABusyReaderDelaysNoOtherRequest) {
   start(4);
   handler.gate.close();
   std::vector<std::uint64_t> uniques;
-  for (int i = 0; i < 4; ++i) uniques.push_back(kernel->send(FUSE_LOOKUP, nullptr, 1, Bytes(10)));
+  for (int i = 0; i < 4; ++i) uniques.push_back(kernel->send(FUSE_LOOKUP, 1, Bytes(10)));
   EXPECT_TRUE(handler.gate.wait_for_visitors(4));
   EXPECT_EQ(handler.served_by(), 4U);
-  uniques.push_back(kernel->send(FUSE_LOOKUP, nullptr, 1, Bytes(10)));  // beyond the limit: has to wait
+  uniques.push_back(kernel->send(FUSE_LOOKUP, 1, Bytes(10)));  // beyond the limit: has to wait
   EXPECT_FALSE(kernel->receive(kQuiet));
   handler.gate.open();
   for (const std::uint64_t unique : uniques) EXPECT_EQ(kernel->wait(unique).error(), 0);
@@ -129,8 +129,8 @@ TEST_F(TransportTest, AfterAnIdleTimeABusyReaderIsStillNoticed) {
     return handler.statistics.watcher_ticks == ticks;
   }));
   handler.gate.close();
-  const std::uint64_t first = kernel->send(FUSE_LOOKUP, nullptr, 1, Bytes(10));
-  const std::uint64_t second = kernel->send(FUSE_LOOKUP, nullptr, 1, Bytes(10));
+  const std::uint64_t first = kernel->send(FUSE_LOOKUP, 1, Bytes(10));
+  const std::uint64_t second = kernel->send(FUSE_LOOKUP, 1, Bytes(10));
   EXPECT_TRUE(handler.gate.wait_for_visitors(2));
   handler.gate.open();
   kernel->wait(first);
@@ -141,7 +141,7 @@ TEST_F(TransportTest, ReadersThatAreNotNeededGoToSleep) {
   start(4);
   handler.gate.close();
   std::vector<std::uint64_t> uniques;
-  for (int i = 0; i < 4; ++i) uniques.push_back(kernel->send(FUSE_LOOKUP, nullptr, 1, Bytes(10)));
+  for (int i = 0; i < 4; ++i) uniques.push_back(kernel->send(FUSE_LOOKUP, 1, Bytes(10)));
   ASSERT_TRUE(handler.gate.wait_for_visitors(4));
   EXPECT_GT(allowed(), 1U);  // and stays so while they are busy
   handler.gate.open();
