@@ -227,6 +227,10 @@ def test_a_directory_with_a_limit(limited: GpufsMount) -> None:
     assert errno_of(os.rename, gpu / "outside", folder / "outside") == EXDEV
     assert errno_of(os.link, folder / "last", gpu / "last") == EXDEV
     assert errno_of(os.link, gpu / "outside", folder / "outside") == EXDEV
+    unnamed = os.open(folder, os.O_TMPFILE | os.O_WRONLY)
+    assert errno_of(os.write, unnamed, b"x") == EDQUOT
+    assert errno_of(linux.link_descriptor, unnamed, gpu / "named") == EXDEV
+    os.close(unnamed)
     run("mv", folder / "last", gpu / "last")
     os.rename(folder / "deep" / "before", folder / "before")
     os.link(folder / "before", folder / "deep" / "again")

@@ -29,6 +29,7 @@
 #include "fuse/relay.h"
 #include "fuse/statistics.h"
 #include "gpufs.h"
+#include "memory/account.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
 #include "memory/registered_buffer.h"

@@ -7,12 +7,14 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/log.h"
 #include "fuse/acl.h"
+#include "memory/account.h"
 
 namespace gpufs::fuse {
 

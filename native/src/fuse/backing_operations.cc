@@ -14,6 +14,7 @@
 
 #include "base/log.h"
 #include "fuse/protocol.h"
+#include "memory/account.h"
 
 namespace gpufs::fuse {
 

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "device/device_context.h"
+#include "memory/account.h"
 #include "observe/trace.h"
 
 namespace gpufs::fuse {

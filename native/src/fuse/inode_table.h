@@ -25,6 +25,7 @@
 #include "fuse/open_files.h"
 #include "fuse/quotas.h"
 #include "gpufs.h"
+#include "memory/account.h"
 #include "memory/buffer.h"
 
 namespace gpufs::fuse {

@@ -15,6 +15,7 @@
 #include "fuse/inode_table.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
+#include "memory/account.h"
 
 namespace gpufs::fuse {
 

@@ -17,7 +17,7 @@ namespace gpufs::fuse {
 
 class Quotas {
  public:
-  // plain_limit: bytes on each device for each user without a limit of his own, except root and this process's user.
+  // plain_limit: bytes on each device for each user without a limit of their own, except root and this process's user.
   explicit Quotas(std::uint64_t plain_limit) : plain_limit_(plain_limit) {}
 
   [[nodiscard]] std::shared_ptr<Account> user(std::int32_t device, std::uint32_t uid);

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "base/math.h"
+#include "memory/account.h"
 
 namespace gpufs {
 namespace {

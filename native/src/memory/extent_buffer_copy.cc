@@ -9,6 +9,7 @@
 
 #include "base/math.h"
 #include "device/device_context.h"
+#include "memory/account.h"
 #include "memory/device_copy.h"
 #include "memory/extent_buffer.h"
 #include "observe/trace.h"
