@@ -77,25 +77,29 @@ class OwnedMount:
         """
         if self._owner != os.getpid():
             raise RuntimeError("the mount belongs to the process that made it, not to a forked one")
-        entry = mounting.entry_with(self._identity)
-        in_use = False
-        if entry is not None:
+        detached = not self._is_mounted()
+        if not detached:
             try:
-                mounting.unmount(entry.mountpoint)
+                mounting.unmount(str(self.path))
             except OSError as failure:
-                if mounting.entry_with(self._identity) is not None:  # else another process has unmounted it
-                    in_use = failure.errno == EBUSY
-                    if not in_use or not detach:
-                        text = f"{self.path}: in use: close its files, or unmount(detach=True)" if in_use else None
-                        raise OSError(failure.errno, text or failure.strerror) from None
-                    mounting.unmount(entry.mountpoint, lazy=True)
+                if self._is_mounted():  # else another process has unmounted it
+                    detached = failure.errno == EBUSY and detach
+                    if not detached:
+                        busy = f"{self.path}: in use: close its files, or unmount(detach=True)"
+                        raise OSError(failure.errno, busy if failure.errno == EBUSY else failure.strerror) from None
+                    mounting.unmount(str(self.path), lazy=True)
         try:
-            self._process.wait(0 if in_use else self._timeout)
+            self._process.wait(0 if detached else self._timeout)
         except subprocess.TimeoutExpired:
-            if not in_use:
+            if not detached:
                 text = f"{self.path}: unmounted, but the daemon ({self._process.pid}) has not ended"
                 raise OSError(ETIMEDOUT, text) from None
-            self._process.returncode = 0  # it ends later: Popen must not expect us to wait for it
+            self._process.returncode = 0  # it ends with the last open file: Popen must not expect us to wait for it
+
+    def _is_mounted(self) -> bool:
+        """Whether this mount is at its place. Once the daemon has ended, other mounts may have its numbers."""
+        entry = mounting.entry_of(str(self.path)) if self._process.poll() is None else None
+        return entry is not None and entry.identity == self._identity
 
     def __enter__(self) -> "OwnedMount":
         return self

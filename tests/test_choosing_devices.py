@@ -72,8 +72,9 @@ def test_the_vendors_variables_choose_and_order_devices(mount: Mounter, three: d
     one.unmount()
 
 
-@pytest.mark.parametrize("driver", ["auto", "cuda"])
-@pytest.mark.parametrize("wrong", ["7", "5,", "GPU-ff", "0,0", "GPU-a,0"])
+@pytest.mark.parametrize(
+    ("driver", "wrong"), [("auto", "7"), ("auto", "5,"), ("cuda", "GPU-ff"), ("cuda", "0,0"), ("auto", "GPU-a,0")]
+)
 def test_a_device_that_does_not_exist_fails_with_a_list(
     driver: str, wrong: str, mountpoint: Path, three: dict[str, str]
 ) -> None:
@@ -91,6 +92,8 @@ def test_host_memory_is_never_taken_in_place_of_a_gpu(mountpoint: Path, tmp_path
         line = fails(1, "mount", mountpoint, "--memory", "64M", env=there)
         assert node in line
         assert "--driver host" in line
+    hidden = none | kernel_shows(tmp_path / "hidden", "/dev/nvidiactl") | {"CUDA_VISIBLE_DEVICES": "7"}
+    assert "CUDA_VISIBLE_DEVICES=7" in fails(1, "mount", mountpoint, "--memory", "64M", env=hidden)
     assert not mounted_at(str(mountpoint))
     done = gpufs("mount", mountpoint, "--memory", "64M", "--devices", "2", env=none)
     gpufs("umount", mountpoint)

@@ -11,6 +11,8 @@ from gpufs.units import bytes_text
 
 # The drivers of GPUs that `auto` tries, in this order, and what the kernel shows if it drives such a GPU.
 _KERNEL_DEVICES: Final = {"cuda": "/dev/nvidiactl", "hip": "/dev/kfd"}
+# Variables by which users hide GPUs from programs.
+_HIDING: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GIB: Final = float(1 << 30)
 
 
@@ -32,8 +34,8 @@ def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.En
             if wanted == "auto" and failure.errno in (errno.ENODEV, errno.ENXIO) and driver != "host":
                 reasons[driver] = failure
                 continue
-            hint = "; gpufs doctor says what to do" if failure.errno == errno.ENODEV else ""
-            raise StartFailure(failure.errno or errno.EIO, _text(failure) + hint) from None
+            remedy = _remedy() if failure.errno == errno.ENODEV else ""
+            raise StartFailure(failure.errno or errno.EIO, _text(failure) + remedy) from None
         break
     notes = []
     if wanted == "auto" and opened.driver == "host":
@@ -75,8 +77,13 @@ def _refuse_host_memory(devices: int | list[str], reasons: dict[str, engine.Engi
     else:
         return
     texts = [_text(reason) for driver, reason in reasons.items() if driver in present or not present]
-    remedy = "; gpufs doctor says what to do; --driver host uses host memory instead"
-    raise StartFailure(errno.ENODEV, what + "; ".join(texts) + remedy)
+    raise StartFailure(errno.ENODEV, what + "; ".join(texts) + _remedy() + "; --driver host uses host memory instead")
+
+
+def _remedy() -> str:
+    hiding = [f"{name}={os.environ[name]}" for name in _HIDING if name in os.environ]
+    may_hide = f"; {' and '.join(hiding)} may hide it" if hiding else ""
+    return f"{may_hide}; gpufs doctor says what to do"
 
 
 def _text(failure: engine.EngineError) -> str:

@@ -583,13 +583,10 @@ def main(arguments: list[str] | None = None) -> int:
         log.error("out of memory: the mount ends")
         _report(answer, errno.ENOMEM, "out of memory")
         return 1
-    except OSError as failure:
-        log.exception("the mount failed")
-        _report(answer, failure.errno or errno.EIO, str(failure))
-        return 1
     except Exception as failure:
         log.exception("the mount failed")
-        _report(answer, errno.EIO, f"internal failure: {failure}")
+        code = failure.errno if isinstance(failure, OSError) else None
+        _report(answer, code or errno.EIO, str(failure) if code else f"internal failure: {failure}")
         return 1
     finally:
         if logs is not None:

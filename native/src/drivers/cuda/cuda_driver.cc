@@ -266,7 +266,7 @@ Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& path, c
   if (code != gpu::api::kSuccess) {
     return cuda::unavailable("cuDeviceGetCount: " + library->describe(code), code);
   }
-  if (found == 0) return cuda::unavailable("the driver shows no device (does CUDA_VISIBLE_DEVICES hide them?)");
+  if (found == 0) return cuda::unavailable("the driver shows no device");
   return gpu::open_devices("cuda", *library, found, options, [&](int index, int ordinal) {
     return cuda::CudaDevice::open(library, index, ordinal, options);
   });
