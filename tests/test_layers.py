@@ -20,6 +20,7 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 PYTHON_MAY_USE = {
     "gpufs": {"_version", "client"},  # client: lazily
     "gpufs.__main__": {"cli"},
+    "gpufs._printable": set(),
     "gpufs._version": set(),
     "gpufs.statistics": set(),
     "gpufs.config": set(),
@@ -33,9 +34,9 @@ PYTHON_MAY_USE = {
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},
     "gpufs.daemon.guard": {"mounting"},
-    "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
+    "gpufs.daemon": {"_printable", "config", "engine", "fs", "mounting", "service", "statistics", "_version"},
     "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics"},
+    "gpufs.cli": {"_printable", "_version", "config", "client", "daemon.startup", "mounting", "statistics"},
 }
 
 
