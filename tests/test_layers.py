@@ -20,6 +20,7 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 PYTHON_MAY_USE = {
     "gpufs": {"_version", "client", "owned_mount"},  # the last two: lazily
     "gpufs.__main__": {"cli"},
+    "gpufs._printable": set(),
     "gpufs._version": set(),
     "gpufs.units": set(),
     "gpufs.statistics": set(),
@@ -35,11 +36,12 @@ PYTHON_MAY_USE = {
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "units", "_version"},
     "gpufs.daemon.guard": {"mounting"},
-    "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "units", "_version"},
+    "gpufs.daemon": {"_printable", "config", "engine", "fs", "mounting", "service", "statistics", "units", "_version"},
     "gpufs.launching": {"daemon.startup", "mounting"},
     "gpufs.owned_mount": {"config", "daemon.startup", "launching", "mounting"},
     "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
     "gpufs.cli": {
+        "_printable",
         "_version",
         "config",
         "client",

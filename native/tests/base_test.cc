@@ -50,7 +50,7 @@ TEST_F(LogTest, LinesHaveTheFormatOfPythonsLogging) {
   log_configure(pipe_[1], LogLevel::kInfo);
   ::pthread_setname_np(::pthread_self(), "tester");
   errno = EDOM;
-  log_warning("two\nlines");
+  log_warning("two\nlines\x1b[31m");
   EXPECT_EQ(errno, EDOM);
   const std::string line = written();
   std::string shape = line.substr(0, 23);
@@ -58,7 +58,7 @@ TEST_F(LogTest, LinesHaveTheFormatOfPythonsLogging) {
     if (c >= '0' && c <= '9') c = '9';
   }
   EXPECT_EQ(shape, "9999-99-99 99:99:99.999");
-  EXPECT_EQ(line.substr(23), " WARNING gpufs.native: [tester] two lines\n");
+  EXPECT_EQ(line.substr(23), " WARNING gpufs.native: [tester] two lines [31m\n");
 }
 
 TEST_F(LogTest, LinesBelowTheLevelAreDropped) {

@@ -96,7 +96,7 @@ bool write_line(LogLevel level, std::string_view text) {
   std::string line = head_of_line(level);
   line += text.substr(0, kLongestLine - line.size() - 1);
   std::replace_if(
-      line.begin(), line.end(), [](char c) { return c == '\n' || c == '\r' || c == '\0'; }, ' ');
+      line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
   line += '\n';
   const int fd = log_fd.load(std::memory_order_acquire);
   while (fd >= 0 && ::write(fd, line.data(), line.size()) < 0) {
