@@ -203,6 +203,7 @@ gpufs_status gpufs_mapping_close(gpufs_handle mapping);
 typedef struct {
   uint64_t address;
   const int64_t* shape;
+  const int64_t* strides; /* in elements; NULL: contiguous in C order */
   int32_t dimensions;
   int32_t device_type; /* DLPack's numbers, as the next three */
   int32_t device_id;
@@ -212,9 +213,11 @@ typedef struct {
   int32_t read_only; /* versioned only */
 } gpufs_tensor;
 
-/* A DLPack tensor, contiguous in C order, of a lease's or mapping's memory, which it keeps (open or closed) until its
- * deleter is called; any thread may call that. */
-gpufs_status gpufs_tensor_export(gpufs_handle owner, const gpufs_tensor* tensor, void** managed);
+/* A DLPack tensor, which keeps what it belongs to until its deleter is called; any thread may call that. `owner`: the
+ * handle of a lease or mapping, whose memory stays, open or closed. 0: `object`, for which release(object) is called,
+ * also if this call fails. */
+gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*), const gpufs_tensor* tensor,
+                                 void** managed);
 /* Calls the deleter. */
 void gpufs_tensor_release(void* managed, int32_t versioned);
 
