@@ -181,7 +181,9 @@ def _end(process: int, mapping: Mapping, connection: _LeaseConnection, number: i
 def _failure(error: OSError, path: str) -> OSError:
     if error.errno in _DEAD_DAEMON:
         error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-    return OSError(error.errno or errno.EIO, text_of(error), path)
+    # A connection that io_uring serves reports its end by another number.
+    number = errno.ENOTCONN if error.errno == errno.ECONNABORTED else error.errno or errno.EIO
+    return OSError(number, text_of(error), path)
 
 
 def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
