@@ -32,7 +32,7 @@ _LEAST_RESERVE: Final = 1 << 30
 _DETACH_SECONDS: Final = 2.0
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED)
 
 
 class _LeaseConnection(Connection):
@@ -181,9 +181,7 @@ def _end(process: int, mapping: Mapping, connection: _LeaseConnection, number: i
 def _failure(error: OSError, path: str) -> OSError:
     if error.errno in _DEAD_DAEMON:
         error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-    # A connection that io_uring serves reports its end by another number.
-    number = errno.ENOTCONN if error.errno == errno.ECONNABORTED else error.errno or errno.EIO
-    return OSError(number, text_of(error), path)
+    return OSError(error.errno or errno.EIO, text_of(error), path)
 
 
 def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
