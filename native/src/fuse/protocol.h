@@ -116,16 +116,6 @@ struct StatxOut {
 
 inline constexpr std::uint32_t kUringRegister = 1;
 inline constexpr std::uint32_t kUringCommitAndFetch = 2;
-inline constexpr std::size_t kUringCommandBytes = 80;  // of a submission entry of 128 bytes
-
-// What a submission says besides its opcode.
-struct UringCommand {
-  std::uint64_t flags;
-  std::uint64_t commit_id;
-  std::uint16_t queue;
-  std::uint8_t padding[6];
-};
-static_assert(sizeof(UringCommand) == 24);
 
 // The headers of a request or reply; the payload is in memory of its own.
 struct UringHeaders {

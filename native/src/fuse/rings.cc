@@ -266,10 +266,12 @@ void RingThread::command(RingEntry& entry, std::uint32_t command) {
   const bool registers = command == kUringRegister;
   ::io_uring_prep_rw(IORING_OP_URING_CMD, sqe, device_, registers ? entry.parts : nullptr, registers ? 2 : 0, 0);
   sqe->cmd_op = command;
-  const UringCommand arguments{0, registers ? 0 : entry.commit, queues_[entry.queue].number, {}};
-  std::byte* const target = reinterpret_cast<std::byte*>(sqe) + offsetof(io_uring_sqe, cmd);
-  std::memset(target, 0, kUringCommandBytes);
-  std::memcpy(target, &arguments, sizeof(arguments));
+  // The command's arguments are the last 16 bytes of the submission and the 64 bytes after it: flags, which request the
+  // reply is for, and the queue.
+  sqe->addr3 = 0;
+  sqe->__pad2[0] = registers ? 0 : entry.commit;
+  std::memset(&sqe[1], 0, sizeof(sqe[1]));
+  std::memcpy(&sqe[1], &queues_[entry.queue].number, sizeof(std::uint16_t));
   ::io_uring_sqe_set_data(sqe, &entry);
   if (registers) {
     ++queues_[entry.queue].entries;
