@@ -261,6 +261,8 @@ def assert_stale(file: int, mapped: mmap.mmap) -> None:
         lambda: os.pread(file, 10, 0),
         lambda: os.pwrite(file, b"x", 0),
         lambda: os.lseek(file, 0, os.SEEK_DATA),
+        lambda: os.ftruncate(file, 0),
+        lambda: os.posix_fallocate(file, 0, 10),
         lambda: os.sendfile(os.memfd_create("to"), file, 0, 10),
     ):
         assert errno_of(call) == errno.ESTALE

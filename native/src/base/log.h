@@ -19,9 +19,9 @@ void log_configure(int fd, LogLevel level);
 // Whether a line of this level would be written.
 [[nodiscard]] bool log_enabled(LogLevel level);
 
-// Writes "2026-01-02 03:04:05.678 WARNING gpufs.native: [thread's name] text". Never fails, never changes errno; line
-// ends within the text become spaces. Repetitions of the last line within seconds are counted, and so are lines for
-// which a non-blocking descriptor has no space; the next line reports both.
+// Writes "2026-01-02 03:04:05.678 WARNING gpufs.native: [thread's name] text". Never fails, never changes errno;
+// control characters within the text become spaces. Repetitions of the last line within seconds are counted, and so are
+// lines for which a non-blocking descriptor has no space; the next line reports both.
 void log_line(LogLevel level, std::string_view text);
 
 // Whether a line that a request of this user causes may be written: a user other than root and this process's own may

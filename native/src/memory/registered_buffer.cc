@@ -221,14 +221,20 @@ Status RegisteredBuffer::resize(std::uint64_t size) {
   return !status.ok() || size == bytes_ ? status : fixed();
 }
 
-Status RegisteredBuffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
-  return fixed();
+Status RegisteredBuffer::refuse() {
+  Use use;
+  Status status = begin(&use);
+  return status.ok() ? fixed() : status;
 }
 
-Status RegisteredBuffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return fixed(); }
+Status RegisteredBuffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return refuse();
+}
+
+Status RegisteredBuffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return refuse(); }
 
 Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
-  return fixed();
+  return refuse();
 }
 
 Result<DeviceAddress> RegisteredBuffer::pin_address(std::uint64_t /*maximum_bytes*/) { return fixed(); }

@@ -68,6 +68,8 @@ class RegisteredBuffer : public Buffer {
   // ESTALE, EPERM.
   Status check_write(std::uint64_t offset, std::uint64_t bytes) const;
   Status begin(Use* use);
+  // EPERM, or ESTALE.
+  Status refuse();
   // After an access: ESTALE if the memory was taken away under it.
   Status check_intact(Use& use);
 
