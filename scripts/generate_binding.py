@@ -12,18 +12,10 @@ import cffi
 BEGIN = "/* CFFI BEGIN */"
 END = "/* CFFI END */"
 
-# What the module has besides the engine's interface: native/binding/dlpack.h.
-PYTHON_ONLY = "void* gpufs_dlpack_capsule_address(void);"
-# What Python calls when a capsule with a DLPack tensor goes that nobody has consumed. A consumer renames the capsule.
-# In C, because a destructor gets the capsule, which cffi cannot pass on.
-CAPSULE_DECLARATION = "uintptr_t gpufs_capsule_destructor(void);"
-CAPSULE_SOURCE = """
-static void gpufs_release_capsule(PyObject *capsule) {
-  const int versioned = PyCapsule_IsValid(capsule, "dltensor_versioned");
-  if (!versioned && !PyCapsule_IsValid(capsule, "dltensor")) return;
-  gpufs_tensor_release(PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor"), versioned);
-}
-static uintptr_t gpufs_capsule_destructor(void) { return (uintptr_t)&gpufs_release_capsule; }
+# What Python uses of native/binding/python_objects.h.
+PYTHON_OBJECTS = """
+uintptr_t gpufs_drop_object_address(void);
+uintptr_t gpufs_capsule_destructor(void);
 """
 
 
@@ -45,9 +37,8 @@ def main(header: str, output: str) -> None:
     """Generates `output` from `header`; the file is left alone where nothing changed, so that nothing is rebuilt."""
     builder = cffi.FFI()
     builder.cdef(declarations(Path(header).read_text(encoding="utf-8")))
-    builder.cdef(PYTHON_ONLY)
-    builder.cdef(CAPSULE_DECLARATION)
-    builder.set_source("gpufs.engine._native", '#include "gpufs.h"\n#include "dlpack.h"\n' + CAPSULE_SOURCE)
+    builder.cdef(PYTHON_OBJECTS)
+    builder.set_source("gpufs.engine._native", '#include "gpufs.h"\n#include "python_objects.h"\n')
     builder.emit_c_code(output)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EACCES, EBADF, EINVAL, EISDIR, EXDEV
+from errno import EACCES, EBADF, EBUSY, EINVAL, EISDIR, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from support.attaching import (
     wait_for_leases,
 )
 from support.data import MIB, noise
+from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GpufsMount, Mounter
-from support.processes import as_nobody
+from support.processes import as_nobody, errno_of
 
 import gpufs
 from gpufs.protocol import Attach, Detach, Refresh
@@ -282,6 +284,48 @@ def test_a_replayed_message_gives_no_more_than_its_descriptor(folder: Path, shar
 
     with gpufs.attach(secret):
         assert as_nobody(attack)
+
+
+@pytest.mark.complains
+def test_refusals_of_a_user_do_not_fill_the_log(folder: Path, shared_mount: GpufsMount) -> None:
+    shared_mount.complaints()
+
+    def attack() -> None:
+        path = folder / "own"
+        path.write_bytes(bytes(SIZE))
+        with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+            client.greet()
+            for one in client.ask(Attach(1, "r"), [fd])[1]:
+                os.close(one)
+            for size in range(200):
+                assert errno_of(os.truncate, path, size) == EBUSY
+                assert errno_of(fallocate, fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 2 * MIB, 2 * MIB + size) == EBUSY
+
+    as_nobody(attack)
+    lines = [line for line in shared_mount.complaints() if "leased" in line]
+    assert 0 < len(lines) < 100
+
+
+@pytest.mark.complains
+def test_names_do_not_forge_lines_of_the_log(folder: Path, shared_mount: GpufsMount) -> None:
+    shared_mount.complaints()
+
+    def attack() -> None:
+        ctypes.CDLL(None).prctl(15, b"\x1b[31mred\nx", 0, 0, 0)  # PR_SET_NAME
+        path = folder / "a\n2026-01-01 00:00:00.000 ERROR gpufs.daemon: out of memory \x1b[31m"
+        path.write_bytes(bytes(SIZE))
+        with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+            client.greet()
+            for one in client.ask(Attach(1, "r+"), [fd])[1]:
+                os.close(one)
+            assert errno_of(os.ftruncate, fd, 0) == EBUSY
+
+    as_nobody(attack)
+    shared_mount.complaints()  # waits for all lines
+    log = shared_mount.log.read_text()
+    assert "out of memory" in log
+    assert "\n2026-01-01" not in log
+    assert "\x1b" not in log
 
 
 def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> None:

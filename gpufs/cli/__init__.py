@@ -19,10 +19,8 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def run(arguments: Sequence[str] | None = None, *, begin: Callable[[], object] = lambda: None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (the process's own by default) and returns its exit code.
-
-    ``begin`` is called once a KeyboardInterrupt would be handled.
 
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
     130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
@@ -35,7 +33,7 @@ def run(arguments: Sequence[str] | None = None, *, begin: Callable[[], object] =
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape")  # file names are bytes
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return _guarded(lambda: _run_program(words), begin)
+    return _guarded(lambda: _run_program(words))
 
 
 def _run_program(words: list[str]) -> Any:
@@ -67,12 +65,13 @@ def _run_program(words: list[str]) -> Any:
         return 2
 
 
-def _guarded(work: Callable[[], Any], begin: Callable[[], object]) -> int:
+def _guarded(work: Callable[[], Any]) -> int:
     """Runs a command; every exception becomes one line on standard error and an exit code."""
     from gpufs.cli._errors import Failure, complain
 
     try:
-        begin()
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # from here on Ctrl-C is reported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = work()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -121,13 +120,10 @@ def _log_exception() -> None:
 
 def main() -> NoReturn:
     """The entry point. Ctrl-C while modules are loaded, or after the command, ends the process without a message."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as nohup does
-
-    def heed(handler: Any) -> None:
-        if heeded:
-            signal.signal(signal.SIGINT, handler)
-
-    heed(signal.SIG_DFL)
-    code = run(begin=lambda: heed(signal.default_int_handler))
-    heed(signal.SIG_DFL)
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as nohup has it
+    if not ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code = run()
+    if not ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)

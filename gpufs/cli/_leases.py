@@ -11,19 +11,16 @@ from gpufs.cli._output import bytes_text
 from gpufs.cli._untrusted import SIZE, TIME, items, parse, record, text
 
 _LEASES_FILE: Final = ".gpufs/leases"
-_LEASES: Final = record(
-    leases=items(
-        record(
-            path=text,
-            pid=SIZE,
-            uid=SIZE,
-            program=text,
-            mode=text,
-            private=lambda value: isinstance(value, bool),
-            bytes=SIZE,
-            since=TIME,
-        )
-    )
+LEASE: Final = record(
+    path=text,
+    inode=SIZE,
+    pid=SIZE,
+    uid=SIZE,
+    program=text,
+    mode=text,
+    private=lambda value: isinstance(value, bool),
+    bytes=SIZE,
+    since=TIME,
 )
 
 
@@ -35,7 +32,7 @@ def collect(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list
 
 def _parsed(content: bytes) -> list[dict[str, Any]] | OSError:
     try:
-        leases: list[dict[str, Any]] = parse(content, _LEASES)["leases"]
+        leases: list[dict[str, Any]] = parse(content, record(leases=items(LEASE)))["leases"]
     except ValueError as error:
         return OSError(EPROTO, f"{_LEASES_FILE} is not understood: {error}")
     return leases

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from gpufs import mounting
-from gpufs.cli import _mounts, _status
+from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
@@ -118,3 +118,4 @@ def _print_one(status: dict[str, Any]) -> None:
             for device in status["devices"]
         ]
         table(("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "IS"), rows, right=frozenset({1, 2, 3, 4}))
+    _quotas.print_limits([status])

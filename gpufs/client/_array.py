@@ -324,24 +324,22 @@ class DeviceArray:
         consumers from before DLPack 1.0 cannot mark memory as read-only; writing to such memory ends the program.
         """
         attached = self._open()
-        device = self.__dlpack_device__()
-        if stream is not None and attached.driver == _HOST:
-            raise BufferError("stream: memory of the host has no streams")
-        if copy:
-            raise BufferError("copy: attached memory is shared, not copied: copy the array that is made of it")
-        if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != device:
-            raise BufferError(f"dl_device: the memory is on device {device} and is not copied to another")
-        from gpufs.engine import dlpack
+        from gpufs.engine import dlpack_capsule
 
-        return dlpack.export(
+        return dlpack_capsule(
             attached,
-            address=self.address,
-            device=device,
-            element=dlpack.DLPackType(self._element.code, self._element.bytes * 8),
-            shape=self._shape,
+            attached.driver,
+            self.__dlpack_device__()[1],
+            self.address,
+            self._shape,
             strides=[stride // self._element.bytes for stride in self._strides],
+            code=self._element.code,
+            bits=self._element.bytes * 8,
             read_only=self.mode == "r",
+            stream=stream,
             max_version=max_version,
+            dl_device=dl_device,
+            copy=copy,
         )
 
     @property

@@ -32,7 +32,7 @@ _LEAST_RESERVE: Final = 1 << 30
 _DETACH_SECONDS: Final = 2.0
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED)
 
 
 class _LeaseConnection(Connection):
@@ -168,7 +168,7 @@ class Attachment:
                 answer, pieces = self._connection.refresh(self._number, self.mapping.bytes)
             except OSError as error:
                 raise _failure(error, self.path) from None
-            _add(self.mapping, pieces, self.path)
+            _add(self.mapping, pieces, answer.size, self.path)
             self.size = answer.size
 
 
@@ -184,17 +184,20 @@ def _failure(error: OSError, path: str) -> OSError:
     return OSError(error.errno or errno.EIO, text_of(error), path)
 
 
-def _add(mapping: Mapping, pieces: list[SharedPiece], path: str) -> None:
-    """Maps pieces, whose descriptors the mapping takes over."""
-    if not pieces:
-        return
+def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
+    """Maps pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
     try:
-        mapping.add(pieces)
+        if pieces:
+            mapping.add(pieces)
     except OSError as error:
         if error.errno == errno.EFBIG:
             text = "the file has outgrown the addresses that are reserved for it: attach it again"
             raise OSError(errno.EFBIG, text, path) from None
         raise _failure(error, path) from None
+    # The daemon may be another user's. Beyond the mapping this process has other memory.
+    if size > mapping.bytes:
+        text = f"the daemon gave {mapping.bytes} bytes of memory for a file of {size} bytes"
+        raise OSError(errno.EPROTO, text, path)
 
 
 _connections: weakref.WeakValueDictionary[int, _LeaseConnection] = (
@@ -325,7 +328,7 @@ def _map(
             protocol.close_all([piece.fd for piece in pieces])
             raise
         try:
-            _add(mapping, pieces, path)
+            _add(mapping, pieces, answer.size, path)
             return Attachment(path, mode, connection, mapping, answer)
         except BaseException:
             mapping.close()

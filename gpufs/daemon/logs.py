@@ -18,6 +18,7 @@ from collections import Counter
 from typing import Final
 
 from gpufs import engine
+from gpufs._printable import printable
 from gpufs.daemon.startup import StartFailure, is_journal
 
 log = logging.getLogger("gpufs.daemon")
@@ -41,6 +42,14 @@ def _open_log(path: str) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
     os.set_blocking(fd, True)
     return fd
+
+
+class _Formatter(logging.Formatter):
+    """Keeps a message on its line: names of files and programs, which users choose, may contain anything."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
 
 
 class _Lines(logging.Handler):
@@ -146,7 +155,7 @@ class Log:
         if self._fd >= 0:
             self._start_writer()
             handler = _Lines(self._queue)
-            handler.setFormatter(logging.Formatter(_LOG_FORMAT, _LOG_DATE))
+            handler.setFormatter(_Formatter(_LOG_FORMAT, _LOG_DATE))
             root.addHandler(handler)
             engine.log_configure(self._queue, self._level)
         else:

@@ -41,6 +41,7 @@ class MountRequest:
     source: str  # what mount(8) and df(1) show as the device
     config: dict[str, Any]  # a value for each knob
     flags: tuple[str, ...] = ()  # names of mounting.FLAGS
+    owner: int | None = None  # the process with which the mount ends
 
     @property
     def foreground(self) -> bool:
@@ -58,7 +59,7 @@ class MountRequest:
             request = cls(**json.loads(sys.stdin.buffer.read()))
             defaults = {name: knob.default for name, knob in config.BY_NAME.items()}
             flags = tuple(name for name in mounting.FLAGS if name in request.flags)
-            return cls(request.mountpoint, request.source, defaults | request.config, flags)
+            return cls(request.mountpoint, request.source, defaults | request.config, flags, request.owner)
         except (ValueError, TypeError) as failure:
             raise StartFailure(errno.EINVAL, f"the daemon got no valid request: {failure}") from None
 

@@ -1,5 +1,6 @@
 """Errors and handles: what every class of the binding rests on."""
 
+import ctypes
 import json
 import os
 import weakref
@@ -46,6 +47,12 @@ def check(status: Any) -> None:
     """Raise EngineError unless the status is success."""
     if status.error:
         raise failure(status)
+
+
+def new_reference(held: object) -> Any:
+    """Return an object's address with a reference, which one of the ``gpufs_drop_object`` functions drops."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    return ffi.cast("void *", id(held))
 
 
 def log_configure(fd: int, level: int) -> None:

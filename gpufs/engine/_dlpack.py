@@ -1,13 +1,11 @@
 """Exchange of memory with other libraries by DLPack, https://dmlc.github.io/dlpack."""
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
-from gpufs.engine._binding import check
+from gpufs.engine._binding import Handle, check, new_reference
 from gpufs.engine._native import ffi, lib
-
-if TYPE_CHECKING:
-    from gpufs.engine._lease import Lease, Mapping
 
 # DLPack's kinds of devices, by driver.
 KIND_OF_DRIVER: Final = {"host": 1, "cuda": 2, "hip": 10}
@@ -16,15 +14,17 @@ _NO_STREAMS: Final[dict[str, tuple[int, ...]]] = {"cuda": (0,), "hip": (1, 2)}
 # A capsule refers to its name, so they are constants.
 _VERSIONED_NAME: Final = ctypes.c_char_p(b"dltensor_versioned")
 _NAME: Final = ctypes.c_char_p(b"dltensor")
+_DROP: Final = ffi.cast("void(*)(void *)", lib.gpufs_drop_object_address())
 
 
 def dlpack_capsule(
-    owner: "Lease | Mapping",
+    owner: object,
     driver: str,
     device: int,
     address: int,
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     *,
+    strides: Sequence[int] | None = None,
     code: int = 1,
     bits: int = 8,
     read_only: bool = False,
@@ -33,19 +33,21 @@ def dlpack_capsule(
     dl_device: tuple[Any, Any] | None = None,
     copy: bool | None = None,
 ) -> Any:
-    """Return the capsule for ``__dlpack__()`` of an array, contiguous in C order, in shared memory.
+    """Return the capsule for ``__dlpack__()`` of an array in shared memory.
 
-    Until the consumer releases it, the memory stays mapped and the lease counts, even if ``owner`` is closed. The
-    engine moves bytes synchronously, so there is never work that the consumer's stream would have to wait for.
+    Copies by the engine are complete when they return, so the consumer's stream never has to wait for anything.
 
     Parameters
     ----------
     owner
-        What the memory belongs to.
+        What the memory belongs to, until the consumer releases it: a :class:`Lease` or a :class:`Mapping`, whose memory
+        stays even if it is closed, or any other object, which is kept alive.
     driver, device
         Where it is; the number as CUDA or HIP counts.
     address, shape
         The first byte, and the elements in each dimension.
+    strides
+        The distances in elements. None: contiguous in C order.
     code, bits
         DLPack's type: by default uint8.
     read_only
@@ -83,7 +85,13 @@ def dlpack_capsule(
     tensor.versioned = versioned
     tensor.read_only = read_only
     managed = ffi.new("void **")
-    check(lib.gpufs_tensor_export(owner._handle, tensor, managed))
+    if strides is not None:
+        distances = ffi.new("int64_t[]", strides)
+        tensor.strides = distances
+    if isinstance(owner, Handle):
+        check(lib.gpufs_tensor_export(owner._handle, ffi.NULL, ffi.NULL, tensor, managed))
+    else:
+        check(lib.gpufs_tensor_export(0, new_reference(owner), _DROP, tensor, managed))
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

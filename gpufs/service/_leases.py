@@ -22,6 +22,7 @@ from gpufs.service import _checks
 from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountLease, ServedMount
+from gpufs.units import bytes_text
 
 T = TypeVar("T")
 _COMMAND_BYTES: Final = 15  # of a process's name, as the kernel keeps it
@@ -97,8 +98,8 @@ class LeaseTable:
             if used + size > most:
                 raise OSError(
                     errno.ENOSPC,
-                    f"private copies of user {holder.uid} may take {most} bytes: {used} are in use, {size} more are "
-                    "needed (files that the user may write need no copy)",
+                    f"private copies of user {holder.uid} may take {bytes_text(most)}: {bytes_text(used)} are in use, "
+                    f"{bytes_text(size)} more are needed (files that the user may write need no copy)",
                 )
             holder.private = True
             holder.charged = size
@@ -343,6 +344,7 @@ class ClientLeases:
 
 
 def path_of(fd: int) -> str:
+    """The path of an open file as this process sees it, "" if it cannot be found."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

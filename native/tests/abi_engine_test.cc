@@ -19,7 +19,8 @@ constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 class EngineTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    const gpufs_engine_options options{"host", 2, 64 * kMiB, 65536, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO};
+    const gpufs_engine_options options{"host", 2, 64 * kMiB, 65536, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO,
+                                       nullptr};
     ASSERT_EQ(gpufs_engine_open(&options, &engine).error, 0) << gpufs_message();
   }
   void TearDown() override { (void)gpufs_engine_close(engine); }
@@ -35,15 +36,16 @@ TEST(EngineOpenTest, RefusesBadOptions) {
   gpufs_handle engine = 77;
   const auto opens = [&engine](gpufs_engine_options options) { return gpufs_engine_open(&options, &engine).error; };
   EXPECT_EQ(gpufs_engine_open(nullptr, &engine).error, EFAULT);
-  EXPECT_EQ(opens({nullptr, 1, kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO}), EFAULT);
-  EXPECT_EQ(opens({"nonsense", 1, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO}), EINVAL);
+  EXPECT_EQ(opens({nullptr, 1, kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO, nullptr}), EFAULT);
+  EXPECT_EQ(opens({"nonsense", 1, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO, nullptr}), EINVAL);
   EXPECT_NE(std::string(gpufs_message()).find("nonsense"), std::string::npos);
-  EXPECT_EQ(opens({"hip", 1, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO}), ENODEV);
-  EXPECT_EQ(opens({"host", 1, 0, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO}), EINVAL);
-  EXPECT_EQ(opens({"host", -3, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO}), EINVAL);
-  EXPECT_EQ(opens({"host", 1, 64 * kMiB, kMiB + 1, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO}), EINVAL);
-  EXPECT_EQ(opens({"host", 1, 64 * kMiB, 0, nullptr, 0, 3, GPUFS_HIP_MEMORY_AUTO}), EINVAL);
-  EXPECT_EQ(opens({"host", 1, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, 3}), EINVAL);
+  EXPECT_EQ(opens({"hip", 1, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO, nullptr}), ENODEV);
+  EXPECT_EQ(opens({"host", 1, 0, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO, nullptr}), EINVAL);
+  EXPECT_EQ(opens({"host", -3, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO, nullptr}), EINVAL);
+  EXPECT_EQ(opens({"host", 1, 64 * kMiB, kMiB + 1, nullptr, 0, GPUFS_LOCK_AUTO, GPUFS_HIP_MEMORY_AUTO, nullptr}),
+            EINVAL);
+  EXPECT_EQ(opens({"host", 1, 64 * kMiB, 0, nullptr, 0, 3, GPUFS_HIP_MEMORY_AUTO, nullptr}), EINVAL);
+  EXPECT_EQ(opens({"host", 1, 64 * kMiB, 0, nullptr, 0, GPUFS_LOCK_AUTO, 3, nullptr}), EINVAL);
   EXPECT_EQ(engine, 77U);
   EXPECT_EQ(gpufs_engine_close(0).error, EBADF);
 }

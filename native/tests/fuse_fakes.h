@@ -302,6 +302,7 @@ class FakeBuffer : public Buffer {
     }
     const std::lock_guard lock(fake_->mutex);
     if (fake_->used + fresh.size() * FakeDevice::kGranule > fake_->total) return Status(ENOSPC, "device full");
+    if (Status status = charge().grow(fresh.size() * FakeDevice::kGranule); !status.ok()) return status;
     fake_->used += fresh.size() * FakeDevice::kGranule;
     granules_.merge(fresh);
     return {};
@@ -317,6 +318,7 @@ class FakeBuffer : public Buffer {
       fake_->used -= FakeDevice::kGranule;
       return true;
     });
+    charge().settle(granules_.size() * FakeDevice::kGranule);
   }
 
   const std::shared_ptr<FakeDevice> fake_;

@@ -48,7 +48,7 @@ class TransportTest : public ::testing::Test {
     transport.emplace(std::move(pair.value().native), options, handler.statistics);
     handler.transport = &*transport;
     ASSERT_TRUE(transport->start(handler).ok());
-    transport->initialized();
+    transport->initialized(false);
   }
   void TearDown() override {
     handler.gate.open();
@@ -164,7 +164,7 @@ TEST_F(TransportTest, StopsWhileReadersWait) {
   transport->stop();
   EXPECT_EQ(handler.ends, 0);
   transport->close();
-  EXPECT_EQ(transport->send(2, 0, {}), ENODEV);
+  EXPECT_EQ(transport->send(2, nullptr, 0, {}), ENODEV);
 }
 
 TEST_F(TransportTest, EachRequestIsAnsweredOnce) {
@@ -193,7 +193,7 @@ TEST_F(TransportTest, EachRequestIsAnsweredOnce) {
 TEST_F(TransportTest, TooManyPiecesAreRefused) {
   start(1);
   std::vector<iovec> pieces(Responder::kMaximumPieces + 1);
-  EXPECT_EQ(transport->send(2, 0, pieces), EMSGSIZE);
+  EXPECT_EQ(transport->send(2, nullptr, 0, pieces), EMSGSIZE);
 }
 
 }  // namespace

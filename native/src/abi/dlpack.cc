@@ -45,7 +45,7 @@ template <typename Managed>
 struct Exported {
   Managed managed{};
   std::vector<std::int64_t> shape;
-  std::vector<std::int64_t> strides;
+  std::vector<std::int64_t> strides;  // in elements
   std::shared_ptr<void> keep;
 };
 
@@ -57,7 +57,7 @@ Managed* make(const gpufs_tensor& tensor, std::shared_ptr<void> keep) {
   exported->strides.resize(dimensions);
   std::int64_t stride = 1;
   for (std::size_t axis = dimensions; axis-- > 0;) {
-    exported->strides[axis] = stride;
+    exported->strides[axis] = tensor.strides == nullptr ? stride : tensor.strides[axis];
     stride *= exported->shape[axis];
   }
   exported->keep = std::move(keep);

@@ -1,5 +1,4 @@
-// DLPack tensors of memory that native objects keep alive: consumers may release them on any thread, and after the
-// interpreter has ended.
+// DLPack tensors of memory that an object keeps. Consumers may release them on any thread.
 // Ownership: the consumer's, which calls the tensor's deleter.
 // Thread-safe.
 #pragma once

@@ -153,14 +153,19 @@ gpufs_status gpufs_mapping_close(gpufs_handle mapping) {
   return guarded([&]() -> Status { return HandleTable::instance().take<gpufs::Mapping>(mapping).status(); });
 }
 
-gpufs_status gpufs_tensor_export(gpufs_handle owner, const gpufs_tensor* tensor, void** managed) {
+gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*), const gpufs_tensor* tensor,
+                                 void** managed) {
   return guarded([&]() -> Status {
+    std::shared_ptr<void> keep;
+    if (owner == 0 && release != nullptr) keep = std::shared_ptr<void>(object, release);
     if (tensor == nullptr || managed == nullptr || (tensor->shape == nullptr && tensor->dimensions > 0)) {
       return gpufs::null_argument();
     }
     if (tensor->dimensions < 0) return Status(EINVAL, "a tensor with a negative number of dimensions");
-    std::shared_ptr<void> keep;
-    if (Result<std::shared_ptr<Buffer::Lease>> lease = HandleTable::instance().get<Buffer::Lease>(owner); lease.ok()) {
+    if (owner == 0) {
+      if (release == nullptr) return gpufs::null_argument();
+    } else if (Result<std::shared_ptr<Buffer::Lease>> lease = HandleTable::instance().get<Buffer::Lease>(owner);
+               lease.ok()) {
       keep = lease.take();
     } else {
       Result<std::shared_ptr<gpufs::Mapping>> mapping = HandleTable::instance().get<gpufs::Mapping>(owner);

@@ -5,6 +5,7 @@
 // On a thread that must not wait (forbid_waiting()), read(), write(), gather(), copy_from() and resize() change nothing
 // and return EAGAIN where they would have to wait for others who use the buffer. They do not reclaim memory from other
 // buffers there either, so ENOSPC may be premature.
+// EDQUOT: an account to which the memory is charged is at its limit. What is said of ENOSPC below holds for it, too.
 #pragma once
 
 #include <sys/uio.h>
@@ -20,6 +21,7 @@
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "memory/account.h"
 #include "observe/file_activity.h"
 
 namespace gpufs {
@@ -154,10 +156,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // so limits the size, as pin_address(size()) does. label: what messages call the holder.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
 
+  // Who pays for bytes_held().
+  [[nodiscard]] Charge& charge() { return charge_; }
+
   // Noted by whatever moves the bytes.
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }
 
  private:
+  Charge charge_;
   observe::FileActivity activity_;
 };
 

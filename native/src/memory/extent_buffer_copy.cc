@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
 #include <memory>
 #include <utility>
 
 #include "base/math.h"
 #include "device/device_context.h"
+#include "memory/account.h"
 #include "memory/device_copy.h"
 #include "memory/extent_buffer.h"
 #include "observe/trace.h"
@@ -45,7 +47,10 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
   observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
   observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
   std::uint64_t done = 0;
-  status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done);
+  status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done, [&] {
+    taken.advance(done);
+    given.advance(done);
+  });
   if (done == 0 && !status.ok()) return status;
   taken.done(done);
   given.done(done);
@@ -55,7 +60,8 @@ Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t sour
 }
 
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                                 const std::atomic<bool>* cancelled, std::uint64_t* done) {
+                                 const std::atomic<bool>* cancelled, std::uint64_t* done,
+                                 const std::function<void()>& advanced) {
   const bool on_one_gpu = &source.device()->device() == &context_->device() && !context_->info().cpu_addressable;
   std::uint64_t chunk = on_one_gpu ? context_->copy_chunk_bytes() : kCopyChunk;
   expect(offset + bytes);
@@ -66,11 +72,12 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     const std::uint64_t before = *done;
     const std::uint64_t part = std::min(chunk, bytes - before);
     Status status = copy_chunk(source, source_offset + before, offset + before, part, done);
-    if (status.error() == ENOSPC && chunk > kCopyChunk) {
+    if (lacks_memory(status.error()) && chunk > kCopyChunk) {
       chunk = std::max(chunk / 2, kCopyChunk);  // as much as still fits
       continue;
     }
     if (!status.ok() || *done - before < part) return status;  // the source may have become shorter
+    advanced();
   }
   return {};
 }

@@ -203,6 +203,8 @@ Result<std::uint64_t> RegisteredBuffer::copy_from(Buffer& source, std::uint64_t 
       done += piece.bytes;
     }
     if (status.ok()) status = check_intact(use);
+    taken.advance(done);
+    given.advance(done);
     if (done == before) break;  // the source has become shorter
   }
   if (done == 0 && !status.ok()) return status;
