@@ -141,14 +141,10 @@ class FaultyStream : public Stream {
   Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
     return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_host(to, from, n); });
   }
-  Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
-    return inner_->copy_on_device(to, from, n);
-  }
   Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
   Status record(Event& event) override {
     return plan_->record.next("record", [&] { return inner_->record(static_cast<FaultyEvent&>(event).inner()); });
   }
-  Status wait(Event& event) override { return inner_->wait(static_cast<FaultyEvent&>(event).inner()); }
   Status call(HostFunction function, void* argument) override {
     Status status = plan_->call.next("call");
     if (status.error() == ENOMEM) throw std::bad_alloc();

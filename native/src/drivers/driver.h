@@ -161,7 +161,7 @@ class ForeignMapping {
   [[nodiscard]] virtual bool intact() { return true; }
 };
 
-// A point in a stream's order. Recording it again reuses it, once nothing waits for the earlier recording.
+// A point in a stream's order. Recording it again reuses it.
 class Event {
  public:
   virtual ~Event() = default;
@@ -185,10 +185,8 @@ class Stream {
   virtual ~Stream() = default;  // waits for the queued work
   virtual Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
   virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
-  virtual Status copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) = 0;
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
-  virtual Status wait(Event& event) = 0;  // later work in this stream starts after the event
   // Calls function(argument) when all earlier work is done; later work waits until it returns. It runs on a thread of
   // the driver's, which may serve other streams too: it must not call the driver, and should be short. It is not called
   // at all once the device has failed. EBUSY: the stream is being captured into a graph. EOPNOTSUPP.
