@@ -32,26 +32,10 @@ std::chrono::milliseconds patience_of(std::int64_t milliseconds) {
   return std::chrono::milliseconds(milliseconds < 0 ? kLongest : std::min(milliseconds, kLongest));
 }
 
-// The engine's operations, made with these options if they are not there yet; *made says whether.
-Result<std::shared_ptr<AsyncEngine>> operations_with(Engine& engine, const AsyncOptions& options, bool* made) {
-  *made = false;
-  Result<std::shared_ptr<TransferEngine>> transfers = engine_transfers(engine);
-  if (!transfers.ok()) return transfers.status();
-  Result<std::shared_ptr<AsyncEngine>> operations =
-      engine.operations([&](const Engine& self) -> Result<std::shared_ptr<AsyncEngine>> {
-        *made = true;
-        return std::make_shared<AsyncEngine>(options, transfers.take(), self.devices());
-      });
-  // Before the transfers end, whose own work for the close was there first.
-  if (*made && operations.ok()) engine.at_close([kept = operations.value()] { kept->shutdown(); });
-  return operations;
-}
-
 Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {
   Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
   if (!found.ok()) return found.status();
-  bool made = false;
-  return operations_with(*found.value(), AsyncOptions{}, &made);
+  return found.value()->operations();
 }
 
 Result<StreamPromises> promises_from(std::uint32_t flags) {
@@ -166,10 +150,7 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
       return Status(EINVAL, "stream_waits must be auto or off");
     }
     if (options->stream_waits == GPUFS_OFF) wanted.stream_waits = gpufs::Switch::kOff;
-    bool made = false;
-    Result<std::shared_ptr<AsyncEngine>> operations = gpufs::operations_with(found, wanted, &made);
-    if (!operations.ok()) return operations.status();
-    return made ? Status{} : Status(EBUSY, "streams or queues of this engine have been used already");
+    return found.configure_operations(wanted);
   });
 }
 

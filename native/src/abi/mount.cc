@@ -17,7 +17,6 @@
 #include "abi/barrier.h"
 #include "abi/engine.h"
 #include "abi/handles.h"
-#include "abi/transfers.h"
 #include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
@@ -154,7 +153,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
     chosen.pin_hooks = gpufs::pin_hooks(*owner.value());
-    Result<std::shared_ptr<gpufs::TransferEngine>> transfers = gpufs::engine_transfers(*owner.value());
+    Result<std::shared_ptr<gpufs::TransferEngine>> transfers = owner.value()->transfers();
     if (!transfers.ok()) return transfers.status();
     chosen.transfers = transfers.take();
     auto buffers = std::make_shared<gpufs::EngineBuffers>(owner.value()->devices());
