@@ -134,8 +134,6 @@ gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t off
 gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes, uint64_t* done);
 gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
                                 uint64_t* done);
-/* The device address of offset 0; from now on the buffer never moves and cannot grow past maximum_bytes. */
-gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address);
 /* Copies within and between devices, from one buffer of the engine's to another, holes as zeros; the buffer grows as
  * needed. *done is the count, short only at the end of the source. */
 gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,

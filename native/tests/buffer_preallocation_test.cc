@@ -84,10 +84,11 @@ TEST_F(BufferPreallocationTest, OnlyWhenRequestedAndReleasable) {
   start(256 * kMiB);
   const auto exact = make();
   grow(*exact, 8);
-  const auto fixed = grown(8);
-  EXPECT_GT(preallocated(*fixed), 0U);
-  ASSERT_TRUE(fixed->pin_address(128 * kMiB).ok());
-  grow(*fixed, 12);
+  const auto used_here = grown(8);
+  EXPECT_GT(preallocated(*used_here), 0U);
+  const auto local = used_here->lease(false, false, "");
+  ASSERT_TRUE(local.ok()) << local.status().message();
+  grow(*used_here, 12);
   const auto exported = grown(8);
   const auto lease = exported->lease(false, true, "");
   ASSERT_TRUE(lease.ok()) << lease.status().message();
@@ -157,7 +158,7 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
     write(*small, 0, pattern(100, 1));
     const auto growing = grown(17);
     const auto filler = fill_device(256 * kMiB);
-    EXPECT_EQ(exports ? small->lease(true, true, "").error() : small->pin_address(kMiB).error(), 0);
+    EXPECT_EQ(small->lease(true, exports, "").error(), 0);
     EXPECT_EQ(preallocated(*growing), 0U);
     EXPECT_TRUE(contents(*small) == pattern(100, 1));
   }

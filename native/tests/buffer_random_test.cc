@@ -50,7 +50,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
   struct File {
     std::shared_ptr<Buffer> buffer;
     std::vector<std::byte> bytes;  // what it must hold
-    bool promised = false;         // its address is fixed, for kLargest bytes
+    std::shared_ptr<Buffer::Lease> lease;  // the memory is fixed in place
 
     void write(std::uint64_t offset, std::span<const std::byte> data) {
       grow(offset + data.size());
@@ -115,7 +115,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
   // Whether the call succeeded; a failure must have a reason.
   bool allowed(const Status& status, const File& file) {
     if (status.ok() || status.error() == ENOSPC) return status.ok();
-    EXPECT_TRUE(faults_ || (file.promised && status.error() == EFBIG)) << status.message();
+    EXPECT_TRUE(faults_ || (file.lease && status.error() == EFBIG)) << status.message();
     EXPECT_TRUE(on_host() || status.device_code() != api::kIllegalAddress) << status.message();
     return false;
   }
@@ -234,12 +234,14 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
         check(file, offset, bytes);
         break;
       case 5:
+        file.lease.reset();
         ASSERT_OK(buffer.resize(offset));
         file.bytes.resize(offset);
         break;
       case 6:
       case 7:
       case 8:
+        file.lease.reset();
         ASSERT_OK(buffer.punch(offset, bytes));
         file.zero(offset, offset + bytes);
         break;
@@ -265,8 +267,9 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
       case 14:
         if (below(4) != 0) {
           ASSERT_TRUE(buffer.trim(kNoPatience));
-        } else if (allowed(buffer.pin_address(kLargest).status(), file)) {
-          file.promised = true;
+        } else if (Result<std::shared_ptr<Buffer::Lease>> lease = buffer.lease(true, false, "");
+                   allowed(lease.status(), file)) {
+          file.lease = lease.take();
         }
         break;
       case 15:

@@ -223,36 +223,6 @@ TEST_F(BufferTest, DiscardingSparesOtherWriters) {
   EXPECT_TRUE(all_zero(contents(*buffer, 1500, kMiB)));
 }
 
-TEST_F(BufferTest, AFixedAddressStays) {
-  start(256 * kMiB);
-  const auto buffer = make();
-  const auto data = pattern(1000, 3);
-  write(*buffer, 0, data);
-  EXPECT_EQ(buffer->pin_address(0).error(), EINVAL);
-  EXPECT_EQ(buffer->pin_address(Buffer::kMaximumBytes + 1).error(), EFBIG);
-  EXPECT_EQ(buffer->pin_address(999).error(), EFBIG);
-  const DeviceAddress address = buffer->pin_address(100 * kMiB).take();
-  EXPECT_GE(plan->fixed, 1);
-  EXPECT_EQ(buffer->pin_address(50 * kMiB).value(), address);
-  EXPECT_EQ(buffer->pin_address(std::uint64_t{1} << 40).error(), EFBIG);
-  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(address), data.data(), data.size()), 0);
-  for (int repeat = 0; repeat < 2; ++repeat) {
-    write(*buffer, 100 * kMiB - 1000, data);
-    EXPECT_EQ(buffer->pin_for_read(100 * kMiB - 1000, 1).value()->pieces()[0].address, address + 100 * kMiB - 1000);
-    EXPECT_EQ(buffer->write(100 * kMiB - 999, data).error(), EFBIG);
-    EXPECT_EQ(buffer->resize(100 * kMiB + 1).error(), EFBIG);
-    EXPECT_EQ(buffer->allocate(100 * kMiB, 1, true).error(), EFBIG);
-    EXPECT_EQ(buffer->size(), 100 * kMiB);
-    ASSERT_TRUE(buffer->resize(0).ok());
-    EXPECT_EQ(used(), 0U);
-    EXPECT_EQ(buffer->pin_address(kMiB).value(), address);
-  }
-  const auto allocated = make();  // beyond what is promised
-  ASSERT_TRUE(allocated->allocate(0, 8 * kMiB, true).ok());
-  ASSERT_TRUE(allocated->pin_address(kMiB).ok());
-  EXPECT_EQ(allocated->write(kMiB, pattern(1, 1)).error(), EFBIG);
-}
-
 TEST_F(BufferTest, CopiesBetweenDevices) {
   start(64 * kMiB, 0, 2);
   const auto from = make(0);

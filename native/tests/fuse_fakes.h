@@ -283,7 +283,6 @@ class FakeBuffer : public Buffer {
     if (done == 0 && bytes > 0) return Status(ECANCELED, "cancelled");
     return done;
   }
-  Result<DeviceAddress> pin_address(std::uint64_t) override { return unused(); }
   Result<std::shared_ptr<Lease>> lease(bool, bool, std::string) override { return unused(); }
 
   [[nodiscard]] bool copies_briefly(const Buffer&, std::uint64_t, std::uint64_t) const override { return brief; }

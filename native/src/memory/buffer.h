@@ -41,7 +41,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   [[nodiscard]] virtual std::uint64_t size() const = 0;
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
-  // The largest size that it may have now: kMaximumBytes, or what pin_address() promised.
+  // The largest size that it may have: kMaximumBytes, unless the size is fixed.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
 
   // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
@@ -107,8 +107,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
 
   // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
-  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum, and beyond what pin_address()
-  // promised.
+  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum.
   virtual Status resize(std::uint64_t size) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
@@ -130,9 +129,6 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     return false;
   }
 
-  // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
-  // never moves again. EFBIG if the buffer is larger already, or its address is promised for less.
-  virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
   // Keeps the memory of [0, bytes()) in place, for somebody who maps it or uses its address, and keeps the buffer.
   // While a lease lives, resize() to less than bytes() and punch() there are EBUSY. Growth is allowed.
   class Lease {
@@ -150,8 +146,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   };
   // writable: holes get memory first (ENOSPC), and descriptors give access for writing where the driver makes a
   // difference. Otherwise a hole is ENODATA. exports: pieces() will be called; EOPNOTSUPP if the device cannot share
-  // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a lease without `exports` fixes the address, and
-  // so limits the size, as pin_address(size()) does. label: what messages call the holder.
+  // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
+  // EFBIG. label: what messages call the holder.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
 
   // Noted by whatever moves the bytes.

@@ -84,11 +84,6 @@ std::uint64_t ExtentBuffer::highest_locked() const {
   return highest;
 }
 
-std::uint64_t ExtentBuffer::limit() const {
-  const std::lock_guard lock(state_mutex_);
-  return std::min(address_limit_, kMaximumBytes);
-}
-
 // ---- pins ----
 
 class ExtentBuffer::ReadPin : public Buffer::Pinned {
@@ -155,7 +150,7 @@ bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, Re
 }
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
-  if (end > write_limit_ || end > address_limit_) return false;
+  if (end > write_limit_) return false;
   if (end > gate_offset_ && gate_end_ > offset) return false;
   if (!covered(snapshot_->extents, offset, end)) return false;
   writers_.push_back(lease);

@@ -41,7 +41,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
-  [[nodiscard]] std::uint64_t limit() const override;
+  [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
   void preallocate_on_growth() override;
   [[nodiscard]] bool may_trim() const override;
   bool trim(std::chrono::milliseconds patience) override;
@@ -68,7 +68,6 @@ class ExtentBuffer : public Buffer {
                                   std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
-  Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
  private:
@@ -148,16 +147,15 @@ class ExtentBuffer : public Buffer {
   Status ensure_slot(SlabPool& slabs, std::uint64_t end);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
-  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool fixed, bool speculative);
-  Status reserve_own(std::uint64_t end, bool fixed);
+  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative);
+  Status reserve_own(std::uint64_t end);
   Status grow_own(const Extents& missing, bool speculative);
   [[nodiscard]] std::uint64_t bytes_to_preallocate(std::uint64_t end, std::uint64_t existing);
   Status leave_slot(const Extents& missing);
-  // Without extents, the buffer gives up its DeviceMemory too, unless others know the addresses.
+  // Without extents, the buffer gives up its DeviceMemory too, unless it is leased.
   void drop_empty_memory();
   void add_fallocated(std::uint64_t offset, std::uint64_t end);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);
-  Status fix_address(std::uint64_t maximum_bytes, DeviceAddress* address);
 
   // ---- extent_buffer_release.cc: what releases memory. All need mutation_mutex_. ----
   Status shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion);
@@ -180,8 +178,8 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_lease.cc: leases. Those named _locked need state_mutex_. ----
   // Makes the memory of [0, size()) exist where it will stay. Needs mutation_mutex_.
   Status fix_for_lease(bool writable, bool exports, std::uint64_t* bytes);
-  // Lets the driver move memory again, if neither a lease nor a promised address forbids that. Needs mutation_mutex_.
-  void unfix_unless_used();
+  // Lets the driver move memory again, if no lease forbids that. Needs mutation_mutex_.
+  void unfix_unless_leased();
   [[nodiscard]] bool leased() const;
   // EBUSY if a lease covers memory at or above `offset`.
   [[nodiscard]] Status check_leases_locked(const char* what, std::uint64_t offset) const;
@@ -198,8 +196,6 @@ class ExtentBuffer : public Buffer {
   Extents fallocated_;                    // by fallocate(KEEP_SIZE): trim() keeps it
   bool preallocates_ = false;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
-  // What pin_address() allows the buffer to grow to. Written under both mutexes, read under either.
-  std::uint64_t address_limit_ = kNoLimit;
 
   // Innermost: nothing is called and no snapshot destroyed under it.
   mutable std::mutex state_mutex_;

@@ -229,8 +229,6 @@ Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*by
   return fixed();
 }
 
-Result<DeviceAddress> RegisteredBuffer::pin_address(std::uint64_t /*maximum_bytes*/) { return fixed(); }
-
 Result<std::shared_ptr<Buffer::Lease>> RegisteredBuffer::lease(bool /*writable*/, bool /*exports*/,
                                                                std::string /*label*/) {
   return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");

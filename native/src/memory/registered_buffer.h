@@ -57,7 +57,6 @@ class RegisteredBuffer : public Buffer {
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
-  Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
  private:
