@@ -224,7 +224,7 @@ TEST_F(BufferPreallocationTest, AStalledUserKeepsOnlyItsOwnFile) {
   std::thread punching([&] { EXPECT_TRUE(stalled->punch(0, kGranule).ok()); });
   while (!would_wait(*stalled)) std::this_thread::yield();
   EXPECT_FALSE(stalled->trim(kNoPatience));
-  pin.value().reset();
+  pin.value() = {};
   punching.join();
   write(*late, kGranule, block(1));
   write(*late, 2 * kGranule, block(2));
@@ -286,9 +286,9 @@ TEST_F(BufferPreallocationTest, MemoryThatAWriterUsesStays) {
   EXPECT_TRUE(buffer->trim(kNoPatience));
   EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
   const auto data = block(1);
-  ASSERT_TRUE(contexts[0]->device().copy_in(pin->pieces()[0].address, data.data(), data.size()).ok());
+  ASSERT_TRUE(contexts[0]->device().copy_in(pin.pieces[0].address, data.data(), data.size()).ok());
   buffer->publish(3 * kGranule + kMiB);
-  pin.reset();
+  pin = {};
   EXPECT_TRUE(contents(*buffer, 3 * kGranule, kMiB) == data);
   EXPECT_TRUE(contents(*buffer, 0, 100) == pattern(100, 1));
   EXPECT_TRUE(buffer->trim(kNoPatience));

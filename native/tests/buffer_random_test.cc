@@ -49,7 +49,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
  protected:
   struct File {
     std::shared_ptr<Buffer> buffer;
-    std::vector<std::byte> bytes;  // what it must hold
+    std::vector<std::byte> bytes;          // what it must hold
     std::shared_ptr<Buffer::Lease> lease;  // the memory is fixed in place
 
     void write(std::uint64_t offset, std::span<const std::byte> data) {
@@ -169,17 +169,17 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
 
   // A write of which only a part arrives.
   void write_a_part(File& file, std::uint64_t offset, std::uint64_t bytes) {
-    Result<std::unique_ptr<Buffer::Pinned>> pin = file.buffer->pin_for_write(offset, bytes);
+    Result<Buffer::Pin> pin = file.buffer->pin_for_write(offset, bytes);
     if (!allowed(pin.status(), file)) return;
     const std::uint64_t size = file.bytes.size();
     ASSERT_EQ(file.buffer->size(), size);
-    for (const Buffer::Piece& piece : pin.value()->pieces()) {
+    for (const Buffer::Piece& piece : pin.value().pieces) {
       const std::byte* const source = data_.data() + (piece.offset - offset);
       ASSERT_OK(file.buffer->device()->device().copy_in(piece.address, source, piece.bytes));
     }
     const std::uint64_t arrived = below(bytes);
     if (arrived > 0) file.buffer->publish(offset + arrived);
-    pin.value().reset();
+    pin.value() = {};
     ASSERT_OK(file.buffer->discard_above_size(offset + arrived, bytes - arrived));
     // Below the old end all of it was overwritten.
     const std::uint64_t there = std::max(arrived, std::min(bytes, size - std::min(offset, size)));

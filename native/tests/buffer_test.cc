@@ -55,11 +55,11 @@ TEST_F(BufferTest, SizesAreBounded) {
   EXPECT_TRUE(buffer->punch(~std::uint64_t{0} - 5, 100).ok());
   EXPECT_EQ(buffer->allocate(0, 9 * kMiB, true).error(), ENOSPC);
   EXPECT_EQ(buffer->bytes_held(), 0U);
-  EXPECT_TRUE(buffer->pin_for_read(~std::uint64_t{0} - 5, ~std::uint64_t{0}).value()->pieces().empty());
+  EXPECT_TRUE(buffer->pin_for_read(~std::uint64_t{0} - 5, ~std::uint64_t{0}).value().pieces.empty());
   // A huge sparse read is one hole.
   const auto pin = buffer->pin_for_read(5, ~std::uint64_t{0}).take();
-  ASSERT_EQ(pin->pieces().size(), 1U);
-  EXPECT_EQ(pin->pieces()[0].bytes, Buffer::kMaximumBytes - 5);
+  ASSERT_EQ(pin.pieces.size(), 1U);
+  EXPECT_EQ(pin.pieces[0].bytes, Buffer::kMaximumBytes - 5);
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which has no room for such a range
@@ -142,9 +142,9 @@ TEST_F(BufferTest, GrowthMovesTheRangeNotTheData) {
   // Past the first reservation, whatever that is: a new range, the same memory.
   write(*buffer, std::uint64_t{1} << 34, std::span(data).first(10));
   const auto later = buffer->pin_for_read(0, 100).take();
-  EXPECT_NE(pin->pieces()[0].address, later->pieces()[0].address);
+  EXPECT_NE(pin.pieces[0].address, later.pieces[0].address);
   write(*buffer, 0, std::span(data).last(100));
-  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin->pieces()[0].address), data.data() + kGranule - 100, 100), 0);
+  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin.pieces[0].address), data.data() + kGranule - 100, 100), 0);
   EXPECT_EQ(plan->copy_within.calls(), 0);
 }
 
@@ -163,8 +163,8 @@ TEST_F(BufferTest, PinnedMemoryStays) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_FALSE(done);  // it waits for the pin, and no reader waits for it
   EXPECT_TRUE(contents(*buffer, 0, 100).empty());
-  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin->pieces()[0].address), data.data(), data.size()), 0);
-  pin.reset();
+  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin.pieces[0].address), data.data(), data.size()), 0);
+  pin = {};
   shrinking.join();
   EXPECT_EQ(used(), 0U);
 }
@@ -176,9 +176,9 @@ TEST_F(BufferTest, APinOutlivesItsBuffer) {
   auto pin = buffer->pin_for_read(0, 100).take();
   auto writing = buffer->pin_for_write(0, 100).take();
   buffer.reset();
-  EXPECT_NE(*reinterpret_cast<const char*>(pin->pieces()[0].address), 0);
-  pin.reset();
-  writing.reset();
+  EXPECT_NE(*reinterpret_cast<const char*>(pin.pieces[0].address), 0);
+  pin = {};
+  writing = {};
   expect_nothing_left();
 }
 
@@ -188,7 +188,7 @@ TEST_F(BufferTest, AWriteUnderWayIsBeforeTheTruncation) {
   write(*buffer, 0, pattern(100, 1));
   auto pin = buffer->pin_for_write(50, 3 * kMiB).take();
   const auto junk = pattern(3 * kMiB, 4);
-  ASSERT_TRUE(contexts[0]->device().copy_in(pin->pieces()[0].address, junk.data(), junk.size()).ok());
+  ASSERT_TRUE(contexts[0]->device().copy_in(pin.pieces[0].address, junk.data(), junk.size()).ok());
   std::thread shrinking([&] { EXPECT_TRUE(buffer->resize(20).ok()); });
   while (buffer->size() != 20) std::this_thread::yield();
   // One that starts now and reaches above the new end comes after it.
@@ -196,7 +196,7 @@ TEST_F(BufferTest, AWriteUnderWayIsBeforeTheTruncation) {
   std::this_thread::sleep_for(std::chrono::milliseconds(10));
   buffer->publish(50 + junk.size());
   EXPECT_EQ(buffer->size(), 20U);
-  pin.reset();
+  pin = {};
   shrinking.join();
   appending.join();
   EXPECT_EQ(buffer->size(), 35U);
@@ -212,11 +212,11 @@ TEST_F(BufferTest, DiscardingSparesOtherWriters) {
   const auto junk = pattern(kMiB, 4);
   auto failing = buffer->pin_for_write(0, kMiB).take();
   auto other = buffer->pin_for_write(1000, 500).take();
-  ASSERT_TRUE(contexts[0]->device().copy_in(failing->pieces()[0].address, junk.data(), junk.size()).ok());
-  failing.reset();
+  ASSERT_TRUE(contexts[0]->device().copy_in(failing.pieces[0].address, junk.data(), junk.size()).ok());
+  failing = {};
   ASSERT_TRUE(buffer->discard_above_size(0, kMiB).ok());
   buffer->publish(1500);
-  other.reset();
+  other = {};
   EXPECT_TRUE(all_zero(contents(*buffer, 0, 1000)));
   EXPECT_EQ(contents(*buffer, 1000, 500), std::vector<std::byte>(junk.begin() + 1000, junk.begin() + 1500));
   ASSERT_TRUE(buffer->resize(kMiB).ok());
@@ -317,8 +317,8 @@ TEST_F(BufferTest, MovingOutWaitsForWritersAndLosesNothing) {
   EXPECT_EQ(buffer->size(), 1000U);
   EXPECT_EQ(contents(*buffer), data);  // readers go on
   const auto fresh = pattern(100, 7);
-  ASSERT_TRUE(contexts[0]->device().copy_in(pin->pieces()[0].address, fresh.data(), 100).ok());
-  pin.reset();
+  ASSERT_TRUE(contexts[0]->device().copy_in(pin.pieces[0].address, fresh.data(), 100).ok());
+  pin = {};
   growing.join();
   EXPECT_EQ(contents(*buffer, 0, 100), fresh);
   EXPECT_EQ(contents(*buffer, 70'000, 1000), data);

@@ -254,7 +254,7 @@ TEST_P(Transfers, MemoryOfTheProgram) {
   rig.make_file(data);
   std::vector<std::byte> memory(kMiB + 10, std::byte{9});
   TransferRequest wanted = rig.load();
-  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size() - 10, {});
+  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size() - 10);
   EXPECT_EQ(rig.finish(wanted).prefix, kMiB);
   EXPECT_EQ(std::memcmp(memory.data(), data.data(), kMiB), 0);
   EXPECT_EQ(memory[kMiB], std::byte{9});

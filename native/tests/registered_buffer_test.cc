@@ -198,7 +198,7 @@ TEST_P(RegisteredGpuTest, EndsWhenItIsRevoked) {
   EXPECT_EQ(buffer->pin_for_write(0, 1).error(), ESTALE);
   EXPECT_EQ(buffer->seek_data(0).error(), ESTALE);
   EXPECT_EQ(buffer->resize(kMiB).error(), ESTALE);
-  EXPECT_OK(device().copy_out(some.data(), pin->pieces().at(0).address, some.size()));
+  EXPECT_OK(device().copy_out(some.data(), pin.pieces.at(0).address, some.size()));
   std::atomic<bool> waited{false};
   std::thread waiter([&] {
     EXPECT_TRUE(buffer->revoke(std::chrono::minutes(5)));
@@ -206,7 +206,7 @@ TEST_P(RegisteredGpuTest, EndsWhenItIsRevoked) {
     waited = true;
   });
   EXPECT_FALSE(waited);
-  pin.reset();
+  pin = {};
   waiter.join();
   EXPECT_EQ(buffer->bytes_held(), 0U);
   EXPECT_EQ(buffer->size(), kMiB);
@@ -391,7 +391,7 @@ TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
   const auto pin = must(buffer->pin_for_read(0, kBytes));
   EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
   std::vector<std::byte> seen(kBytes, std::byte{1});
-  EXPECT_OK(context_->device().copy_out(seen.data(), pin->pieces().at(0).address, kBytes));
+  EXPECT_OK(context_->device().copy_out(seen.data(), pin.pieces.at(0).address, kBytes));
   EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](std::byte byte) { return byte == std::byte{0}; }));
   EXPECT_EQ(::ftruncate(fd_.get(), kBytes), 0);  // too late: the range no longer shows the file
   EXPECT_EQ(buffer->read(0, seen).error(), ESTALE);

@@ -117,7 +117,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
     if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
       return Status(EINVAL, "the device memory's address and size overflow");
     }
-    request.target = Target::of_range(device.take(), given.address, given.address_bytes, nullptr);
+    request.target = Target::of_range(device.take(), given.address, given.address_bytes);
   }
   request.file_offset = given.file_offset;
   request.target_offset = given.buffer_offset;

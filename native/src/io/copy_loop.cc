@@ -113,7 +113,7 @@ CopyLoop::FastOutcome CopyLoop::move_by_vendor(Chunk& chunk) {
   Status bound = device_->device().bind_thread();
   if (!bound.ok()) return {bound};
   drain();  // pinning may wait for pins that this thread holds
-  Result<PinnedRange> pinned = memory_.pin(chunk.offset, chunk.bytes);
+  Result<Buffer::Pin> pinned = memory_.pin(chunk.offset, chunk.bytes);
   if (!pinned.ok()) return {pinned.status()};
   const BackingFacts& facts = file_.facts();
   for (const Buffer::Piece& piece : pinned.value().pieces) {
@@ -171,7 +171,7 @@ void CopyLoop::move_straight(Chunk& chunk) {
 }
 
 Status CopyLoop::move_straight_in_use(Chunk& chunk) {
-  Result<PinnedRange> pinned = memory_.pin(chunk.offset + chunk.done, chunk.bytes - chunk.done);
+  Result<Buffer::Pin> pinned = memory_.pin(chunk.offset + chunk.done, chunk.bytes - chunk.done);
   if (!pinned.ok()) return pinned.status();
   const bool direct = wants_direct(chunk);
   for (const Buffer::Piece& piece : pinned.value().pieces) {

@@ -67,21 +67,23 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;
   };
-  class Pinned {
-   public:
-    virtual ~Pinned() = default;
-    [[nodiscard]] virtual const std::vector<Piece>& pieces() const = 0;
+  struct Pin {
+    std::vector<Piece> pieces;
+    std::shared_ptr<void> keep;
+
+    // The pieces, cut to [offset, offset + bytes).
+    [[nodiscard]] std::vector<Piece> part(std::uint64_t offset, std::uint64_t bytes) const;
   };
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
-  virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
   // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
   // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
   // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not
   // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
   // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
   // writers.
-  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   // The same in advance, without a pin.
   virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
@@ -102,7 +104,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   struct Gathered {
     std::vector<iovec> pieces;
     std::size_t bytes = 0;
-    std::unique_ptr<Pinned> keep;
+    std::shared_ptr<void> keep;
   };
   virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
 
@@ -121,8 +123,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Copies between buffers, overlap within one allowed only where copy_file_range(2) allows it (else EINVAL).
   // Holes in the source become zeros. Clipped at the source's end; returns the count, which is short when `cancelled`
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
-  virtual Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                          std::uint64_t bytes, const std::atomic<bool>* cancelled) = 0;
+  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled);
   // Whether that takes less time than handing it to another thread would.
   [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
                                             std::uint64_t /*bytes*/) const {
@@ -154,6 +156,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }
 
  private:
+  // Whether a copy may write there; *bytes: as many as may be.
+  virtual Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const = 0;
+  // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure.
+  virtual Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                             const std::atomic<bool>* cancelled, std::uint64_t* done) = 0;
+
   observe::FileActivity activity_;
 };
 

@@ -48,8 +48,8 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::shared_ptr<void> keep_unpublished() override;
   void expect(std::uint64_t end) override;
 
-  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
   Status populate(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t end) override;
   bool publish_since(std::uint64_t end, std::uint64_t noted) override;
@@ -64,8 +64,6 @@ class ExtentBuffer : public Buffer {
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<std::uint64_t> seek_data(std::uint64_t offset) override;
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
-  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
@@ -112,8 +110,6 @@ class ExtentBuffer : public Buffer {
     std::uint64_t offset_ = 0;
     std::uint64_t end_ = 0;
   };
-  class ReadPin;
-  class WritePin;
   class SharedLease;
   class Exclusion;
 
@@ -121,7 +117,7 @@ class ExtentBuffer : public Buffer {
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
-  static void cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces);
+  Pin pin(ReadLease lease);
   // False: it would have to wait, on a thread that must not.
   bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease);
   [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const;
@@ -167,8 +163,9 @@ class ExtentBuffer : public Buffer {
   void release(const Extents& removed);
 
   // ---- extent_buffer_copy.cc ----
+  Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done);
+                     const std::atomic<bool>* cancelled, std::uint64_t* done) override;
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,

@@ -81,9 +81,9 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   ShortLock own;
   Result<HostLocks::Use> use = own.use(*locks, destination, HostLocks::Access::kBoth);
   if (!use.ok()) return use.status();
-  Result<std::unique_ptr<Buffer::Pinned>> pin = buffer.pin_for_read(offset, destination.size());
+  Result<Buffer::Pin> pin = buffer.pin_for_read(offset, destination.size());
   if (!pin.ok()) return pin.status();
-  const std::vector<Buffer::Piece>& pieces = pin.value()->pieces();
+  const std::vector<Buffer::Piece>& pieces = pin.value().pieces;
   const std::size_t there =
       pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().offset + pieces.back().bytes - offset);
   for (const HostLocks::Part& part : use.value().parts()) {
@@ -109,10 +109,10 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
   if (!use.ok()) return use.status();
   Status status;
   {
-    Result<std::unique_ptr<Buffer::Pinned>> pin = buffer.pin_for_write(offset, source.size());
+    Result<Buffer::Pin> pin = buffer.pin_for_write(offset, source.size());
     if (!pin.ok()) return pin.status();
     for (const HostLocks::Part& part : use.value().parts()) {
-      status = copy_part(buffer, pin.value()->pieces(), offset, part, Flow::kIn,
+      status = copy_part(buffer, pin.value().pieces, offset, part, Flow::kIn,
                          [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) {
                            return context.device().copy_in(address, source.data() + at, bytes);
                          });

@@ -8,7 +8,6 @@
 
 #include "base/math.h"
 #include "memory/device_copy.h"
-#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
@@ -48,16 +47,6 @@ class RegisteredBuffer::Use {
   friend class RegisteredBuffer;
   std::shared_ptr<RegisteredBuffer> buffer_;  // null: nothing is used
   ForeignMapping* memory_ = nullptr;
-};
-
-class RegisteredBuffer::Pin : public Buffer::Pinned {
- public:
-  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
-
- private:
-  friend class RegisteredBuffer;
-  Use use_;
-  std::vector<Piece> pieces_;
 };
 
 RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory,
@@ -103,22 +92,24 @@ Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) 
   return {};
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
-  auto pin = std::make_unique<Pin>();
-  if (Status status = begin(&pin->use_); !status.ok()) return status;
+Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+  const auto use = std::make_shared<Use>();
+  if (Status status = begin(use.get()); !status.ok()) return status;
+  Pin pin{{}, use};
   if (offset < bytes_ && bytes != 0) {
-    pin->pieces_.push_back({pin->use_.address() + offset, offset, std::min(bytes, bytes_ - offset)});
+    pin.pieces.push_back({use->address() + offset, offset, std::min(bytes, bytes_ - offset)});
   }
-  return std::unique_ptr<Pinned>(std::move(pin));
+  return pin;
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
-  auto pin = std::make_unique<Pin>();
-  Status status = begin(&pin->use_);
+Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+  const auto use = std::make_shared<Use>();
+  Status status = begin(use.get());
   if (status.ok()) status = populate(offset, bytes);
   if (!status.ok()) return status;
-  if (bytes != 0) pin->pieces_.push_back({pin->use_.address() + offset, offset, bytes});
-  return std::unique_ptr<Pinned>(std::move(pin));
+  Pin pin{{}, use};
+  if (bytes != 0) pin.pieces.push_back({use->address() + offset, offset, bytes});
+  return pin;
 }
 
 Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
@@ -164,53 +155,35 @@ Result<std::uint64_t> RegisteredBuffer::seek_hole(std::uint64_t offset) {
   return bytes_;
 }
 
-Result<std::uint64_t> RegisteredBuffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) {
-  const std::uint64_t source_size = source.size();
-  if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
-  bytes = std::min(bytes, source_size - source_offset);
+Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const {
   if (Status status = check_write(offset, 1); !status.ok()) return status;
-  bytes = std::min(bytes, bytes_ - offset);
-  if (&source == this && offset < source_offset + bytes && source_offset < offset + bytes) {
-    return Status(EINVAL, "the ranges to copy overlap");
-  }
-  const observe::Span span(observe::TraceKind::kBufferCopy, context_->info().index, offset, bytes);
-  const std::shared_ptr<DeviceContext> from = source.device();
-  observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
-  observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
-  std::uint64_t done = 0;
-  Status status;
-  while (done < bytes && status.ok()) {
+  *bytes = std::min(*bytes, bytes_ - offset);
+  return {};
+}
+
+Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done) {
+  while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
-      status = Status(ECANCELED, "the copy was cancelled");
-      break;
+      return Status(ECANCELED, "the copy was cancelled");
     }
-    const std::uint64_t before = done;
+    const std::uint64_t before = *done;
     Use use;
-    status = begin(&use);
-    if (!status.ok()) break;
-    Result<std::unique_ptr<Pinned>> pinned =
-        source.pin_for_read(source_offset + done, std::min(kCopyChunk, bytes - done));
-    if (!pinned.ok()) {
-      status = pinned.status();
-      break;
-    }
-    for (const Piece& piece : pinned.value()->pieces()) {
+    Status status = begin(&use);
+    if (!status.ok()) return status;
+    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before));
+    if (!pinned.ok()) return pinned.status();
+    for (const Piece& piece : pinned.value().pieces) {
       const DeviceAddress to = use.address() + offset + (piece.offset - source_offset);
       status = piece.address == 0 ? context_->device().zero(to, piece.bytes)
-                                  : copy_between(*context_, to, *from, piece.address, piece.bytes);
-      if (!status.ok()) break;
-      done += piece.bytes;
+                                  : copy_between(*context_, to, *source.device(), piece.address, piece.bytes);
+      if (!status.ok()) return status;
+      *done += piece.bytes;
     }
-    if (status.ok()) status = check_intact(use);
-    if (done == before) break;  // the source has become shorter
+    status = check_intact(use);
+    if (!status.ok() || *done == before) return status;  // the source may have become shorter
   }
-  if (done == 0 && !status.ok()) return status;
-  taken.done(done);
-  given.done(done);
-  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
-  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
-  return done;
+  return {};
 }
 
 Status RegisteredBuffer::resize(std::uint64_t size) {
