@@ -312,4 +312,3 @@ class Buffer(Handle):
         found = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
         return int(found[0])
-

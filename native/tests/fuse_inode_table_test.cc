@@ -7,10 +7,10 @@
 namespace gpufs::fuse {
 namespace {
 
-class InodeTableTest : public ::testing::Test {
+class InodeTableTest : public DevicesTest {
  protected:
   void TearDown() override {
-    source->device(0)->destructors.open();
+    frees.open();
     executor.stop(0ms);
   }
 
@@ -23,7 +23,6 @@ class InodeTableTest : public ::testing::Test {
     ASSERT_TRUE(table.set(ino, GPUFS_SET_NLINK, &attributes).ok());
   }
 
-  std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
   Executor executor{Executor::Limits{}};
   InodeTable table{source, executor};
 };
@@ -47,7 +46,7 @@ TEST_F(InodeTableTest, BadArguments) {
 TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
   gpufs_attributes attributes{};
-  attributes.size = FakeBuffer::kMaximum + 1;
+  attributes.size = Buffer::kMaximumBytes + 1;
   attributes.mode = 0;
   EXPECT_EQ(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MODE, &attributes).error(), EFBIG);
   EXPECT_EQ(table.find(2)->attributes().mode, S_IFREG | 0644U);
@@ -63,32 +62,32 @@ TEST_F(InodeTableTest, AnUnlinkedOpenFileLivesUntilItIsClosed) {
   EXPECT_EQ(table.find(2), nullptr);
   EXPECT_EQ(table.file(fh)->inode->attributes().size, 1000U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+  EXPECT_TRUE(eventually([&] { return held() == 0; }));
   EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
 }
 
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  write(2, 3 * FakeDevice::kGranule);
+  write(2, 3 * kGranule);
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   set_links(2, 0);  // the kernel may still hold it
-  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   EXPECT_EQ(table.orphan_bytes(1), 0U);
-  EXPECT_EQ(table.orphan_bytes(-1), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(-1), 3 * kGranule);
   const std::uint64_t fh = table.open(2, O_RDONLY).take();  // through /proc/self/fd
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   set_links(2, 1);  // linked again
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   set_links(2, 0);
 
-  source->device(0)->destructors.close();
+  frees.close();
   ASSERT_TRUE(table.remove(2).ok());  // returns although freeing takes long
-  EXPECT_TRUE(source->device(0)->destructors.wait_for_visitors(1));
-  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_TRUE(frees.wait_for_visitors(1));
+  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   const std::uint64_t noted = executor.freed_count();
-  source->device(0)->destructors.open();
+  frees.open();
   EXPECT_TRUE(eventually([&] { return executor.freed_count() == noted + 1; }));
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
@@ -121,7 +120,7 @@ TEST_F(InodeTableTest, ManyThreads) {
   }
   for (std::thread& thread : threads) thread.join();
   for (std::uint64_t ino = 10; ino < 15; ++ino) static_cast<void>(table.remove(ino));
-  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+  EXPECT_TRUE(eventually([&] { return held() == 0; }));
   EXPECT_EQ(table.counts().files, 0U);
   EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
 }
