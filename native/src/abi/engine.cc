@@ -107,7 +107,7 @@ void Engine::publish_gauges() {
   const auto set = [](Counter& gauge, std::uint64_t value) { gauge.store(value, std::memory_order_relaxed); };
   if (transfers) {
     observe::EngineGauges& gauges = counters_->gauges();
-    const BouncePool::Statistics pool = transfers->bounce_pool()->statistics();
+    const BouncePool::Usage pool = transfers->bounce_pool()->statistics();
     set(gauges.transfers_active, transfers->active());
     set(gauges.bounce_slot_bytes, pool.slot_bytes);
     set(gauges.bounce_capacity_bytes, pool.capacity_bytes);
@@ -116,7 +116,7 @@ void Engine::publish_gauges() {
     set(gauges.bounce_waits, pool.waits);
     set(gauges.bounce_pin_failures, pool.pin_failures);
   }
-  const HostLocks::Statistics locked = host_locks_->statistics();
+  const HostLocks::Totals locked = host_locks_->statistics();
   set(counters_->gauges().locked_bytes, locked.bytes);
   set(counters_->gauges().locked_ranges, locked.ranges);
   set(counters_->gauges().request_pinned_bytes, locked.mount_bytes);

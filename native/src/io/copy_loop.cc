@@ -40,7 +40,8 @@ CopyLoop::CopyLoop(Transfer& transfer)
       // What can hang in the file must not hold the device's memory at that time: such files use a bounce buffer.
       straight_(device_->info().cpu_addressable && !file_.facts().may_hang) {}
 
-void CopyLoop::run(Turn& turn) {
+void CopyLoop::run() {
+  const auto start = std::chrono::steady_clock::now();
   do {
     std::optional<Chunk> chunk = transfer_.next_chunk();
     if (!chunk) return;
@@ -49,7 +50,7 @@ void CopyLoop::run(Turn& turn) {
     } else {
       move(*chunk);
     }
-  } while (!turn.over());
+  } while (!transfer_.threads_->should_yield(transfer_, start));
 }
 
 void CopyLoop::move(Chunk& chunk) {
