@@ -27,22 +27,6 @@ class InodeTableTest : public DevicesTest {
   InodeTable table{source, executor};
 };
 
-TEST_F(InodeTableTest, BadArguments) {
-  EXPECT_EQ(table.add(file_attributes(0)).error(), EINVAL);
-  EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, 2)).error(), EINVAL);
-  EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, -2)).error(), EINVAL);
-  EXPECT_EQ(table.remove(2).error(), ENOENT);
-  gpufs_attributes attributes{};
-  EXPECT_EQ(table.set(2, GPUFS_SET_MODE, &attributes).error(), ENOENT);
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  EXPECT_EQ(table.set(2, 1U << 20, &attributes).error(), EINVAL);
-  attributes.mtime_ns = 1'000'000'000;
-  EXPECT_EQ(table.set(2, GPUFS_SET_MTIME, &attributes).error(), EINVAL);
-  EXPECT_EQ(table.open(9, O_RDONLY).error(), ENOENT);
-  EXPECT_EQ(table.release(kBufferHandle | 77).error(), EBADF);
-  EXPECT_EQ(table.file(1), nullptr);
-}
-
 TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
   gpufs_attributes attributes{};

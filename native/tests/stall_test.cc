@@ -90,7 +90,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
   void submit(const std::shared_ptr<CompletionQueue>& queue, std::shared_ptr<OperationStream> stream,
               std::int64_t* moved = nullptr) {
     buffers.push_back(rig->buffer());
-    std::vector<AsyncEngine::Entry> entries;
+    std::vector<AsyncEngine::Submission> entries;
     entries.push_back(rig->entry(Direction::kLoad, buffers.back(), kBytes, std::move(stream)));
     entries.back().request.count = moved;
     std::size_t bad = 0;
