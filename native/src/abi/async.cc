@@ -70,8 +70,8 @@ struct PinnedCells {
   ~PinnedCells() { device->pinned().release(block); }
 };
 
-Result<AsyncEngine::Entry> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
-  AsyncEngine::Entry entry;
+Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
+  AsyncEngine::Submission entry;
   Result<TransferRequest> transfer = transfer_request_from(*owner.engine, given.transfer);
   if (!transfer.ok()) return transfer.status();
   entry.request.transfer = transfer.take();
@@ -259,10 +259,10 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
                                 uint64_t* bad) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (operations == nullptr) return gpufs::null_argument();
-    std::vector<AsyncEngine::Entry> entries;
+    std::vector<AsyncEngine::Submission> entries;
     entries.reserve(static_cast<std::size_t>(std::min(count, gpufs::kMostOperations)));
     for (std::uint64_t number = 0; number < count; ++number) {
-      Result<AsyncEngine::Entry> entry = gpufs::entry_from(found, operations[number]);
+      Result<AsyncEngine::Submission> entry = gpufs::entry_from(found, operations[number]);
       if (!entry.ok()) {
         if (bad != nullptr) *bad = number;
         return entry.status();
@@ -297,7 +297,7 @@ gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completio
 gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_t* uncollected) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (under_way == nullptr || uncollected == nullptr) return gpufs::null_argument();
-    const gpufs::CompletionQueue::Counts counts = found.queue->counts();
+    const gpufs::CompletionQueue::OperationCounts counts = found.queue->counts();
     *under_way = counts.under_way;
     *uncollected = counts.uncollected;
     return {};

@@ -70,9 +70,9 @@ class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
 
-  // Reserves a new range of at least `bytes` that shows every populated granule at its offset; this range becomes
-  // the current one, in which later populate() calls appear. Earlier ranges keep showing what they showed.
-  // ENOMEM: no address space.
+  // Reserves a new range of at least `bytes`, enough for every populated granule, which it shows at its offset; this
+  // range becomes the current one, in which later populate() calls appear. Earlier ranges keep showing what they
+  // showed. ENOMEM: no address space.
   virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) = 0;
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
@@ -86,8 +86,8 @@ class DeviceMemory {
 
   // Releases the spans; others can take their memory once no earlier range shows it. Memory that the device does not
   // take back stays with this object, which reuses it when the same granules are populated again. A caller could not do
-  // better, so this never fails. Whole granules, all populated, in ascending order; other spans are ignored. Nothing
-  // may use release_span() of any of them while this runs.
+  // better, so this never fails. Whole granules, all populated, in ascending order. Nothing may use release_span() of
+  // any of them while this runs.
   virtual void release(std::span<const MemorySpan> spans) = 0;
   void release(std::uint64_t offset, std::uint64_t bytes) {
     const MemorySpan one{offset, bytes};

@@ -34,8 +34,8 @@ class ShortLock {
   ShortLock& operator=(const ShortLock&) = delete;
 
   // What is locked of the memory, after the policy has been followed.
-  Result<HostLocks::Use> use(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access) {
-    Result<HostLocks::Use> found = locks.use(memory.data(), memory.size(), access);
+  Result<HostLocks::LockUse> use(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access) {
+    Result<HostLocks::LockUse> found = locks.use(memory.data(), memory.size(), access);
     if (!found.ok() || locks.policy() != LockPolicy::kMandatory || memory.empty()) return found;
     const auto& parts = found.value().parts();
     if (std::all_of(parts.begin(), parts.end(), [](const HostLocks::Part& part) { return part.locked; })) return found;
@@ -79,7 +79,7 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.read(offset, destination);
   ShortLock own;
-  Result<HostLocks::Use> use = own.use(*locks, destination, HostLocks::Access::kBoth);
+  Result<HostLocks::LockUse> use = own.use(*locks, destination, HostLocks::Access::kBoth);
   if (!use.ok()) return use.status();
   Result<Buffer::Pin> pin = buffer.pin_for_read(offset, destination.size());
   if (!pin.ok()) return pin.status();
@@ -105,7 +105,7 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.write(offset, source);
   ShortLock own;
-  Result<HostLocks::Use> use = own.use(*locks, source, HostLocks::Access::kSource);
+  Result<HostLocks::LockUse> use = own.use(*locks, source, HostLocks::Access::kSource);
   if (!use.ok()) return use.status();
   Status status;
   {

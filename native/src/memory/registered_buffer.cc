@@ -20,10 +20,10 @@ Status fixed() { return {EPERM, "a registered file has a fixed size and the memo
 
 }  // namespace
 
-class RegisteredBuffer::Use {
+class RegisteredBuffer::MappingUse {
  public:
-  Use() = default;
-  ~Use() {
+  MappingUse() = default;
+  ~MappingUse() {
     if (!buffer_) return;
     std::unique_ptr<ForeignMapping> unmapped;
     {
@@ -38,8 +38,8 @@ class RegisteredBuffer::Use {
     }
     buffer_->unused_.notify_all();
   }
-  Use(const Use&) = delete;
-  Use& operator=(const Use&) = delete;
+  MappingUse(const MappingUse&) = delete;
+  MappingUse& operator=(const MappingUse&) = delete;
 
   [[nodiscard]] DeviceAddress address() const { return memory_->address(); }
 
@@ -69,7 +69,7 @@ std::uint64_t RegisteredBuffer::bytes_held() const {
   return revoked_ ? 0 : round_up(bytes_, 512);
 }
 
-Status RegisteredBuffer::begin(Use* use) {
+Status RegisteredBuffer::begin(MappingUse* use) {
   {
     const std::lock_guard lock(mutex_);
     if (revoked_) return stale();
@@ -80,7 +80,7 @@ Status RegisteredBuffer::begin(Use* use) {
   return check_intact(*use);
 }
 
-Status RegisteredBuffer::check_intact(Use& use) {
+Status RegisteredBuffer::check_intact(MappingUse& use) {
   if (use.memory_->intact()) return {};
   return {ESTALE, "the program that registered this memory has taken a part of it away"};
 }
@@ -93,7 +93,7 @@ Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) 
 }
 
 Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
-  const auto use = std::make_shared<Use>();
+  const auto use = std::make_shared<MappingUse>();
   if (Status status = begin(use.get()); !status.ok()) return status;
   Pin pin{{}, use};
   if (offset < bytes_ && bytes != 0) {
@@ -103,7 +103,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
 }
 
 Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
-  const auto use = std::make_shared<Use>();
+  const auto use = std::make_shared<MappingUse>();
   Status status = begin(use.get());
   if (status.ok()) status = populate(offset, bytes);
   if (!status.ok()) return status;
@@ -118,7 +118,7 @@ Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
 }
 
 Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
-  Use use;
+  MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return std::size_t{0};
   const std::size_t bytes = std::min<std::uint64_t>(destination.size(), bytes_ - offset);
@@ -129,7 +129,7 @@ Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::
 }
 
 Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
-  Use use;
+  MappingUse use;
   Status status = begin(&use);
   if (status.ok()) status = check_write(offset, source.size());
   if (status.ok()) status = context_->device().copy_in(use.address() + offset, source.data(), source.size());
@@ -143,7 +143,7 @@ Result<Buffer::Gathered> RegisteredBuffer::gather(std::uint64_t /*offset*/, std:
 }
 
 Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
-  Use use;
+  MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return Status(ENXIO, "no data at or above the offset");
   return offset;
@@ -168,7 +168,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
       return Status(ECANCELED, "the copy was cancelled");
     }
     const std::uint64_t before = *done;
-    Use use;
+    MappingUse use;
     Status status = begin(&use);
     if (!status.ok()) return status;
     Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before));
@@ -187,7 +187,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
 }
 
 Status RegisteredBuffer::resize(std::uint64_t size) {
-  Use use;
+  MappingUse use;
   Status status = begin(&use);
   return !status.ok() || size == bytes_ ? status : fixed();
 }

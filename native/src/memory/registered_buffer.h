@@ -59,16 +59,16 @@ class RegisteredBuffer : public Buffer {
 
  private:
   // Keeps the memory mapped while it lives.
-  class Use;
+  class MappingUse;
 
   Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                      const std::atomic<bool>* cancelled, std::uint64_t* done) override;
   // ESTALE, EPERM.
   Status check_write(std::uint64_t offset, std::uint64_t bytes) const;
-  Status begin(Use* use);
+  Status begin(MappingUse* use);
   // After an access: ESTALE if the memory was taken away under it.
-  Status check_intact(Use& use);
+  Status check_intact(MappingUse& use);
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t bytes_;
