@@ -18,10 +18,11 @@ from support.users import user_gpufs
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
 
 # Enters a new root with the system's directories, the mount at /data and the socket's directory, and a user namespace.
-# $1: the mount, $2: the socket's directory, $3: an empty directory, $4: the user outside; the rest: the command.
+# $1: the mount, $2: the socket's directory, $3: an empty directory, $4: the user outside, $5: this checkout; the rest:
+# the command.
 CONTAINER = """
 mount --make-rprivate /
-root=$3; data=$1; sockets=$2; user=$4; shift 4
+root=$3; data=$1; sockets=$2; user=$4; checkout=$5; shift 5
 mount -t tmpfs none "$root"
 for path in /*; do
   case "$path" in /proc|/sys|/tmp|/run|/mnt|/lost+found) continue ;; esac
@@ -31,6 +32,7 @@ done
 mkdir -p "$root/proc" "$root/data" "$root$sockets" "$root/old" "$root/tmp"
 mount --bind "$data" "$root/data"
 mountpoint -q "$root$sockets" || mount --bind "$sockets" "$root$sockets"
+if [[ ! -e "$root$checkout" ]]; then mkdir -p "$root$checkout"; mount --bind "$checkout" "$root$checkout"; fi
 mount -t proc proc "$root/proc"
 cd "$root"
 pivot_root . old
@@ -52,7 +54,7 @@ def words(mounted: GpufsMount, root: Path, user: int, script: str, *arguments: s
     python = command[0] if user else sys.executable
     inside = ["env", f"PYTHONPATH={environment['PYTHONPATH']}:{REPOSITORY}", python, "-c", script, *arguments]
     outside = ["unshare", *NAMESPACES, "bash", "-euo", "pipefail", "-c", CONTAINER, "container"]
-    return [*outside, str(mounted.path), sockets, str(root), str(user), *inside]
+    return [*outside, str(mounted.path), sockets, str(root), str(user), str(REPOSITORY), *inside]
 
 
 @pytest.mark.parametrize("user", [0, NOBODY], ids=["root", "unmapped-root"])

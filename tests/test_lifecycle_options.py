@@ -63,6 +63,15 @@ def test_mount_options_take_effect(mount: Mounter) -> None:
     mounted.unmount()
 
 
+def test_the_kernel_reads_ahead_as_far_as_the_knob_says(mount: Mounter) -> None:
+    for options, expected in (((), "4096"), (("--read-ahead", "512K"), "512")):
+        mounted = mount(*options)
+        number = mounted.device.stat().st_dev
+        file = Path(f"/sys/class/bdi/{os.major(number)}:{os.minor(number)}/read_ahead_kb")
+        wait_until(lambda: file.read_text().strip() == expected, 10, "the knob's effect")  # noqa: B023 - runs at once
+        mounted.unmount()
+
+
 def atime_moves(path: Path, access: Callable[[], object], *, behind: bool) -> bool:
     """Whether reading sets the access time, where it lies behind the last change or ahead of everything."""
     os.utime(path, ns=(1 if behind else 1 << 62, 2), follow_symlinks=False)

@@ -186,6 +186,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="0: the engine's choice",
     ),
     Knob(
+        "read_ahead",
+        kinds.size(0, 64 << 20, 4096),
+        4 << 20,
+        "How far the kernel reads ahead of a program that goes through a mapping. Only root's mounts can set it; "
+        "others have the kernel's 128 KiB.",
+    ),
+    Knob(
         "attribute_timeout",
         kinds.duration(0, 86400),
         1.0,

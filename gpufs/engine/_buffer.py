@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from gpufs.engine._arrays import DeviceRange, MemoryBuffer, SupportsCudaArrayInterface, SupportsDLPack
 
-    # What a transfer can move to and from: see device_range() for arrays.
-    Memory: TypeAlias = "Buffer | DeviceRange | SupportsCudaArrayInterface | SupportsDLPack | PythonBuffer"
-
 SEEK_DATA: Final[int] = lib.GPUFS_SEEK_DATA
 SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE
 KEEP_SIZE: Final[int] = lib.GPUFS_KEEP_SIZE
@@ -312,3 +309,8 @@ class Buffer(Handle):
         found = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
         return int(found[0])
+
+
+if TYPE_CHECKING:
+    # What a transfer can move to and from: see device_range() for arrays.
+    Memory: TypeAlias = Buffer | DeviceRange | SupportsCudaArrayInterface | SupportsDLPack | PythonBuffer

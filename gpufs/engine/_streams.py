@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from gpufs.engine._arrays import MemoryBuffer
 
-    # A number, or the place from which it is read when the stream reaches the operation.
-    Number: TypeAlias = "int | Late | ctypes.c_int64 | ctypes.c_uint64 | MemoryBuffer"
-
 Fixed = Literal["buffer_offset", "file_offset", "size"]
 
 _FIXED: Final[dict[str, int]] = {
@@ -286,3 +283,8 @@ def number_address(name: str, number: Any, *, writable: bool) -> tuple[int, obje
     if len(view) != _NUMBER_BYTES:
         raise ValueError(f"{name}: a late number has 64 bits")
     return int(ffi.cast("uintptr_t", view)), view
+
+
+if TYPE_CHECKING:
+    # A number, or the place from which it is read when the stream reaches the operation.
+    Number: TypeAlias = int | Late | ctypes.c_int64 | ctypes.c_uint64 | MemoryBuffer
