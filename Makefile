@@ -6,14 +6,17 @@
 #   make docs      the knobs' page, and the Python interface's reference in build/docs/api/
 #   make build     set up and build;  make format, make lint, make clean
 #   make test-gpu, make bench-gpu    the same on a machine with a GPU
-#   make install-helpers             mount.gpufs, completions, manual page, systemd unit (PREFIX, DESTDIR)
+#   make wheel     dist/gpufs-*.whl, for any environment of Python
+#   make deb       dist/gpufs_*.deb, for Debian and Ubuntu
+#   make install-helpers             for all users: gpufs, mount.gpufs, completions, manual pages, systemd unit (PREFIX, DESTDIR)
 .DEFAULT_GOAL := build
-.PHONY: setup build demo test check bench lint format clean docs test-gpu bench-gpu install-helpers uninstall-helpers
+.PHONY: setup build demo test check bench lint format clean docs test-gpu bench-gpu wheel deb install-helpers uninstall-helpers
 
 setup:
 	@scripts/setup
 
-build: setup
+build:
+	@scripts/setup build
 	@scripts/build
 
 demo: build
@@ -25,7 +28,7 @@ test: setup
 check: setup
 	@scripts/check
 
-bench: build
+bench: setup build
 	@.venv/bin/python -m bench
 	@.venv/bin/python -m bench.submissions
 
@@ -44,11 +47,17 @@ test-gpu:
 bench-gpu:
 	@scripts/bench-gpu
 
-install-helpers: build
+wheel: build
+	@scripts/wheel
+
+deb: wheel
+	@scripts/deb
+
+install-helpers: wheel
 	@scripts/install-helpers
 
 uninstall-helpers:
 	@scripts/install-helpers --remove
 
 clean:
-	rm -rf build .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis gpufs/engine/_native*.so
+	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis gpufs/engine/_native*.so

@@ -1,10 +1,11 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`attach`, :func:`copy` and :func:`register` from :mod:`gpufs.client`; the native engine is
-:mod:`gpufs.engine`, and a device's driver is opened with an :class:`gpufs.engine.Engine`.
+first asked for: :func:`attach`, :func:`copy` and :func:`register` from :mod:`gpufs.client`, and :func:`mount`; the
+native engine is :mod:`gpufs.engine`, and a device's driver is opened with an :class:`gpufs.engine.Engine`.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from gpufs._version import __version__
@@ -20,25 +21,30 @@ if TYPE_CHECKING:
         copy,
         register,
     )
+    from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
+
+_MOUNTING = ("DeviceDirectory", "OwnedMount", "mount")
 
 __all__ = [
     "CopyError",
     "CopyProgress",
     "CopyResult",
     "DeviceArray",
+    "DeviceDirectory",
+    "OwnedMount",
     "Registration",
     "__version__",
     "attach",
     "copy",
+    "mount",
     "register",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        from gpufs import client
-
-        value: object = getattr(client, name)
+        module = importlib.import_module("gpufs.owned_mount" if name in _MOUNTING else "gpufs.client")
+        value: object = getattr(module, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

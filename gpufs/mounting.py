@@ -149,6 +149,18 @@ def entry_with(identity: str) -> MountEntry | None:
     return next((entry for entry in mounts() if entry.identity == identity), None)
 
 
+def absolute(path: str) -> str:
+    """The path without symbolic links. Does not access a mount at the path itself, which may never answer.
+
+    OSError ENOENT for a relative path if the current directory has been removed.
+    """
+    parent, name = os.path.split(os.path.abspath(path))
+    if not name:
+        return parent
+    candidate = os.path.join(os.path.realpath(parent), name)
+    return candidate if entry_of(candidate) is not None else os.path.realpath(path)
+
+
 def filesystem_type(device: int) -> str | None:
     """The type of the file system with this st_dev; None if no mount has that number."""
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -445,4 +457,6 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
     for code in (errno.EBUSY, errno.EPERM, errno.EINVAL):
         if os.strerror(code).lower() in reason.lower():
             raise OSError(code, reason)
+    if not os.path.exists("/etc/mtab"):  # in a bare chroot; systemd and container engines create it
+        reason += " (fusermount3 needs /etc/mtab: as root, ln -s ../proc/self/mounts /etc/mtab)"
     raise OSError(errno.EINVAL if entry_of(mountpoint) is None else errno.EPERM, reason)

@@ -283,9 +283,13 @@ def test_a_small_file_is_attached(file: Path) -> None:
 def test_attached_memory_cannot_be_cut_off(file: Path, shared_mount: GpufsMount) -> None:
     with gpufs.attach(file), open(file, "r+b") as opened:
         assert errno_of(os.truncate, file, SIZE - 1) == EBUSY
+        assert errno_of(os.ftruncate, opened.fileno(), 2 * MIB) == EBUSY
         assert errno_of(os.truncate, file, 0) == EBUSY
         assert errno_of(os.open, file, os.O_RDWR | os.O_TRUNC) == EBUSY
+        assert errno_of(os.open, file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) == EBUSY
         assert errno_of(fallocate, opened.fileno(), PUNCH_HOLE | KEEP_SIZE, 0, 2 * MIB) == EBUSY
+        assert errno_of(fallocate, opened.fileno(), PUNCH_HOLE | KEEP_SIZE, MIB, 5) == EBUSY
+        assert file.read_bytes() == noise(SIZE)
         os.truncate(file, SIZE)
         os.truncate(file, SIZE + MIB)
         os.truncate(file, SIZE)
@@ -426,10 +430,11 @@ def test_a_killed_program_leaves_nothing(file: Path, shared_mount: GpufsMount) -
 def test_programs_that_are_killed_leak_nothing(mount: Mounter) -> None:
     """1,000 of them in the campaign `attached`."""
     mounted = mount(memory=512 * MIB)
-    kill_programs(mounted.device, 5, seed=1)
+    (mounted.device / "small").write_bytes(b"in a slab, whose descriptor the daemon keeps")
+    kill_programs(mounted.device, 5, 1, ("attach", "register"))
     wait_for_leases(mounted, 0)
     before = Snapshot.of(mounted.pid)
-    kill_programs(mounted.device, 45, seed=2)
+    kill_programs(mounted.device, 45, 2, ("attach", "register"))
     wait_for_leases(mounted, 0)
     for path in mounted.device.iterdir():
         path.unlink()
@@ -437,7 +442,7 @@ def test_programs_that_are_killed_leak_nothing(mount: Mounter) -> None:
     def settled() -> bool:
         now = Snapshot.of(mounted.pid)
         free = os.statvfs(mounted.device)
-        return now.descriptors <= before.descriptors and now.memfds == 0 and free.f_bfree == free.f_blocks
+        return now.descriptors <= before.descriptors and now.memfds <= 1 and free.f_bfree == free.f_blocks
 
     wait_until(settled, 20, "descriptors and memory to be released")
     # The loop's threads end when they have been idle for ten seconds.

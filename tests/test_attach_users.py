@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EACCES, EBADF, EINVAL, EISDIR, EXDEV
+from errno import EACCES, EBADF, EBUSY, EINVAL, EISDIR, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from support.attaching import (
     wait_for_leases,
 )
 from support.data import MIB, noise
+from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GpufsMount, Mounter
-from support.processes import as_nobody
+from support.processes import as_nobody, errno_of
 
 import gpufs
 from gpufs.protocol import Attach, Detach, Refresh
@@ -282,6 +283,26 @@ def test_a_replayed_message_gives_no_more_than_its_descriptor(folder: Path, shar
 
     with gpufs.attach(secret):
         assert as_nobody(attack)
+
+
+@pytest.mark.complains
+def test_refusals_of_a_user_do_not_fill_the_log(folder: Path, shared_mount: GpufsMount) -> None:
+    shared_mount.complaints()
+
+    def attack() -> None:
+        path = folder / "own"
+        path.write_bytes(bytes(SIZE))
+        with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+            client.greet()
+            for one in client.ask(Attach(1, "r"), [fd])[1]:
+                os.close(one)
+            for size in range(200):
+                assert errno_of(os.truncate, path, size) == EBUSY
+                assert errno_of(fallocate, fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 2 * MIB, 2 * MIB + size) == EBUSY
+
+    as_nobody(attack)
+    lines = [line for line in shared_mount.complaints() if "leased" in line]
+    assert 0 < len(lines) < 100
 
 
 def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> None:

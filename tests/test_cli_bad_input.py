@@ -21,10 +21,12 @@ from support.users import user_gpufs
         (2, "status --bogus"),
         (1, "stats /nonexistent"),
         (1, "stats /"),
-        (1, "stats --watch /nonexistent"),
-        (2, "stats --watch=0"),
-        (2, "stats --watch=nan"),
-        (2, "stats --watch=much /"),
+        (1, "top --once /nonexistent"),
+        (2, "top --interval 0"),
+        (2, "top --interval nan"),
+        (1, "ls /"),
+        (2, "metrics --listen nowhere"),
+        (1, "metrics --listen 192.0.2.1:9400"),
         (1, "trace /nonexistent -o x"),
         (1, "trace / -o x"),
         (2, "trace /"),
@@ -43,7 +45,7 @@ def test_wrong_command_lines_are_reported_in_one_line(tmp_path: Path, code: int,
         ("--memory", "lots", "a size such as"),
         ("--memory", "0", "from 2M"),
         ("--memory", "-1", "from 2M"),
-        ("--devices", "0x2", "a whole number from 0 to 64"),
+        ("--devices", "0x2", "a number N from 1 to 64"),
         ("--driver", "vulkan", "one of auto, cuda, hip, host"),
         ("--log-level", "chatty", "one of debug, info"),
         ("--driver", "pigeon", "one of auto"),
@@ -59,7 +61,8 @@ def test_values_that_are_not_allowed_are_named(mountpoint: Path, option: str, va
 
 def test_more_memory_than_the_machine_has_is_refused(mountpoint: Path) -> None:
     line = fails(2, "mount", mountpoint, "--driver", "host", "--memory", "8T", "--devices", "3")
-    assert line.startswith("memory: 3 x 8T is more than this machine has: ")
+    assert line.startswith("memory: 3 x ")
+    assert "more than this machine has" in line
     if not Path("/dev/nvidiactl").exists():
         assert "more than this machine has" in fails(1, "mount", mountpoint, "--memory", "8T")
 

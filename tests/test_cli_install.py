@@ -1,6 +1,8 @@
 """scripts/install-helpers: what it installs works and can be removed again."""
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,7 @@ def test_all_helper_files_are_installed(installed: Path) -> None:
         "etc/systemd/system/gpufs@.service",
         "etc/logrotate.d/gpufs",
         "usr/local/share/man/man1/gpufs.1",
+        "usr/local/share/man/man8/mount.gpufs.8",
         "usr/local/share/bash-completion/completions/gpufs",
         "usr/local/share/zsh/site-functions/_gpufs",
         "usr/local/share/fish/vendor_completions.d/gpufs.fish",
@@ -43,6 +46,30 @@ def test_all_helper_files_are_installed(installed: Path) -> None:
     for path in installed.rglob("*"):
         if path.is_file() and not path.is_symlink():
             assert "@GPUFS@" not in path.read_text()
+
+
+@pytest.mark.parametrize("page", ["man1/gpufs.1", "man8/mount.gpufs.8"])
+def test_manual_pages_have_all_sections(installed: Path, page: str) -> None:
+    text = (installed / "usr/local/share/man" / page).read_text()
+    sections = re.findall(r"^\.SH (.*)$", text, re.M)
+    assert {"SYNOPSIS", "DESCRIPTION", "EXAMPLES", "ENVIRONMENT", "EXIT STATUS", "FILES", "SEE ALSO"} <= set(sections)
+    if shutil.which("groff"):
+        done = run("groff", "-man", "-Tutf8", "-ww", installed / "usr/local/share/man" / page)
+        assert done.stderr == ""
+
+
+def test_a_python_that_other_users_cannot_run_is_refused(tmp_path: Path) -> None:
+    """Below a directory of root's own, as /root/.pyenv is."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    python = closed / "python3"
+    shutil.copy(Path(sys.executable).resolve(), python)
+    environment = {**os.environ, "DESTDIR": str(tmp_path / "to"), "PYTHON": str(python)}
+    done = run(ROOT / "scripts/install-helpers", env=environment, check=False)
+    assert done.returncode == 1, done
+    (line,) = done.stderr.splitlines()
+    assert str(python) in line
+    assert "PYTHON=/usr/bin/python3" in line
 
 
 # ---- completions ----

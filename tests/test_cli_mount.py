@@ -12,8 +12,8 @@ from support.cli import gpufs
 from support.processes import PATIENCE, has_ended, wait_until
 from support.watchdog import mounted_at
 
-from gpufs import cli
-from gpufs.cli import _launch, _mounts
+from gpufs import cli, launching
+from gpufs.cli import _mounts
 
 
 def mount_it(mountpoint: Path, *options: str) -> int:
@@ -24,7 +24,7 @@ def mount_it(mountpoint: Path, *options: str) -> int:
 
 def test_mount_and_umount(mountpoint: Path) -> None:
     pid = mount_it(mountpoint, "--devices", "2")
-    assert sorted(os.listdir(mountpoint)) == [".gpufs", "gpu0", "gpu1"]
+    assert sorted(os.listdir(mountpoint)) == [".gpufs", "README", "gpu0", "gpu1"]
     assert os.getsid(pid) != os.getsid(0)
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     for fd in (0, 1, 2):
@@ -116,7 +116,7 @@ def test_a_hanging_mount_does_not_block_commands(mountpoint: Path) -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
     script = tmp_path / "stand_in.py"
     script.write_text(f"import json, os, sys, time, signal\nfd = int(sys.argv[2])\n{body}\n")
-    monkeypatch.setattr(_launch, "DAEMON", (sys.executable, str(script)))
+    monkeypatch.setattr(launching, "DAEMON", (sys.executable, str(script)))
 
 
 def launch_fails(mountpoint: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
@@ -180,10 +180,10 @@ def test_a_failed_start_is_reported_in_one_line(
 def test_an_interrupted_start_leaves_no_process(mountpoint: Path, tmp_path: Path) -> None:
     """Ctrl-C and SIGTERM while the mount comes up."""
     script = tmp_path / "stand_in.py"
-    script.write_text("import time\ntime.sleep(1000)\n")
+    script.write_text("import sys, time\nif sys.stdin.buffer.read(): time.sleep(1000)\n")
     launcher = (
-        "import os, sys; from gpufs import cli; from gpufs.cli import _launch;"
-        "_launch.DAEMON = (sys.executable, os.environ['STAND_IN']);"
+        "import os, sys; from gpufs import cli, launching;"
+        "launching.DAEMON = (sys.executable, os.environ['STAND_IN']);"
         f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
     )
     environment = {**os.environ, "STAND_IN": str(script)}

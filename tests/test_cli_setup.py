@@ -1,13 +1,15 @@
-"""scripts/setup: what it does about missing system packages, with stand-ins for apt-get and the list of packages."""
+"""scripts/setup and pip install: what they do about missing system packages."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from support.processes import run
 
-SETUP = Path(__file__).resolve().parents[1] / "scripts/setup"
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = ROOT / "scripts/setup"
 
 
 @pytest.fixture
@@ -39,6 +41,18 @@ def setup(machine: Path, packages: list[str], **options: object) -> subprocess.C
 def calls(machine: Path) -> list[str]:
     path = machine / "calls"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def test_pip_names_missing_packages_in_one_line(tmp_path: Path) -> None:
+    """On a machine without compiler and libfuse, where pip would otherwise show what CMake prints."""
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
+    words = ["wheel", "--no-build-isolation", "--no-deps", "--no-input", "-w", str(tmp_path / "wheels"), str(ROOT)]
+    done = run(sys.executable, "-m", "pip", *words, env=environment, check=False)
+    assert done.returncode != 0
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "libfuse3-dev" in line]
+    assert {"g++", "pkg-config"} <= set(line.split())
+    assert len((done.stdout + done.stderr).splitlines()) < 30
 
 
 def test_missing_packages_are_installed_once(machine: Path) -> None:

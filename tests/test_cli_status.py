@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,24 @@ def test_status_shows_whole_paths_on_narrow_output(shared_mount: GpufsMount) -> 
         assert str(shared_mount.path) in text
         assert str(shared_mount.pid) in text
         assert "\x1b" not in text
+
+
+def test_the_check_is_one_line_and_an_exit_code(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    done = run(*GPUFS, "status", "--check", own.path)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+    assert str(own.path) in done.stdout
+    own.signal(signal.SIGSTOP)
+    try:
+        for words in ([own.path], []):  # this mount, and every mount
+            done = run(*GPUFS, "status", "--check", *words, "--status-timeout", "0.2", check=False)
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    finally:
+        own.signal(signal.SIGCONT)
+    own.unmount()
+    for path in (own.path, tmp_path / "missing"):
+        done = run(*GPUFS, "status", "--check", path, check=False)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
 def test_df_counts_the_memory_of_files(mount: Mounter) -> None:

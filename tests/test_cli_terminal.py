@@ -41,6 +41,13 @@ def on_terminal(columns: int, *words: str | Path, **environment: str) -> str:
             os.close(terminal)
 
 
+def _read_until(master: int, wanted: bytes) -> None:
+    said = b""
+    while wanted not in said:
+        assert select.select([master], [], [], PATIENCE)[0], said
+        said += os.read(master, 1 << 16)
+
+
 def test_tables_stay_readable_on_narrow_terminals(shared_mount: GpufsMount) -> None:
     for words in (("status",), ("df", shared_mount.path)):
         lines = on_terminal(20, *words).splitlines()
@@ -48,20 +55,34 @@ def test_tables_stay_readable_on_narrow_terminals(shared_mount: GpufsMount) -> N
         assert lines[0].split()[0] in ("MOUNTPOINT", "DEVICE")
 
 
-@pytest.mark.parametrize(("sent", "code"), [("SIGINT", 0), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)])
-def test_watching_shows_at_once_and_ends_on_a_signal(shared_mount: GpufsMount, sent: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "code"), [("q", 0), ("SIGINT", 0), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)]
+)
+def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, sent: str, code: int) -> None:
+    """Also after the terminal's size has changed."""
     master, terminal = os.openpty()
-    words = [*GPUFS, "stats", str(shared_mount.path), "--watch", "3600"]
+    words = [*GPUFS, "top", str(shared_mount.path), "--interval", "3600"]
+    before = termios.tcgetattr(terminal)
+    process = None
     try:
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
         environment = {**os.environ, "TERM": "xterm"}
         process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-        said = b""
-        while b"pinned memory" not in said:
-            assert select.select([master], [], [], 60)[0], said
-            said += os.read(master, 1 << 16)
-        process.send_signal(signal.Signals[sent])
+        _read_until(master, str(shared_mount.device)[:19].encode())
+        assert termios.tcgetattr(terminal) != before
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+        process.send_signal(signal.SIGWINCH)
+        _read_until(master, b"HEALTH")
+        if sent == "q":
+            os.write(master, b"q")
+        else:
+            process.send_signal(signal.Signals[sent])
+        _read_until(master, b"\x1b[?1049l")  # back from the alternate screen
         assert process.wait(PATIENCE) == code
+        assert termios.tcgetattr(terminal) == before
     finally:
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait(PATIENCE)
         os.close(master)
         os.close(terminal)

@@ -56,6 +56,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "core_dumps": "true",
         "foreground": "true",
         "backing": "data=/srv/data,fixed=/srv/fixed:ro",
+        "devices": "GPU-4f3e,2",
     }.get(knob.name, "3")
     file = tmp_path / "a.toml"
     file.write_text(f'{knob.name} = "{text}"\n')
@@ -92,10 +93,30 @@ def test_the_command_line_wins_over_variables_and_files(tmp_path: Path) -> None:
     assert devices(load({"devices": None}, four, named, system)) == (4, "GPUFS_DEVICES")
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("all", 0),
+        ("2", 2),
+        ("2,", ["2"]),
+        ("2,0", ["2", "0"]),
+        ("2:0", ["2", "0"]),
+        ("GPU-4f3e", ["GPU-4f3e"]),
+        ("MIG-4f3e-12, GPU-9", ["MIG-4f3e-12", "GPU-9"]),
+    ],
+)
+def test_devices_are_counted_or_listed(text: str, value: int | list[str]) -> None:
+    assert load({"devices": text})["devices"] == value
+
+
 def test_lists_in_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('backing = ["a=/x", "b=/y,z:ro"]\n')
     assert load(config_file=file)["backing"] == [("a", "/x", False), ("b", "/y,z", True)]
+    file.write_text('devices = [2, "GPU-4f3e"]\n')
+    assert load(config_file=file)["devices"] == ["2", "GPU-4f3e"]
+    file.write_text("devices = [2]\n")
+    assert load(config_file=file)["devices"] == ["2"]
     file.write_text('backing = ["a=/x", "a=/y"]\n')
     with pytest.raises(config.ConfigError, match=r"^backing: 'a=/x,a=/y' \(.*\) is not allowed"):
         load(config_file=file)
@@ -146,8 +167,12 @@ def test_bad_sizes_are_refused(text: str) -> None:
     [
         ("driver", "nvidia"),
         ("devices", "-1"),
+        ("devices", "0"),
         ("devices", "65"),
         ("devices", "two"),
+        ("devices", "0,,2"),
+        ("devices", "GPU-"),
+        ("devices", "GPU-4f3e,all"),
         ("memory", "0"),
         ("memory", "1M"),
         ("memory", "lots"),
@@ -186,7 +211,7 @@ def test_a_bad_value_is_reported_with_its_knob_and_origin(name: str, text: str, 
         ("xyzzy = 1\n", "unknown key 'xyzzy'"),
         ("memory = [1]\n", "memory: [1] ("),
         ('memory = ["1G"]\n', "memory: ['1G'] ("),
-        ('backing = ["a=/", 5]\n', "backing: ['a=/', 5] ("),
+        ('backing = ["a=/", 5]\n', "backing: 'a=/,5' ("),
         ("backing = []\n", "backing: '' ("),
         ("memory\n", "is not valid TOML"),
         ("\xff", "is not valid TOML"),
@@ -231,7 +256,7 @@ def test_limits_of_all_cgroups_above_count(tmp_path: Path) -> None:
 
 def test_the_default_memory_fits_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_of_machine", lambda: memory.Memory(8 * GIB, 6 * GIB))
-    assert config.host_memory(None, 0) == 3 * GIB
+    assert config.host_memory(None, 1) == 3 * GIB
     assert config.host_memory(None, 7) == 3 * GIB // 7 // config.GRANULE * config.GRANULE
     assert config.host_memory(2 * GIB, 4) == 2 * GIB
     with pytest.raises(config.ConfigError, match=r"memory: 3 x 3G is more than this machine has: 8.0 GiB"):

@@ -27,7 +27,9 @@ def options_of(command: str) -> set[str]:
     context = click.Context(program)
     found = program.get_command(context, command)
     assert found is not None
-    words = {word for parameter in found.params for word in (*parameter.opts, *parameter.secondary_opts)}
+    parts = [found, *found.commands.values()] if isinstance(found, click.Group) else [found]
+    parameters = [parameter for part in parts for parameter in part.params]
+    words = {word for parameter in parameters for word in (*parameter.opts, *parameter.secondary_opts)}
     return {word for word in words if word.startswith("-")} | {"-h", "--help"}
 
 

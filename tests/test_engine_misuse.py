@@ -270,3 +270,23 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
     for _ in range(10):
         once()
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the thread that waits for futures
+
+
+@pytest.mark.parametrize("words", [("read",), ("load", "sometimes"), ("load", "auto", "never"), ("store",)], ids=str)
+def test_an_operation_is_refused_where_it_is_made(
+    host: engine.Engine, file: engine.BackingFile, words: tuple[str, ...]
+) -> None:
+    names = dict(zip(("direction", "fastpath", "fallback"), words, strict=False))
+    if words == ("store",):
+        names["sync"] = "later"
+    with engine.Buffer(host) as buffer, pytest.raises(ValueError, match=names[list(names)[-1]]):
+        engine.Operation(file=file, memory=buffer, **names)  # type: ignore[arg-type]
+
+
+def test_a_range_outside_of_the_memory_is_named(file: engine.BackingFile) -> None:
+    array = numpy.zeros(4096, dtype=numpy.uint8)
+    for size, offset, figures in ((4000, 97, ("97", "4097", "4096")), (None, 5000, ("5000", "4096"))):
+        with pytest.raises(engine.EngineError) as refused:
+            file.read(array, size, 0, offset)
+        for figure in figures:
+            assert figure in str(refused.value)

@@ -18,24 +18,38 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
-    "gpufs": {"_version", "client"},  # client: lazily
+    "gpufs": {"_version", "client", "owned_mount"},  # the last two: lazily
     "gpufs.__main__": {"cli"},
     "gpufs._version": set(),
+    "gpufs.units": set(),
     "gpufs.statistics": set(),
-    "gpufs.config": set(),
+    "gpufs.config": {"units"},
     "gpufs.mounting": set(),
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
-    "gpufs.client": {"engine", "mounting", "protocol", "_version"},  # engine: lazily, to map memory
-    "gpufs.torch": {"gpufs"},  # attach
+    "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
+    "gpufs.formats": set(),
+    "gpufs.torch": {"gpufs", "config.kinds", "engine", "formats"},  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},
     "gpufs.service": {"daemon.threads", "engine", "protocol", "mounting", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {"config", "engine", "fs", "mounting", "service", "statistics", "_version"},
-    "gpufs.cli._doctor_probe": {"engine"},  # a process of its own
-    "gpufs.cli": {"_version", "config", "client", "daemon.startup", "mounting", "statistics"},
+    "gpufs.launching": {"daemon.startup", "mounting"},
+    "gpufs.owned_mount": {"config", "daemon.startup", "launching", "mounting"},
+    "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
+    "gpufs.cli": {
+        "_version",
+        "config",
+        "client",
+        "daemon.startup",
+        "formats",
+        "launching",
+        "mounting",
+        "statistics",
+        "units",
+    },
 }
 
 

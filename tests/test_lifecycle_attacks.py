@@ -21,6 +21,7 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
     NOBODY,
     PATIENCE,
+    SESSION_VARIABLE,
     Snapshot,
     errno_of,
     in_child,
@@ -277,7 +278,7 @@ def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path, what: str) -> N
 
 
 def pids_of(mounted: Path) -> list[int]:
-    found = session_processes(os.environ["GPUFS_TEST_SESSION"])
+    found = session_processes(os.environ[SESSION_VARIABLE])
     return [pid for pid, line in found.items() if "gpufs.daemon" in line and str(mounted) in line]
 
 

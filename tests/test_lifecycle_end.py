@@ -16,6 +16,7 @@ from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter, quiet_close
 from support.processes import (
     PATIENCE,
+    SESSION_VARIABLE,
     ChildKilled,
     Snapshot,
     errno_of,
@@ -239,9 +240,7 @@ def test_a_daemon_holds_nothing_of_its_starter(mount: Mounter, tmp_path: Path) -
         mountpoint.mkdir()
         run(*GPUFS, "mount", mountpoint, "--driver", "host", "--memory", "64M", close_fds=False)
         try:
-            pids = [
-                p for p, line in session_processes(os.environ["GPUFS_TEST_SESSION"]).items() if str(mountpoint) in line
-            ]
+            pids = [p for p, line in session_processes(os.environ[SESSION_VARIABLE]).items() if str(mountpoint) in line]
             assert len(pids) == 2  # the daemon and its guard
             links = [link for pid in pids for link in links_of(pid).values()]
             assert not [link for link in links if str(tmp_path) in link]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from errno import EAGAIN
 from pathlib import Path
 
 import pytest
-from support.mounting import Mounter
+from support.mounting import GPUFS, Mounter
 from support.processes import PATIENCE, errno_of, links_of, run, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +90,27 @@ def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Pa
     manager.socket.close()
 
 
+@pytest.mark.parametrize("where", ["journal", "elsewhere", "file"])
+def test_a_mount_by_systemd_logs_to_the_journal(where: str, mountpoint: Path, tmp_path: Path) -> None:
+    """As mount(8) does for a line of fstab: in the background, with the journal as standard error."""
+    journal, log = tmp_path / "journal", tmp_path / "log"
+    words = [*GPUFS, "mount", str(mountpoint), "--driver", "host", "--memory", "64M"]
+    with open(journal, "wb") as stream:
+        found = os.fstat(stream.fileno())
+        name = f"{found.st_dev}:{found.st_ino + (where == 'elsewhere')}"
+        if where == "file":
+            words += ["--log-file", str(log)]
+        subprocess.run(words, stderr=stream, env={**os.environ, "JOURNAL_STREAM": name}, check=True)
+    run(*GPUFS, "umount", mountpoint)
+    lines = journal.read_text().splitlines()
+    if where == "journal":
+        assert any(str(mountpoint) in line for line in lines), lines
+        assert [line for line in lines if not re.match("<[2-7]>gpufs[.a-z]*: ", line)] == []
+    else:
+        assert lines == []
+        assert log.exists() == (where == "file")
+
+
 def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze here")
@@ -96,6 +119,15 @@ def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     unit.write_text(text)
     done = run("systemd-analyze", "verify", "--man=no", unit, check=False)
     assert (done.returncode, [line for line in done.stderr.splitlines() if "gpufs@" in line]) == (0, [])
+
+
+def test_the_systemd_unit_gives_up_what_a_mount_does_not_need(tmp_path: Path) -> None:
+    """The score is 9.6 without restrictions; 2.2 of it are settings that would hide the mount from everybody else."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze here")
+    unit = tmp_path / "gpufs@.service"
+    unit.write_text((ROOT / "mount_helpers/gpufs@.service").read_text().replace("@GPUFS@", "/bin/true"))
+    run("systemd-analyze", "security", "--no-pager", "--offline=true", "--threshold=50", unit)
 
 
 def test_a_rotated_log_is_reopened(mount: Mounter) -> None:

@@ -26,9 +26,11 @@ import numpy
 import numpy.typing
 import pytest
 from support.data import MIB, noise
+from support.fastpath import file_system
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
     NOBODY,
+    PATIENCE,
     Snapshot,
     as_nobody,
     as_other,
@@ -276,16 +278,19 @@ def assert_stale(file: int, mapped: mmap.mmap) -> None:
 def test_after_close_open_files_are_stale(root: Path) -> None:
     array = shared_array(noise(MIB))
     registration = gpufs.register(array, root / "live")
-    os.link(root / "live", root / "link")
+    (root / "folder").mkdir()
+    for number in range(500):
+        os.link(root / "live", root / "folder" / str(number))
     os.rename(root / "live", root / "moved")
     with open(root / "moved", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         assert mapped[:100] == array[:100].tobytes()
         registration.close()
         assert registration.closed
-        assert list(root.iterdir()) == []
+        assert list(root.rglob("*")) == [root / "folder"]
         assert_stale(file.fileno(), mapped)
         registration.close()
     gpufs.register(array, root / "live").close()  # the name is free again
+    (root / "folder").rmdir()
 
 
 def test_after_sigkill_open_files_are_stale(root: Path, exporters: Callable[..., Exporter]) -> None:
@@ -598,6 +603,41 @@ def test_threads_register_at_the_same_time(root: Path) -> None:
     if failures:
         raise failures[0]
     assert not list(root.iterdir())
+
+
+@pytest.mark.complains
+def test_memory_that_a_copy_uses_stays_allocated(root: Path) -> None:
+    """However often the program asks: what it allocates there next must not become a part of the copy."""
+    registration = gpufs.register(shared_array(noise(16 * MIB)), root / "live")
+    with file_system("ext4") as disk, open(disk / "copy", "wb") as copy, open(root / "live", "rb") as live:
+        copy.write(bytes(16 * MIB))
+        copy.flush()
+        os.fsync(copy.fileno())
+        device = os.fstat(live.fileno()).st_dev
+        begun = threading.Event()
+
+        def store() -> None:
+            with Connection(_find.connect(device, _find.mounts_by_device()[device])) as connection:
+                descriptors = copy.fileno(), live.fileno()
+                connection.copy(protocol.STORE, *descriptors, interval=0.02, progress=lambda _: begun.set())
+
+        copying = threading.Thread(target=store)
+        run("fsfreeze", "--freeze", disk)  # writing to it waits
+        try:
+            copying.start()
+            assert begun.wait(PATIENCE)
+            time.sleep(0.5)
+            assert errno_of(registration.close) == errno.ETIMEDOUT
+            assert not registration.closed
+            closing = threading.Thread(target=registration.close)
+            closing.start()
+            closing.join(1)
+            assert closing.is_alive()
+        finally:
+            run("fsfreeze", "--unfreeze", disk)
+        closing.join()
+        copying.join()
+    assert registration.closed
 
 
 def test_a_program_that_does_not_keep_the_registration(root: Path) -> None:

@@ -1,14 +1,17 @@
 """The counters of a mount: what is counted, and reading them from outside, after its death and by Prometheus."""
 
+import contextlib
 import errno
 import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.data import KIB, MIB
-from support.mounting import GPUFS, GpufsMount, Mounter
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
 from support.users import user_gpufs
 
@@ -221,7 +224,7 @@ def test_counters_of_a_killed_daemon_are_shown(mount: Mounter) -> None:
     assert before - 60 < found["dead_since"] <= time.time()
     text = run(*GPUFS, "stats", own.path).stdout
     assert f"({own.pid}) is dead since" in text
-    assert re.search(r"gpu0 +mount +in +1M", text)
+    assert re.search(r"gpu0 +mount +in +1.0 MiB", text)
     assert path.exists()
     run(*GPUFS, "umount", own.path)
     assert not path.exists()
@@ -336,7 +339,7 @@ def test_metrics_of_odd_numbers(host: engine.Engine) -> None:
         "bytes": 77, "operations": 8, "errors": 1, "in_flight": 1, "seconds": 5.0, "refusals": {"too_small": 3},
         "sizes": [[1, 2], [None, 6]], "times": [[1024.0, 8]],
     }  # fmt: skip
-    found = metrics_of(prometheus.metrics(whole).decode())
+    found = metrics_of(prometheus.metrics([whole]).decode())
     key = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), ("mountpoint", 'a "b"\\\n'))
     assert found["gpufs_in_flight"] == {key: 1}
     assert list(found["gpufs_refusals_total"].values()) == [3]
@@ -344,3 +347,60 @@ def test_metrics_of_odd_numbers(host: engine.Engine) -> None:
     assert (sizes["512.0"], sizes["+Inf"]) == (2, 8)
     assert found["gpufs_operation_size_bytes_count"] == {key: 8}
     assert found["gpufs_operation_duration_seconds_sum"] == {key: 5.0}
+
+
+def test_metrics_of_several_mounts(mount: Mounter) -> None:
+    """Each series once, with its mountpoint, and with its device where it is one of a device."""
+    first, second = mount(devices=2, memory=64 * MIB), mount(memory=64 * MIB)
+    for device in (first.path / "gpu0", first.path / "gpu1", second.device):
+        (device / "file").write_bytes(bytes(MIB))
+    wait_until(lambda: counted(stats(first), "mount", "in", 1)["bytes"] == MIB, 60, "the write to be counted")
+    wait_until(lambda: counted(stats(second), "mount", "in")["bytes"] == MIB, 60, "the write to be counted")
+    found = metrics_of(run(*GPUFS, "metrics", first.path, second.path, first.path).stdout)
+    places = {str(first.path), str(second.path)}
+    for name, samples in found.items():
+        for labels in samples:
+            assert dict(labels)["mountpoint"] in places
+            assert "device" in dict(labels) or not name.startswith(("gpufs_device_", "gpufs_bytes", "gpufs_transfer_"))
+    held = {(dict(labels)["mountpoint"], dict(labels)["device"]) for labels in found["gpufs_device_held_bytes"]}
+    assert held == {(str(first.path), "gpu0"), (str(first.path), "gpu1"), (str(second.path), "gpu0")}
+    assert found["gpufs_up"] == {(("mountpoint", place),): 1.0 for place in places}
+    (own,) = metrics_of((second.path / ".gpufs/metrics").read_text())["gpufs_build_info"]
+    assert own in found["gpufs_build_info"]
+    second.unmount()
+    done = run(*GPUFS, "metrics", first.path, second.path, check=False)
+    assert done.returncode == 1
+    assert metrics_of(done.stdout)["gpufs_up"][("mountpoint", str(second.path)),] == 0
+
+
+def test_the_dashboard_shows_what_is_exported(mount: Mounter) -> None:
+    own = mount("--io-fastpath", "off")
+    (own.path.parent / "source").write_bytes(bytes(MIB))
+    run(*GPUFS, "cp", own.path.parent / "source", own.device / "file")
+    exported = set(metrics_of(run(*GPUFS, "metrics", own.path).stdout))
+    dashboard = json.loads((REPOSITORY / "docs/grafana-dashboard.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    used = {name for text in shown for name in re.findall(r"\bgpufs_\w+", text)}
+    assert used
+    assert used <= exported
+
+
+def test_metrics_are_served_by_http(mount: Mounter) -> None:
+    own = mount()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    server = subprocess.Popen([*GPUFS, "metrics", "--listen", address, own.path])
+
+    def scraped() -> str:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics") as page:
+            return str(page.read().decode())
+        assert server.poll() is None
+        return ""
+
+    try:
+        found = metrics_of(wait_until(scraped, PATIENCE, "the server"))
+    finally:
+        server.terminate()
+        server.wait(PATIENCE)
+    assert found["gpufs_up"] == {(("mountpoint", str(own.path)),): 1.0}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
-from errno import ENOSPC, EXDEV
+from errno import ENOSPC, EOPNOTSUPP, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data import MIB, noise
 from support.mounting import GpufsMount, Mounter
-from support.processes import PATIENCE, Snapshot, wait_until
+from support.processes import PATIENCE, Snapshot, errno_of, wait_until
 
 import gpufs.torch
 from gpufs.torch import FormatError
@@ -788,3 +788,13 @@ def test_two_programs_share_one_copy(mount: Mounter) -> None:
 def test_importing_does_not_import_torch() -> None:
     done = in_program("import sys, gpufs.torch; print('torch' in sys.modules, sorted(gpufs.torch.__all__))")
     assert done.stdout.startswith("False ["), done.stderr
+
+
+def test_a_pool_needs_a_gpu(root: Path, shared_mount: GpufsMount) -> None:
+    """Host memory is torch's own: the error says what to use, and no memory stays behind."""
+    held = os.statvfs(root).f_bfree
+    assert errno_of(gpufs.torch.pool, root / "model", "8M") == EOPNOTSUPP
+    assert not list(root.iterdir())
+    wait_until(lambda: os.statvfs(root).f_bfree == held, 10, "the pool's memory to come back")
+    with pytest.raises(ValueError, match="size"):
+        gpufs.torch.pool(root / "model", 0)

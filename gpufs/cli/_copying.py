@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
+from gpufs.client._copy import STREAM
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import size_text
+from gpufs.client._find import mounts_by_device
+from gpufs.client._outcome import text_of
+from gpufs.units import bytes_text, rate_text
+
+if TYPE_CHECKING:
+    from gpufs.cli._cp_progress import ProgressLine
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -31,10 +40,18 @@ def copy(names: list[str], options: dict[str, Any]) -> int:
     preserve = options["preserve"] or options["archive"]
     show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
     chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
+    if STREAM in names:
+        _check_stream(names, options)
     with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
         run = _Run(copier, options, recursive=recursive, preserve=preserve, show=show)
-        with targets(names[:-1], names[-1], follow=not recursive) as named:
-            run.copy(named, 1 if len(named) == 1 and not recursive else options["jobs"])
+        if STREAM in names:
+            run.copy_stream(*names)
+        else:
+            with targets(names[:-1], names[-1], follow=not recursive) as named:
+                if (recursive or len(named) > 1) and not options["partial"]:
+                    run.check_room(named)
+                if not run.errors:
+                    run.copy(named, 1 if len(named) == 1 and not recursive else options["jobs"])
     if options["json"]:
         from gpufs.cli._output import json_text
 
@@ -49,44 +66,25 @@ def copy(names: list[str], options: dict[str, Any]) -> int:
     return 1 if run.errors else 0
 
 
+def _check_stream(names: list[str], options: dict[str, Any]) -> None:
+    """Failure for names and options that a pipe does not allow."""
+    if len(names) != 2 or names == [STREAM, STREAM]:
+        raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
+    unfit = ["recursive", "archive", "preserve", "no_clobber", "verify"] + (["json"] if names[1] == STREAM else [])
+    for name in unfit:
+        if options[name]:
+            raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)
+    if options["fastpath"] == "require":
+        raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
+
+
 def _complain(text: str) -> None:
     complain(f"cp: {text}")
 
 
-def _add(counts: dict[str, int], more: dict[str, int]) -> None:
-    for name, count in more.items():
-        counts[name] = counts.get(name, 0) + count
-
-
-class _Bar:
-    """A progress line on standard error. Lines are printed above it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-
-    def show(self, moved: int, total: int, name: str) -> None:
-        """Draws the line again."""
-        rate = size_text(moved / max(time.monotonic() - self._began, 1e-9))
-        line = f"{size_text(moved)} of {size_text(total)}  {rate}/s  {printable(name)}"
-        self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-
-    def print(self, line: str, stream: Any) -> None:
-        """Prints a line above the progress."""
-        self._write("\r\x1b[K")
-        with self._lock:
-            print(line, file=stream, flush=True)
-
-    def end(self) -> None:
-        """Leaves the line as it is and starts the next one."""
-        self._write("\n")
-
-    def _write(self, text: str) -> None:
-        try:
-            with self._lock:
-                print(text, end="", file=sys.stderr, flush=True)
-        except OSError:
-            pass  # nobody watches
+def _is_mount_root(path: str) -> bool:
+    path = os.path.realpath(path)
+    return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
 
 
 class _Run:
@@ -95,8 +93,15 @@ class _Run:
     def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
         self._copier = copier
         self._verbose: bool = options["verbose"]
+        self._streaming = False  # this thread copies, and may wait for a pipe
+        self._recursive = recursive
+        self._keep_existing: bool = options["no_clobber"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
-        self._bar = _Bar() if show else None
+        self._bar: ProgressLine | None = None
+        if show:
+            from gpufs.cli._cp_progress import ProgressLine
+
+            self._bar = ProgressLine()
         self._cancel = Cancellation()
         self._queue: SimpleQueue[Item | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the next four
@@ -108,7 +113,7 @@ class _Run:
             self._cancel,
             recursive=recursive,
             preserve=preserve,
-            keep_existing=options["no_clobber"],
+            keep_existing=self._keep_existing,
             found=self._found,
             warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
             report=self._error,
@@ -120,20 +125,48 @@ class _Run:
         self.errors: list[dict[str, Any]] = []
         self.output_error: OSError | None = None  # of standard output
 
+    def check_room(self, named: list[tuple[str, Entry]]) -> None:
+        """Reports an error if all files together do not fit."""
+        from gpufs.cli import _cp_room
+
+        try:
+            _cp_room.check(
+                self._copier, named, self._cancel, recursive=self._recursive, keep_existing=self._keep_existing
+            )
+        except OSError as error:
+            self._error("", os.path.dirname(named[0][1].path) or ".", error.errno or errno.EIO, text_of(error))
+
     def copy(self, named: list[tuple[str, Entry]], jobs: int) -> None:
         """Copies everything. Errors are printed and collected."""
-        previous = {
-            number: signal.signal(number, self._interrupt)
-            for number in (signal.SIGINT, signal.SIGTERM)
-            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
-        }
-        try:
+        with self._running():
             workers = self._start(jobs)
             for source, destination in named:
                 self._walk.find(source, destination)
             for _ in workers:
                 self._put(None)
             self._wait(workers)
+
+    def copy_stream(self, source: str, destination: str) -> None:
+        """Copies standard input to a file, or a file to standard output, on this thread."""
+        self._streaming = True
+        if source == STREAM:
+            copy = partial(self._copier.copy_from_stream, 0, Entry.of(destination))
+        else:
+            self._lines = sys.stderr
+            copy = partial(self._copier.copy_to_stream, Entry.of(source), 1)
+        with self._running():
+            self._copy_one(source, destination, copy)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Signals interrupt the copies, and the progress is shown."""
+        previous = {
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
+        }
+        try:
+            yield
             self._refresh()
         finally:
             if self._bar is not None:
@@ -166,6 +199,8 @@ class _Run:
             os.kill(os.getpid(), number)
         self.signal = number
         self._cancel.cancel()
+        if self._streaming:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def _wait(self, workers: list[threading.Thread]) -> None:
         deadline = float("inf")
@@ -198,23 +233,26 @@ class _Run:
         while (item := self._queue.get()) is not None:
             try:
                 if not self._cancel.cancelled:
-                    self._copy_one(item)
+                    copy = partial(self._copier.copy_entry, item.source, item.destination)
+                    self._copy_one(item.source.path, item.destination.path, copy)
             finally:
                 self._walk.release(item.folder)
 
-    def _copy_one(self, item: Item) -> None:
-        source, destination = item.source.path, item.destination.path
-
+    def _copy_one(self, source: str, destination: str, copy: Callable[..., CopyResult]) -> None:
         def report(progress: CopyProgress) -> None:
             with self._lock:
                 self._current = source if progress.phase == "copy" else f"verifying {source}"
                 if progress.phase == "copy":
                     self._moved[source] = progress.moved
+                if self._streaming:
+                    self._total = progress.total
+            if self._streaming:
+                self._refresh()  # nobody else does
 
         done = 0
         try:
             progress = report if self._bar is not None else None
-            result = self._copier.copy_entry(item.source, item.destination, progress=progress, cancel=self._cancel)
+            result = copy(progress=progress, cancel=self._cancel)
             done = result.bytes
             self._copied(result)
         except CopyError as error:
@@ -230,13 +268,15 @@ class _Run:
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)
         if self._verbose:
-            served = ", ".join(f"{path} {size_text(count)}" for path, count in result.paths.items()) or "empty"
-            rate = size_text(result.bytes / max(result.seconds, 1e-9))
-            text = f"{result.source} -> {result.destination}: {size_text(result.bytes)}, {rate}/s ({served})"
+            served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
+            rate = rate_text(result.bytes / max(result.seconds, 1e-9))
+            text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
             self._print(text, self._lines)
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:
-        if error.errno == errno.ECANCELED and self._cancel.cancelled:
+        if error.errno == errno.EPIPE and destination == STREAM:
+            self._error(source, destination, errno.EPIPE, "", error)  # as other programs, silently
+        elif error.errno == errno.ECANCELED and self._cancel.cancelled:
             text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
             self._error(source, destination, errno.ECANCELED, text, error)
         else:
@@ -264,6 +304,10 @@ class _Run:
                 "device_code": error.device_code if error else 0,
             }
         )
+        if not text:
+            return
+        if number in (errno.EPERM, errno.EACCES) and _is_mount_root(os.path.dirname(destination or source)):
+            text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
         self._print(f"gpufs cp: {where}: {text}" if where else f"gpufs cp: {text}", sys.stderr)
 
@@ -280,22 +324,18 @@ class _Run:
     def summary(self) -> dict[str, Any]:
         """The output of --json. Sizes are in bytes, times in seconds."""
         total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
-        methods: dict[str, int] = {}
-        paths: dict[str, int] = {}
-        refusals: set[str] = set()
+        paths: Counter[str] = Counter()
         for result in self.results:
-            _add(methods, {result.method: 1})
-            _add(paths, result.paths)
-            refusals.update(result.refusals)
+            paths.update(result.paths)
         return {
             "files": len(self.results),
             "skipped": self._walk.skipped,
             "bytes": total,
             "seconds": self._seconds,
             "bytes_per_second": total / self._seconds if self._seconds else 0.0,
-            "methods": methods,
+            "methods": Counter(result.method for result in self.results),
             "paths": paths,
-            "refusals": sorted(refusals),
+            "refusals": sorted({refusal for result in self.results for refusal in result.refusals}),
             "interrupted": self.signal is not None,
             "copies": [result._asdict() for result in self.results],
             "errors": self.errors,

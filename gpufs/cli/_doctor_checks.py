@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs.cli._python import python_module
+from gpufs.launching import python_module
 
 OK: Final = "ok"
 NOTE: Final = "note"  # works, and could be better
@@ -226,10 +226,8 @@ def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
     for driver in found:
         what = _VENDORS[driver.name]
         if driver.devices:
-            many = len(driver.devices)
-            yield Finding(
-                "drivers", driver.name, OK, f"{many} x {driver.devices[0]}" if many > 1 else driver.devices[0]
-            )
+            text = ", ".join(f"{number} = {device}" for number, device in enumerate(driver.devices))
+            yield Finding("drivers", driver.name, OK, text if len(driver.devices) > 1 else driver.devices[0])
         elif driver.name == "host":
             yield Finding(
                 "drivers", "host", PROBLEM, driver.reason, "this installation is damaged: install gpufs again"

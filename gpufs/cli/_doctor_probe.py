@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from gpufs import engine
+from gpufs.units import bytes_text
 
 _HOST_BYTES = 64 << 20
 
@@ -18,7 +19,8 @@ def _driver(name: str) -> dict[str, Any]:
     host = name == "host"
     with engine.Engine(name, devices=1 if host else 0, memory_bytes=_HOST_BYTES if host else 0) as opened:
         devices = [
-            info.name + (f" ({info.total_bytes >> 30} GiB, {info.pci_address})" if info.pci_address else "")
+            info.name
+            + (f" ({bytes_text(info.total_bytes)}, {info.pci_address}, {info.uuid})" if info.pci_address else "")
             for info in (device.info for device in opened.devices)
         ]
         refusals = engine.fastpath_probe(name)

@@ -10,6 +10,8 @@ from gpufs import config, mounting
 from gpufs.cli._main import complete_files
 from gpufs.config import kinds
 
+_ALL = "gpufs.help_all"
+
 
 def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
     """What a shell offers for a value of this kind: its choices, files, or nothing."""
@@ -28,6 +30,24 @@ def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 
 type_of_command = Callable[..., Any]
+
+
+class KnobCommand(click.Command):
+    """A command with so many knobs that ``--help`` shows the everyday ones, and ``--help-all`` the rest as well."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        hidden = {knob.name for knob in config.KNOBS if not knob.everyday} if _ALL not in ctx.meta else set()
+        shown = [one for one in self.get_params(ctx) if isinstance(one, click.Option) and one.name not in hidden]
+        with formatter.section("Options"):
+            formatter.write_dl([record for one in shown if (record := one.get_help_record(ctx)) is not None])
+
+
+def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """The callback of the option --help-all of a KnobCommand."""
+    if value:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:

@@ -11,10 +11,11 @@ from gpufs.cli._output import bytes_text
 from gpufs.cli._untrusted import SIZE, TIME, items, parse, record, text
 
 _LEASES_FILE: Final = ".gpufs/leases"
-_LEASES: Final = record(
+LEASES: Final = record(
     leases=items(
         record(
             path=text,
+            inode=SIZE,
             pid=SIZE,
             uid=SIZE,
             program=text,
@@ -35,7 +36,7 @@ def collect(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list
 
 def _parsed(content: bytes) -> list[dict[str, Any]] | OSError:
     try:
-        leases: list[dict[str, Any]] = parse(content, _LEASES)["leases"]
+        leases: list[dict[str, Any]] = parse(content, LEASES)["leases"]
     except ValueError as error:
         return OSError(EPROTO, f"{_LEASES_FILE} is not understood: {error}")
     return leases

@@ -1,6 +1,7 @@
 """The command group."""
 
 import importlib
+import math
 from typing import Final
 
 import click
@@ -14,11 +15,17 @@ COMMANDS: Final = {
     "umount": "gpufs.cli.umount",
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
+    "ls": "gpufs.cli.ls",
     "leases": "gpufs.cli.leases",
+    "top": "gpufs.cli.top",
+    "quota": "gpufs.cli.quota",
     "stats": "gpufs.cli.stats",
+    "metrics": "gpufs.cli.metrics",
     "trace": "gpufs.cli.trace",
     "doctor": "gpufs.cli.doctor",
     "cp": "gpufs.cli.cp",
+    "inspect": "gpufs.cli.inspect",
+    "diff": "gpufs.cli.diff",
     "mount-helper": "gpufs.cli.mount_helper",
 }
 
@@ -29,6 +36,19 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            import difflib
+
+            visible = [name for name in COMMANDS if name != "mount-helper"]
+            near = difflib.get_close_matches(args[0], visible, 1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(visible)}."
+            ctx.fail(f"No such command '{args[0]}'.{hint}")
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -37,7 +57,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="gpufs")
+@click.version_option(__version__, "-V", "--version", prog_name="gpufs")
 def program() -> None:
     """GPU memory as files.
 
@@ -63,3 +83,10 @@ def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: s
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Shell completion of directory names."""
     return [CompletionItem(incomplete, type="dir")]
+
+
+def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuses nan as an option's seconds."""
+    if value is not None and math.isnan(value):  # which is in every range
+        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
+    return value

@@ -17,23 +17,13 @@ _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many de
 
 
 def absolute(path: str) -> str:
-    """The path without symbolic links. Does not access a mount at the path itself, which may never answer.
-
-    Failure for an empty path, and for a relative one if the current directory has been removed.
-    """
+    """As :func:`gpufs.mounting.absolute`. Failure for an empty path, or if the current directory has been removed."""
     if not path:
         raise Failure("an empty name is given where a directory belongs", 2)
     try:
-        path = os.path.abspath(path)
+        return mounting.absolute(path)
     except FileNotFoundError:
         raise Failure(f"{path}: the current directory has been removed") from None
-    parent, name = os.path.split(path)
-    if not name:
-        return path
-    candidate = os.path.join(os.path.realpath(parent), name)
-    if any(entry.mountpoint == candidate for entry in mounting.mounts()):
-        return candidate
-    return os.path.realpath(path)
 
 
 def find(path: str) -> "mounting.MountEntry":

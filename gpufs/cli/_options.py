@@ -1,5 +1,6 @@
 """Parses the options of mount(8) and fstab: knobs by name, flags of the mount, and options that gpufs ignores."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -7,6 +8,8 @@ from gpufs import config, mounting
 from gpufs.cli._errors import Failure
 from gpufs.config import kinds
 
+# The rest of a list of devices that was written with commas.
+_DEVICE: Final = re.compile(r"\d+|(GPU|MIG)-[\w-]+", re.ASCII)
 # name: the flag that it turns off
 _OPPOSITES: Final = {
     "rw": "ro",
@@ -92,6 +95,8 @@ def parse(text: str, *, sloppy: bool = False) -> Options:
             remount = True
         elif name in _REFUSED:
             raise Failure(f"mount option {name} is not supported: {_REFUSED[name]}", 2)
+        elif "devices" in knobs and _DEVICE.fullmatch(name):
+            raise Failure(f"mount option {name} after devices={knobs['devices']}: write devices=0:2, with colons", 2)
         elif name not in _IGNORED and not name.startswith(("x-", "X-", "comment")) and not sloppy:
             raise Failure(f"unknown mount option {name}", 2)
     return Options(knobs, tuple(flags), remount)

@@ -1,23 +1,12 @@
-"""Tables and sizes for people, JSON for programs."""
+"""Tables for people, JSON for programs."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from gpufs.cli._errors import printable
-
-
-def bytes_text(size: int | None) -> str:
-    """A size for people: "512M", "1.5G"; "-" if unknown."""
-    if size is None:
-        return "-"
-    value = float(size)
-    unit = ""
-    for larger in "KMGTPE":
-        if value < 1023.95:
-            break
-        value, unit = value / 1024, larger
-    return (f"{value:.0f}" if value >= 99.95 else f"{value:.1f}".removesuffix(".0")) + unit
+from gpufs.units import bytes_text as bytes_text
+from gpufs.units import rate_text as rate_text
 
 
 def json_text(value: Any) -> str:
@@ -25,13 +14,27 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=True)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
-    """Prints a table. `right` are the columns of numbers, which are aligned to the right."""
+def age_text(seconds: float) -> str:
+    """A time for people: "12s", "5m", "3h", "2d"."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0.0):.0f}s"
+
+
+def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
+    """The lines of a table, that of the headers first. `right` are the columns that are aligned to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    for row in (headers, *rows):
-        cells = [
+    return [
+        "  ".join(
             cell.rjust(width) if index in right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+        ).rstrip()
+        for row in (headers, *rows)
+    ]
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
+    """Prints a table, as table_lines() makes it."""
+    print("\n".join(table_lines(headers, rows, right)))

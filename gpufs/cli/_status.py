@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli import _mounts
-from gpufs.cli._untrusted import SIZE, TIME, items, parse, record, text
+from gpufs.cli._untrusted import SIZE, TIME, items, maybe, parse, record, text
 
 # errno of reading the status file: state of the mount
 _STATES: Final = {
@@ -18,10 +18,15 @@ _STATES: Final = {
     ETIMEDOUT: "no answer",
 }
 # The part of a status that the commands show.
-_USED: Final = record(
+_BASICS: Final = record(
     started=TIME,
     devices=items(record(name=text, total_bytes=SIZE, held_bytes=SIZE, free_bytes=SIZE)),
 )
+_QUOTAS: Final = items(record(path=text, uid=maybe(SIZE), used_bytes=SIZE, limit_bytes=maybe(SIZE)))
+
+
+def _is_usable(status: Any) -> bool:
+    return _BASICS(status) and _QUOTAS(status.get("quotas", []))  # earlier versions have no quotas
 
 
 def collect(entries: "Sequence[mounting.MountEntry]", timeout: float) -> list[dict[str, Any]]:
@@ -48,7 +53,7 @@ def _one(entry: "mounting.MountEntry", content: bytes | OSError) -> dict[str, An
     }
     if isinstance(content, bytes):
         try:
-            said = parse(content, _USED)
+            said = parse(content, _is_usable)
         except ValueError as error:
             status.update(state="error", error=f"{_mounts.STATUS_FILE} is not understood: {error}")
         else:

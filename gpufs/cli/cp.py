@@ -13,7 +13,7 @@ from gpufs.cli._main import complete_files
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
-@click.option("--partial", is_flag=True, help="Keep a new file whose copy failed or was interrupted.")
+@click.option("--partial", is_flag=True, help="Copy as much as fits, and keep a new file whose copy failed.")
 @click.option("--verify", is_flag=True, help="Read both files again and compare their SHA-256; with --fsync from disk.")
 @click.option("--fsync", is_flag=True, help="Write files of the host to disk before the command ends.")
 @click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files copied at once, 1 to 16.")
@@ -32,9 +32,10 @@ def command(names: tuple[str, ...], **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.
 
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
-    the bytes. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old content and
-    holds what was copied. For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all, 2 wrong
-    options.
+    the bytes. - is standard input as SOURCE, or standard output as DEST. Copies that do not fit are refused before
+    anything is created. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old
+    content and holds what was copied. For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all,
+    2 wrong options.
     """
     if len(names) == 1:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())

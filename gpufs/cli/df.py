@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from gpufs import mounting
-from gpufs.cli import _mounts, _status
+from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
@@ -16,7 +16,7 @@ from gpufs.cli._output import bytes_text, json_text, table
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
 @knob_options("df")
 def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
-    """Show the memory of each device.
+    """Show the memory of each device, and the limits of users and directories.
 
     Of all mounts, or of the given MOUNTPOINTs.
     """
@@ -28,6 +28,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
         print(json_text(devices))
     elif devices:
         _print(devices)
+        _quotas.print_limits(found)
     elif not entries:
         print("no gpufs is mounted")
     silent = [status for status in found if status["state"] != "ok"]
@@ -38,15 +39,18 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
 
 
 def _device(status: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    path = f"{status['mountpoint'].rstrip('/')}/{device['name']}"
     return {
-        "path": f"{status['mountpoint'].rstrip('/')}/{device['name']}",
+        "path": path,
         "mountpoint": status["mountpoint"],
         "device": device["name"],
         "description": device.get("description"),
+        "uuid": device.get("uuid"),
         "total_bytes": device["total_bytes"],
         "used_bytes": device["held_bytes"],
         "free_bytes": device["free_bytes"],
         "files": device.get("files"),
+        "quotas": [one for one in _quotas.of_status(status) if (one["path"] + "/").startswith(path + "/")],
     }
 
 

@@ -9,7 +9,7 @@ from gpufs import mounting
 from gpufs.cli import _leases, _mounts
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
-from gpufs.cli._output import bytes_text, json_text, table
+from gpufs.cli._output import age_text, bytes_text, json_text, table
 
 
 @click.command(name="leases")
@@ -56,16 +56,8 @@ def _print(leases: list[dict[str, Any]]) -> None:
             lease["program"] or "-",
             lease["mode"] + (" copy" if lease["private"] else ""),
             bytes_text(lease["bytes"]),
-            _age(lease["age_seconds"]),
+            age_text(lease["age_seconds"]),
         )
         for lease in leases
     ]
     table(headers, rows, right=frozenset({1, 2, 5, 6}))
-
-
-def _age(seconds: float) -> str:
-    """A time for people: "12s", "5m", "3h", "2d"."""
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{seconds:.0f}s"

@@ -1,21 +1,21 @@
 """gpufs mount: starts a daemon and returns when its mount works."""
 
+import signal
 import sys
 from typing import Any
 
 import click
 
-from gpufs import config
-from gpufs.cli import _mountpoint, _mounts
+from gpufs import config, launching
+from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import knob_options, settings
-from gpufs.cli._launch import launch, run_in_foreground
+from gpufs.cli._knobs import KnobCommand, knob_options, settings, show_all_options
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import origin, parse
 from gpufs.daemon.startup import MountRequest
 
 
-@click.command(name="mount")
+@click.command(name="mount", cls=KnobCommand)
 @click.argument("mountpoint", shell_complete=complete_directories)
 @click.option(
     "-o",
@@ -25,6 +25,9 @@ from gpufs.daemon.startup import MountRequest
     help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
 )
 @knob_options("mount")
+@click.option(
+    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all_options, help="Show all options."
+)
 def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None:
     """Mount the devices' memory at MOUNTPOINT.
 
@@ -48,13 +51,24 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
 def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tuple[str, ...] = ()) -> None:
     """Mounts at a path. Raises Failure or ConfigError, with one line each."""
     mountpoint = _mounts.absolute(path)
-    _mountpoint.check(path, mountpoint)
-    if chosen["driver"] == "host":
-        config.host_memory(chosen["memory"], chosen["devices"])
+    for line in config.unknown_variables():
+        complain(line)
+    config.check_host(chosen.values)
     request = MountRequest(mountpoint, source, dict(chosen.values), flags)
-    if request.foreground:
-        sys.stdout.flush()
-        run_in_foreground(request)
-    answer = launch(request, chosen["mount_timeout"])
-    for note in answer.get("notes", ()):
+    try:
+        launching.check_mountpoint(path, mountpoint)
+        if request.foreground:
+            sys.stdout.flush()
+            launching.run_in_foreground(request)
+        # As Ctrl-C does, it ends the daemon that is being started.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        process, answer = launching.launch(request, chosen["mount_timeout"])
+    except BaseException as failure:
+        for note in getattr(failure, "__notes__", ()):
+            complain(note)
+        if isinstance(failure, OSError):
+            raise Failure(failure.strerror or str(failure)) from None
+        raise
+    process.returncode = 0  # the daemon lives on: Popen must not wait for it
+    for note in answer["notes"]:
         complain(note)

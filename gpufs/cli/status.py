@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from gpufs import mounting
-from gpufs.cli import _mounts, _status
+from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
 from gpufs.cli._output import bytes_text, json_text, table
@@ -15,14 +15,26 @@ from gpufs.cli._output import bytes_text, json_text, table
 @click.command(name="status")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Print one line. Exit with 0 if the mount answers and its devices are in service, otherwise with 1. Without "
+    "MOUNTPOINT: every mount of this machine, and at least one.",
+)
 @knob_options("status")
-def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
+def command(mountpoint: str | None, as_json: bool, check: bool, **arguments: Any) -> None:
     """Show the mounts of this machine.
 
     Lists all of them, or shows MOUNTPOINT in detail. Mounts that are dead or do not answer are marked; of other users'
     mounts it shows what permissions allow.
     """
+    if check and as_json:
+        raise Failure("--check prints one line: --json does not go with it", 2)
     timeout: float = settings("status", arguments)["status_timeout"]
+    if check:
+        wanted = mounting.mounts() if mountpoint is None else [_mounts.find(mountpoint)]
+        print(_verdict(_status.collect(_mounts.trusted_first(wanted), timeout)))
+        return
     if mountpoint is None:
         found = _status.collect(_mounts.trusted_first(mounting.mounts()), timeout)
         if as_json:
@@ -42,6 +54,19 @@ def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
         _print_one(status)
     if status["state"] != "ok":
         raise Failure(f"{status['mountpoint']}: {status['error']}")
+
+
+def _verdict(found: list[dict[str, Any]]) -> str:
+    """What --check prints. Failure if a mount does not work, if a device is out of service, or if there is no mount."""
+    if not found:
+        raise Failure("no gpufs is mounted")
+    for status in found:
+        if status["state"] != "ok":
+            raise Failure(f"{status['mountpoint']}: {status['error']}")
+        for device in status["devices"]:
+            if device.get("health") not in ("good", None):
+                raise Failure(f"{status['mountpoint']}: {device['name']}: {device['health']}")
+    return ", ".join(f"{printable(one['mountpoint'])} ok ({len(one['devices'])} x {one['driver']})" for one in found)
 
 
 def _text(value: object) -> str:
@@ -93,3 +118,4 @@ def _print_one(status: dict[str, Any]) -> None:
             for device in status["devices"]
         ]
         table(("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "IS"), rows, right=frozenset({1, 2, 3, 4}))
+    _quotas.print_limits([status])

@@ -18,6 +18,7 @@ from gpufs._version import __version__
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure, failed
 from gpufs.cli._knobs import complete_mounts
+from gpufs.cli._main import check_seconds
 from gpufs.cli._trace_format import Converter
 
 _FILE: Final = ".gpufs/trace"
@@ -26,19 +27,13 @@ _PAUSE: Final = 0.02  # seconds between two reads: threads keep more records tha
 _LAST_READS: Final = 1024  # at the end, from a mount that goes on working
 
 
-def _a_number(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and math.isnan(value):  # which is in every range
-        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
-    return value
-
-
 @click.command(name="trace")
 @click.argument("mountpoint", shell_complete=complete_mounts)
 @click.option("-o", "--output", metavar="FILE", required=True, help="File to write the trace to; - is standard output.")
 @click.option(
     "--duration",
     type=click.FloatRange(0.0, 86400.0, min_open=True),
-    callback=_a_number,
+    callback=check_seconds,
     metavar="S",
     help="End after S seconds.  [default: when interrupted]",
 )

@@ -18,19 +18,26 @@ _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have me
 
 
 @click.command(name="umount")
-@click.argument("mountpoints", metavar="MOUNTPOINT...", nargs=-1, required=True, shell_complete=complete_mounts)
+@click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
+@click.option("-a", "--all", "every", is_flag=True, help="Unmount every mount of yours.")
 @click.option(
     "--force", is_flag=True, help="Unmount even if in use: open files fail from now on. Also ends a mount that hangs."
 )
 @click.option("--lazy", is_flag=True, help="Detach the mount now; it ends when nobody uses it any more. Does not wait.")
 @knob_options("umount")
-def command(mountpoints: tuple[str, ...], force: bool, lazy: bool, **arguments: Any) -> int:
+def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, **arguments: Any) -> int:
     """Unmount MOUNTPOINT and wait for the end of its daemon.
 
     Its files are gone then: they are memory. Refused while the mount is in use, unless --force or --lazy is given.
     Cleans up a mount whose daemon has died.
     """
     timeout: float = settings("umount", arguments)["umount_timeout"]
+    if every == bool(mountpoints):
+        raise click.UsageError("Give either a MOUNTPOINT or --all.")
+    if every:
+        # A mount inside another one comes later in the list and keeps the other one busy.
+        mine = [entry for entry in mounting.mounts() if entry.uid == os.geteuid()]
+        mountpoints = tuple(entry.mountpoint for entry in reversed(mine))
     code = 0
     for mountpoint in mountpoints:
         try:
@@ -136,7 +143,8 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
             raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
         if error.errno == EINVAL and not _is_mounted(mountpoint):
             return  # another process has unmounted it
-        if error.errno == EPERM:
+        entry = mounting.entry_of(mountpoint)
+        if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):
             raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
         raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
 

@@ -22,11 +22,12 @@ from gpufs.protocol import (
     Register,
     Result,
     ServerMessage,
+    SetQuota,
     Unregister,
     Welcome,
 )
 
-T = TypeVar("T", protocol.Registered, protocol.Unregistered)
+T = TypeVar("T", protocol.Registered, protocol.Unregistered, protocol.QuotaSet)
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
 # cancelled. It answers at once unless a file's server or a device hangs.
@@ -150,7 +151,7 @@ class Connection:
                 self._abandon(request.id)
             raise
 
-    def request(self, message: Register | Unregister, descriptors: Sequence[int], answer: type[T]) -> T:
+    def request(self, message: Register | Unregister | SetQuota, descriptors: Sequence[int], answer: type[T]) -> T:
         """Sends a message and returns its answer. OSError if the daemon ends before.
 
         The answer to a request that was interrupted is skipped by the next one.

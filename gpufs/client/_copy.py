@@ -5,6 +5,7 @@ How the bytes are copied:
 - Between the host and a mount, the mount's daemon copies them ("transfer"). Small files are read and written through
   the mount ("mount"), and so are all files if the daemon's socket cannot be reached.
 - Inside one mount, the kernel passes whole ranges to the mount ("kernel").
+- Pipes are read and written here ("mount").
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from gpufs.client import _ends, _find
+from gpufs.client import _ends, _find, _room
 from gpufs.client._connection import Cancellation, Connection, IdleError
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, size_text, text_of
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
 from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
+from gpufs.units import bytes_text
 
 Fastpath = Literal["auto", "off", "require"]
 
@@ -48,6 +50,8 @@ _RETRY_FACTOR: Final = 10.0
 # How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
 _SPACE_SECONDS: Final = 3.0
 _SPACE_RETRY_SECONDS: Final = 0.02
+# The name of a pipe, in messages.
+STREAM: Final = "-"
 _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 
 
@@ -56,9 +60,9 @@ class Copier:
 
     ``fastpath``: "off" and "require" override the mount's configuration. ``fsync``: writes host files to disk before a
     copy succeeds. ``verify``: reads both files again, with ``fsync`` from disk, and compares their SHA-256.
-    ``preserve``: keeps mode, times and, if allowed, owner of the source. ``partial``: a failed or cancelled copy keeps
-    a new destination, with the bytes copied so far, instead of removing it. ``notice``: called with one line, once for
-    each mount whose daemon cannot be reached.
+    ``preserve``: keeps mode, times and, if allowed, owner of the source. ``partial``: a copy that does not fit is begun
+    all the same, and a failed or cancelled copy keeps a new destination, with the bytes copied so far, instead of
+    removing it. ``notice``: called with one line, once for each mount whose daemon cannot be reached.
     """
 
     def __init__(
@@ -163,8 +167,69 @@ class Copier:
         finally:
             close_all((source_fd,))
 
+    def copy_from_stream(
+        self,
+        source_fd: int,
+        destination: Entry,
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyResult:
+        """Copies what a pipe, or another open file, returns up to its end. Its descriptor stays the caller's.
+
+        The calling thread reads, so an OSError that a signal handler raises ends the copy.
+        """
+        began = time.monotonic()
+        try:
+            mounts = _find.mounts_by_device()
+            with destination.located() as located:
+                job = self._open(Entry.of(STREAM), located, source_fd, os.fstat(source_fd), mounts, stream=True)
+                job.progress, job.cancel = progress, cancel
+                return self._run(job, began)
+        except CopyError:
+            raise
+        except OSError as error:  # of the destination's directory
+            raise _ends.open_failure(error, destination.path) from None
+
+    def copy_to_stream(
+        self,
+        source: Entry,
+        destination_fd: int,
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyResult:
+        """Copies a file into a pipe, or another open file, whose descriptor stays the caller's."""
+        began = time.monotonic()
+        source_fd, before = _ends.open_source(source)
+        try:
+            mounts = _find.mounts_by_device()
+            if before.st_dev not in mounts:
+                raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
+            job = _CopyJob(
+                source, Entry.of(STREAM), source_fd, destination_fd, before, os.fstat(destination_fd), False, mounts
+            )
+            job.progress, job.cancel = progress, cancel
+            if stat.S_ISREG(before.st_mode) and os.path.samestat(before, job.after):
+                raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
+            try:
+                job.to_stream()
+            except OSError as error:
+                raise job.failure(error, job.clean_up(partial=True)) from None
+            seconds = time.monotonic() - began
+            return CopyResult(source.path, STREAM, job.done, seconds, job.method, job.paths)
+        finally:
+            close_all((source_fd,))
+
     def _open(
-        self, source: Entry, destination: Entry, source_fd: int, before: os.stat_result, mounts: _Mounts
+        self,
+        source: Entry,
+        destination: Entry,
+        source_fd: int,
+        before: os.stat_result,
+        mounts: _Mounts,
+        *,
+        stream: bool = False,
     ) -> _CopyJob:
         """Opens the destination, which is not changed yet."""
 
@@ -173,11 +238,11 @@ class Copier:
                 raise CopyError(errno.EXDEV, _NEITHER, source.path, destination.path)
 
         # With its final mode only once it has its final owner.
-        mode = stat.S_IMODE(before.st_mode) & (0o700 if self._preserve else 0o777)
+        mode = 0o666 if stream else stat.S_IMODE(before.st_mode) & (0o700 if self._preserve else 0o777)
         store = before.st_dev in mounts
         fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
         try:
-            return _CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts)
+            return _CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts, stream=stream)
         except BaseException:
             os.close(fd)
             raise
@@ -185,7 +250,7 @@ class Copier:
     def _run(self, job: _CopyJob, began: float) -> CopyResult:
         """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
         try:
-            self._await_space(job)
+            self._check_room_of(job)
             job.empty()
             self._move(job)
             digest = self._complete(job)
@@ -207,23 +272,42 @@ class Copier:
         names = (job.source.path, job.destination.path)
         return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
 
-    def _await_space(self, job: _CopyJob) -> None:
-        """OSError ENOSPC, with the figures, if a copy into a mount does not fit."""
-        if job.total <= _SMALL_BYTES or job.after.st_dev not in job.mounts:
-            return
+    def check_room(
+        self, fd: int, needed: int, *, mounts: _Mounts | None = None, cancel: Cancellation | None = None
+    ) -> None:
+        """Raises OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+
+        Waits for the memory of files on a mount that have just been removed.
+        """
+        mounts_by_device = _find.mounts_by_device() if mounts is None else mounts
+        here = mounts_by_device.get(os.fstat(fd).st_dev, [])
         waited = False
-        while text := job.lack_of_space():
-            if self._patience <= 0:
-                raise OSError(errno.ENOSPC, text)
-            job.check_cancelled()
+        while text := _room.shortage(fd, needed, here):
+            if self._patience <= 0 or not here:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
+            if cancel is not None and cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             time.sleep(_SPACE_RETRY_SECONDS)
             self._patience -= _SPACE_RETRY_SECONDS
             waited = True
         if waited:
             self._patience = _SPACE_SECONDS
 
+    def _check_room_of(self, job: _CopyJob) -> None:
+        if job.total <= _SMALL_BYTES or not stat.S_ISREG(job.after.st_mode):
+            return
+        needed = _room.data_bytes(job.before, job.total)
+        try:
+            self.check_room(job.destination_fd, needed, mounts=job.mounts, cancel=job.cancel)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._partial:  # which wants as much as fits
+                raise
+
     def _move(self, job: _CopyJob) -> None:
         source, destination = job.before.st_dev, job.after.st_dev
+        if job.stream:
+            job.from_stream()
+            return
         if source in job.mounts and destination in job.mounts:
             if source == destination:
                 job.by_kernel()
@@ -335,6 +419,8 @@ class _CopyJob:
         after: os.stat_result,
         created: bool,
         mounts: _Mounts,
+        *,
+        stream: bool = False,
     ) -> None:
         self.source = source
         self.destination = destination
@@ -344,10 +430,11 @@ class _CopyJob:
         self.after = after
         self.created = created
         self.mounts = mounts
+        self.stream = stream  # the source is read from where it is to its end
         self.progress: Callable[[CopyProgress], None] | None = None
         self.cancel: Cancellation | None = None
         self.whole = False  # everything has been copied, and stays whatever fails
-        self.total = _ends.size_of(source_fd, before)
+        self.total = 0 if stream else _ends.size_of(source_fd, before)
         self.done = 0
         self.method = "mount"
         self.paths: dict[str, int] = {}
@@ -362,29 +449,10 @@ class _CopyJob:
             os.ftruncate(self.destination_fd, 0)
         self._emptied = True
 
-    def lack_of_space(self) -> str:
-        """What is needed and what is free, in words; "" if the copy fits."""
-        free = _ends.free_bytes(self.destination_fd)
-        needed = _ends.data_bytes(self.before, self.total)
-        if free is None or needed <= free + os.fstat(self.destination_fd).st_blocks * 512:
-            return ""
-        device = self._device()
-        text = f"needs {size_text(needed)}, {size_text(free)} free{f' on {device}' if device else ''}"
-        return f"{os.strerror(errno.ENOSPC)}: {text}"
-
-    def _device(self) -> str:
-        """The directory of the mount that the destination lies in, such as gpu0; "" if that is not known."""
-        path = os.readlink(_ends.path_of(self.destination_fd))
-        for mount in self.mounts.get(self.after.st_dev, []):
-            if path.startswith(mount.mountpoint.rstrip("/") + "/"):
-                inside = mount.root + "/" + path.removeprefix(mount.mountpoint)
-                return next(filter(None, inside.split("/")), "")
-        return ""
-
     def clean_up(self, *, partial: bool) -> str:
         """After a failure: what becomes of the destination, also in words."""
         if self.whole or not stat.S_ISREG(self.after.st_mode):
-            return f"{self.done} of {self.total} bytes were copied" if self.done else ""
+            return f"{self._amount()} were copied" if self.done else ""
         if self.created and not (partial and self._emptied) and _ends.remove(self.destination, self.destination_fd):
             self.done = 0
             return ""
@@ -396,15 +464,20 @@ class _CopyJob:
         except OSError:
             return ""  # its mount has died: there is nothing left to keep consistent
         if self.created:
-            return f"{self.done} of {self.total} bytes are kept"
-        return f"the old content is gone, {self.done} of {self.total} bytes were copied"
+            return f"{self._amount()} are kept"
+        return f"the old content is gone, {self._amount()} were copied"
+
+    def _amount(self) -> str:
+        return f"{self.done} bytes" if self.stream else f"{self.done} of {self.total} bytes"
 
     def failure(self, error: OSError, left: str) -> CopyError:
         """The error for the user."""
         code = error.errno or errno.EIO
         text = text_of(error)
-        if code == errno.ENOSPC and self._emptied:
-            text = self.lack_of_space() or text
+        if code == errno.ENOSPC and self._emptied and not self.stream:
+            needed = _room.data_bytes(self.before, self.total)
+            lack = _room.shortage(self.destination_fd, needed, self.mounts.get(self.after.st_dev, []))
+            text = f"{text}: {lack}" if lack else text
         names = (self.destination.path, None) if code in _DESTINATIONS else (self.source.path, self.destination.path)
         return CopyError(
             code,
@@ -518,6 +591,39 @@ class _CopyJob:
             written = 0
             while written < count:
                 step = os.pwrite(self.destination_fd, buffer[written:count], self.done)
+                written += step
+                self._count("mount", step)
+
+    def from_stream(self) -> None:
+        """Reads the source, whose size is not known, to its end."""
+        from gpufs.client._pipes import read_full
+
+        buffer = memoryview(bytearray(_STREAM_BYTES))
+        while filled := read_full(self.source_fd, buffer):
+            self.check_cancelled()
+            written = 0
+            while written < filled:
+                try:
+                    step = os.pwrite(self.destination_fd, buffer[written:filled], self.done)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    place = _room.place_of(self.destination_fd, self.mounts.get(self.after.st_dev, []))
+                    text = f"{error.strerror}: the first {bytes_text(self.done)} have filled {place or 'it'}"
+                    raise OSError(errno.ENOSPC, text) from None
+                written += step
+                self._count("mount", step)
+
+    def to_stream(self) -> None:
+        """Writes the source to a destination that has no offsets."""
+        from gpufs.client._pipes import write_some
+
+        buffer = memoryview(bytearray(_STREAM_BYTES))
+        while count := os.preadv(self.source_fd, [buffer], self.done):
+            self.check_cancelled()
+            written = 0
+            while written < count:
+                step = write_some(self.destination_fd, buffer[written:count])
                 written += step
                 self._count("mount", step)
 

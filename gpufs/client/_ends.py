@@ -174,20 +174,6 @@ def remove(entry: Entry, fd: int) -> bool:
     return True
 
 
-def free_bytes(fd: int) -> int | None:
-    """Free bytes of a file's file system; None if it does not report them."""
-    try:
-        status = os.fstatvfs(fd)
-    except OSError:  # ENOSYS by a FUSE file system without STATFS
-        return None
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-
-def data_bytes(status: os.stat_result, size: int) -> int:
-    """The least space that a copy of a file needs, in bytes. Holes need none."""
-    return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
-
-
 def may_have_holes(source: int, destination: int) -> bool:
     """Whether a copy may leave something out: the source takes up less than its size, the destination can have holes.
 

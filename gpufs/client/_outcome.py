@@ -18,15 +18,6 @@ def text_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def size_text(size: float) -> str:
-    """A number of bytes for people: "1.5 GiB"."""
-    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-
-
 class CopyError(OSError):
     """A copy that failed or was cancelled (ECANCELED).
 

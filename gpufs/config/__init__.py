@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, ConfigError, Knob
-from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load
-from gpufs.config.memory import host_memory, metadata_memory
+from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
+from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory
 
 __all__ = [
     "BY_NAME",
@@ -16,11 +16,15 @@ __all__ = [
     "ConfigError",
     "Knob",
     "Settings",
+    "check_host",
     "hip_memory",
+    "host_devices",
     "host_memory",
     "io_options",
     "load",
     "metadata_memory",
+    "suggestion",
+    "unknown_variables",
 ]
 
 

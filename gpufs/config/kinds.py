@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+MOST_DEVICES: Final = 64
+
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -18,6 +20,7 @@ class Kind:
     metavar: str
     parse: Callable[[str], Any]
     choices: tuple[str, ...] = ()  # if only these words are allowed
+    join: Callable[[Sequence[str]], str] | None = None  # makes one text of a list, where lists are allowed
 
 
 def size_text(size: int) -> str:
@@ -148,6 +151,26 @@ def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
     return shown
 
 
+def _join_devices(words: Sequence[str]) -> str:
+    return words[0] + "," if len(words) == 1 else ",".join(words)
+
+
+def _parse_devices(text: str) -> int | list[str]:
+    text = text.strip()
+    if text == "all":
+        return 0
+    words = [word.strip() for word in re.split("[,:]", text)]
+    if len(words) == 1 and words[0].isdecimal() and words[0].isascii() and 1 <= int(words[0]) <= MOST_DEVICES:
+        return int(words[0])
+    if len(words) > 1 and not words[-1]:
+        words.pop()
+    elif len(words) == 1 and words[0].isdecimal():
+        raise ValueError(text)
+    if not all(re.fullmatch(r"[0-9]{1,2}|(GPU|MIG)-[0-9a-f-]+", word, re.ASCII | re.IGNORECASE) for word in words):
+        raise ValueError(text)
+    return words
+
+
 def _parse_words(text: str) -> str:
     words = [word.strip() for word in text.split(",")]
     if text.strip() and not all(re.fullmatch(r"[\w.+-]+", word, re.ASCII) for word in words):
@@ -162,5 +185,13 @@ BACKINGS: Final = Kind(
     "them, \\, for a comma in DIR",
     "NAME=DIR[:ro]",
     _parse_backings,
+    join=join_backings,
+)
+DEVICES: Final = Kind(
+    f"all; a number N from 1 to {MOST_DEVICES} for the first N; or a list such as 0,2 or GPU-4f3e,GPU-91c0: "
+    "numbers, and UUIDs or their beginnings (2, is the GPU 2 alone; in mount options write colons for commas)",
+    "all|N|LIST",
+    _parse_devices,
+    join=_join_devices,
 )
 PATH: Final = Kind("the path of a file", "FILE", _parse_path)

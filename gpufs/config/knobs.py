@@ -30,6 +30,7 @@ class Knob:
     default_text: str = ""  # if the default is more than a value
     commands: tuple[str, ...] = ("mount",)  # that have it as an option
     hidden: bool = False  # from help and documentation: for tests
+    everyday: bool = False  # `gpufs mount --help` shows it; --help-all shows all
 
     @property
     def option(self) -> str:
@@ -67,14 +68,19 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "driver",
         kinds.choice("auto", "cuda", "hip", "host"),
         "auto",
-        "Driver to use. auto picks CUDA or HIP if a GPU is present, otherwise host memory.",
+        "Driver to use. auto picks CUDA or HIP if the machine has a GPU, and fails if that GPU cannot be used. Only "
+        "without a GPU it picks host memory, and says so.",
+        everyday=True,
     ),
     Knob(
         "devices",
-        kinds.integer(0, 64),
+        kinds.DEVICES,
         0,
-        "Number of devices: simulated ones (host), or the first N that are found (cuda, hip).",
-        default_text="0: every GPU, or 1 with host",
+        "GPUs to use, in this order: gpu0 is the first of them. Numbers are those of the driver, which "
+        "CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES change; UUIDs stay the same (nvidia-smi -L, rocminfo). "
+        "With the host driver: how many devices to simulate.",
+        default_text="all; 1 with the host driver",
+        everyday=True,
     ),
     Knob(
         "memory",
@@ -82,6 +88,15 @@ KNOBS: Final[tuple[Knob, ...]] = (
         None,
         "Memory of each device that the mount may use.",
         default_text="host: half of the available memory divided by the devices; GPUs: all memory",
+        everyday=True,
+    ),
+    Knob(
+        "user_memory",
+        kinds.size(0, 1 << 46),
+        0,
+        "Memory of each device that the files of a user may hold. Beyond it: EDQUOT. Not for root and the user who "
+        "mounts; `gpufs quota` sets other limits.",
+        default_text="0: no limit",
     ),
     Knob(
         "metadata",
@@ -122,6 +137,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.BOOLEAN,
         False,
         "Allow access by other users, subject to each file's mode and owner.",
+        everyday=True,
     ),
     Knob(
         "trust_readers",
@@ -136,14 +152,16 @@ KNOBS: Final[tuple[Knob, ...]] = (
         None,
         "Directory of the host to show as backing/NAME. May be given several times.",
         default_text="none",
+        everyday=True,
     ),
-    Knob("foreground", kinds.BOOLEAN, False, "Stay in the foreground and log to standard error."),
+    Knob("foreground", kinds.BOOLEAN, False, "Stay in the foreground and log to standard error.", everyday=True),
     Knob(
         "log_file",
         kinds.PATH,
         None,
         "File for the mount's log.",
-        default_text="no log; standard error with --foreground",
+        default_text="the journal under systemd; otherwise no log, or standard error with --foreground",
+        everyday=True,
     ),
     Knob(
         "auto_unmount",
@@ -171,6 +189,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         0,
         "Most threads for slow requests of each device (allocation, truncation, copies within memory).",
         default_text="0: 64, started as they are needed",
+    ),
+    Knob(
+        "transport",
+        kinds.choice("auto", "uring", "device"),
+        "auto",
+        "How requests come from the kernel. uring: through io_uring, or fail to mount; it takes Linux 6.14 and root to "
+        "write Y to /sys/module/fuse/parameters/enable_uring. device: reads of /dev/fuse. auto: uring if possible.",
     ),
     Knob(
         "reader_spin",
@@ -274,8 +299,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "status_timeout",
         kinds.duration(0.1, 3600),
         2.0,
-        "How long `gpufs status`, `gpufs df`, `gpufs leases` and `gpufs stats` wait for a mount to answer.",
-        commands=("status", "df", "leases", "stats"),
+        "How long the commands that show mounts wait for a mount to answer.",
+        commands=("status", "df", "leases", "ls", "quota", "stats", "top", "metrics"),
     ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )

@@ -8,7 +8,7 @@
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from pathlib import Path
@@ -68,18 +68,13 @@ def _read_file(path: Path, required: bool) -> dict[str, str]:
     texts = {}
     for key, value in table.items():
         if key not in BY_NAME:
-            import difflib  # for this message alone
-
-            near = difflib.get_close_matches(key, BY_NAME, 1)
-            raise ConfigError(
-                f"configuration file {path}: unknown key {key!r}" + (f", is it {near[0]}?" if near else "")
-            )
+            raise ConfigError(f"configuration file {path}: unknown key {key!r}{suggestion(key, BY_NAME)}")
         if isinstance(value, bool):
             texts[key] = str(value).lower()
         elif isinstance(value, (str, int, float)):
             texts[key] = str(value)
-        elif isinstance(value, list) and BY_NAME[key].kind is kinds.BACKINGS and all(isinstance(v, str) for v in value):
-            texts[key] = kinds.join_backings(value)
+        elif isinstance(value, list) and (join := BY_NAME[key].kind.join) and all(type(v) in (str, int) for v in value):
+            texts[key] = join([str(one) for one in value])
         else:
             raise ConfigError(f"{key}: {value!r} ({path}) is not allowed: {BY_NAME[key].kind.allowed}")
     return texts
@@ -122,6 +117,24 @@ def load(
     settings = Settings(values, origins)
     _check_together(settings)
     return settings
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each variable of the environment that looks like a knob's and is none, with what was perhaps meant."""
+    known = [CONFIG_VARIABLE, *(knob.variable for knob in KNOBS)]
+    return [
+        f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"
+        for name in environ
+        if name.startswith("GPUFS_") and name not in known
+    ]
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a wrong word: which of the known ones is meant, if one is close."""
+    import difflib  # for messages alone
+
+    near = difflib.get_close_matches(word, known, 1)
+    return f", is it {near[0]}?" if near else ""
 
 
 def _check_together(settings: Settings) -> None:

@@ -1,12 +1,13 @@
 """The memory of this machine or container, and what a mount takes of it by default."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from gpufs.config.kinds import size_text
 from gpufs.config.knobs import GRANULE, ConfigError
+from gpufs.units import bytes_text
 
 _LEAST_METADATA: Final = 16 << 20  # of the default
 
@@ -87,26 +88,39 @@ def metadata_memory(metadata: int | None) -> int:
     return metadata or max(memory_of_machine().total_bytes // 16, _LEAST_METADATA)
 
 
-def host_memory(memory: int | None, devices: int) -> int:
-    """Bytes for each of ``devices`` (0: one) simulated devices; ``memory`` is the user's choice, if any.
+def host_devices(devices: int | Sequence[str]) -> int:
+    """How many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
+    if not isinstance(devices, int):
+        raise ConfigError(
+            f"devices: {','.join(devices)} names GPUs, but the host driver simulates devices: give their number"
+        )
+    return devices or 1
+
+
+def check_host(values: Mapping[str, Any]) -> None:
+    """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
+    if values["driver"] == "host":
+        host_memory(values["memory"], host_devices(values["devices"]))
+
+
+def host_memory(memory: int | None, count: int) -> int:
+    """Bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
 
     The default is half of the available memory divided by the devices, in whole granules. ConfigError if the sum is
     more than this machine or container has, or if too little is available for the default.
     """
-    count = devices or 1
     has = memory_of_machine()
     if memory is None:
         share = has.available_bytes // 2 // count // GRANULE * GRANULE
         if share < GRANULE:
             raise ConfigError(
-                f"memory: half of the available {size_text(has.available_bytes)} is too little for {count} "
+                f"memory: half of the available {bytes_text(has.available_bytes)} is too little for {count} "
                 "devices: give fewer devices"
             )
         return share
     if memory * count > has.total_bytes:
-        gib = float(1 << 30)
         raise ConfigError(
-            f"memory: {count} x {size_text(memory)} is more than this machine has: "
-            f"{has.total_bytes / gib:.1f} GiB, of which {has.available_bytes / gib:.1f} GiB are available"
+            f"memory: {count} x {bytes_text(memory)} is more than this machine has: "
+            f"{bytes_text(has.total_bytes)}, of which {bytes_text(has.available_bytes)} are available"
         )
     return memory

@@ -18,12 +18,14 @@ from collections import Counter
 from typing import Final
 
 from gpufs import engine
-from gpufs.daemon.startup import StartFailure
+from gpufs.daemon.startup import StartFailure, is_journal
 
 log = logging.getLogger("gpufs.daemon")
 
 _LOG_FORMAT: Final = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 _LOG_DATE: Final = "%Y-%m-%d %H:%M:%S"
+# The journal has times of its own, and takes a line's priority from a number before it (sd-daemon(3)).
+_PRIORITIES: Final = {b"CRITICAL": 2, b"ERROR": 3, b"WARNING": 4, b"INFO": 6, b"DEBUG": 7}
 _QUEUE_BYTES: Final = 1 << 20
 _ATOMIC_BYTES: Final = select.PIPE_BUF  # up to here the kernel does not interleave writes
 _READ_BYTES: Final = 1 << 16
@@ -94,7 +96,12 @@ class _Lines(logging.Handler):
 
 def _copy_lines(queue: int, sink: int) -> None:
     """Until the queue's other end is closed. What cannot be written (a full disk) is lost."""
+    for_journal = is_journal(sink)
+    rest = b""
     while data := os.read(queue, _READ_BYTES):
+        if for_journal:
+            *lines, rest = (rest + data).split(b"\n")
+            data = b"".join(map(_journal_line, lines))
         while data:
             try:
                 data = data[os.write(sink, data) :]
@@ -104,10 +111,21 @@ def _copy_lines(queue: int, sink: int) -> None:
                 break
 
 
-class Log:
-    """The destination of both planes' log lines: a file that can be reopened, standard error, or nothing."""
+def _journal_line(line: bytes) -> bytes:
+    """A line of the log with its priority instead of time and level."""
+    words = line.split(b" ", 3)  # date, time, level, text
+    if len(words) == 4 and words[2] in _PRIORITIES:
+        return b"<%d>%s\n" % (_PRIORITIES[words[2]], words[3])
+    return line + b"\n"  # a later line of a traceback
 
-    def __init__(self, path: str | None, level: str, *, foreground: bool) -> None:
+
+class Log:
+    """The destination of both planes' log lines: a file that can be reopened, standard error, the journal, or nothing.
+
+    ``journal`` is a descriptor of the journal that the launcher has passed, or -1. The log then owns it.
+    """
+
+    def __init__(self, path: str | None, level: str, *, foreground: bool, journal: int = -1) -> None:
         self._path = path
         self._level = int(getattr(logging, level.upper()))
         self._fd = -1
@@ -120,6 +138,8 @@ class Log:
                 raise StartFailure(failure.errno or errno.EIO, f"log_file: {path}: {failure.strerror}") from None
         elif foreground:
             self._fd = os.dup(2)
+        else:
+            self._fd = journal
         root = logging.getLogger()
         for old in list(root.handlers):
             root.removeHandler(old)

@@ -1,8 +1,9 @@
 """The process that serves one mount: it builds the parts in order and takes them apart again whatever happens.
 
-``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] MOUNTPOINT`` in a session of its own, with a
-:class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line there:
-{"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}.
+``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its
+own, with a :class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line
+there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--journal-fd`` is a
+descriptor of systemd's journal, for the log.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
 a mount that is in use is detached, and calls on its open files fail from then on. SIGHUP reopens the log file. If the
@@ -24,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pyfuse3
 import trio
@@ -32,21 +32,21 @@ import trio
 from gpufs import config, engine, mounting, service
 from gpufs._version import __version__
 from gpufs.daemon import supervision, threads
+from gpufs.daemon.devices import open_engine
 from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
-from gpufs.fs.control import MountStatistics, MountStatus, leases_text, version_text
+from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
+from gpufs.fs.quotas import Quotas
 from gpufs.fs.replies import Replies
 from gpufs.fs.tree import Tree
 
 log = logging.getLogger("gpufs.daemon")
 
-# The drivers that `auto` tries, in this order.
-_AUTOMATIC = ("cuda", "hip", "host")
 # Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
 # memory are answered even if all of those block. A waiting task takes some 20 KiB.
 _TASKS = 10_000
@@ -70,44 +70,6 @@ _TRIM_INODES = 1000
 # These signals end the mount or reopen the log file. They are blocked until their handler runs: a default action right
 # after mounting would end the process and leave a dead mount.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def _open_engine(wanted: str, values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, str, list[str]]:
-    """The engine, the name of its driver, and notes for the user about the choice."""
-    reasons = []
-    for driver in _AUTOMATIC if wanted == "auto" else (wanted,):
-        try:
-            memory = values["memory"] or 0
-            if driver == "host":
-                memory = config.host_memory(values["memory"], values["devices"])
-            opened = engine.Engine(
-                driver,
-                devices=values["devices"] or (1 if driver == "host" else 0),
-                memory_bytes=memory,
-                slab_file_bytes=values["slab_file_bytes"],
-                statistics_path=statistics_path,
-                keep_freed=values["keep_freed"],
-                lock_policy=values["lock_policy"],
-                hip_memory=config.hip_memory(values),
-            )
-        except config.ConfigError as failure:
-            raise StartFailure(errno.EINVAL, str(failure)) from None
-        except engine.EngineError as failure:
-            text = failure.strerror or str(failure)
-            if wanted == "auto" and failure.errno == errno.ENODEV:
-                reasons.append(text)
-                continue
-            if failure.errno == errno.ENODEV:
-                text += "; gpufs doctor says what to do"
-            raise StartFailure(failure.errno or errno.EIO, text) from None
-        notes = []
-        if driver == "host" and reasons:
-            notes.append(f"no GPU was found ({'; '.join(reasons)}): host memory is used")
-        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if largest != resource.RLIM_INFINITY:
-            notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
-        return opened, driver, notes
-    raise StartFailure(errno.ENODEV, "; ".join(reasons))
 
 
 def _set_limits(*, core_dumps: bool) -> None:
@@ -245,6 +207,7 @@ class Daemon:
         self._manager = supervision.ServiceManager()
         self._ended = False  # whether the kernel has ended the connection
         self._early: list[int] = []  # signals that came before the loop waited for them
+        self._owner = -1  # descriptor of the process with which the mount ends
 
     def run(self) -> None:
         """Serves the mount until it ends. StartFailure if it cannot be started."""
@@ -253,10 +216,16 @@ class Daemon:
             _refuse_itself(path, self._request.mountpoint)
         runtime = runtime_directory(allow_other=bool(values["allow_other"]))
         with ExitStack() as parts:
+            if self._request.owner is not None:
+                try:
+                    self._owner = os.pidfd_open(self._request.owner)
+                except ProcessLookupError:
+                    raise StartFailure(errno.ESRCH, "the program that mounts has ended") from None
+                parts.callback(os.close, self._owner)
             counters = CountersFile(runtime, self._request.mountpoint)
             service.sweep(runtime)
             parts.callback(counters.remove)
-            opened, driver, notes = _open_engine(values["driver"], values, counters.path)
+            opened, notes = open_engine(values, counters.path)
             parts.callback(opened.close)
             try:
                 engine.io_configure(opened, **config.io_options(values))
@@ -293,6 +262,8 @@ class Daemon:
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
+                    rings=values["transport"] != "device",
+                    user_bytes=values["user_memory"],
                 )
             except engine.EngineError as failure:
                 raise StartFailure.of(failure) from None
@@ -300,15 +271,15 @@ class Daemon:
             # fusermount3, which mounts for plain users, does not take all flags.
             _set_access_times(mount, entry.flags, frozenset(self._request.flags) if os.geteuid() != 0 else frozenset())
             socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
-            operations, tree = self._build(opened, mount, driver, socket_path, entry)
+            operations, tree = self._build(mount, socket_path, entry)
             pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
             control.pop_all()  # from here on libfuse's session closes the descriptor
             parts.callback(pyfuse3.close, unmount=False)
             parts.callback(mount.close)  # before pyfuse3.close(), which closes the other end of the data plane's socket
             mount.start()
-            log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, driver)
+            log.info("gpufs %s serves %s with driver %s", __version__, self._request.mountpoint, opened.driver)
             try:
-                trio.run(self._serve, mount, tree, entry, socket_path, driver, len(opened.devices), notes)
+                trio.run(self._serve, mount, tree, entry, socket_path, notes)
             except BaseExceptionGroup as failures:
                 _raise_plainly(failures)
                 raise
@@ -318,14 +289,13 @@ class Daemon:
                     signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
         log.info("the mount at %s has ended", self._request.mountpoint)
 
-    def _build(
-        self, opened: engine.Engine, mount: engine.Mount, driver: str, socket_path: str, entry: mounting.MountEntry
-    ) -> tuple[Operations, Tree]:
+    def _build(self, mount: engine.Mount, socket_path: str, entry: mounting.MountEntry) -> tuple[Operations, Tree]:
         """The control plane's answers to requests, and the tree of names that they are about."""
         values = self._request.config
+        opened = mount.engine
         status = MountStatus(
             mountpoint=self._request.mountpoint,
-            driver=driver,
+            driver=opened.driver,
             devices=opened.devices,
             knobs=values,
             statistics=mount.statistics,
@@ -333,23 +303,34 @@ class Daemon:
             transfers=lambda: self._service.statistics() if self._service is not None else {},
             leases=lambda uid: self._service.leases(uid) if self._service is not None else [],
             io=opened.io_statistics,
+            quotas=lambda uid: Quotas(tree, mount).as_list(uid),
         )
-        counted = MountStatistics(opened, self._request.mountpoint, driver)
+        activity = MountActivity(
+            status,
+            mount,
+            paths=lambda inos: tree.paths(inos),
+            copies=lambda uid: self._service.copies(uid) if self._service is not None else [],
+        )
+        counted = MountStatistics(opened, self._request.mountpoint)
         contents: dict[str, Callable[[int], bytes]] = {  # by the user that opens the file
             "version": lambda _: version_text(),
             "status": status.as_bytes,
             "stats": lambda _: counted.as_bytes(),
             "metrics": lambda _: counted.as_metrics(),
+            "activity": activity.as_bytes,
             "socket": lambda _: os.fsencode(socket_path) + b"\n",
             "leases": lambda uid: leases_text(self._service.leases(uid) if self._service is not None else []),
         }
         tree = Tree(
             mount,
-            len(opened.devices),
+            [device.info.uuid for device in opened.devices],
             uid=os.geteuid(),
             gid=os.getegid(),
             # As on tmpfs: every user who is let in may create files.
             device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
+            readme=readme_text(
+                self._request.mountpoint, opened.devices, [share[0] for share in values["backing"] or ()]
+            ),
             control_files=contents,
             streams={"trace": engine.Trace},
         )
@@ -373,17 +354,17 @@ class Daemon:
         tree: Tree,
         entry: mounting.MountEntry,
         socket_path: str,
-        driver: str,
-        devices: int,
         notes: list[str],
     ) -> None:
         async with trio.open_nursery() as nursery:
             copies = trio.CancelScope()
             nursery.start_soon(self._watch_signals, copies, entry)
             nursery.start_soon(self._watch_end, mount, copies)
+            if self._owner >= 0:
+                nursery.start_soon(self._watch_owner, self._owner, copies, entry)
             nursery.start_soon(self._watch_flags, mount, entry)
             nursery.start_soon(self._copies, copies, mount, tree, entry, socket_path)
-            nursery.start_soon(self._answer_launcher, mount, entry, driver, devices, notes)
+            nursery.start_soon(self._answer_launcher, mount, entry, notes)
             nursery.start_soon(self._publish_statistics, mount.engine)
             nursery.start_soon(self._trim_heap, tree)
             nursery.start_soon(self._feed_watchdog)
@@ -406,7 +387,12 @@ class Daemon:
                     self._service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            service.ServedMount(mount, tree, trust_readers=bool(self._request.config["trust_readers"])),
+                            service.ServedMount(
+                                mount,
+                                tree,
+                                Quotas(tree, mount).set,
+                                trust_readers=bool(self._request.config["trust_readers"]),
+                            ),
                             path=socket_path,
                             device=entry.st_dev,
                             allow_other=bool(self._request.config["allow_other"]),
@@ -417,9 +403,7 @@ class Daemon:
                     log.error("no copy service: %s: %s", socket_path, failure.strerror)
         self._copies_ended.set()
 
-    async def _answer_launcher(
-        self, mount: engine.Mount, entry: mounting.MountEntry, driver: str, devices: int, notes: list[str]
-    ) -> None:
+    async def _answer_launcher(self, mount: engine.Mount, entry: mounting.MountEntry, notes: list[str]) -> None:
         try:
             # The kernel's first request is answered only if both planes work.
             await threads.run(lambda: os.stat(os.path.join(entry.mountpoint, "gpu0")), abandon_on_cancel=True)
@@ -427,6 +411,9 @@ class Daemon:
             if _now(entry) is None:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{entry.mountpoint}: mounted, but does not answer: ") from None
+        transport = mount.statistics()["transport"]
+        if self._request.config["transport"] == "uring" and transport["name"] != "io_uring":
+            raise StartFailure(errno.ENOTSUP, f"transport: {transport['reason']}")
         _set_read_ahead(entry.device, self._request.config["read_ahead"])  # after INIT, which sets it too
         if not self._request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
@@ -440,9 +427,18 @@ class Daemon:
                     "ok": True,
                     "pid": os.getpid(),
                     "mountpoint": self._request.mountpoint,
-                    "driver": driver,
-                    "devices": devices,
-                    "transport": mount.statistics()["transport"]["name"],
+                    "driver": mount.engine.driver,
+                    "identity": entry.identity,
+                    "devices": [
+                        {
+                            "name": f"gpu{device.index}",
+                            "description": device.info.name,
+                            "uuid": device.info.uuid or None,
+                            "total_bytes": device.info.total_bytes,
+                        }
+                        for device in mount.engine.devices
+                    ],
+                    "transport": transport["name"],
                     "notes": notes,
                 }
             )
@@ -490,15 +486,23 @@ class Daemon:
                     log.info("SIGHUP: the log continues here")
                     await self._manager.ready(f"serves {self._request.mountpoint}")
                     continue
-                log.info("%s: the mount ends", signal.Signals(number).name)
-                await self._manager.stopping(f"unmounts {self._request.mountpoint}")
-                copies.cancel()
-                # Clients get their results and close their files while the mount answers.
-                with trio.move_on_after(_COPIES_GRACE):
-                    await self._copies_ended.wait()
-                await self._unmount(entry)
-                self._stop_serving()
+                await self._end(signal.Signals(number).name, copies, entry)
                 return
+
+    async def _watch_owner(self, owner: int, copies: trio.CancelScope, entry: mounting.MountEntry) -> None:
+        await trio.lowlevel.wait_readable(owner)
+        await self._end("the program that mounted has ended", copies, entry)
+
+    async def _end(self, why: str, copies: trio.CancelScope, entry: mounting.MountEntry) -> None:
+        """Cancels running copies, unmounts, and ends the loop that answers requests."""
+        log.info("%s: the mount ends", why)
+        await self._manager.stopping(f"unmounts {self._request.mountpoint}")
+        copies.cancel()
+        # Clients get their results and close their files while the mount answers.
+        with trio.move_on_after(_COPIES_GRACE):
+            await self._copies_ended.wait()
+        await self._unmount(entry)
+        self._stop_serving()
 
     async def _watch_flags(self, mount: engine.Mount, entry: mounting.MountEntry) -> None:
         """Follows remounts, which may change which reads set access times."""
@@ -552,16 +556,24 @@ def main(arguments: list[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="gpufs.daemon")
     parser.add_argument("--answer-fd", type=int)
+    parser.add_argument("--journal-fd", type=int, default=-1)
     parser.add_argument("mountpoint")
     chosen = parser.parse_args(arguments)
     if chosen.answer_fd is not None:
         os.set_inheritable(chosen.answer_fd, False)
+    if chosen.journal_fd >= 0:
+        os.set_inheritable(chosen.journal_fd, False)
     answer = Answer(chosen.answer_fd)
     logs = None
     try:
         request = MountRequest.read()
         _set_limits(core_dumps=bool(request.config["core_dumps"]))
-        logs = Log(request.config["log_file"], request.config["log_level"], foreground=request.foreground)
+        logs = Log(
+            request.config["log_file"],
+            request.config["log_level"],
+            foreground=request.foreground,
+            journal=chosen.journal_fd,
+        )
         os.umask(0)
         Daemon(request, answer, logs).run()
     except StartFailure as failure:

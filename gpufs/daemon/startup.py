@@ -24,6 +24,15 @@ class StartFailure(Exception):
         return cls(failure.errno or errno.EIO, prefix + (failure.strerror or str(failure)))
 
 
+def is_journal(fd: int) -> bool:
+    """Whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
 @dataclass(frozen=True, slots=True)
 class MountRequest:
     """What to mount and where. Travels as one JSON object on the daemon's standard input."""
@@ -32,6 +41,7 @@ class MountRequest:
     source: str  # what mount(8) and df(1) show as the device
     config: dict[str, Any]  # a value for each knob
     flags: tuple[str, ...] = ()  # names of mounting.FLAGS
+    owner: int | None = None  # the process with which the mount ends
 
     @property
     def foreground(self) -> bool:
@@ -49,7 +59,7 @@ class MountRequest:
             request = cls(**json.loads(sys.stdin.buffer.read()))
             defaults = {name: knob.default for name, knob in config.BY_NAME.items()}
             flags = tuple(name for name in mounting.FLAGS if name in request.flags)
-            return cls(request.mountpoint, request.source, defaults | request.config, flags)
+            return cls(request.mountpoint, request.source, defaults | request.config, flags, request.owner)
         except (ValueError, TypeError) as failure:
             raise StartFailure(errno.EINVAL, f"the daemon got no valid request: {failure}") from None
 

@@ -17,6 +17,8 @@ from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
 from gpufs.engine._lease import Lease, Mapping, SharedPiece
 from gpufs.engine._locks import HostLock
 from gpufs.engine._mount import (
+    DEFAULT_LIMIT,
+    NO_LIMIT,
     NOATIME,
     RELATIME,
     SET_ATIME,
@@ -36,6 +38,7 @@ from gpufs.engine._mount import (
     relay_pair,
 )
 from gpufs.engine._operations import BackingFile, Operation, OperationFuture
+from gpufs.engine._pool import TORCH_ALLOCATOR, AddressPool
 from gpufs.engine._streams import Cells, Late, Stream, SupportsCudaStream, configure_operations
 from gpufs.engine._trace import Trace
 from gpufs.engine._transfer import (
@@ -49,8 +52,10 @@ from gpufs.engine._transfer import (
 )
 
 __all__ = [
+    "DEFAULT_LIMIT",
     "KEEP_SIZE",
     "NOATIME",
+    "NO_LIMIT",
     "PUNCH_HOLE",
     "RELATIME",
     "SEEK_DATA",
@@ -67,7 +72,9 @@ __all__ = [
     "SET_SIZE",
     "SET_UID",
     "STRICTATIME",
+    "TORCH_ALLOCATOR",
     "ZERO_RANGE",
+    "AddressPool",
     "Attributes",
     "BackingFile",
     "BackingInfo",

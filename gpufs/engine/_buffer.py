@@ -24,6 +24,7 @@ SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE
 KEEP_SIZE: Final[int] = lib.GPUFS_KEEP_SIZE
 PUNCH_HOLE: Final[int] = lib.GPUFS_PUNCH_HOLE
 ZERO_RANGE: Final[int] = lib.GPUFS_ZERO_RANGE
+_NO_LIMIT: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,15 @@ class BufferInfo:
         Bytes from the start to the end, holes included.
     held_bytes
         Bytes of device memory that it takes.
+    room_bytes
+        Bytes that limits allow it to take in addition; None without a limit.
     device
         The index of its device.
     """
 
     size: int
     held_bytes: int
+    room_bytes: int | None
     device: int
 
 
@@ -174,7 +178,8 @@ class Buffer(Handle):
         """What is known about the buffer now."""
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
-        return BufferInfo(info.size, info.held_bytes, info.device)
+        room = None if info.room_bytes == _NO_LIMIT else info.room_bytes
+        return BufferInfo(info.size, info.held_bytes, room, info.device)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Copy into host memory. Holes read as zeros.

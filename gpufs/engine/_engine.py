@@ -40,6 +40,8 @@ class DeviceInfo:
         Its number in the engine, and the driver's name for it.
     pci_address
         Empty if it has none.
+    uuid
+        "GPU-..." as the vendor's tools print it; empty if it has none.
     numa_node
         -1 if it is not known.
     total_bytes
@@ -55,6 +57,7 @@ class DeviceInfo:
     index: int
     name: str
     pci_address: str
+    uuid: str
     numa_node: int
     total_bytes: int
     granule: int
@@ -100,6 +103,7 @@ class Device:
             index=info.index,
             name=ffi.string(info.name).decode(errors="replace"),
             pci_address=ffi.string(info.pci_address).decode(errors="replace"),
+            uuid=ffi.string(info.uuid).decode(errors="replace"),
             numa_node=info.numa_node,
             total_bytes=info.total_bytes,
             granule=info.granule,
@@ -132,7 +136,8 @@ class Engine(Handle):
     driver
         "host", "cuda" or "hip".
     devices
-        How many devices to simulate (host) or to use (others; 0 for all).
+        How many devices to simulate (host) or to use (others; 0 for all). GPUs: also a list of those to use, in this
+        order, by their numbers or UUIDs, of which a unique beginning is enough.
     memory_bytes
         Cap for each device; 0 for the driver's default. The host driver requires a number.
     slab_file_bytes
@@ -153,9 +158,9 @@ class Engine(Handle):
     Raises
     ------
     EngineError
-        ENODEV if the driver cannot be used here, EINVAL for an unknown driver or invalid numbers. When closing:
-        ETIMEDOUT if a device did not finish what operations and transfers waited for (docs/operations.md). The engine
-        is closed then, and their memory is kept until the process ends.
+        ENODEV if the driver cannot be used here, ENXIO if it has no such device, EINVAL for an unknown driver or
+        invalid numbers. When closing: ETIMEDOUT if a device did not finish what operations and transfers waited for
+        (docs/operations.md). The engine is closed then, and their memory is kept until the process ends.
 
     Examples
     --------
@@ -170,7 +175,7 @@ class Engine(Handle):
         self,
         driver: str,
         *,
-        devices: int = 0,
+        devices: int | list[str] | tuple[str, ...] = 0,
         memory_bytes: int = 0,
         slab_file_bytes: int = 0,
         statistics_path: str = "",
@@ -180,11 +185,14 @@ class Engine(Handle):
     ) -> None:
         name = ffi.new("char[]", text("driver", driver))
         path = ffi.new("char[]", text("statistics_path", os.fsdecode(statistics_path)))
+        count, chosen = (0, devices) if isinstance(devices, (list, tuple)) else (devices, ())
+        chosen_devices = ffi.new("char[]", text("devices", ",".join(map(str, chosen))))
         options = ffi.new(
             "gpufs_engine_options *",
             {
                 "driver": name,
-                "devices": signed("devices", devices),
+                "devices": signed("devices", count),
+                "chosen_devices": chosen_devices,
                 "memory_bytes": unsigned("memory_bytes", memory_bytes),
                 "slab_file_bytes": unsigned("slab_file_bytes", slab_file_bytes),
                 "statistics_path": path,
@@ -198,9 +206,9 @@ class Engine(Handle):
         self._users = Users()
         self._own(handle[0], functools.partial(self._users.close, lib.gpufs_engine_close))
         self.driver = driver
-        count = ffi.new("int32_t *")
-        check(lib.gpufs_engine_device_count(self._handle, count))
-        self._devices = int(count[0])
+        opened = ffi.new("int32_t *")
+        check(lib.gpufs_engine_device_count(self._handle, opened))
+        self._devices = int(opened[0])
         self.statistics_describe({"driver": driver, "refusals": _REFUSALS})
 
     @property

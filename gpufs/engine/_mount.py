@@ -22,6 +22,8 @@ SET_NLINK: Final[int] = lib.GPUFS_SET_NLINK
 RELATIME: Final[int] = lib.GPUFS_RELATIME
 STRICTATIME: Final[int] = lib.GPUFS_STRICTATIME
 NOATIME: Final[int] = lib.GPUFS_NOATIME
+NO_LIMIT: Final[int] = lib.GPUFS_NO_LIMIT
+DEFAULT_LIMIT: Final[int] = lib.GPUFS_DEFAULT_LIMIT
 
 # How a program passes on memory: a file in memory, or on GPUs a descriptor of physical memory or the vendor's handle.
 _ShareKind = Literal["file", "descriptor", "ipc"]
@@ -125,7 +127,8 @@ class Mount(Handle):
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
     ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is in seconds, for the
     GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take before
-    new ones fail with ENOSPC, 0 for no limit.
+    new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring where the kernel allows it.
+    ``user_bytes``: device memory on each device for each user except root and this process's, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -145,6 +148,8 @@ class Mount(Handle):
         mask_flags: int = 0,
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
+        rings: bool = False,
+        user_bytes: int = 0,
     ) -> None:
         options = ffi.new(
             "gpufs_mount_options *",
@@ -158,6 +163,8 @@ class Mount(Handle):
                 "mask_flags": mask_flags,
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
+                "rings": rings,
+                "user_bytes": user_bytes,
             },
         )
         handle = ffi.new("gpufs_handle *")
@@ -180,9 +187,41 @@ class Mount(Handle):
         """The data plane's counters."""
         return json_of(lambda *room: lib.gpufs_mount_statistics(self._handle, *room))
 
+    def busiest(self, most: int) -> list[tuple[int, int, int]]:
+        """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
+
+        The bytes count from the creation of the file. Files whose bytes were never moved are left out.
+        """
+        files, count = ffi.new("gpufs_file_activity[]", most), ffi.new("uint64_t *", most)
+        check(lib.gpufs_mount_busiest(self._handle, files, count))
+        return [(one.ino, one.bytes_read, one.bytes_written) for one in files[0 : count[0]]]
+
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
         """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))
+
+    def limit_user(self, device: int, uid: int, limit: int) -> None:
+        """Limits the memory of a user's files on a device, in bytes: more fails with EDQUOT.
+
+        NO_LIMIT: nothing fails. DEFAULT_LIMIT: ``user_bytes`` applies again.
+        """
+        check(lib.gpufs_quota_user(self._handle, device, uid, limit))
+
+    def limit_directory(self, ino: int, limit: int) -> None:
+        """Limits the memory of what is created in a directory from now on; NO_LIMIT: not any more."""
+        check(lib.gpufs_quota_directory(self._handle, ino, limit))
+
+    def charge_to(self, ino: int, directory: int) -> None:
+        """Counts an inode as if it had been created in this limited directory; 0: in none."""
+        check(lib.gpufs_quota_charge(self._handle, ino, directory))
+
+    def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
+        """What is used and allowed: "users" by "device:uid" and "directories" by inode.
+
+        Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
+        left out.
+        """
+        return json_of(lambda *room: lib.gpufs_quota_list(self._handle, *room))
 
     def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
         """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.

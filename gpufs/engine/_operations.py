@@ -25,6 +25,7 @@ from gpufs.engine._transfer import (
     Sync,
     Transfer,
     TransferError,
+    check_words,
     fill_request,
 )
 
@@ -57,6 +58,12 @@ class Operation:
         Writable memory as for late numbers. Receives the bytes moved, or a negative errno, before the stream continues.
     cookie
         Is returned with the result. Traces show integers.
+
+    Raises
+    ------
+    ValueError
+        ``direction`` is neither "load" nor "store", or ``fastpath``, ``fallback`` or ``sync`` is another word than
+        those of :class:`Transfer`.
     """
 
     direction: Direction
@@ -74,6 +81,9 @@ class Operation:
     sparse: bool = False
     share: int = 0
     client: int = 0
+
+    def __post_init__(self) -> None:
+        check_words(self.direction, self.fastpath, self.fallback, self.sync)
 
     def _fill(self, target: Any, cookie: int) -> object:
         """Fill in the C interface's structure. Returns what must live until the operation has ended."""

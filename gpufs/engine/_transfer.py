@@ -199,6 +199,14 @@ class HostFile(Handle):
         )
 
 
+def check_words(direction: str, fastpath: str, fallback: str, sync: str) -> None:
+    """ValueError for an argument that is not one of its words."""
+    choice("direction", _DIRECTIONS, direction)
+    choice("fastpath", _SWITCHES, fastpath)
+    choice("fallback", _SWITCHES, fallback)
+    choice("sync", _SYNCS, sync)
+
+
 def fill_request(
     request: Any,
     direction: Direction,

@@ -3,15 +3,16 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, Engine, EngineError, refusal_names
+from gpufs.engine import Device, Engine, EngineError, Mount, refusal_names
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
+_BUSIEST = 32  # files that `.gpufs/activity` lists at most
 _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 
 
@@ -19,8 +20,8 @@ _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``io`` are asked at each
-    reading.
+    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases``, ``io`` and ``quotas`` are asked at
+    each reading.
     """
 
     mountpoint: str
@@ -31,6 +32,7 @@ class MountStatus:
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]] | None = None
     leases: Callable[[int], list[dict[str, Any]]] | None = None  # and registrations, that a user may see
+    quotas: Callable[[int], list[dict[str, Any]]] | None = None  # that a user may see
     io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
@@ -47,7 +49,7 @@ class MountStatus:
             "transport": statistics["transport"]["name"],
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
-            "devices": [self._device(device) for device in self.devices],
+            "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
             "statistics": statistics,
         }
@@ -55,6 +57,8 @@ class MountStatus:
             status["transfers"] = dict(self.transfers())
         if self.leases is not None:
             status["leases"] = self.leases(uid)
+        if self.quotas is not None:
+            status["quotas"] = self.quotas(uid)
         if self.io is not None:
             status["io"] = dict(self.io())
         return status
@@ -63,13 +67,15 @@ class MountStatus:
         """The text of ``.gpufs/status`` for this user: one JSON object."""
         return json.dumps(self.as_dict(uid), indent=2, default=str).encode() + b"\n"
 
-    def _device(self, device: Device) -> dict[str, Any]:
+    def device(self, device: Device) -> dict[str, Any]:
+        """What is known of a device: its memory in bytes, files and health."""
         info = device.info
         entry: dict[str, Any] = {
             "index": device.index,
             "name": f"gpu{device.index}",
             "description": info.name,
             "pci_address": info.pci_address,
+            "uuid": info.uuid or None,
             "total_bytes": info.total_bytes,
             "free_bytes": 0,
             "held_bytes": 0,
@@ -92,12 +98,12 @@ class MountStatus:
 class MountStatistics:
     """What ``.gpufs/stats`` and ``.gpufs/metrics`` show: the engine's counters."""
 
-    def __init__(self, opened: Engine, mountpoint: str, driver: str) -> None:
+    def __init__(self, opened: Engine, mountpoint: str) -> None:
         """Also puts beside the counters what they are about, for those who find them in their file."""
         self._engine = opened
         facts: dict[str, Any] = {
             "version": __version__,
-            "driver": driver,
+            "driver": opened.driver,
             "mountpoint": mountpoint,
             "refusals": [name for name in refusal_names((1 << 32) - 1) if not name.startswith("bit ")],
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
@@ -120,7 +126,67 @@ class MountStatistics:
         """The text of ``.gpufs/metrics``, in Prometheus' format."""
         from gpufs.statistics import prometheus  # most mounts never need it
 
-        return prometheus.metrics(self.read())
+        return prometheus.metrics([self.read()])
+
+
+@dataclass(frozen=True, slots=True)
+class MountActivity:
+    """What ``.gpufs/activity`` is made of: what happens on the mount now. Each function is called at each reading."""
+
+    status: MountStatus
+    mount: Mount
+    paths: Callable[[Iterable[int]], Mapping[int, bytes]]  # of files, by their inodes
+    copies: Callable[[int], list[dict[str, Any]]]  # in progress, that a user may see
+
+    def as_bytes(self, uid: int) -> bytes:
+        """The text for a user: one JSON object. Other users' files, copies and leases are for root and the owner."""
+        files = [one for one in self._files() if uid in (0, os.geteuid(), one["uid"])]
+        activity = {
+            "devices": [self.status.device(device) for device in self.status.devices],
+            "files": files,
+            "copies": self.copies(uid),
+            "leases": self.status.leases(uid) if self.status.leases is not None else [],
+        }
+        return json.dumps(activity, indent=2).encode() + b"\n"
+
+    def _files(self) -> Iterator[dict[str, Any]]:
+        busiest = self.mount.busiest(_BUSIEST)
+        paths = self.paths(ino for ino, _, _ in busiest)
+        for ino, read, written in busiest:
+            try:
+                attributes = self.mount.inode_get(ino)
+            except EngineError:
+                continue  # gone by now
+            yield {
+                "path": os.fsdecode(paths[ino]) if ino in paths else None,
+                "inode": ino,
+                "uid": attributes.uid,
+                "device": f"gpu{attributes.device}",
+                "size": attributes.size,
+                "held_bytes": attributes.blocks * 512,
+                "bytes_read": read,
+                "bytes_written": written,
+            }
+
+
+def readme_text(mountpoint: str, devices: Sequence[Device], shares: Sequence[str]) -> bytes:
+    """The text of ``README`` in the mount's root. ``shares``: names of the directories below ``backing``."""
+    rows = [(f"gpu{one.index}/", f"{one.info.name}, {one.info.total_bytes / 2**30:.1f} GiB") for one in devices]
+    rows += [(f"backing/{name}/", "files of the host") for name in shares]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}}  {text}" for name, text in rows]
+    return "\n".join(
+        (
+            "gpufs: memory as files. No file can be created here. These directories take files:",
+            "",
+            *lines,
+            "",
+            f"    gpufs cp model.safetensors {mountpoint.rstrip('/')}/gpu0/",
+            "",
+            "copies a file, or says how much memory is missing. cp works too. `gpufs status` and `df` show this mount.",
+            "",
+        )
+    ).encode(errors="surrogateescape")
 
 
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:

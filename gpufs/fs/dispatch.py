@@ -21,12 +21,12 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import pyfuse3
 
+from gpufs.engine import Mount
 from gpufs.fs.backing import BackingHandler
 from gpufs.fs.backing.inodes import FIRST_INODE
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles
 from gpufs.fs.names import NamesHandler
-from gpufs.fs.table import InodeTable
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Operations(pyfuse3.Operations):
     enable_acl = False
 
     def __init__(
-        self, table: InodeTable, handles: Handles, names: NamesHandler, backing: BackingHandler | None = None
+        self, table: Mount, handles: Handles, names: NamesHandler, backing: BackingHandler | None = None
     ) -> None:
         super().__init__()
         self._table = table

@@ -7,12 +7,12 @@ from errno import EACCES, EINVAL, EISDIR, ESTALE
 
 import pyfuse3
 
+from gpufs.engine import Mount
 from gpufs.fs.control_files import ControlFile, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.nodes import BufferFile, Directory, Node, Symlink
 from gpufs.fs.replies import Replies
-from gpufs.fs.table import InodeTable
 from gpufs.fs.tree import Tree
 
 UNNAMED = b"/"  # the name that the data plane gives for O_TMPFILE
@@ -51,7 +51,7 @@ class _Listing(Opened):
 class NamesHandler:
     """Joins the tree of names to the engine's inode table."""
 
-    def __init__(self, tree: Tree, table: InodeTable, handles: Handles, replies: Replies) -> None:
+    def __init__(self, tree: Tree, table: Mount, handles: Handles, replies: Replies) -> None:
         self._tree = tree
         self._table = table
         self._handles = handles

@@ -20,11 +20,12 @@ class Node:
 
     ``kind`` is the S_IF type. ``device`` is the index of the device whose directory contains the node, -1 for
     nodes above them. ``names`` counts the directory entries, ``lookups`` the kernel's references. ``parent`` is the
-    directory of the last name; it stays when the name is removed.
+    directory of the last name; it stays when the name is removed. ``limiting`` is the directory whose limit counts the
+    node: the node itself or one above it.
     ``fixed`` nodes belong to the mount: they keep name, owner and mode.
     """
 
-    __slots__ = ("device", "fixed", "ino", "kind", "lookups", "names", "parent")
+    __slots__ = ("device", "fixed", "ino", "kind", "limiting", "lookups", "names", "parent")
 
     def __init__(self, ino: int, kind: int, device: int) -> None:
         self.ino = ino
@@ -33,6 +34,7 @@ class Node:
         self.lookups = 0
         self.names = 0
         self.parent: Directory | None = None
+        self.limiting: Directory | None = None
         self.fixed = False
 
 

@@ -5,20 +5,19 @@ The tree keeps names, link counts and the kernel's references, and updates the a
 
 Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there, not even by root
 (EPERM; for other users the mode 0555 forbids it). Below ``gpuN`` everything is as on tmpfs; names do not move or link
-between devices (EXDEV).
+between devices, nor into a directory with a limit of its own or out of one (EXDEV).
 """
 
 import errno
 import stat
 import time
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
-from gpufs.engine import SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes
+from gpufs.engine import NO_LIMIT, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes, Mount
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
-from gpufs.fs.table import InodeTable
 
 ROOT_INODE = 1
 NAME_MAX = 255
@@ -49,41 +48,55 @@ def _check_new_name(name: bytes) -> None:
 class Tree:
     """The namespace of one mount.
 
-    ``devices``: how many directories gpu0, gpu1, ... it has. They belong to ``uid`` and ``gid`` with the permission
-    bits ``device_mode``. ``control_files``: name below ``.gpufs`` to the function that makes the content; ``streams``:
-    the same for files that are read as they grow, by their owner alone.
+    ``uuids``: of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. The directories
+    belong to ``uid`` and ``gid`` with the permission bits ``device_mode``. ``.gpufs/by-uuid`` has a symbolic link to
+    each, for a name that stays the same whatever the order of the devices. ``readme``: the text of ``README`` in the
+    root. ``control_files``: name below ``.gpufs`` to
+    the function that makes the content; ``streams``: the same for files that are read as they grow, by their owner
+    alone.
     """
 
     def __init__(
         self,
-        table: InodeTable,
-        devices: int,
+        table: Mount,
+        uuids: Sequence[str],
         *,
         uid: int,
         gid: int,
         device_mode: int = 0o755,
+        readme: bytes,
         control_files: dict[str, Callable[[int], bytes]],
         streams: dict[str, Callable[[], ControlStream]] | None = None,
     ) -> None:
         self._table = table
         self._next_ino = ROOT_INODE + 1
         self.nodes: dict[int, Node] = {}
-        self.files = [0] * devices  # buffers of each device
+        self.files = [0] * len(uuids)  # buffers of each device
         self.root = Directory(ROOT_INODE, -1)
         self.root.parent = self.root
         control = Directory(self._take_ino(), -1)
-        gpus = [Directory(self._take_ino(), index) for index in range(devices)]
-        for directory in (self.root, control):
+        gpus = [Directory(self._take_ino(), index) for index in range(len(uuids))]
+        by_uuid = Directory(self._take_ino(), -1)
+        for directory in (self.root, control, by_uuid):
             directory.fixed = True
-        self._add(self.root, 0o555, uid, gid, nlink=3 + devices)
+        self._add(self.root, 0o555, uid, gid, nlink=3 + len(uuids))
         self.root.names = 1
         self.place(self.root, b".gpufs", control, 0o555, uid, gid)
         for name, produce in control_files.items():
             self.place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
         for name, begin in (streams or {}).items():
             self.place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
+        text = ControlFile(self._take_ino(), lambda _: readme)
+        self.place(self.root, b"README", text, 0o444, uid, gid, size=len(readme))
+        self.place(control, b"by-uuid", by_uuid, 0o555, uid, gid)
+        self._touch(control, links=True)
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
+            uuid = uuids[index].encode()
+            if uuid and uuid not in by_uuid.entries:
+                link = Symlink(self._take_ino(), -1, b"../../gpu%d" % index)
+                link.fixed = True
+                self.place(by_uuid, uuid, link, 0o777, uid, gid)
 
     # ---- finding ----
 
@@ -127,6 +140,28 @@ class Tree:
             return
         node.lookups = max(0, node.lookups - count)
         self._drop_if_unused(node)
+
+    def paths(self, inos: Iterable[int]) -> dict[int, bytes]:
+        """A path of each file that has one, below the root."""
+        wanted: dict[Directory, set[int]] = {}
+        for ino in inos:
+            node = self.nodes.get(ino)
+            if node is not None and node.names and node.parent is not None:
+                wanted.setdefault(node.parent, set()).add(ino)
+        return {
+            entry.node.ino: b"/".join([*self._path(directory), name])
+            for directory, below in wanted.items()
+            for name, entry in directory.entries.items()
+            if entry.node is not None and entry.node.ino in below
+        }
+
+    def _path(self, directory: Directory) -> list[bytes]:
+        names: list[bytes] = []
+        while directory is not self.root and directory.parent is not None:
+            above = directory.parent
+            names.insert(0, next((name for name, entry in above.entries.items() if entry.node is directory), b"?"))
+            directory = above
+        return names
 
     # ---- making ----
 
@@ -181,7 +216,7 @@ class Tree:
         if isinstance(node, Directory) or node.fixed:
             raise error(errno.EPERM)
         directory = self._open_for_new(parent, name)
-        if node.device != directory.device:
+        if node.device != directory.device or node.limiting is not directory.limiting:
             raise error(errno.EXDEV)
         if node.names == 0 and not (isinstance(node, BufferFile) and node.unnamed):
             raise error(errno.ENOENT)
@@ -212,21 +247,24 @@ class Tree:
         self._drop_if_unused(node)
         return node
 
-    def remove_names(self, ino: int) -> list[tuple[int, bytes]]:
-        """Removes all names of a file; the directories and the names that it had there."""
+    def remove_names(self, ino: int, most: int) -> list[tuple[int, bytes]]:
+        """Removes the names of a file, so many at most; the directories and the names that it had there."""
         node = self.nodes.get(ino)
         removed: list[tuple[int, bytes]] = []
         if node is None or isinstance(node, Directory):
             return removed
         # Most files have one name, in the directory that the node knows.
-        others = (other for other in self.nodes.copy().values() if isinstance(other, Directory))
-        for directory in chain([node.parent] if node.parent else [], others):
-            if node.names == 0:
+        for directory in chain([node.parent] if node.parent else [], self._directories()):
+            if node.names == 0 or len(removed) == most:
                 break
-            for name in [name for name, entry in directory.entries.items() if entry.node is node]:
+            names = (name for name, entry in directory.entries.items() if entry.node is node)
+            for name in list(islice(names, most - len(removed))):
                 self.unlink(directory.ino, name)
                 removed.append((directory.ino, name))
         return removed
+
+    def _directories(self) -> Iterator[Directory]:
+        yield from [node for node in self.nodes.values() if isinstance(node, Directory)]
 
     def rmdir(self, parent: int, name: bytes) -> Directory:
         """Removes an empty directory."""
@@ -280,6 +318,8 @@ class Tree:
             raise error(errno.ENOENT)
         if source_directory.device != target_directory.device:
             raise error(errno.EXDEV)
+        if source_directory.limiting is not target_directory.limiting:
+            raise error(errno.EXDEV)
         if isinstance(node, Directory) and node.contains(target_directory):
             raise error(errno.EINVAL)
         if flags == RENAME_EXCHANGE and target is not None:
@@ -319,6 +359,27 @@ class Tree:
         if target is not None:
             self._drop_if_unused(target)
         return target
+
+    # ---- limits ----
+
+    def limit(self, directory: Directory, limit: int) -> None:
+        """Limits the memory of all that is and will be below a directory, in bytes; NO_LIMIT: not any more.
+
+        EBUSY if a directory above or below it has a limit.
+        """
+        others = {node.limiting for node in self.nodes.values() if directory.contains(node)} - {None, directory}
+        if others:
+            raise error(errno.EBUSY)
+        known = directory.limiting is directory
+        if known and limit == NO_LIMIT:
+            for node in [node for node in self.nodes.values() if node.limiting is directory]:
+                self._table.charge_to(node.ino, 0)
+                node.limiting = None
+        self._table.limit_directory(directory.ino, limit)
+        if not known and limit != NO_LIMIT:
+            for node in [node for node in self.nodes.values() if directory.contains(node)]:
+                self._table.charge_to(node.ino, directory.ino)
+                node.limiting = directory
 
     # ---- inside ----
 
@@ -400,9 +461,13 @@ class Tree:
         node.names = 1
         self._touch(directory, links=isinstance(node, Directory))
 
-    def place(self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int) -> None:
+    def place(
+        self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int, size: int = 0
+    ) -> None:
         """Adds a node of the mount's own."""
-        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1)
+        if isinstance(node, Symlink):
+            size = len(node.target)
+        self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size)
         directory.attach(name, node)
         node.names = 1
 
@@ -448,6 +513,8 @@ class Tree:
             raise
         if isinstance(node, BufferFile):
             self.files[node.device] += 1
+        if parent:
+            node.limiting = self.directory(parent).limiting
 
     def _touch(self, directory: Directory, *, links: bool = False) -> None:
         """A name came or went: the directory's times, and its link count when that was a directory's name."""
@@ -466,6 +533,8 @@ class Tree:
     def _close_directory(self, directory: Directory) -> None:
         directory.names = 0
         directory.closed = True
+        if directory.limiting is directory:
+            self._table.limit_directory(directory.ino, NO_LIMIT)
         self._table.inode_set(directory.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=0))
 
     def _drop_if_unused(self, node: Node) -> None:

@@ -36,6 +36,8 @@ SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
 HANDLE_BYTES: Final = 64
 READ: Final = "r"  # modes of an attachment
 READ_WRITE: Final = "r+"
+NO_LIMIT: Final = -1  # instead of bytes
+DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
 
 _INT = struct.Struct("@i")
 
@@ -209,6 +211,36 @@ class Unregistered:
 
 
 @dataclass(frozen=True)
+class SetQuota:
+    """Sets a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
+
+    ``uid``: a user's limit on the device of that directory, or with the root of the mount on every device. None: a
+    limit for all files below the directory.
+    """
+
+    TYPE: ClassVar[str] = "set_quota"
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "id": _id,
+        "uid": _optional(_integer(0, (1 << 32) - 2)),
+        "limit": _integer(DEFAULT_LIMIT, MAX_OFFSET),
+    }
+    id: int
+    uid: int | None
+    limit: int
+
+
+@dataclass(frozen=True)
+class QuotaSet:
+    """The answer to ``set_quota``: ``error`` 0 if the limit is in force."""
+
+    TYPE: ClassVar[str] = "quota_set"
+    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
+    id: int
+    error: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
 
@@ -338,14 +370,16 @@ class Goodbye:
     message: str
 
 
-ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister
-ServerMessage = Welcome | Progress | Result | Attached | Pieces | Detached | Registered | Unregistered | Goodbye
+ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota
+ServerMessage = (
+    Welcome | Progress | Result | Attached | Pieces | Detached | Registered | Unregistered | QuotaSet | Goodbye
+)
 _CLIENT: Final[Mapping[str, type[ClientMessage]]] = {
-    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Attach, Refresh, Detach, Register, Unregister)
+    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Attach, Refresh, Detach, Register, Unregister, SetQuota)
 }
 _SERVER: Final[Mapping[str, type[ServerMessage]]] = {
     kind.TYPE: kind
-    for kind in (Welcome, Progress, Result, Attached, Pieces, Detached, Registered, Unregistered, Goodbye)
+    for kind in (Welcome, Progress, Result, Attached, Pieces, Detached, Registered, Unregistered, QuotaSet, Goodbye)
 }
 
 

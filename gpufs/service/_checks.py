@@ -7,8 +7,9 @@ writes them.
 
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
-from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, EXDEV
+from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, ENOTDIR, EPERM, EXDEV
 from typing import Final
 
 from gpufs.protocol import LOAD, READ_WRITE
@@ -144,6 +145,24 @@ def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
     if not stat.S_ISREG(found.mode):
         raise OSError(EINVAL, f"{what} is not a regular file")
     return found.ino, open_flags(fd) & (os.O_ACCMODE | os.O_APPEND) == os.O_RDWR
+
+
+def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
+    """The inode of the directory whose limits a client wants to change. Asks no file system anything.
+
+    ``uid``: the client's user; ``device``: the st_dev of our mount. OSError EPERM unless it is root or the mount's
+    owner, EINVAL without one descriptor, EXDEV and ENOTDIR for what is not a directory of the mount.
+    """
+    if uid not in (0, os.geteuid()):
+        raise OSError(EPERM, "only root and the user who mounted may change limits")
+    if len(descriptors) != 1:
+        raise OSError(EINVAL, "a limit takes the descriptor of one directory")
+    found = identity(descriptors[0])
+    if found.device != device:
+        raise OSError(EXDEV, "the directory is not on this mount")
+    if not stat.S_ISDIR(found.mode):
+        raise OSError(ENOTDIR, os.strerror(ENOTDIR))
+    return found.ino
 
 
 def check_file_system(fd: int) -> bool:

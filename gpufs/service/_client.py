@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import trio
 
@@ -34,12 +34,13 @@ from gpufs.protocol import (
     Register,
     Result,
     ServerMessage,
+    SetQuota,
     Unregister,
     Welcome,
 )
 from gpufs.service import _checks
 from gpufs.service._holdings import Abandoned, Descriptor, Holdings
-from gpufs.service._leases import ClientLeases, Holder, LeaseTable, program_of
+from gpufs.service._leases import ClientLeases, Holder, LeaseTable, path_of, program_of
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
 from gpufs.service._register import Registrations, Registry, answer_of
@@ -93,6 +94,8 @@ class _CopyTask:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around everything before the transfer
     holdings: Holdings = field(default_factory=Holdings)
     began: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.time)
+    paths: tuple[str, str] = ("", "")  # of the host's file and of the file on the mount, as this process sees them
     ends: _checks.Ends | None = None  # set before the transfer
     # Guards the two below: an abandoned thread must not start a cancelled transfer.
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -113,6 +116,11 @@ class _CopyTask:
             if self.transfer is not None:
                 self.transfer.cancel()
         self.scope.cancel()
+
+    def progress(self) -> TransferState:
+        """How far it is."""
+        with self.lock:
+            return self.transfer.state() if self.transfer is not None else TransferState(ended=False)
 
     def end(self) -> None:
         """Comes before the transfer is closed: the client may still cancel it until it gets the result."""
@@ -152,8 +160,8 @@ class ClientConnection:
         self._at_rest = 0.0  # since when there was neither a message nor a copy, by trio's clock
         self._greeted = False  # and has kept to the protocol since
         self._name = f"connection {number} ({peer})"
-        holder = Holder(peer.pid, peer.uid, program_of(peer.pid))
-        self._leases = ClientLeases(self, holder, mount, device, limits, table)
+        self._holder = Holder(peer.pid, peer.uid, program_of(peer.pid))
+        self._leases = ClientLeases(self, self._holder, mount, device, limits, table)
 
     async def run(self) -> bool:
         """Returns when the connection has ended; the client's copies are cancelled and its leases end then.
@@ -182,6 +190,25 @@ class ClientConnection:
             with trio.CancelScope(shield=True):
                 await self._leases.close(self._limits.grace)
         return self._greeted
+
+    def copies(self, uid: int) -> list[dict[str, Any]]:
+        """The copies in progress that a user may see, for ``.gpufs/activity``."""
+        return [self._shown(task) for task in self._tasks.values()] if self._holder.visible_to(uid) else []
+
+    def _shown(self, task: _CopyTask) -> dict[str, Any]:
+        state = task.progress()
+        source, destination = task.paths if task.copy.direction == LOAD else reversed(task.paths)
+        return {
+            "direction": task.copy.direction,
+            "source": source,
+            "destination": destination,
+            "pid": self._peer.pid,
+            "uid": self._peer.uid,
+            "program": self._holder.program,
+            "total": state.total,
+            "moved": state.moved,
+            "since": task.since,
+        }
 
     def log(self, level: int, text: str, *arguments: object) -> None:
         log.log(level, "%s: " + text, self._name, *arguments, extra={"user": self._peer.uid})
@@ -226,8 +253,8 @@ class ClientConnection:
                 except ProtocolError:
                     self._discard(descriptors)
                     raise
-            elif isinstance(message, Register | Unregister):
-                await self._change_registrations(message, descriptors)
+            elif isinstance(message, Register | Unregister | SetQuota):
+                await self._change(message, descriptors)
             else:
                 self._discard(descriptors)
                 if isinstance(message, Hello):
@@ -305,25 +332,35 @@ class ClientConnection:
         if descriptors:
             threads.in_background(functools.partial(protocol.close_all, descriptors))
 
-    # ---- registrations ----
+    # ---- registrations and limits ----
 
-    async def _change_registrations(self, message: Register | Unregister, descriptors: list[int]) -> None:
-        """Serves one message. What it changes is undone when the connection ends, also if the answer is not sent."""
+    async def _change(self, message: Register | Unregister | SetQuota, descriptors: list[int]) -> None:
+        """Serves one message. Registrations end with the connection, also if the answer is not sent."""
         error, text = 0, ""
         try:
             try:
                 if isinstance(message, Register):
                     await self._registrations.add(message, descriptors)
+                elif isinstance(message, SetQuota):
+                    ino = _checks.check_limitable(descriptors, self._peer.uid, self._device)
+                    self._mount.set_limit(ino, message.uid, message.limit)
+                    self.log(logging.INFO, "%s", message)
                 else:
                     await self._registrations.remove(message.id)
             finally:
                 self._discard(descriptors)
         except OSError as failure:
             error, text = answer_of(failure)
-        answer = protocol.Registered if isinstance(message, Register) else protocol.Unregistered
+        answer: protocol.Registered | protocol.Unregistered | protocol.QuotaSet
+        if isinstance(message, Register):
+            answer = protocol.Registered(message.id, error, text)
+        elif isinstance(message, SetQuota):
+            answer = protocol.QuotaSet(message.id, error, text)
+        else:
+            answer = protocol.Unregistered(message.id, error, text)
         self._at_rest = trio.current_time()
         with trio.fail_after(self._limits.send):
-            await self.send(answer(message.id, error, text))
+            await self.send(answer)
 
     async def _end_registrations(self) -> None:
         ending = trio.current_effective_deadline() == -math.inf
@@ -395,6 +432,7 @@ class ClientConnection:
         _checks.check_modes(copy.direction, host.fd, mount.fd)
         on_host, on_mount = _checks.identify(host.fd, mount.fd, self._device)
         buffer = task.holdings.hold(self._mount.open_buffer(on_mount.ino))
+        task.paths = (path_of(host.fd), path_of(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
         # The engine shares its threads evenly between clients. If a server hangs, all copies from and to it hang. So

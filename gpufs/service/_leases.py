@@ -343,6 +343,7 @@ class ClientLeases:
 
 
 def path_of(fd: int) -> str:
+    """The path of an open file as this process sees it, "" if it cannot be found."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

@@ -3,6 +3,7 @@
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from errno import EINVAL, EISDIR, ENODATA, ENOENT, EOPNOTSUPP, EXDEV
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
@@ -84,8 +85,8 @@ class Names(Protocol):
     def forget(self, ino: int, count: int) -> None:
         """Drops so many references."""
 
-    def remove_names(self, ino: int) -> list[tuple[int, bytes]]:
-        """Removes all names of a file; the directories and the names that it had there."""
+    def remove_names(self, ino: int, most: int) -> list[tuple[int, bytes]]:
+        """Removes the names of a file, so many at most; the directories and the names that it had there."""
 
 
 class MountLease:
@@ -126,12 +127,21 @@ class ServedMount:
     may block.
 
     ``trust_readers``: clients that may only read get the memory itself on GPUs, too, whose descriptors always give
-    write access. ``names``: for the trio thread alone.
+    write access. ``set_limit``: limits a user, or None for all, below the directory of an inode. ``names`` and
+    ``set_limit`` are for the trio thread alone.
     """
 
-    def __init__(self, mount: "engine.Mount", names: Names, *, trust_readers: bool = False) -> None:
+    def __init__(
+        self,
+        mount: "engine.Mount",
+        names: Names,
+        set_limit: Callable[[int, int | None, int], None],
+        *,
+        trust_readers: bool = False,
+    ) -> None:
         self._mount = mount
         self.names = names
+        self.set_limit = set_limit
         self._trust_readers = trust_readers
 
     def open_host(self, fd: int) -> Any:
@@ -225,10 +235,15 @@ class ServedMount:
         # In this order: what is no longer pending has become free.
         while (
             self._mount.statistics()["table"]["orphan_bytes"]
-            and buffer.engine.devices[buffer.info.device].memory().free_bytes < size
+            and self._free_bytes(buffer) < size
             and time.monotonic() < deadline
         ):
             time.sleep(_SPACE_RETRY_SECONDS)
+
+    def _free_bytes(self, buffer: Any) -> int:
+        info = buffer.info
+        free: int = buffer.engine.devices[info.device].memory().free_bytes
+        return free if info.room_bytes is None else min(free, info.room_bytes)
 
     def written(self, ino: int) -> None:
         """The contents of an inode change: sets its times, clears its set-id bits and notifies the kernel."""

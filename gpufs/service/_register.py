@@ -25,6 +25,7 @@ from gpufs.service._mount import ServedMount
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_NAMES_AT_ONCE: Final = 200  # that are removed in one go, in about ten milliseconds
 MODE: Final = "registered"  # in the list of leases
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
@@ -122,11 +123,14 @@ class Registrations:
         return found.ino
 
     async def remove(self, number: int) -> None:
-        """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory."""
-        registration = self._by_id.pop(number, None)
+        """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
+        registration = self._by_id.get(number)
         if registration is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
-        failure = await self._end([registration], self._registry.limits.withdrawal)
+        failure = await self._withdraw([registration], self._registry.limits.withdrawal)
+        if failure is None or failure.errno != ETIMEDOUT:
+            del self._by_id[number]
+            self._release([registration])
         if failure is not None:
             raise failure
 
@@ -135,20 +139,31 @@ class Registrations:
         registrations = list(self._by_id.values())
         self._by_id.clear()
         if registrations:
-            await self._end(registrations, patience)
+            try:
+                await self._withdraw(registrations, patience)
+            finally:
+                self._release(registrations)
 
-    async def _end(self, registrations: list[Holder], patience: float) -> OSError | None:
+    def _release(self, registrations: list[Holder]) -> None:
         registry = self._registry
-        names = [name for one in registrations for name in registry.mount.names.remove_names(one.ino)]
-        try:
-            return await _on_thread(functools.partial(self._withdraw, registrations, names, patience))
-        finally:
-            for one in registrations:
-                registry.mount.names.forget(one.ino, 1)
-                registry.remove(one)
-                registry.release(one.uid)
+        for one in registrations:
+            registry.mount.names.forget(one.ino, 1)
+            registry.remove(one)
+            registry.release(one.uid)
 
-    def _withdraw(self, registrations: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
+    async def _withdraw(self, registrations: list[Holder], patience: float) -> OSError | None:
+        """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
+        names = []
+        with trio.CancelScope(shield=True):
+            for one in registrations:
+                while removed := self._registry.mount.names.remove_names(one.ino, _NAMES_AT_ONCE):
+                    names += removed
+                    if len(removed) < _NAMES_AT_ONCE:
+                        break
+                    await trio.lowlevel.checkpoint()  # other requests' turn
+        return await _on_thread(functools.partial(self._revoke, registrations, names, patience))
+
+    def _revoke(self, registrations: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
         mount = self._registry.mount
         deadline = time.monotonic() + patience
         failure: OSError | None = None
@@ -162,7 +177,12 @@ class Registrations:
                 except OSError as error:
                     if error.errno != ETIMEDOUT:
                         raise
-                    log.warning("inode %d: memory of process %d is in use after it was withdrawn", one.ino, one.pid)
+                    log.warning(
+                        "inode %d: memory of process %d is in use after it was withdrawn",
+                        one.ino,
+                        one.pid,
+                        extra={"user": one.uid},
+                    )
                     failure = error
         except OSError as error:  # the mount has ended, and its memory with it
             failure = error

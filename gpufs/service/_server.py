@@ -46,6 +46,7 @@ class Service:
         self._counters = Counters()
         self._leases = LeaseTable(limits)
         self._registry = Registry(mount, device, limits)
+        self._clients: set[ClientConnection] = set()
         self._users: Counter[int] = Counter()  # connections of each user
         self._strangers = 0  # connections of all users except root and this process's own
         self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
@@ -59,6 +60,11 @@ class Service:
     def leases(self, uid: int) -> list[dict[str, Any]]:
         """The leases and registrations that a user may see, oldest first. Any thread may call."""
         return sorted(self._leases.as_list(uid) + self._registry.as_list(uid), key=lambda one: float(one["since"]))
+
+    def copies(self, uid: int) -> list[dict[str, Any]]:
+        """The copies in progress that a user may see, oldest first. Only the trio thread calls it."""
+        copies = [copy for client in self._clients for copy in client.copies(uid)]
+        return sorted(copies, key=lambda one: float(one["since"]))
 
     async def _run(self, listener: socket.socket) -> None:
         number = refusals = 0
@@ -106,8 +112,12 @@ class Service:
         try:
             shared = (self._mount, self._device, self._limits, self._counters, self._leases, self._registry)
             client = ClientConnection(sock, peer, number, *shared)
-            if not await client.run():
-                self._bad[peer.uid] += 1
+            self._clients.add(client)
+            try:
+                if not await client.run():
+                    self._bad[peer.uid] += 1
+            finally:
+                self._clients.discard(client)
         except Exception:
             # A failure in one connection must not end the mount.
             log.exception("connection %d (%s) failed", number, peer, extra={"user": peer.uid})

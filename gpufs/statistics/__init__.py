@@ -17,9 +17,12 @@ from gpufs.statistics._files import (
     remove_dead,
     sweep,
 )
-from gpufs.statistics._format import VERSION, StatisticsError, parse
+from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_GAUGES, VERSION, StatisticsError, parse
 
 __all__ = [
+    "DETAILS",
+    "DEVICE_GAUGES",
+    "ENGINE_GAUGES",
     "VERSION",
     "StatisticsError",
     "device_of",

@@ -1,92 +1,131 @@
-"""The counters of a mount for Prometheus."""
+"""The counters of mounts for Prometheus."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_GAUGES
 
 _SIZE_BOUNDS: Final = tuple(float(1 << power) for power in range(9, 37))  # 512 bytes to 64 GiB
 _TIME_BOUNDS: Final = tuple((1 << power) / 1e9 for power in range(9, 38))  # 512 ns to 137 s
+_MOUNT: Final = ("mountpoint",)
+_DEVICE: Final = ("mountpoint", "device")
 _GROWING: Final = frozenset({"bounce_waits", "bounce_pin_failures"})
 
 
-def metrics(found: dict[str, Any]) -> bytes:
-    """Counters, as `parse` returns them, in Prometheus' text format. What a backend has never done is left out."""
-    return generate_latest(_Mount(found))
+def metrics(mounts: Iterable[dict[str, Any]]) -> bytes:
+    """The counters of mounts in Prometheus' text format.
+
+    Parameters
+    ----------
+    mounts
+        For each mount what `parse` returns. One with "error", or whose process is dead, has only the series `gpufs_up`.
+        The last of several with the same mountpoint counts.
+
+    Returns
+    -------
+    bytes
+        The text. Every series has the label `mountpoint`, and that of a device the label `device`. What a backend has
+        never done is left out.
+    """
+    return generate_latest(registry(lambda: mounts))
 
 
-class _Mount(CollectorRegistry):
+def registry(read: Callable[[], Iterable[dict[str, Any]]]) -> CollectorRegistry:
+    """A registry whose metrics are those of the mounts that ``read`` returns at each scrape, as for `metrics`."""
+    found = CollectorRegistry()
+    found.register(_Collector(read))
+    return found
+
+
+class _Collector(Collector):
     """What prometheus_client asks for the families of metrics."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
-        super().__init__()
-        self._found = found
+    def __init__(self, read: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        return _families(self._found)
+        named = {_label(found["mountpoint"]): found for found in self._read()}
+        up = GaugeMetricFamily(
+            "gpufs_up", "1 if the mount's counters can be read and its process lives.", labels=_MOUNT
+        )
+        for mountpoint, found in named.items():
+            up.add_metric([mountpoint], float(_is_up(found)))
+        yield up
+        yield from _families({mountpoint: found for mountpoint, found in named.items() if _is_up(found)})
 
 
-def _families(found: dict[str, Any]) -> Iterator[Metric]:
-    # Names of files are bytes, the format is UTF-8.
-    mountpoint = (found["mountpoint"] or "").encode(errors="backslashreplace").decode()
-    of_device, of_flow = ["mountpoint", "device"], ["mountpoint", "device", "direction"]
-    of_backend = ["mountpoint", "device", "backend", "direction"]
+def _is_up(found: dict[str, Any]) -> bool:
+    return bool(not found.get("error") and found["alive"])
 
-    build = GaugeMetricFamily(
-        "gpufs_build_info", "1; the labels say what runs.", labels=["mountpoint", "version", "driver"]
-    )
-    build.add_metric([mountpoint, found["version"] or "", found["driver"] or ""], 1)
-    yield build
+
+def _label(text: str | None) -> str:
+    """Names of files are bytes, the format is UTF-8."""
+    return (text or "").encode(errors="backslashreplace").decode()
+
+
+def _families(mounts: Mapping[str, dict[str, Any]]) -> Iterator[Metric]:
+    build = GaugeMetricFamily("gpufs_build_info", "1; the labels say what runs.", labels=[*_MOUNT, "version", "driver"])
     started = GaugeMetricFamily(
-        "gpufs_start_time_seconds", "When the mount's process began, in seconds since 1970.", labels=["mountpoint"]
+        "gpufs_start_time_seconds", "When the mount's process began, in seconds since 1970.", labels=_MOUNT
     )
-    started.add_metric([mountpoint], found["started"])
-    yield started
+    for mountpoint, found in mounts.items():
+        build.add_metric([mountpoint, _label(found["version"]), _label(found["driver"])], 1)
+        started.add_metric([mountpoint], found["started"])
+    yield from (build, started)
     for name, text in ENGINE_GAUGES.items():
         kind = CounterMetricFamily if name in _GROWING else GaugeMetricFamily
-        gauge = kind(f"gpufs_{name}", text, labels=["mountpoint"])
-        gauge.add_metric([mountpoint], found["gauges"][name])
-        yield gauge
-    for name, text in DEVICE_GAUGES.items():
-        gauge = GaugeMetricFamily(f"gpufs_device_{name}", text, labels=of_device)
-        for device in found["devices"]:
-            gauge.add_metric([mountpoint, device["name"]], device["gauges"][name])
+        gauge = kind(f"gpufs_{name}", text, labels=_MOUNT)
+        for mountpoint, found in mounts.items():
+            gauge.add_metric([mountpoint], found["gauges"][name])
         yield gauge
 
-    moved = CounterMetricFamily(
-        "gpufs_bytes", "Bytes moved into (in) or out of (out) device memory.", labels=of_backend
-    )
-    errors = CounterMetricFamily("gpufs_errors", "Operations that failed.", labels=of_backend)
-    running = GaugeMetricFamily("gpufs_in_flight", "Operations that have begun and not ended.", labels=of_backend)
+    devices = [
+        ([mountpoint, f"gpu{index}"], device)
+        for mountpoint, found in mounts.items()
+        for index, device in enumerate(found["devices"])
+    ]
+    for name, text in DEVICE_GAUGES.items():
+        gauge = GaugeMetricFamily(f"gpufs_device_{name}", text, labels=_DEVICE)
+        for labels, device in devices:
+            gauge.add_metric(labels, device["gauges"][name])
+        yield gauge
+    yield from _of_backends(devices)
+    for name, text in DETAILS.items():
+        detail = CounterMetricFamily(f"gpufs_transfer_{name}", text, labels=[*_DEVICE, "direction"])
+        for labels, device in devices:
+            for flow, details in device["transfers"].items():
+                detail.add_metric([*labels, _label(flow)], details[name])
+        yield detail
+
+
+def _of_backends(devices: Sequence[tuple[list[str], dict[str, Any]]]) -> Iterator[Metric]:
+    names = [*_DEVICE, "backend", "direction"]
+    moved = CounterMetricFamily("gpufs_bytes", "Bytes moved into (in) or out of (out) device memory.", labels=names)
+    errors = CounterMetricFamily("gpufs_errors", "Operations that failed.", labels=names)
+    running = GaugeMetricFamily("gpufs_in_flight", "Operations that have begun and not ended.", labels=names)
     refusals = CounterMetricFamily(
-        "gpufs_refusals", "Requests that a backend did not take, by reason.", labels=[*of_backend, "reason"]
+        "gpufs_refusals", "Requests that a backend did not take, by reason.", labels=[*names, "reason"]
     )
-    sizes = HistogramMetricFamily("gpufs_operation_size_bytes", "Bytes that an operation moved.", labels=of_backend)
-    times = HistogramMetricFamily("gpufs_operation_duration_seconds", "How long an operation took.", labels=of_backend)
-    for device in found["devices"]:
+    sizes = HistogramMetricFamily("gpufs_operation_size_bytes", "Bytes that an operation moved.", labels=names)
+    times = HistogramMetricFamily("gpufs_operation_duration_seconds", "How long an operation took.", labels=names)
+    for place, device in devices:
         for backend, flows in device["backends"].items():
             for flow, counts in flows.items():
                 if not (counts["operations"] or counts["in_flight"] or counts["refusals"]):
                     continue
-                labels = [mountpoint, device["name"], backend, flow]
+                labels = [*place, _label(backend), _label(flow)]
                 moved.add_metric(labels, counts["bytes"])
                 errors.add_metric(labels, counts["errors"])
                 running.add_metric(labels, counts["in_flight"])
                 for reason, number in counts["refusals"].items():
-                    refusals.add_metric([*labels, reason], number)
+                    refusals.add_metric([*labels, _label(reason)], number)
                 sizes.add_metric(labels, _cumulative(counts["sizes"], _SIZE_BOUNDS), counts["bytes"])
                 times.add_metric(labels, _cumulative(counts["times"], _TIME_BOUNDS), counts["seconds"])
     yield from (moved, errors, running, refusals, sizes, times)
-
-    for name, text in DETAILS.items():
-        detail = CounterMetricFamily(f"gpufs_transfer_{name}", text, labels=of_flow)
-        for device in found["devices"]:
-            for flow, details in device["transfers"].items():
-                detail.add_metric([mountpoint, device["name"], flow], details[name])
-        yield detail
 
 
 def _cumulative(buckets: Sequence[Sequence[Any]], bounds: Sequence[float]) -> list[tuple[str, float]]:

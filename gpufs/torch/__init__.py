@@ -11,22 +11,24 @@ import torch; its first use does.
 
 from typing import TYPE_CHECKING
 
+from gpufs.formats import FormatError
+
 if TYPE_CHECKING:
     from gpufs.torch._file import load_file, safe_open
-    from gpufs.torch._header import FormatError
     from gpufs.torch._module import attach_module, load_model
+    from gpufs.torch._pool import pool
     from gpufs.torch._publish import publish
 
 _MODULES = {
-    "FormatError": "_header",
     "attach_module": "_module",
     "load_file": "_file",
     "load_model": "_module",
+    "pool": "_pool",
     "publish": "_publish",
     "safe_open": "_file",
 }
 
-__all__ = ["FormatError", "attach_module", "load_file", "load_model", "publish", "safe_open"]
+__all__ = ["FormatError", "attach_module", "load_file", "load_model", "pool", "publish", "safe_open"]
 
 
 def __getattr__(name: str) -> object:

@@ -12,8 +12,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import gpufs
+from gpufs.formats import FormatError
+from gpufs.formats.safetensors import LENGTH_BYTES, PADDING_NAME, HeaderEntry, header_bytes, parse_header, parse_json
 from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
-from gpufs.torch._header import LENGTH_BYTES, Entry, FormatError, header_bytes, parse_header, parse_json
 from gpufs.torch._record import TensorRecord, parse_records, span
 
 if TYPE_CHECKING:
@@ -75,10 +76,10 @@ class TensorFile:
     def names(self) -> list[str]:
         """All tensors, ordered by offset; those that lie in the bytes of others come last."""
         renamed = {record.entry: name for name, record in self.records.items() if record.entry is not None}
-        names = [renamed.get(entry, entry) for entry in self._entries]
+        names = [renamed.get(entry, entry) for entry in self._entries if not entry.startswith(PADDING_NAME)]
         return names + [name for name, record in self.records.items() if record.same_as is not None]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> HeaderEntry:
         """The bytes that the tensor lies in."""
         return self._entries[self._owner(name)]
 

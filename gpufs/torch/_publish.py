@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import secrets
 from collections.abc import Mapping
-from errno import EIO, EOPNOTSUPP
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-import gpufs
+from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
+from gpufs.torch import _pool
 from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
-from gpufs.torch._header import Entry, build_header
+from gpufs.torch._new_file import NewFile
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
 _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
-_PREFIX = ".publish-"
 
 
 def publish(
@@ -74,11 +70,15 @@ def publish(
     for name, layout in layouts.items():
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
     notes = {METADATA_KEY: format_records(records)} if records else {}
+    notes = {"format": "pt", **(metadata or {}), **notes}
+    pool = _pool.that_holds(parts.values(), Path(path))
+    if pool is not None and _publish_in_place(pool, parts, notes, Path(path)):
+        return
     entries = _place(parts)
-    header = build_header(entries.items(), {"format": "pt", **(metadata or {}), **notes})
+    header = build_header(entries.items(), notes)
     size = len(header) + max((entry.end for entry in entries.values()), default=0)
     _synchronize(tensors)
-    with _NewFile(Path(path)) as file:
+    with NewFile(Path(path)) as file:
         file.allocate(size)
         target = file.map()
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -88,6 +88,50 @@ def publish(
         _synchronize({**tensors, "": target})
         del target
         file.take_name()
+
+
+def _publish_in_place(
+    pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path
+) -> bool:
+    """Writes a header before a pool's tensors and gives its file the name. False if they need a file of their own."""
+    entries = _entries_in_place(pool, parts)
+    if entries is None:
+        return False
+    try:
+        header = build_header(entries.items(), metadata, size=pool.header_bytes)
+    except ValueError:  # more tensors than the space for the header can describe
+        return False
+    _synchronize(parts)
+    assert pool.bytes is not None
+    target = pool.bytes[: pool.header_bytes]
+    target.copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    _synchronize({"": target})
+    pool.file.take_name(path)
+    pool.published = True
+    pool.file.close()
+    return True
+
+
+def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry] | None:
+    """The header's entries for tensors where they are, with padding between them. None if some overlap."""
+    assert pool.bytes is not None
+    base = pool.bytes.data_ptr() + pool.header_bytes
+    entries: dict[str, HeaderEntry] = {}
+    end = 0
+
+    def pad(until: int) -> None:
+        if until > end:
+            entries[f"{PADDING_NAME}{len(entries)}"] = HeaderEntry("U8", (until - end,), end, until)
+
+    for name, part in sorted(parts.items(), key=lambda item: item[1].data_ptr() if item[1].nbytes else 0):
+        start = part.data_ptr() - base if part.nbytes else end
+        if start < end:
+            return None
+        pad(start)
+        entries[name] = _entry(name, part, start)
+        end = entries[name].end
+    pad(len(pool.bytes) - pool.header_bytes)
+    return entries
 
 
 def _tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -163,7 +207,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     return parts, layouts
 
 
-def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
     """Returns the header's entries.
 
     Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
@@ -176,114 +220,23 @@ def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
     entries = {}
     end = 0
     for name in sorted(parts, key=alignment, reverse=True):
-        part = parts[name]
-        dtype = FILE_DTYPES[part.dtype]
-        shape = tuple(part.shape)
-        if stored_elements(dtype) > 1:
-            if not shape:
-                raise TypeError(f"tensor {name!r}: {part.dtype} needs a dimension")
-            shape = (*shape[:-1], shape[-1] * stored_elements(dtype))
-        entries[name] = Entry(dtype, shape, end, end + part.nbytes)
-        end += part.nbytes
+        entries[name] = _entry(name, parts[name], end)
+        end = entries[name].end
     return entries
+
+
+def _entry(name: str, part: torch.Tensor, start: int) -> HeaderEntry:
+    """The entry of a tensor whose bytes begin there."""
+    dtype = FILE_DTYPES[part.dtype]
+    shape = tuple(part.shape)
+    if stored_elements(dtype) > 1:
+        if not shape:
+            raise TypeError(f"tensor {name!r}: {part.dtype} needs a dimension")
+        shape = (*shape[:-1], shape[-1] * stored_elements(dtype))
+    return HeaderEntry(dtype, shape, start, start + part.nbytes)
 
 
 def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
     """Waits until all streams of the GPUs of these tensors have finished."""
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
-
-
-class _NewFile:
-    """A file that has no name until take_name().
-
-    Where the kernel has no unnamed files on FUSE (before Linux 6.2) it has a temporary name from the beginning. A
-    temporary name belongs to a living process as long as the file is locked; others are removed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = f"{_PREFIX}{secrets.token_hex(8)}"
-        self._named = False
-
-    def __enter__(self) -> _NewFile:
-        self._directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._remove_leftovers()
-            self._file = self._open()
-        except BaseException:
-            os.close(self._directory)
-            raise
-        return self
-
-    def _open(self) -> int:
-        try:
-            file = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o666, dir_fd=self._directory)
-        except OSError as error:
-            if error.errno != EOPNOTSUPP:
-                raise
-            file = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666, dir_fd=self._directory)
-            self._named = True
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return file
-
-    def _remove_leftovers(self) -> None:
-        for name in os.listdir(self._directory):
-            if not name.startswith(_PREFIX):
-                continue
-            try:
-                file = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._directory)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(name, dir_fd=self._directory)
-                finally:
-                    os.close(file)
-            except OSError:
-                pass  # locked by its writer, gone, or another user's
-
-    def allocate(self, size: int) -> None:
-        """Allocates the file's memory."""
-        try:
-            os.posix_fallocate(self._file, 0, size)
-        except OSError as error:
-            number = error.errno or EIO
-            raise OSError(number, f"{os.strerror(number)}; {size} bytes are needed", str(self._path)) from None
-
-    def map(self) -> torch.Tensor:
-        """Returns the file's bytes."""
-        try:
-            mapped: torch.Tensor = from_dlpack(gpufs.attach(self._descriptor_path(), mode="r+"))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
-        return mapped
-
-    def _descriptor_path(self) -> str:
-        """A path by which this process opens the file, which has no name."""
-        return f"/proc/self/fd/{self._file}"
-
-    def take_name(self) -> None:
-        """Puts the file in the place of the one with this name."""
-        directory = self._directory
-        try:
-            mode = os.stat(self._path.name, dir_fd=directory).st_mode & 0o777
-            os.fchmod(self._file, mode)
-        except FileNotFoundError:
-            pass
-        if not self._named:
-            # With a descriptor of the directory, Python follows the link in /proc.
-            os.link(
-                self._descriptor_path(),
-                self._temporary,
-                src_dir_fd=directory,
-                dst_dir_fd=directory,
-                follow_symlinks=True,
-            )
-            self._named = True
-        os.rename(self._temporary, self._path.name, src_dir_fd=directory, dst_dir_fd=directory)
-        self._named = False
-
-    def __exit__(self, *_: object) -> None:
-        if self._named:
-            os.unlink(self._temporary, dir_fd=self._directory)
-        os.close(self._file)
-        os.close(self._directory)

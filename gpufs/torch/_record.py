@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpufs.torch._header import FormatError, parse_json
+from gpufs.formats import FormatError
+from gpufs.formats.safetensors import parse_json
 
 METADATA_KEY = "gpufs"
 _MAX_DIMENSIONS = 64

@@ -67,11 +67,15 @@ typedef struct {
   uint32_t keep_freed_ms;
   int32_t lock_policy; /* GPUFS_LOCK_AUTO, _OFF or _MANDATORY: when host memory is locked without a request */
   int32_t hip_memory;  /* GPUFS_HIP_MEMORY_AUTO, _VIRTUAL or _PLAIN; other drivers: no effect */
+  /* GPUs: which to use, in this order, instead of the first ones: numbers and UUIDs ("GPU-4f3e..."; a unique beginning
+   * is enough), separated by commas. ENXIO, with a list of all GPUs, if one does not exist. NULL or "": by number. */
+  const char* chosen_devices;
 } gpufs_engine_options;
 
 typedef struct {
   char name[128];
   char pci_address[32]; /* "" where there is none */
+  char uuid[64];        /* "GPU-..." or "MIG-..." as the vendor's tools print it; "" where there is none */
   int32_t index;
   int32_t numa_node; /* -1: unknown */
   uint64_t total_bytes;
@@ -121,6 +125,7 @@ enum { GPUFS_KEEP_SIZE = 1, GPUFS_PUNCH_HOLE = 2, GPUFS_ZERO_RANGE = 16 }; /* as
 typedef struct {
   uint64_t size;
   uint64_t held_bytes; /* device memory really taken */
+  uint64_t room_bytes; /* that limits still allow; UINT64_MAX: there are none */
   int32_t device;
 } gpufs_buffer_info;
 
@@ -257,6 +262,8 @@ typedef struct {
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double attribute_timeout; /* seconds, for natively answered GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
+  int32_t rings;            /* requests through io_uring where the kernel allows it; 0: never */
+  uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
@@ -273,6 +280,16 @@ gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
 gpufs_status gpufs_mount_close(gpufs_handle mount);
 /* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
 gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
+
+/* A file and what has been moved to and from its memory since it was created. */
+typedef struct {
+  uint64_t ino;
+  uint64_t bytes_read;
+  uint64_t bytes_written;
+} gpufs_file_activity;
+/* The files with the most bytes moved since the last call of this function come first. *count: on entry the capacity of
+ * files, then how many there are. Files whose bytes were never moved are left out. */
+gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count);
 
 /* Which reads set access times: as mount(8) has it for relatime (the default), strictatime and noatime;
  * not_directories != 0: nodiratime. At any time. */
@@ -343,6 +360,21 @@ gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 /* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference
  * only. EISDIR or EINVAL for what has no buffer. Closed with the mount. */
 gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer);
+
+/* ---- limits of device memory. A file's memory is charged to its owner, and to the limited directory that it is in.
+ * Beyond a limit whatever takes memory fails with EDQUOT. ---- */
+
+enum { GPUFS_NO_LIMIT = -1, GPUFS_DEFAULT_LIMIT = -2 };
+/* Of a user on a device, in bytes. GPUFS_DEFAULT_LIMIT: user_bytes; none for root and this process's user. */
+gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, int64_t limit);
+/* Of a directory, in bytes: what is created in it from now on is charged to it. GPUFS_NO_LIMIT: to nothing. */
+gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit);
+/* What exists already: charges an inode, and what is created in it from now on, as if it had been created in
+ * `directory`; 0: to no directory. */
+gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
+/* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
+ * which is missing where there is no limit. As gpufs_mount_statistics(). */
+gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
 
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
 enum {
@@ -570,6 +602,17 @@ gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id);
 /* Cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: some has not ended within
  * 10 s and uses its memory until it does; the queue takes no more, and its handle stays open for collecting. */
 gpufs_status gpufs_queue_close(gpufs_handle queue);
+
+/* ---- pools: allocation within memory that a program has attached ---- */
+
+/* Divides a range of addresses among allocations (torch's, by the functions in native/binding/torch_allocator.cc). Does
+ * not touch the memory. */
+gpufs_status gpufs_pool_open(uint64_t address, uint64_t bytes, gpufs_handle* pool);
+/* The calling thread allocates from this pool from now on; 0: from none. */
+gpufs_status gpufs_pool_enter(gpufs_handle pool);
+gpufs_status gpufs_pool_usage(gpufs_handle pool, uint64_t* used, uint64_t* largest_free);
+/* EBUSY while something is allocated in it. */
+gpufs_status gpufs_pool_close(gpufs_handle pool);
 
 /* CFFI END */
 

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <sstream>
 #include <string>
@@ -38,7 +39,7 @@ class LogTest : public ::testing::Test {
     ::close(pipe_[1]);
   }
   std::string written() {
-    char text[8192] = {};
+    char text[32'768] = {};
     const ssize_t count = ::read(pipe_[0], text, sizeof text);
     return count < 0 ? "" : std::string(text, static_cast<std::size_t>(count));
   }
@@ -81,6 +82,18 @@ TEST_F(LogTest, RepeatedTextsAreCounted) {
   std::vector<std::string> texts;
   for (std::string line; std::getline(lines, line);) texts.push_back(line.substr(line.find("] ") + 2));
   EXPECT_EQ(texts, (std::vector<std::string>{"again", "the line before was repeated 3 times", "other", "again"}));
+}
+
+TEST_F(LogTest, AUserCausesALimitedNumberOfLines) {
+  log_configure(pipe_[1], LogLevel::kInfo);
+  const auto count = [this](uid_t user) {
+    for (int i = 0; i < 200; ++i) log_user_warning(user, "line ", i);
+    const std::string text = written();
+    return std::count(text.begin(), text.end(), '\n');
+  };
+  EXPECT_EQ(count(12'345), 50);
+  EXPECT_EQ(count(12'346), 50);  // each user has its own limit
+  EXPECT_EQ(count(0), 200);
 }
 
 TEST(ThreadTest, IsNamedAndTakesNoSignals) {

@@ -1,6 +1,6 @@
 // Random operations on buffers beside a plain model of the files, on devices that are short of memory and whose driver
-// fails at random: bytes are always right, a failed call changes nothing, calls that release memory never fail, and the
-// device stays in service.
+// fails at random, with accounts that have limits: bytes are always right, a failed call changes nothing, calls that
+// release memory never fail, accounts show what their buffers hold, and the device stays in service.
 // GPUFS_TEST_SEEDS in the environment sets how many seeds to run (scripts/check: 300), GPUFS_TEST_SEED the first one,
 // as a failure names it.
 
@@ -21,6 +21,7 @@
 #include "device/device_context.h"
 #include "fake_vendors.h"
 #include "faulty_driver.h"
+#include "memory/account.h"
 #include "memory/buffer.h"
 #include "memory/slab_pool.h"
 
@@ -51,6 +52,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
     std::shared_ptr<Buffer> buffer;
     std::vector<std::byte> bytes;          // what it must hold
     std::shared_ptr<Buffer::Lease> lease;  // the memory is fixed in place
+    std::array<std::shared_ptr<Account>, 2> accounts;
 
     void write(std::uint64_t offset, std::span<const std::byte> data) {
       grow(offset + data.size());
@@ -115,6 +117,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
   // Whether the call succeeded; a failure must have a reason.
   bool allowed(const Status& status, const File& file) {
     if (status.ok() || status.error() == ENOSPC) return status.ok();
+    if (status.error() == EDQUOT && (file.accounts[0] != nullptr || file.accounts[1] != nullptr)) return false;
     EXPECT_TRUE(faults_ || (file.lease && status.error() == EFBIG)) << status.message();
     EXPECT_TRUE(on_host() || status.device_code() != api::kIllegalAddress) << status.message();
     return false;
@@ -165,6 +168,21 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
       for (const auto& far : sparse_) held += index == 0 ? far->bytes_held() : 0;
       ASSERT_EQ(held, context.held_bytes());
     }
+    for (const std::shared_ptr<Account>& account : accounts_) {
+      std::uint64_t held = 0;
+      for (const File& file : files_) {
+        held += std::ranges::count(file.accounts, account) == 1 ? file.buffer->bytes_held() : 0;
+      }
+      ASSERT_EQ(held, account->used());
+    }
+  }
+
+  // Another owner, or another directory.
+  void move(File& file) {
+    const std::size_t payer = below(2);
+    const std::shared_ptr<Account> account = accounts_.at(2 * payer + below(2));
+    file.buffer->charge().move(static_cast<Charge::Payer>(payer), account);
+    file.accounts.at(payer) = account;
   }
 
   // A write of which only a part arrives.
@@ -274,8 +292,10 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
         break;
       case 15:
         file = make(which % contexts_.size());
+        move(file);
         break;
       case 16:
+        move(file);
         check_holes(file);
         check_gathered(file, offset, bytes);
         break;
@@ -326,6 +346,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
     for (File& file : files_) check(file, 0, kLargest);
     files_.clear();
     sparse_.clear();
+    for (const auto& account : accounts_) EXPECT_EQ(account->used(), 0U);
     for (const auto& context : contexts_) EXPECT_EQ(context->held_bytes(), 0U);
     contexts_.clear();
     for (const auto& device : driver->devices()) EXPECT_EQ(must(device->memory()).free_bytes, kMemory);
@@ -338,6 +359,10 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
   std::vector<std::shared_ptr<DeviceContext>> contexts_;
   std::vector<File> files_;  // file N is on device N % 2
   std::vector<std::shared_ptr<Buffer>> sparse_;
+  // Two of owners, two of directories.
+  const std::array<std::shared_ptr<Account>, 4> accounts_{
+      std::make_shared<Account>("an owner", 8 * kMiB), std::make_shared<Account>("another owner"),
+      std::make_shared<Account>("a directory", 12 * kMiB), std::make_shared<Account>("another directory", 2 * kMiB)};
   bool faults_ = false;  // calls may fail in this step
 };
 

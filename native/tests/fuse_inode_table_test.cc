@@ -50,6 +50,52 @@ TEST_F(InodeTableTest, AnUnlinkedOpenFileLivesUntilItIsClosed) {
   EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
 }
 
+TEST_F(InodeTableTest, MemoryIsChargedToTheOwner) {
+  const auto used = [&](std::uint32_t uid) {
+    JsonWriter json;
+    table.quotas().write(json);
+    const std::string text = json.finish();
+    const std::string key = "\"0:" + std::to_string(uid) + "\": {\"used_bytes\": ";
+    const std::size_t at = text.find(key);
+    return at == std::string::npos ? 0 : std::stoull(text.substr(at + key.size()));
+  };
+  gpufs_attributes attributes = file_attributes(2);
+  attributes.uid = 1000;
+  ASSERT_TRUE(table.add(attributes).ok());
+  write(2, 3 * kGranule);
+  EXPECT_EQ(used(1000), 3 * kGranule);
+  ASSERT_TRUE(table.limit_user(0, 1001, kGranule).ok());
+  attributes.uid = 1001;
+  ASSERT_TRUE(table.set(2, GPUFS_SET_UID, &attributes).ok());
+  EXPECT_EQ(used(1000), 0U);
+  EXPECT_EQ(used(1001), 3 * kGranule);
+  EXPECT_EQ(table.find(2)->buffer()->write(3 * kGranule, pattern(1, 1)).error(), EDQUOT);
+  ASSERT_TRUE(table.limit_user(0, 1001, std::nullopt).ok());
+  EXPECT_TRUE(table.find(2)->buffer()->write(3 * kGranule, pattern(1, 1)).ok());
+  ASSERT_TRUE(table.remove(2).ok());
+  EXPECT_TRUE(eventually([&] { return used(1001) == 0; }));
+}
+
+TEST_F(InodeTableTest, DirectoriesPassTheirAccountOn) {
+  ASSERT_TRUE(table.add(file_attributes(2, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(table.add(file_attributes(3), 2).ok());
+  write(3, kGranule);
+  EXPECT_EQ(table.limit_directory(9, 0).error(), ENOENT);
+  ASSERT_TRUE(table.limit_directory(2, 3 * kGranule).ok());
+  const std::shared_ptr<Account> account = table.find(2)->directory_account();
+  EXPECT_EQ(account->used(), 0U);
+  ASSERT_TRUE(table.charge_to(3, account).ok());
+  ASSERT_TRUE(table.add(file_attributes(4, S_IFDIR | 0755), 2).ok());
+  ASSERT_TRUE(table.add(file_attributes(5), 4).ok());
+  write(5, kGranule);
+  EXPECT_EQ(account->used(), 2 * kGranule);
+  EXPECT_EQ(table.find(5)->buffer()->write(0, pattern(3 * kGranule, 1)).error(), EDQUOT);
+  ASSERT_TRUE(table.charge_to(5, nullptr).ok());
+  EXPECT_EQ(account->used(), kGranule);
+  ASSERT_TRUE(table.limit_directory(2, std::nullopt).ok());
+  EXPECT_EQ(table.find(2)->directory_account(), nullptr);
+}
+
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
   write(2, 3 * kGranule);

@@ -1,8 +1,9 @@
-"""Programs that attach files: a thousand of them are killed, and hostile ones attack the daemon for minutes."""
+"""Programs that share memory with a mount: a thousand are killed, and hostile ones attack the daemon for minutes."""
 
 from __future__ import annotations
 
 import os
+import shutil
 
 from support.attaching import fuzz, kill_programs, prepare_fuzz
 
@@ -10,10 +11,18 @@ from campaigns.harness import Missing, Place
 
 
 def killed(place: Place) -> str:
-    """Kills programs while they attach, write and grow files."""
+    """Kills programs while they attach, write and grow files, register memory, and publish tensors."""
     cycles = 20 if place.quick else 1000
     kill_programs(place.root, cycles, seed=os.getpid())
-    return f"{cycles} programs killed, seed {os.getpid()}"
+    # Only a program that is killed between the last two calls of publish() leaves a name, which the next one removes.
+    left = len(list(place.root.glob(".publish-*")))
+    import torch
+
+    import gpufs.torch
+
+    gpufs.torch.publish({"a": torch.zeros(1)}, place.root / "weights0")
+    assert not list(place.root.glob(".publish-*"))
+    return f"{cycles} programs killed, {left} left a temporary name, seed {os.getpid()}"
 
 
 def attacked(place: Place) -> str:
@@ -24,7 +33,5 @@ def attacked(place: Place) -> str:
     seconds = 10 if place.quick else 300
     directory = prepare_fuzz(mount)
     fuzz(mount, seconds, os.getpid())
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+    shutil.rmtree(directory)
     return f"{seconds} s of attacks, seed {os.getpid()}"

@@ -19,6 +19,7 @@ import pytest
 from support.mounting import GPUFS, GpufsMount, Mounter
 
 import gpufs
+import gpufs.torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
 
@@ -273,3 +274,96 @@ def test_an_exporter_killed_during_a_copy(gpu: GpufsMount, tmp_path: Path) -> No
             time.sleep(0.01)
         assert not file.exists()
     assert memory_held(gpu) <= before + MIB
+
+
+def model(width: int = 1024) -> Any:
+    torch.manual_seed(5)
+    layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 64)]
+    return torch.nn.Sequential(*layers).cuda().eval()
+
+
+def test_a_model_built_in_a_pool_is_published_without_a_copy(gpu: GpufsMount) -> None:
+    """Another process attaches it and computes the same, and the device has one copy."""
+    file = gpu.device / "model.safetensors"
+    before = memory_held(gpu)
+    pool = gpufs.torch.pool(file, "64M")
+    taken = memory_held(gpu) - before
+    assert 64 * MIB <= taken < 80 * MIB
+    with pool:
+        built = model()
+    assert 4 * MIB <= pool.used <= 64 * MIB
+    assert not list(gpu.device.iterdir())
+    gpufs.torch.publish(built, file)
+    assert memory_held(gpu) - before == taken
+    question = torch.linspace(-1, 1, 1024, device="cuda").repeat(4, 1)
+    expected = built(question)
+    text = """
+        import gpufs.torch, sys, torch
+        with torch.device("meta"):
+            first, last = torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 64)
+            model = torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.BatchNorm1d(1024), last).eval()
+        gpufs.torch.attach_module(model, sys.argv[1])
+        question = torch.linspace(-1, 1, 1024, device="cuda").repeat(4, 1)
+        with torch.no_grad():
+            print(float(model(question).double().sum()), flush=True)
+        sys.stdin.read()
+    """
+    with program(text, file) as process:
+        found = float(answer(process))
+        assert memory_held(gpu) - before == taken
+        (lease,) = [one for one in json_of("leases", gpu.path) if one["pid"] == process.pid]
+        assert lease["path"].endswith("model.safetensors")
+    assert found == float(expected.double().sum())
+    safetensors = pytest.importorskip("safetensors.torch")
+    plain = safetensors.load_file(str(file))
+    for name, value in built.state_dict().items():
+        assert torch.equal(plain[name], value.cpu())
+    with gpufs.torch.safe_open(file, "pt", device="cuda") as opened:
+        assert set(opened.keys()) == set(built.state_dict())
+
+
+def test_tensors_outlive_their_pool(gpu: GpufsMount) -> None:
+    before = memory_held(gpu)
+    with gpufs.torch.pool(gpu.device / "f", 32 * MIB):
+        kept = torch.full((4 * MIB,), 7, dtype=torch.uint8, device="cuda")
+        gone = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
+        del gone
+    assert int(kept.sum()) == 7 * 4 * MIB
+    assert memory_held(gpu) > before
+    other = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")  # not in the pool
+    assert int(kept.sum()) == 7 * 4 * MIB
+    del kept, other
+    gpufs.torch.pool(gpu.device / "g", 2 * MIB)
+    gpufs.torch.pool(gpu.device / "g", 2 * MIB)
+    assert memory_held(gpu) - before <= 8 * MIB
+
+
+def test_a_full_pool(gpu: GpufsMount) -> None:
+    pool = gpufs.torch.pool(gpu.device / "small", 8 * MIB)
+    with pytest.raises(torch.OutOfMemoryError) as failure, pool:
+        torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    assert "small" in "".join(failure.value.__notes__)
+    with pool:
+        assert int(torch.ones(MIB, dtype=torch.uint8, device="cuda").sum()) == MIB
+    with pytest.raises(OSError, match="needed") as missing:
+        gpufs.torch.pool(gpu.device / "large", 1 << 45)
+    assert missing.value.errno == 28
+    assert not list(gpu.device.iterdir())
+
+
+def test_pools_do_not_grow(gpu: GpufsMount) -> None:
+    """Load and free, many times: in a pool, and by publishing and loading."""
+    file = gpu.device / "again.safetensors"
+    before = 0
+    for cycle in range(300):
+        with gpufs.torch.pool(file, 4 * MIB):
+            tensors = {"a": torch.full((MIB,), cycle % 100, dtype=torch.uint8, device="cuda")}
+        gpufs.torch.publish(tensors, file)
+        del tensors
+        for _ in range(4):
+            found = gpufs.torch.load_file(file)
+            assert int(found["a"][-1]) == cycle % 100
+            del found
+        if cycle == 20:
+            before = memory_held(gpu)
+    assert memory_held(gpu) <= before + 16 * MIB

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from errno import ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from support.mounting import REPOSITORY, GpufsMount
 from support.processes import NOBODY, PATIENCE, run, start_children, wait_children, wait_until
 from support.users import user_gpufs
 
+_NEW = ("new0", "new1", "new2")  # files that an attacker has created
+_MEMORY = ("memfd", "sent", "public", "own", "null", "pipe")  # what it claims to be memory to register
 FIRST_USER = 61000  # users of whom nobody else on this machine makes use
 _CAN_HAVE = 253  # descriptors of one message
 
@@ -64,27 +67,58 @@ print(array.nbytes, flush=True)
 sys.stdin.read()
 """
 
-# For each number on standard input: starts a process that attaches, writes, slices and grows files of argv[1] until it
-# is killed, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
+# For each number on standard input: starts a process that uses files of argv[1] until it is killed, in all ways that
+# argv[2:] names, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
 RESTLESS = """
-import os, random, signal, sys
+import itertools, mmap, os, random, signal, sys
 import numpy
 import gpufs, gpufs.engine
 gpufs.attach
+folder, kinds = sys.argv[1], sys.argv[2:]
+if "publish" in kinds:
+    import torch
+    import gpufs.torch
+    torch.set_num_threads(1)
+
+def attach(chooser, held):
+    path = os.path.join(folder, f"file{chooser.randrange(4)}")
+    with open(path, "ab") as file:
+        if file.tell() < 24 << 20:
+            file.write(bytes(chooser.randrange(1, 3 << 20)))
+    array = gpufs.attach(path, chooser.choice(("r", "r+")))
+    if array.mode == "r+":
+        numpy.asarray(array)[:: 4096] = chooser.randrange(256)
+    held.append(chooser.choice((array, array[10:], numpy.asarray(array), array.refresh())))
+
+def register(chooser, held):
+    fd = os.memfd_create("registered")
+    os.ftruncate(fd, chooser.randrange(1, 6 << 20))
+    memory = mmap.mmap(fd, 0)
+    os.close(fd)
+    path = os.path.join(folder, f"live-{os.getpid()}-{next(numbers)}")
+    registration = gpufs.register(numpy.frombuffer(memory, dtype=numpy.uint8), path)
+    with open(path, "r+b", 0) as file:
+        file.write(bytes(chooser.randrange(1, 6 << 20)))
+        file.read()
+    if chooser.random() < 0.5:
+        held.append(registration)
+    else:
+        registration.close()
+
+def publish(chooser, held):
+    tensors = {str(n): torch.zeros(chooser.randrange(1, 1 << 18)) for n in range(3)}
+    path = os.path.join(folder, f"weights{chooser.randrange(2)}")
+    gpufs.torch.publish(tensors, path)
+    held.append(gpufs.torch.load_file(path))
+
+numbers = itertools.count()
 
 def restless(chooser):
-    arrays = []
+    held = []
     while True:
-        path = os.path.join(sys.argv[1], f"file{chooser.randrange(4)}")
-        with open(path, "ab") as file:
-            if file.tell() < 24 << 20:
-                file.write(bytes(chooser.randrange(1, 3 << 20)))
-        array = gpufs.attach(path, chooser.choice(("r", "r+")))
-        if array.mode == "r+":
-            numpy.asarray(array)[:: 4096] = chooser.randrange(256)
-        arrays.append(chooser.choice((array, array[10:], numpy.asarray(array), array.refresh())))
-        if len(arrays) > 5:
-            arrays.pop(chooser.randrange(len(arrays)))
+        globals()[chooser.choice(kinds)](chooser, held)
+        if len(held) > 5:
+            held.pop(chooser.randrange(len(held)))
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
@@ -94,24 +128,43 @@ for line in sys.stdin:
         restless(random.Random(int(line)))
     print(child, flush=True)
 """
+KILLED_KINDS = ("attach", "register", "publish")
 
 
-def kill_programs(directory: Path, cycles: int, seed: int) -> None:
-    """Starts programs that attach files of the directory, two at a time, and kills each with SIGKILL at some point."""
+def kill_programs(directory: Path, cycles: int, seed: int, kinds: Sequence[str] = KILLED_KINDS) -> None:
+    """Starts programs that use files of the directory, two at a time, and kills each with SIGKILL at some point.
+
+    ``kinds``: what they do, of KILLED_KINDS. AssertionError if memory that they registered stays a file.
+    """
     chooser = random.Random(seed)
-    with program(RESTLESS, directory) as starter:
+    with program(RESTLESS, directory, *kinds) as starter:
         assert starter.stdin is not None
         assert starter.stdout is not None
         running: list[int] = []
+
+        def kill(process: int) -> None:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                raise AssertionError(f"program {process} failed before it was killed (seed {seed})") from None
+
         for cycle in range(cycles):
             starter.stdin.write(f"{seed * cycles + cycle}\n")
             starter.stdin.flush()
             running.append(int(starter.stdout.readline()))
             time.sleep(chooser.random() * 0.2)
             if len(running) > 1 or cycle == cycles - 1:
-                os.kill(running.pop(chooser.randrange(len(running))), signal.SIGKILL)
+                kill(running.pop(chooser.randrange(len(running))))
         for process in running:
-            os.kill(process, signal.SIGKILL)
+            kill(process)
+
+    def sizes() -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            return [entry.stat().st_size for entry in os.scandir(directory) if entry.name.startswith("live-")]
+        return [1]  # one of them has gone in between
+
+    # A program that is killed in register(), before the daemon has the memory, leaves an empty file.
+    wait_until(lambda: not any(sizes()), 10, "the end of the names of registered memory")
 
 
 def run_as_nobody(script: str, *arguments: object) -> str:
@@ -190,7 +243,7 @@ class Fuzzer:
 
     ``mount`` has ``secret`` (not the user's to read), ``public`` (to read, larger than a granule) and ``own``. All
     memory of ``secret`` consists of SECRET. AssertionError if the user gets memory of it, or memory of ``public`` that
-    it can write to.
+    it can write to. Descriptors that the daemon has sent are passed back to it as memory to register.
     """
 
     SECRET = b"\xd7"
@@ -206,6 +259,7 @@ class Fuzzer:
         with contextlib.ExitStack() as held:
             pool = self._descriptors(held)
             while time.monotonic() < deadline:
+                self._renew(pool)
                 try:
                     with Attacker(self.path) as attacker:
                         if self.chooser.random() < 0.9 and not attacker.greet():
@@ -248,6 +302,16 @@ class Fuzzer:
             "another file system": opened("/proc/self/status", os.O_RDONLY),
         }
 
+    def _renew(self, pool: dict[str, int]) -> None:
+        """New files, which can be registered, in place of the last ones."""
+        for name in (*_NEW, "sent"):
+            if name in pool:
+                os.close(pool.pop(name))
+        for name in _NEW:
+            path = self.mount / f"gpu0/attacked/all/{os.getpid()}-{name}"
+            path.unlink(missing_ok=True)
+            pool[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+
     def _attack(self, attacker: Attacker, pool: dict[str, int], deadline: float) -> None:
         chooser = self.chooser
         earlier: list[tuple[bytes, list[int]]] = []
@@ -262,6 +326,8 @@ class Fuzzer:
                 if chooser.random() < 0.05:
                     count = chooser.randrange(4)
                 names = [chooser.choice(list(pool)) for _ in range(count)]
+                if message["type"] == "register" and count == 2 and chooser.random() < 0.8:
+                    names = [chooser.choice(_NEW), chooser.choice([name for name in _MEMORY if name in pool])]
                 descriptors = [pool[name] for name in names]
                 data = self._spoiled(message)
                 earlier.append((data, descriptors))
@@ -277,14 +343,24 @@ class Fuzzer:
                             return
                         attacker.sock.settimeout(0.001)
                 attacker.sock.settimeout(PATIENCE)
+            self._try_new_files(pool)
 
     def _message(self) -> tuple[dict[str, Any], int]:
         """A message, and how many descriptors belong to it."""
         chooser = self.chooser
         number = chooser.choice((1, 2, 3, chooser.randrange(1, 1 << 32)))
         kind = chooser.random()
-        if kind < 0.6:
+        if kind < 0.4:
             return {"type": "attach", "id": number, "mode": chooser.choice(("r", "r+"))}, 1
+        if kind < 0.6:
+            shared = chooser.choices(protocol.SHARE_KINDS, (8, 1, 1))[0]
+            size = chooser.choice((1, 5000, 2 * MIB, 4 * MIB, chooser.randrange(1, 1 << 63)))
+            offset = chooser.choice((0, 0, 1, 4096, chooser.randrange(1 << 63)))
+            handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
+            register = protocol.Register(number, shared, offset, size, chooser.random() < 0.7, 0, "", handle)
+            return msgpack.unpackb(protocol.encode(register)), 1 if shared == "ipc" else 2
+        if kind < 0.65:
+            return {"type": "unregister", "id": number}, 0
         if kind < 0.75:
             start = chooser.choice((0, 2 * MIB, chooser.randrange(1 << 63)))
             return {"type": "refresh", "id": number, "start": start}, 0
@@ -315,12 +391,27 @@ class Fuzzer:
                 content = os.pread(fd, size, 0)
                 assert self.SECRET * 4096 not in content, "the memory of a file that the user may not read"
                 grants_write(fd)  # to the user's own file, or to a copy
-                for name in ("public", "small"):
-                    left = os.pread(pool[name], 1, 0)
-                    assert left == b"p", f"write access to {name}, which the user may only read"
+                self._check_unchanged(pool)
         finally:
             for fd in received:
-                os.close(fd)
+                if "sent" in pool:
+                    os.close(fd)
+                else:
+                    pool["sent"] = fd
+
+    def _check_unchanged(self, pool: dict[str, int]) -> None:
+        for name in ("public", "small"):
+            left = os.pread(pool[name], 1, 0)
+            assert left == b"p", f"write access to {name}, which the user may only read"
+
+    def _try_new_files(self, pool: dict[str, int]) -> None:
+        """Fails if one of the user's new files, perhaps registered, shows or changes what the user may not have."""
+        for name in _NEW:
+            with contextlib.suppress(OSError):
+                assert self.SECRET * 100 not in os.pread(pool[name], MIB, 0)
+            with contextlib.suppress(OSError):
+                os.pwrite(pool[name], b"x" * 5000, 0)
+        self._check_unchanged(pool)
 
 
 def prepare_fuzz(mount: Path) -> Path:
@@ -336,6 +427,8 @@ def prepare_fuzz(mount: Path) -> Path:
     ):
         (directory / name).write_bytes(content)
         (directory / name).chmod(mode)
+    (directory / "all").mkdir()
+    (directory / "all").chmod(0o1777)
     return directory
 
 
@@ -358,3 +451,14 @@ def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
     assert (directory / "secret").read_bytes() == Fuzzer.SECRET * 4 * MIB
     assert (directory / "public").read_bytes() == b"p" * 4 * MIB
     assert (directory / "small").read_bytes() == b"p" * 5000
+    # The daemon ends registrations after the connections, and removes their files. Others were never registered.
+    wait_until(lambda: not any(map(_is_stale, (directory / "all").iterdir())), 10, "the names of registered files")
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether a file has lost the memory that was registered as it."""
+    try:
+        path.read_bytes()
+    except OSError as error:
+        return error.errno == ESTALE
+    return False

@@ -22,7 +22,7 @@ from typing import Any
 NOBODY = 65534
 OTHER = 65533
 # Every process a test session starts carries this variable, so that leftovers are found whoever their parent is.
-SESSION_VARIABLE = "GPUFS_TEST_SESSION"
+SESSION_VARIABLE = "TESTS_OF_GPUFS"
 
 
 def run(

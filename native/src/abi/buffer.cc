@@ -42,7 +42,7 @@ gpufs_status gpufs_buffer_close(gpufs_handle buffer) {
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
   return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (info == nullptr) return gpufs::null_argument();
-    *info = {found.size(), found.bytes_held(), found.device()->info().index};
+    *info = {found.size(), found.bytes_held(), found.charge().room(), found.device()->info().index};
     return {};
   });
 }

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -190,10 +191,14 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     }
     gpufs::EngineOptions opening;
     opening.driver = options->driver;
-    opening.driver_options = {options->devices, options->memory_bytes,
+    opening.driver_options = {options->devices,
+                              options->memory_bytes,
                               std::chrono::milliseconds(options->keep_freed_ms),
-                              static_cast<gpufs::HipMemory>(options->hip_memory)};
+                              static_cast<gpufs::HipMemory>(options->hip_memory),
+                              {}};
     opening.slab_file_bytes = options->slab_file_bytes;
+    std::istringstream chosen(options->chosen_devices != nullptr ? options->chosen_devices : "");
+    for (std::string device; std::getline(chosen, device, ',');) opening.driver_options.chosen.push_back(device);
     if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
     opening.lock_policy = static_cast<gpufs::LockPolicy>(options->lock_policy);
     Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
@@ -258,6 +263,7 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
     const gpufs::DeviceInfo& known = context.value()->info();
     gpufs::fill(info->name, known.name);
     gpufs::fill(info->pci_address, known.pci_address);
+    gpufs::fill(info->uuid, known.uuid);
     info->index = known.index;
     info->numa_node = known.numa_node;
     info->total_bytes = known.total_bytes;

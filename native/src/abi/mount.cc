@@ -9,6 +9,7 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,7 +24,9 @@
 #include "fuse/buffer_source.h"
 #include "fuse/inode_table.h"
 #include "fuse/mount.h"
+#include "fuse/quotas.h"
 #include "fuse/relay.h"
+#include "fuse/statistics.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
@@ -56,6 +59,15 @@ fuse::PinHooks pin_hooks(const Engine& engine) {
             // ENOENT: it was never locked.
             if (!status.ok() && status.error() != ENOENT) log_warning(status.message());
           }};
+}
+
+// A text for a caller's buffer of this capacity.
+Status hand_out(const std::string& json, char* text, std::uint64_t capacity, std::uint64_t* needed) {
+  if (needed == nullptr || (text == nullptr && capacity > 0)) return null_argument();
+  *needed = json.size() + 1;
+  if (capacity < *needed) return Status(ERANGE, "the text needs " + std::to_string(*needed) + " bytes");
+  std::memcpy(text, json.c_str(), json.size() + 1);
+  return {};
 }
 
 // body(mount, inode), a Status; ENOENT without this inode.
@@ -113,6 +125,8 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.mask_flags = options->mask_flags;
     chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
+    chosen.rings = options->rings != 0;
+    chosen.user_bytes = options->user_bytes;
     chosen.pin_hooks = gpufs::pin_hooks(*owner.value());
     Result<std::shared_ptr<gpufs::TransferEngine>> transfers = owner.value()->transfers();
     if (!transfers.ok()) return transfers.status();
@@ -152,12 +166,19 @@ gpufs_status gpufs_mount_close(gpufs_handle mount) {
 }
 
 gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
+  return gpufs::with<Mount>(
+      mount, [&](Mount& found) -> Status { return gpufs::hand_out(found.statistics(), text, capacity, needed); });
+}
+
+gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    if (needed == nullptr || (text == nullptr && capacity > 0)) return gpufs::null_argument();
-    const std::string json = found.statistics();
-    *needed = json.size() + 1;
-    if (capacity < *needed) return Status(ERANGE, "the statistics need " + std::to_string(*needed) + " bytes");
-    std::memcpy(text, json.c_str(), json.size() + 1);
+    if (count == nullptr || (files == nullptr && *count > 0)) return gpufs::null_argument();
+    const auto busiest = found.table().busiest(*count);
+    *count = busiest.size();
+    for (const auto& inode : busiest) {
+      const gpufs::observe::FileActivity& activity = inode->buffer()->activity();
+      *files++ = {inode->ino(), activity.bytes(gpufs::observe::Flow::kOut), activity.bytes(gpufs::observe::Flow::kIn)};
+    }
     return {};
   });
 }
@@ -258,6 +279,40 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
     Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Buffer>(inode.buffer(), mount);
     if (handle.ok()) *buffer = handle.value();
     return handle.status();
+  });
+}
+
+gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, int64_t limit) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (limit < GPUFS_DEFAULT_LIMIT) return Status(EINVAL, "a negative limit");
+    if (limit == GPUFS_DEFAULT_LIMIT) return found.table().limit_user(device, uid, std::nullopt);
+    return found.table().limit_user(
+        device, uid, limit == GPUFS_NO_LIMIT ? gpufs::Account::kNoLimit : static_cast<std::uint64_t>(limit));
+  });
+}
+
+gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (limit < GPUFS_NO_LIMIT) return Status(EINVAL, "a negative limit");
+    if (limit == GPUFS_NO_LIMIT) return found.table().limit_directory(ino, std::nullopt);
+    return found.table().limit_directory(ino, static_cast<std::uint64_t>(limit));
+  });
+}
+
+gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (directory == 0) return found.table().charge_to(ino, nullptr);
+    const std::shared_ptr<Inode> payer = found.table().find(directory);
+    if (!payer) return Status(ENOENT, "no inode " + std::to_string(directory));
+    return found.table().charge_to(ino, payer->directory_account());
+  });
+}
+
+gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    gpufs::fuse::JsonWriter json;
+    found.table().quotas().write(json);
+    return gpufs::hand_out(json.finish(), text, capacity, needed);
   });
 }
 

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -19,6 +20,9 @@ namespace {
 // A text that is logged again and again, for example by each request to a failed device, must not fill the disk.
 constexpr std::int64_t kQuietSeconds = 5;
 constexpr std::size_t kLongestLine = 2048;
+// As in the control plane's log (daemon/logs.py).
+constexpr std::uint64_t kUserLines = 50;
+constexpr std::int64_t kUserSeconds = 10;
 
 std::atomic<int> log_fd{-1};
 std::atomic<int> log_level{static_cast<int>(LogLevel::kInfo)};
@@ -37,6 +41,24 @@ struct Repetitions {
 Repetitions& repetitions() {
   static Repetitions& instance = *new Repetitions;  // never destroyed: threads may log until the process ends
   return instance;
+}
+
+// The lines that each user has caused since a time.
+struct UserLines {
+  std::mutex mutex;  // guards all below
+  std::map<uid_t, std::uint64_t> counts;
+  std::int64_t since = 0;  // seconds of the monotonic clock
+};
+
+UserLines& user_lines() {
+  static UserLines& instance = *new UserLines;  // as above
+  return instance;
+}
+
+std::int64_t seconds_now() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec;
 }
 
 const char* level_name(LogLevel level) {
@@ -102,24 +124,43 @@ bool log_enabled(LogLevel level) {
          static_cast<int>(level) >= log_level.load(std::memory_order_relaxed);
 }
 
+bool log_permitted(uid_t user) {
+  if (user == 0 || user == ::geteuid()) return true;
+  const std::int64_t now = seconds_now();
+  std::map<uid_t, std::uint64_t> ended;
+  std::uint64_t count = 0;
+  {
+    UserLines& lines = user_lines();
+    const std::lock_guard lock(lines.mutex);
+    if (now - lines.since >= kUserSeconds) {
+      ended.swap(lines.counts);
+      lines.since = now;
+    }
+    count = ++lines.counts[user];
+  }
+  for (const auto& [other, caused] : ended) {
+    if (caused > kUserLines) log_warning(caused - kUserLines, " more lines about user ", other, " left out");
+  }
+  return count <= kUserLines;
+}
+
 void log_line(LogLevel level, std::string_view text) {
   if (!log_enabled(level)) return;
   const int saved_errno = errno;
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const std::int64_t now = seconds_now();
   std::uint64_t repeated = 0;
   LogLevel repeated_level = level;
   {
     Repetitions& last = repetitions();
     const std::lock_guard lock(last.mutex);
-    if (text == last.text && now.tv_sec - last.since < kQuietSeconds) {
+    if (text == last.text && now - last.since < kQuietSeconds) {
       ++last.count;
       return;
     }
     repeated = std::exchange(last.count, 0);
     repeated_level = std::exchange(last.level, level);
     last.text = text;
-    last.since = now.tv_sec;
+    last.since = now;
   }
   if (const std::uint64_t count = dropped.exchange(0);
       count != 0 && !write_line(level, std::to_string(count) + " lines dropped")) {

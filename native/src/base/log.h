@@ -3,6 +3,8 @@
 // Thread-safe: a line is one write(2), so lines never mix.
 #pragma once
 
+#include <sys/types.h>
+
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -21,6 +23,10 @@ void log_configure(int fd, LogLevel level);
 // ends within the text become spaces. Repetitions of the last line within seconds are counted, and so are lines for
 // which a non-blocking descriptor has no space; the next line reports both.
 void log_line(LogLevel level, std::string_view text);
+
+// Whether a line that a request of this user causes may be written: a user other than root and this process's own may
+// cause 50 lines in 10 seconds. Counts it, and reports those that were left out before.
+[[nodiscard]] bool log_permitted(uid_t user);
 
 // Writes a line of the parts, texts and numbers, one after the other.
 template <typename... Parts>
@@ -49,6 +55,11 @@ void log_info(const Parts&... parts) {
 template <typename... Parts>
 void log_warning(const Parts&... parts) {
   log_parts(LogLevel::kWarning, parts...);
+}
+// For what users can cause as often as they like: see log_permitted().
+template <typename... Parts>
+void log_user_warning(uid_t user, const Parts&... parts) {
+  if (log_enabled(LogLevel::kWarning) && log_permitted(user)) log_parts(LogLevel::kWarning, parts...);
 }
 template <typename... Parts>
 void log_error(const Parts&... parts) {

@@ -29,6 +29,7 @@ struct DeviceInfo {
   int index = 0;            // position in the driver's list; the mount's gpuN
   std::string name;         // "NVIDIA H200", "host memory"
   std::string pci_address;  // "0000:3b:00.0"; empty if there is none
+  std::string uuid;         // "GPU-4f3e...", as the vendor's tools print it; empty if there is none
   int numa_node = -1;       // -1: unknown or none
   std::uint64_t total_bytes = 0;
   std::uint64_t granule = 0;  // bytes; memory is populated and released in whole granules
@@ -286,6 +287,8 @@ struct DriverOptions {
   // GPUs: how long released memory is kept for the next caller that takes as much; 0: not at all.
   std::chrono::milliseconds keep_freed{0};
   HipMemory hip_memory = HipMemory::kAuto;
+  // GPUs: which to use, in this order: numbers and beginnings of UUIDs. Empty: by `devices`.
+  std::vector<std::string> chosen{};
 };
 
 class Driver {
@@ -300,7 +303,8 @@ class Driver {
 };
 
 // Opens a driver by name. ENODEV, with a message for users ("cuda is not available: libcuda.so.1 was not found"), if it
-// cannot be used here; EINVAL for an unknown name or bad options.
+// cannot be used here; ENXIO if it works but has none of the devices asked for; EINVAL for an unknown name or bad
+// options.
 Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options);
 
 // Opens one device, to map what other programs have exported: no other device is touched, and memory is not limited.

@@ -143,13 +143,16 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   if (wanted.mode != now.mode) changes |= GPUFS_SET_MODE;
 
   if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
-  const auto apply = [this, inode, changes](gpufs_attributes attributes, Responder& reply) {
+  const uid_t user = request.header.uid;
+  const auto apply = [this, inode, changes, user](gpufs_attributes attributes, Responder& reply) {
     const Status status = table_.set(inode->ino(), changes, &attributes);
     if (status.error() == EAGAIN) return false;
     if (status.ok()) {
       reply_attributes(*inode, reply);
     } else {
-      if (status.error() == EBUSY) log_warning("truncating inode ", inode->ino(), " failed: ", status.message());
+      if (status.error() == EBUSY) {
+        log_user_warning(user, "truncating inode ", inode->ino(), " failed: ", status.message());
+      }
       // A file that has left the table by now had no name and no user.
       reply.error(status.error() == ENOENT ? ESTALE : status.error());
     }
@@ -175,6 +178,10 @@ void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Resp
     }
     total += memory.value().total_bytes;
     free += memory.value().free_bytes;
+  }
+  if (const std::shared_ptr<Account> account = inode->directory_account()) {
+    total = std::min(total, account->limit());
+    free = std::min(free, account->room());
   }
   fuse_statfs_out out{};
   out.st.bsize = kBlock;

@@ -345,8 +345,8 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
                                   const int error = copied.error();
                                   if (error == ECANCELED) return EINTR;
                                   // A full file system: free memory of a device does not help.
-                                  if (error == ENOSPC && !load) {
-                                    reply.error(ENOSPC);
+                                  if (lacks_memory(error) && !load) {
+                                    reply.error(error);
                                     return 0;
                                   }
                                   // Programs would continue with reads and writes after these, which hides the failure.

@@ -22,8 +22,8 @@ constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;  // an INTERRUP
 // What the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
-  const bool ordinary =
-      error == ENOSPC || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM || error == ESTALE;
+  const bool ordinary = lacks_memory(error) || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM ||
+                        error == ESTALE || error == EBUSY;
   if (!ordinary && log_enabled(LogLevel::kWarning)) {
     log_warning(what, " failed: ", status.message(), " (errno ", error, ", device code ", status.device_code(), ")");
   }
@@ -147,7 +147,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
     measured.done(written.value());
     return;
   }
-  if (written.error() != ENOSPC && written.error() != EAGAIN) {
+  if (!lacks_memory(written.error()) && written.error() != EAGAIN) {
     return responder.error(client_error(written.status(), "write"));
   }
   measured.dismiss();
@@ -185,7 +185,7 @@ void BufferOperations::write_later(const File& file, std::uint64_t offset, SetId
 Result<std::size_t> BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
                                                       std::span<const std::byte> data) {
   Result<std::size_t> all = write_to_limit(buffer, offset, data);
-  if (all.ok() || all.error() != ENOSPC) return all;
+  if (!lacks_memory(all.error())) return all;
   // As many granules from the front as fit: write(2) promises a short count.
   std::size_t done = 0;
   while (done < data.size()) {
@@ -219,18 +219,23 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
   if (in.length == 0) return responder.error(EINVAL);
   if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
   const SetIdLoss loss = file->inode->bare_loss_by(Caller::of(request.header));
-  long_requests_.run_with_space(*file->inode, std::move(responder),
-                                [this, file, in, loss](Cancellation& cancellation, Responder& reply) {
-                                  const Status status = allocate(*file->inode, in, cancellation);
-                                  if (!status.ok()) return client_error(status, "fallocate");
-                                  file->inode->was_written(loss);
-                                  reply.ok();
-                                  return 0;
-                                });
+  const uid_t user = request.header.uid;
+  long_requests_.run_with_space(
+      *file->inode, std::move(responder), [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
+        const Status status = allocate(*file->inode, in, cancellation);
+        if (status.error() == EBUSY) {
+          log_user_warning(user, "fallocate of inode ", file->inode->ino(), " failed: ", status.message());
+        }
+        if (!status.ok()) return client_error(status, "fallocate");
+        file->inode->was_written(loss);
+        reply.ok();
+        return 0;
+      });
 }
 
 // Long ranges go in chunks, so that an INTERRUPT ends them; what has been allocated until then stays, as elsewhere.
-// A range that is larger than the free memory is one call: it fails as a whole and leaves the file as it was.
+// A range that is larger than the free memory or than what limits allow is one call: it fails as a whole and leaves the
+// file as it was.
 Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const {
   Buffer& buffer = *inode.buffer();
   const bool keep_size = (in.mode & FALLOC_FL_KEEP_SIZE) != 0;
@@ -247,7 +252,8 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
   Result<MemoryInfo> memory = table_.source().memory(inode.device());
   if (!memory.ok()) return memory.status();
-  if (memory.value().free_bytes < in.length) return apply(in.offset, in.length, keep_size);
+  if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length)
+    return apply(in.offset, in.length, keep_size);
   for (std::uint64_t done = 0; done < in.length;) {
     if (cancellation.requested()) return Status(EINTR, "interrupted");
     const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);
@@ -270,7 +276,7 @@ void BufferOperations::copy(const File& from, const File& to, const Request& req
       finish_copy(*from->inode, *to->inode, loss, copied.value());
       return reply_copied(responder, copy.wide, copied.value());
     }
-    if (copied.error() != ENOSPC && copied.error() != EAGAIN) {
+    if (!lacks_memory(copied.error()) && copied.error() != EAGAIN) {
       return responder.error(client_error(copied.status(), "copy_file_range"));
     }
   }

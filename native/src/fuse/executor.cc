@@ -257,7 +257,9 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
     if (stopping || (now >= idle_end && !needed)) return active.end();
     ++idle;
     if (!parked.empty()) {
-      wanted.wait_until(lock, now < idle_end ? std::min(idle_end, first->deadline) : first->deadline);
+      // A copy: wait_until() reads it again at the end, when the entry may be gone.
+      const TimePoint deadline = now < idle_end ? std::min(idle_end, first->deadline) : first->deadline;
+      wanted.wait_until(lock, deadline);
     } else if (now < idle_end) {
       wanted.wait_until(lock, idle_end);
     } else {

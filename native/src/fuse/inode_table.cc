@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "fuse/acl.h"
@@ -44,6 +46,11 @@ gpufs_attributes Inode::attributes() const {
     copy.blocks = buffer()->bytes_held() / 512;
   }
   return copy;
+}
+
+std::shared_ptr<Account> Inode::directory_account() const {
+  const std::lock_guard lock(mutex_);
+  return directory_account_;
 }
 
 void Inode::was_read(AccessTimes policy) {
@@ -90,7 +97,10 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
     if (found != nullptr) list = *found;
   });
   const bool is_directory = S_ISDIR(kind());
+  std::shared_ptr<Account> account = directory.directory_account();
   const std::lock_guard lock(mutex_);
+  if (buffer_) buffer_->charge().move(Charge::kDirectory, account);
+  directory_account_ = std::move(account);
   std::uint32_t& mode = attributes_.mode;
   if ((above.mode & S_ISGID) != 0) {
     attributes_.gid = above.gid;
@@ -133,6 +143,7 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     Result<std::shared_ptr<Buffer>> created = source_->create(attributes.device);
     if (!created.ok()) return created.status();
     buffer = created.take();
+    buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   const bool in_host_memory = buffer && source_->in_host_memory(attributes.device);
   auto inode = std::make_shared<Inode>(attributes, std::move(buffer), in_host_memory);
@@ -210,6 +221,8 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
     if (Status status = inode->buffer()->resize(attributes->size); !status.ok()) return status;
   }
+  const bool pays = (set & GPUFS_SET_UID) != 0 && inode->buffer_;
+  std::shared_ptr<Account> payer = pays ? quotas_.user(inode->device_, attributes->uid) : nullptr;
   bool doomed = false;
   {
     const Timestamp now = Timestamp::now();
@@ -221,6 +234,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
       if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
     }
     if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
+    if (pays) inode->buffer_->charge().move(Charge::kOwner, std::move(payer));
     if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
     if ((set & GPUFS_SET_SIZE) != 0 && !inode->buffer_) ours.size = attributes->size;
     if ((set & GPUFS_SET_ATIME) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
@@ -236,6 +250,38 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   }
   *attributes = inode->attributes();
   if (doomed) free_later(std::move(inode));
+  return {};
+}
+
+Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes) {
+  if (device < 0 || device >= source_->device_count()) return Status(EINVAL, "no device " + std::to_string(device));
+  quotas_.limit_user(device, uid, bytes);
+  return {};
+}
+
+Status InodeTable::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  std::shared_ptr<Account> account;
+  {
+    const std::lock_guard lock(inode->mutex_);
+    if (bytes && inode->directory_account_ == nullptr) {
+      inode->directory_account_ = std::make_shared<Account>("the limited directory");
+    }
+    if (!bytes) inode->directory_account_ = nullptr;
+    account = inode->directory_account_;
+  }
+  if (account != nullptr) account->set_limit(*bytes);
+  quotas_.set_directory(ino, std::move(account));
+  return {};
+}
+
+Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
+  inode->directory_account_ = std::move(account);
   return {};
 }
 
@@ -373,6 +419,30 @@ InodeTable::Counts InodeTable::counts() const {
   counts.orphans = orphans_.size();
   counts.metadata_bytes = metadata_.load();
   return counts;
+}
+
+std::vector<std::shared_ptr<Inode>> InodeTable::busiest(std::size_t most) const {
+  struct Moved {
+    std::uint64_t recently;
+    std::uint64_t ever;
+    const std::shared_ptr<Inode>* inode;
+  };
+  const auto more = [](const Moved& a, const Moved& b) {
+    return std::tie(a.recently, a.ever) > std::tie(b.recently, b.ever);
+  };
+  std::vector<Moved> moved;
+  std::vector<std::shared_ptr<Inode>> found;
+  const std::shared_lock lock(inodes_mutex_);
+  for (const auto& [ino, inode] : inodes_) {
+    if (inode->buffer() == nullptr) continue;
+    observe::FileActivity& activity = inode->buffer()->activity();
+    const std::uint64_t ever = activity.bytes(observe::Flow::kIn) + activity.bytes(observe::Flow::kOut);
+    if (ever > 0) moved.push_back({activity.take_recent(), ever, &inode});
+  }
+  const auto middle = moved.begin() + static_cast<std::ptrdiff_t>(std::min(most, moved.size()));
+  std::partial_sort(moved.begin(), middle, moved.end(), more);
+  for (auto one = moved.begin(); one != middle; ++one) found.push_back(*one->inode);
+  return found;
 }
 
 }  // namespace gpufs::fuse

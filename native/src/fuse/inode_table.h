@@ -11,8 +11,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "base/status.h"
 #include "fuse/attributes.h"
@@ -21,6 +23,7 @@
 #include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
 #include "fuse/open_files.h"
+#include "fuse/quotas.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 
@@ -40,6 +43,9 @@ class Inode {
 
   // Whether the CPU can read the buffer's memory in place.
   [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !replaced_.load(std::memory_order_acquire); }
+
+  // Of the limited directory that it is in; null: none.
+  [[nodiscard]] std::shared_ptr<Account> directory_account() const;
 
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
@@ -81,11 +87,12 @@ class Inode {
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
 
-  // Guards all below. InodeTable::orphan_mutex_ may be taken under it, nothing else.
+  // Guards all below. InodeTable::orphan_mutex_ and the mutex of a Charge may be taken under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
-  std::uint64_t charged_ = 0;                     // of the table's metadata
+  std::shared_ptr<Account> directory_account_;
+  std::uint64_t charged_ = 0;  // of the table's metadata
   std::uint32_t open_files_ = 0;
   std::uint32_t open_writers_ = 0;  // of them, those open for writing
   std::uint32_t writers_ever_ = 0;  // how often it was opened for writing
@@ -106,9 +113,10 @@ class InodeTable {
   static constexpr std::uint64_t kNameBytes = 512;
 
   // metadata_limit: bytes of memory that names and attributes may take together; above that is ENOSPC.
-  // executor: frees memory, and is stopped before the table goes.
-  InodeTable(std::shared_ptr<BufferSource> source, Executor& executor, std::uint64_t metadata_limit = kNoMetadataLimit)
-      : source_(std::move(source)), executor_(executor), metadata_limit_(metadata_limit) {}
+  // executor: frees memory, and is stopped before the table goes. user_limit: as Quotas().
+  InodeTable(std::shared_ptr<BufferSource> source, Executor& executor, std::uint64_t metadata_limit = kNoMetadataLimit,
+             std::uint64_t user_limit = Account::kNoLimit)
+      : source_(std::move(source)), executor_(executor), metadata_limit_(metadata_limit), quotas_(user_limit) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
@@ -142,6 +150,15 @@ class InodeTable {
   }
   [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_limit_; }
 
+  // EINVAL: no such device. nullopt: as for users without a limit of their own.
+  Status limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);
+  // Gives a directory an account with this limit, or changes that; nullopt: it has none any more. What is added to a
+  // directory later is charged to the directory's account. ENOENT if unknown.
+  Status limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes);
+  // Charges an inode, and what is added to it later, to the account of a directory (null: to none). ENOENT if unknown.
+  Status charge_to(std::uint64_t ino, std::shared_ptr<Account> account);
+  [[nodiscard]] const Quotas& quotas() const { return quotas_; }
+
   // Gives a new and empty file another buffer, for good, as if it were changed now. Only for a file that was created by
   // opening it for writing, and that nobody else has opened for writing since: whoever has that descriptor has created
   // the file. EBUSY otherwise, ENOENT and EINVAL as ever.
@@ -169,6 +186,9 @@ class InodeTable {
   };
   [[nodiscard]] Counts counts() const;
 
+  // At most `most` files whose bytes have been moved, those with the most bytes since the last call first.
+  [[nodiscard]] std::vector<std::shared_ptr<Inode>> busiest(std::size_t most) const;
+
  private:
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
@@ -183,6 +203,7 @@ class InodeTable {
   const std::shared_ptr<BufferSource> source_;
   Executor& executor_;
   const std::uint64_t metadata_limit_;
+  Quotas quotas_;
   std::atomic<std::uint64_t> metadata_{0};
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};

@@ -51,7 +51,7 @@ class LongRequests {
                          int refusal, Cancellation& cancellation) mutable -> std::optional<Executor::TimePoint> {
                        if (refusal == 0 && cancellation.requested()) refusal = EINTR;
                        try {
-                         if (refusal != 0) {
+                         if (refusal != 0 && refusal != ENOSPC) {  // that comes at the deadline of a parked job
                            reply.error(refusal);
                          } else if constexpr (std::is_void_v<decltype(body(cancellation, reply))>) {
                            body(cancellation, reply);
@@ -72,7 +72,8 @@ class LongRequests {
   }
 
   // The same for what needs memory. attempt(cancellation, responder) returns 0 when it has answered, else the errno to
-  // answer with. After ENOSPC it is tried again when memory of removed files comes back, as long as there is any.
+  // answer with. After ENOSPC and EDQUOT it is tried again when memory of removed files comes back, as long as there is
+  // any, and a last time at the end of the patience.
   template <typename Attempt>
   void run_with_space(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt) {
     run(lane, subject, std::move(responder),
@@ -81,7 +82,7 @@ class LongRequests {
          waited = false](Cancellation& cancellation, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
           const std::uint64_t noted = executor_.freed_count();
           const int error = attempt(cancellation, reply);
-          if (error == ENOSPC && !cancellation.requested()) {
+          if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
             if (!std::exchange(waited, true)) count(statistics_.space_waits);
             if (table_.orphan_bytes(device) > 0 || executor_.freed_count() != noted) return deadline;
           }

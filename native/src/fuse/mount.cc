@@ -42,6 +42,7 @@ TransportOptions transport_options(const MountOptions& options) {
   return {.reader_threads = options.reader_threads,
           .payload_bytes = max_write_of(options),
           .spin = options.reader_spin,
+          .rings = options.rings,
           .pin_hooks = options.pin_hooks};
 }
 
@@ -105,7 +106,8 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
              const MountOptions& options)
     : ended_(std::move(ended)),
       executor_(limits_of(options)),
-      table_(std::move(source), executor_, metadata_limit_of(options)),
+      table_(std::move(source), executor_, metadata_limit_of(options),
+             options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       transport_(std::move(device), transport_options(options), statistics_),
       long_requests_(table_, executor_, statistics_, options.space_patience),
       notifier_(transport_, executor_, statistics_),
@@ -180,7 +182,7 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
-  Responder responder(transport_, request.header.unique, opcode);
+  Responder responder(transport_, request.header.unique, opcode, request.entry);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));
   }

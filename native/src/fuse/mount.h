@@ -35,8 +35,10 @@ struct MountOptions {
   std::size_t worker_threads = 0;    // most for one device; 0: default
   std::uint32_t max_write = 0;       // page multiple; 0: default
   std::uint64_t mask_flags = 0;      // INIT flags treated as not offered
+  bool rings = false;                // FUSE over io_uring where the kernel allows it
   double attribute_timeout = 1.0;    // seconds
   std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit
+  std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
   // How long a write that finds the device full waits for memory of removed files to come back.
   std::chrono::milliseconds space_patience{3000};
   PinHooks pin_hooks;

@@ -18,14 +18,15 @@ static_assert(kWriteHeaderBytes <= kPage);
 
 }  // namespace
 
-Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const PinHooks* hooks) {
+Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const PinHooks* hooks, bool populated) {
   const std::size_t bytes = kPage + round_up(payload_bytes, kPage);
-  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  const int populate = populated ? MAP_POPULATE : MAP_NORESERVE;
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | populate, -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "memory for requests");
   // A forked child must not share pages that a device reads: copy-on-write would replace them here.
   static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
   static_cast<void>(::madvise(base, bytes, MADV_DONTDUMP));  // users' data
-  static_cast<void>(::mlock(base, bytes));                   // plain users have a limit; only speed is lost
+  if (populated) static_cast<void>(::mlock(base, bytes));    // plain users have a limit; only speed is lost
   PayloadMemory memory(static_cast<std::byte*>(base), bytes, nullptr);
   if (hooks != nullptr && hooks->pin) {
     if (Status status = hooks->pin(memory.payload().data(), memory.payload().size()); !status.ok()) return status;
@@ -48,5 +49,7 @@ std::span<std::byte> PayloadMemory::message() const {
 }
 
 std::span<std::byte> PayloadMemory::payload() const { return {base_ + kPage, bytes_ - kPage}; }
+
+std::span<std::byte> PayloadMemory::head() const { return {base_, kPage}; }
 
 }  // namespace gpufs::fuse

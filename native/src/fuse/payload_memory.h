@@ -18,8 +18,9 @@ struct PinHooks {
 
 class PayloadMemory {
  public:
-  // Populated, locked (best effort), and pinned as the hooks say. payload_bytes is rounded up to pages.
-  static Result<PayloadMemory> create(std::size_t payload_bytes, const PinHooks* hooks);
+  // payload_bytes is rounded up to pages. Memory that is used all the time is populated, locked (best effort), and pinned
+  // as the hooks say.
+  static Result<PayloadMemory> create(std::size_t payload_bytes, const PinHooks* hooks, bool populated = true);
 
   PayloadMemory(PayloadMemory&& other) noexcept;
   PayloadMemory& operator=(PayloadMemory&& other) = delete;
@@ -28,6 +29,8 @@ class PayloadMemory {
   // For a whole message: a WRITE's payload then starts on a page.
   [[nodiscard]] std::span<std::byte> message() const;
   [[nodiscard]] std::span<std::byte> payload() const;
+  // The memory before the payload.
+  [[nodiscard]] std::span<std::byte> head() const;
 
  private:
   PayloadMemory(std::byte* base, std::size_t bytes, const PinHooks* hooks)

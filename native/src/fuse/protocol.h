@@ -112,6 +112,35 @@ struct StatxOut {
   Statx stat;
 };
 
+// ---- FUSE over io_uring (kernels from 6.14) ----
+
+inline constexpr std::uint32_t kUringRegister = 1;
+inline constexpr std::uint32_t kUringCommitAndFetch = 2;
+inline constexpr std::size_t kUringCommandBytes = 80;  // of a submission entry of 128 bytes
+
+// What a submission says besides its opcode.
+struct UringCommand {
+  std::uint64_t flags;
+  std::uint64_t commit_id;
+  std::uint16_t queue;
+  std::uint8_t padding[6];
+};
+static_assert(sizeof(UringCommand) == 24);
+
+// The headers of a request or reply; the payload is in memory of its own.
+struct UringHeaders {
+  char in_out[128];     // fuse_in_header or fuse_out_header
+  char operation[128];  // the first structure of the arguments
+  struct {
+    std::uint64_t flags;
+    std::uint64_t commit_id;  // the reply repeats it
+    std::uint32_t payload_bytes;
+    std::uint32_t padding;
+    std::uint64_t reserved;
+  } entry;
+};
+static_assert(sizeof(UringHeaders) == 288);
+
 // The lowest bit of a unique number marks the INTERRUPT of the request that has it without this bit.
 inline constexpr std::uint64_t kUniqueInterruptBit = 1;
 

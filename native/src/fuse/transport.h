@@ -29,6 +29,7 @@
 #include "base/unique_fd.h"
 #include "fuse/payload_memory.h"
 #include "fuse/request.h"
+#include "fuse/rings.h"
 #include "fuse/statistics.h"
 
 namespace gpufs::fuse {
@@ -37,6 +38,7 @@ struct TransportOptions {
   std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs
   std::size_t payload_bytes = 1 << 20;  // max_write
   std::chrono::nanoseconds spin{0};     // how long a reader spins before it sleeps; not with only one CPU
+  bool rings = false;                   // io_uring where the kernel allows it
   PinHooks pin_hooks;
 };
 
@@ -46,7 +48,7 @@ class RequestHandler {
   // Serves the request or hands it on, on a thread of the transport, several at a time. Must not block on a disk, a
   // device's queue or another request.
   virtual void handle(Request& request) = 0;
-  // The connection has ended: unmounted, aborted or failed. Called at most once, on a thread of the transport.
+  // The connection has ended: unmounted, aborted or failed. Called on threads of the transport, perhaps several times.
   virtual void connection_ended() = 0;
 };
 
@@ -59,14 +61,18 @@ class Transport {
 
   // Starts reading, with one thread until initialized() reports that the INIT reply has been written.
   Status start(RequestHandler& handler);
-  void initialized() { ready_.store(true); }
+  void initialized(bool with_rings);
+  // Whether INIT may grant FUSE over io_uring.
+  [[nodiscard]] bool has_rings() const { return rings_ != nullptr; }
   // Ends the threads, whatever the state of the connection; not to be called from handle(). May be called twice.
   void stop();
   // Closes the connection; after stop(). send() and notify() return ENODEV from then on.
   void close() { device_.reset(); }
 
   // One reply; 0 or the errno of the failure (ENOENT: the kernel does not know the request, ENODEV: it is gone).
-  int send(std::uint64_t unique, int error, std::span<const iovec> body) { return write_message(unique, -error, body); }
+  int send(std::uint64_t unique, RingEntry* entry, int error, std::span<const iovec> body) {
+    return entry != nullptr ? rings_->reply(*entry, unique, error, body) : write_message(unique, -error, body);
+  }
   // One notification; may block as long as the kernel likes, so only the notification lane calls it.
   int notify(std::int32_t code, std::span<const std::byte> body);
 
@@ -110,6 +116,9 @@ class Transport {
   const PinHooks pin_hooks_;
   Statistics& statistics_;
   RequestHandler* handler_ = nullptr;  // constant once start() has been called
+  const bool wants_rings_;
+  std::unique_ptr<Rings> rings_;          // changed by start() and initialized() alone
+  std::atomic<const char*> why_no_rings_;  // a constant text
 
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};

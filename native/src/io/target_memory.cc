@@ -104,7 +104,7 @@ Status TargetMemory::allocate_step(std::unique_lock<std::mutex>& lock, std::uint
     status = allocate_data(start, end);
     lock.lock();
     if (status.ok()) allocated_end_ = end;
-    if (status.error() != ENOSPC && status.error() != EFBIG) break;
+    if (!lacks_memory(status.error()) && status.error() != EFBIG) break;
     // Smaller steps, so that a full device gets all that fits.
     const std::uint64_t half = (end - start) / 2;
     largest_step_ = half < smallest_step_ ? 0 : half;
@@ -178,7 +178,7 @@ Result<TargetMemory::Window> TargetMemory::pin_window(std::uint64_t offset, std:
   std::uint64_t to = std::min({limit, last, std::max(aligned + kWindowBytes, end)});
   lock.unlock();
   Result<Buffer::Pin> pinned = pin(from, to - from);
-  if (pinned.error() == ENOSPC) {
+  if (lacks_memory(pinned.error())) {
     // Memory around the bytes was freed, and there is no space for it any more.
     from = offset;
     to = end;

@@ -354,6 +354,11 @@ void Transfer::complete(const Chunk& chunk, const Status& status) {
   if (!chunk.hole) end_path(chunk, !status.ok() && status.error() != ECANCELED);
   const std::lock_guard lock(mutex_);
   cursor_.complete(chunk, status);
+  if (phase_ == Phase::kRunning) {  // not if it was left behind
+    const std::uint64_t prefix = cursor_.prefix();
+    counters_.advance(observe::Backend::kTransfer, flow_, prefix - counted_);
+    counted_ = prefix;
+  }
   update_wanted_locked();
 }
 
@@ -501,7 +506,8 @@ void Transfer::conclude(std::uint64_t count_reached, const Status& status, bool 
     status_ = status;
     sync_failed_ = sync_failed;
     update_wanted_locked();
-    counters_.end(observe::Backend::kTransfer, flow_, count_reached, !status.ok(), observe::now_ns() - queued_);
+    counters_.end(observe::Backend::kTransfer, flow_, count_reached, !status.ok(), observe::now_ns() - queued_,
+                  counted_);
     if (observe::trace::on()) trace_phases(count_reached, status.error());
     if (status.error() == ECANCELED) {
       count(details_.cancelled);

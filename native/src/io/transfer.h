@@ -190,6 +190,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Phase phase_ = Phase::kQueued;
   PlanCursor cursor_;
   std::uint64_t total_ = 0;
+  std::uint64_t counted_ = 0;  // bytes that the counters have
   RefusalMask refusals_ = 0;
   bool fastpath_given_up_ = false;
   int serving_ = 0;  // threads inside serve()

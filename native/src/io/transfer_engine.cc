@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <iterator>
 #include <limits>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -237,7 +238,10 @@ Status TransferEngine::check(const TransferRequest& request) {
   if (request.target.buffer() == nullptr) {
     const std::uint64_t limit = request.target.limit();
     if (request.target_offset > limit || (request.bytes != kToTheEnd && end > limit)) {
-      return Status(EINVAL, "the range leaves the device memory");
+      const std::string range = request.bytes == kToTheEnd
+                                    ? "offset " + std::to_string(request.target_offset)
+                                    : "[" + std::to_string(request.target_offset) + ", " + std::to_string(end) + ")";
+      return Status(EINVAL, range + " is outside of the device memory, which has " + std::to_string(limit) + " bytes");
     }
   } else if (load && request.target_offset > request.target.limit()) {
     return Status(EFBIG, "the range starts beyond the largest buffer");

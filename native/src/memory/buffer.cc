@@ -46,7 +46,10 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   observe::Measured taken(source.device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
   observe::Measured given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
   std::uint64_t done = 0;
-  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done);
+  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done, [&] {
+    taken.advance(done);
+    given.advance(done);
+  });
   if (done == 0 && !status.ok()) return status;
   taken.done(done);
   given.done(done);

@@ -5,6 +5,7 @@
 // On a thread that must not wait (forbid_waiting()), read(), write(), gather(), copy_from() and resize() change nothing
 // and return EAGAIN where they would have to wait for others who use the buffer. They do not reclaim memory from other
 // buffers there either, so ENOSPC may be premature.
+// EDQUOT: an account to which the memory is charged is at its limit. What is said of ENOSPC below holds for it, too.
 #pragma once
 
 #include <sys/uio.h>
@@ -13,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -20,6 +22,7 @@
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "memory/account.h"
 #include "observe/file_activity.h"
 
 namespace gpufs {
@@ -152,16 +155,22 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // EFBIG. label: what messages call the holder.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
 
+  // Who pays for bytes_held().
+  [[nodiscard]] Charge& charge() { return charge_; }
+
   // Noted by whatever moves the bytes.
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }
 
  private:
   // Whether a copy may write there; *bytes: as many as may be.
   virtual Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const = 0;
-  // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure.
+  // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure. Calls advanced()
+  // after each chunk.
   virtual Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                             const std::atomic<bool>* cancelled, std::uint64_t* done) = 0;
+                             const std::atomic<bool>* cancelled, std::uint64_t* done,
+                             const std::function<void()>& advanced) = 0;
 
+  Charge charge_;
   observe::FileActivity activity_;
 };
 

@@ -131,14 +131,17 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] SnapshotPointer current() const;
 
   // ---- extent_buffer_growth.cc: what takes memory. All need mutation_mutex_, except the first two. ----
-  // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC and others have
-  // released memory since. The caller holds no lock and no pin.
+  // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
+  // have released memory since. The caller holds no lock and no pin.
   Status retry_when_full(const std::function<Status()>& attempt);
-  bool reclaim(std::uint64_t releases_before);
+  // of_our_accounts: only from buffers that charge the same account.
+  bool reclaim(std::uint64_t releases_before, bool of_our_accounts);
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
   [[nodiscard]] SnapshotPointer make_empty_snapshot();
   void replace(SnapshotPointer next);
   void account();  // after each change of the snapshot or of preallocated_
+  // Takes memory of the device and charges it. replaced: bytes that are released in exchange.
+  Status take(const Extents& missing, std::uint64_t replaced = 0);
   Status ensure(std::uint64_t offset, std::uint64_t end, bool speculative);
   Status ensure_slot(SlabPool& slabs, std::uint64_t end);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
@@ -165,7 +168,8 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_copy.cc ----
   Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done) override;
+                     const std::atomic<bool>* cancelled, std::uint64_t* done,
+                     const std::function<void()>& advanced) override;
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,

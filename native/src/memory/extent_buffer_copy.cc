@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -33,7 +34,8 @@ Status ExtentBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const
 }
 
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                                 const std::atomic<bool>* cancelled, std::uint64_t* done) {
+                                 const std::atomic<bool>* cancelled, std::uint64_t* done,
+                                 const std::function<void()>& advanced) {
   const bool on_one_gpu = &source.device()->device() == &context_->device() && !context_->info().cpu_addressable;
   std::uint64_t chunk = on_one_gpu ? context_->copy_chunk_bytes() : kCopyChunk;
   expect(offset + bytes);
@@ -44,11 +46,12 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     const std::uint64_t before = *done;
     const std::uint64_t part = std::min(chunk, bytes - before);
     Status status = copy_chunk(source, source_offset + before, offset + before, part, done);
-    if (status.error() == ENOSPC && chunk > kCopyChunk) {
+    if (lacks_memory(status.error()) && chunk > kCopyChunk) {
       chunk = std::max(chunk / 2, kCopyChunk);  // as much as still fits
       continue;
     }
     if (!status.ok() || *done - before < part) return status;  // the source may have become shorter
+    advanced();
   }
   return {};
 }

@@ -1,7 +1,8 @@
 // What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot.
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
-// and tries again. Nothing else is given up for a caller; memory of removed files is waited for above this layer.
+// and tries again. At a limit (EDQUOT) it asks the buffers that charge the same account. Nothing else is given up for a
+// caller; memory of removed files is waited for above this layer.
 
 #include <algorithm>
 #include <bit>
@@ -24,7 +25,7 @@ namespace {
 constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
 // A growing file preallocates as much as it has, up to the most: a call of a GPU's driver costs 0.1 to 0.3 ms whatever
 // it takes, and this is 16 ms of writing at 4 GB/s. It never takes more than one part in so many of the device's free
-// memory, since releasing the unused part of a piece needs space to copy the used part to.
+// memory, since releasing the unused part of a piece needs space to copy the used part to, nor of what limits allow.
 constexpr std::uint64_t kMostPreallocated = std::uint64_t{64} << 20;
 constexpr std::uint64_t kFreeParts = 16;
 // A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of
@@ -41,18 +42,19 @@ Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt) {
   for (int number = 1;; ++number) {
     const std::uint64_t releases = context_->trim_count();
     Status status = attempt();
-    if (status.error() != ENOSPC || number == kMostAttempts || !this_thread_may_wait()) return status;
-    if (!reclaim(releases)) return status;
+    if (!lacks_memory(status.error()) || number == kMostAttempts || !this_thread_may_wait()) return status;
+    if (!reclaim(releases, status.error() == EDQUOT)) return status;
   }
 }
 
 // True once some buffer has released memory since that many had.
-bool ExtentBuffer::reclaim(std::uint64_t releases_before) {
+bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) {
   const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
   for (;;) {
     bool busy = false;
     for (const std::weak_ptr<Buffer>& listed : context_->trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
+      if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // One that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
@@ -85,7 +87,17 @@ void ExtentBuffer::account() {
   context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
   own_held_ = own;
   // The slot's slab is counted by its pool.
-  held_.store(now->slot != nullptr ? now->slot->bytes() : own, std::memory_order_release);
+  const std::uint64_t held = now->slot != nullptr ? now->slot->bytes() : own;
+  held_.store(held, std::memory_order_release);
+  charge().settle(held);
+}
+
+Status ExtentBuffer::take(const Extents& missing, std::uint64_t replaced) {
+  Status status = charge().grow(total_bytes(missing) - replaced);
+  if (!status.ok()) return status;
+  status = memory_->populate(missing);
+  if (!status.ok()) account();
+  return status;
 }
 
 // ---- growth ----
@@ -96,7 +108,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool specul
   if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
     // Without a slab the file can still have memory of its own, unless the device is full.
     Status status = ensure_slot(*slabs, end);
-    if (status.ok() || status.error() == ENOSPC || status.error() == EAGAIN) return status;
+    if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
     log_debug("a small file gets memory of its own: ", status.message());
   }
   return ensure_own(offset, end, end, speculative);
@@ -113,6 +125,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
     Status status = context_->device().copy_within(slot->address(), old->address(), old->bytes());
     if (!status.ok()) return status;
   }
+  if (Status charged = charge().grow(slot->bytes() - bytes_held()); !charged.ok()) return charged;
   replace(std::make_shared<Snapshot>(*this, slot));
   account();
   return {};
@@ -158,10 +171,10 @@ Status ExtentBuffer::grow_own(const Extents& missing, bool speculative) {
     const bool highest = end > end_of(existing) && end > end_of(preallocated_);
     const std::uint64_t more = speculative && highest ? bytes_to_preallocate(end, total_bytes(existing)) : 0;
     fresh.back().bytes += more;
-    Status status = memory_->populate(fresh);
-    if (status.error() == ENOSPC && more > 0) {
+    Status status = take(fresh);
+    if (lacks_memory(status.error()) && more > 0) {
       fresh.back().bytes -= more;
-      status = memory_->populate(fresh);
+      status = take(fresh);
     } else if (more > 0) {
       preallocated = joined(preallocated, {{end, more}});
     }
@@ -178,7 +191,8 @@ std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_
   if (!preallocates_ || existing == 0 || leased()) return 0;
   const Result<MemoryInfo> memory = context_->device().memory();
   if (!memory.ok()) return 0;
-  const std::uint64_t most = std::min(kMostPreallocated, memory.value().free_bytes / kFreeParts);
+  const std::uint64_t free = std::min(memory.value().free_bytes, charge().room());
+  const std::uint64_t most = std::min(kMostPreallocated, free / kFreeParts);
   return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
 }
 
@@ -237,7 +251,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end) {
 
 // Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
 Status ExtentBuffer::leave_slot(const Extents& missing) {
-  Status status = memory_->populate(missing);
+  Status status = take(missing, bytes_held());
   if (!status.ok()) return status;
   Exclusion exclusion(*this);
   if (!exclusion.stop_writers()) return would_wait();

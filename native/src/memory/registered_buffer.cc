@@ -162,7 +162,8 @@ Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) c
 }
 
 Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done) {
+                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done,
+                                     const std::function<void()>& advanced) {
   while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
       return Status(ECANCELED, "the copy was cancelled");
@@ -182,6 +183,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     }
     status = check_intact(use);
     if (!status.ok() || *done == before) return status;  // the source may have become shorter
+    advanced();
   }
   return {};
 }

@@ -63,7 +63,8 @@ class RegisteredBuffer : public Buffer {
 
   Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done) override;
+                     const std::atomic<bool>* cancelled, std::uint64_t* done,
+                     const std::function<void()>& advanced) override;
   // ESTALE, EPERM.
   Status check_write(std::uint64_t offset, std::uint64_t bytes) const;
   Status begin(MappingUse* use);

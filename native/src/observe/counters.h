@@ -204,12 +204,17 @@ class DeviceCounters {
   void begin(Backend backend, Flow flow) const {
     if (region_) count(region_->block(device_, backend, flow).started);
   }
-  void end(Backend backend, Flow flow, std::uint64_t bytes, bool failed, std::uint64_t nanoseconds) const {
+  // Counts bytes of an operation that has not ended, so that rates follow it. end() gets them as `counted`.
+  void advance(Backend backend, Flow flow, std::uint64_t bytes) const {
+    if (region_) count(region_->block(device_, backend, flow).bytes, bytes);
+  }
+  void end(Backend backend, Flow flow, std::uint64_t bytes, bool failed, std::uint64_t nanoseconds,
+           std::uint64_t counted = 0) const {
     if (!region_) return;
     Block& block = region_->block(device_, backend, flow);
     count(block.ended);
     if (failed) count(block.errors);
-    count(block.bytes, bytes);
+    count(block.bytes, bytes - counted);
     count(block.nanoseconds, nanoseconds);
     count(block.sizes[bucket_of(bytes)]);
     count(block.times[bucket_of(nanoseconds)]);
@@ -236,11 +241,16 @@ class Measured {
     counters_.begin(backend_, flow_);
   }
   ~Measured() {
-    if (!dismissed_) counters_.end(backend_, flow_, bytes_, failed_, now_ns() - started_);
+    if (!dismissed_) counters_.end(backend_, flow_, bytes_, failed_, now_ns() - started_, counted_);
   }
   Measured(const Measured&) = delete;
   Measured& operator=(const Measured&) = delete;
 
+  // So many bytes have been moved since the start; never fewer than at the last call.
+  void advance(std::uint64_t bytes) {
+    counters_.advance(backend_, flow_, bytes - bytes_);
+    bytes_ = counted_ = bytes;
+  }
   void done(std::uint64_t bytes) {
     bytes_ = bytes;
     failed_ = false;
@@ -257,6 +267,7 @@ class Measured {
   const Flow flow_;
   const std::uint64_t started_;
   std::uint64_t bytes_ = 0;
+  std::uint64_t counted_ = 0;  // of them, before the end
   bool failed_ = true;
   bool dismissed_ = false;
 };

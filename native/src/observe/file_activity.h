@@ -26,6 +26,11 @@ class FileActivity {
   }
   [[nodiscard]] std::uint64_t bytes(Flow flow) const { return read(&Side::bytes, flow); }
   [[nodiscard]] std::uint64_t operations(Flow flow) const { return read(&Side::operations, flow); }
+  // Bytes moved since the last call.
+  [[nodiscard]] std::uint64_t take_recent() {
+    const std::uint64_t now = bytes(Flow::kIn) + bytes(Flow::kOut);
+    return now - taken_.exchange(now, std::memory_order_relaxed);
+  }
   // A Backend's number, or kNobody.
   [[nodiscard]] std::uint8_t last() const { return last_.load(std::memory_order_relaxed); }
 
@@ -39,6 +44,7 @@ class FileActivity {
   }
 
   std::array<Side, kFlowCount> sides_;
+  Counter taken_{0};  // by take_recent()
   std::atomic<std::uint8_t> last_{kNobody};
 };
 

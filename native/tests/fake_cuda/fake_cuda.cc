@@ -39,6 +39,27 @@ int retained_contexts() {
   return count;
 }
 
+CuUuid uuid_of(int physical) {
+  CuUuid uuid{};
+  for (std::size_t at = 0; at < uuid.size(); ++at) uuid[at] = static_cast<unsigned char>(at * 17);
+  uuid[0] = static_cast<unsigned char>(0xA0 + physical);
+  return uuid;
+}
+
+std::string uuid_text(int physical) {
+  const CuUuid uuid = uuid_of(physical);
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x",
+                uuid[0], uuid[1], uuid[2], uuid[3], uuid[4], uuid[5], uuid[6], uuid[7], uuid[8], uuid[9], uuid[10],
+                uuid[11], uuid[12], uuid[13], uuid[14], uuid[15]);
+  return text.data();
+}
+
+api::Code give_uuid(CuUuid* out, int physical) {
+  *out = uuid_of(physical);
+  return api::kSuccess;
+}
+
 const char* name_of(api::Code code) {
   switch (code) {
     case api::kSuccess:
@@ -61,8 +82,9 @@ const char* name_of(api::Code code) {
 }  // namespace
 
 fake_gpu::Machine& fake_gpu::machine() {
-  static Machine* const instance = new Machine({"FAKE_CUDA_", kLargePage, 0xA0, /*piece_by_piece=*/false,
-                                                "CUDA_DEVICE_MAX_COPY_CONNECTIONS", is_fatal, current_device});
+  static Machine* const instance =
+      new Machine({"FAKE_CUDA_", kLargePage, 0xA0, /*piece_by_piece=*/false, "CUDA_VISIBLE_DEVICES", uuid_text,
+                   "CUDA_DEVICE_MAX_COPY_CONNECTIONS", is_fatal, current_device});
   return *instance;
 }
 
@@ -138,6 +160,7 @@ api::Code cuDeviceGet(CuDevice* device, int ordinal) {
 
 CALL(cuDeviceGetName, (char* name, int bytes, CuDevice device), m.device_name(name, bytes, device))
 CALL(cuDeviceGetPCIBusId, (char* text, int bytes, CuDevice device), m.pci_address(text, bytes, device))
+CALL(cuDeviceGetUuid, (CuUuid * uuid, CuDevice device), give_uuid(uuid, m.physical(device)))
 CALL(cuDeviceTotalMem_v2, (std::size_t * bytes, CuDevice /*device*/), m.total_memory(bytes))
 CALL(cuDeviceGetAttribute, (int* value, int attribute, CuDevice /*device*/), attribute_of(m.setup, attribute, value))
 CALL(cuDeviceCanAccessPeer, (int* value, CuDevice a, CuDevice b), m.can_access_peer(value, a, b))

@@ -176,11 +176,13 @@ constexpr int kHarmless = 5;  // so many blocked streams leave the hardware a qu
 
 // How the fakes differ.
 struct Vendor {
-  std::string prefix;         // of the environment's variables: "FAKE_CUDA_"
-  std::uint64_t granularity;  // of memory, as the library states it
-  unsigned first_bus;         // of the devices' PCI addresses
-  bool piece_by_piece;        // whether a call unmaps or opens one mapping alone, or several side by side
-  const char* copy_queues;    // the environment's variable for the number of queues of copies, or null
+  std::string prefix;                      // of the environment's variables: "FAKE_CUDA_"
+  std::uint64_t granularity;               // of memory, as the library states it
+  unsigned first_bus;                      // of the devices' PCI addresses
+  bool piece_by_piece;                     // whether a call unmaps or opens one mapping alone, or several side by side
+  const char* visible_devices;             // the environment's variable that chooses and orders devices
+  std::string (*uuid_text)(int physical);  // "GPU-..."
+  const char* copy_queues;                 // the environment's variable for the number of queues of copies, or null
   bool (*is_fatal)(api::Code code);
   int (*current)();  // the device current on the calling thread, -1 if none
 };
@@ -207,6 +209,20 @@ class Machine {
   // Where no test is in the same process the environment sets it up.
   explicit Machine(Vendor vendor) : vendor_(std::move(vendor)) {
     if (const char* devices = variable("DEVICES")) setup.devices = std::atoi(devices);
+    if (const char* visible = std::getenv(vendor_.visible_devices)) {
+      // As the vendors document it: the devices named, in that order, up to the first that does not exist.
+      for (const std::string& word : split(visible, ',')) {
+        int device = word.empty() || std::isdigit(static_cast<unsigned char>(word[0])) == 0 ? 0 : std::stoi(word);
+        if (word.starts_with("GPU-")) {
+          while (device < setup.devices && !vendor_.uuid_text(device).starts_with(word)) ++device;
+        } else if (word != std::to_string(device)) {
+          break;
+        }
+        if (device >= setup.devices) break;
+        visible_.push_back(device);
+      }
+      setup.devices = static_cast<int>(visible_.size());
+    }
     if (const char* tails = variable("TAIL_ACCESS")) setup.tail_access = std::atoi(tails) != 0;
     if (const char* memory = variable("MEMORY")) setup.memory_bytes = std::strtoull(memory, nullptr, 10);
     const char* queues = vendor_.copy_queues == nullptr ? nullptr : std::getenv(vendor_.copy_queues);
@@ -297,13 +313,17 @@ class Machine {
   std::atomic<api::Code>& poison(int device) { return poison_.at(static_cast<std::size_t>(device)); }
 
   api::Code device_name(char* name, int bytes, int device) const {
-    std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", device);
+    std::snprintf(name, static_cast<std::size_t>(bytes), "fake device %d", physical(device));
     return api::kSuccess;
   }
   api::Code pci_address(char* text, int bytes, int device) const {
     std::snprintf(text, static_cast<std::size_t>(bytes), "FFFF:%02X:00.0",
-                  vendor_.first_bus + static_cast<unsigned>(device));
+                  vendor_.first_bus + static_cast<unsigned>(physical(device)));
     return api::kSuccess;
+  }
+  // The number that a device has where none is hidden.
+  [[nodiscard]] int physical(int device) const {
+    return visible_.empty() ? device : visible_.at(static_cast<std::size_t>(device));
   }
   api::Code total_memory(std::size_t* bytes) const {
     *bytes = setup.memory_bytes;
@@ -457,7 +477,7 @@ class Machine {
       return api::kInvalidValue;
     }
     if (used(device) + bytes > setup.memory_bytes) return api::kOutOfMemory;
-    const int fd = ::memfd_create((kMemoryName + std::to_string(device)).c_str(), MFD_CLOEXEC);
+    const int fd = ::memfd_create((kMemoryName + std::to_string(physical(device))).c_str(), MFD_CLOEXEC);
     if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
     // Fresh memory is not zero, in every large page.
     for (std::uint64_t at = 0; at < bytes; at += kLargePage) {
@@ -501,7 +521,9 @@ class Machine {
     // The code of CUDA's driver 580 for a descriptor of something else.
     if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kUnknown;
     *handle = as<VendorsHandle>(next_handle_);
-    const int device = std::atoi(name.data() + prefix.size());
+    int device = 0;
+    const int owner = std::atoi(name.data() + prefix.size());
+    while (device < setup.devices && physical(device) != owner) ++device;
     physical_[next_handle_++] = Physical{own, device, static_cast<std::uint64_t>(bytes), false, 0, true};
     return api::kSuccess;
   }
@@ -918,6 +940,7 @@ class Machine {
   }
 
   const Vendor vendor_;
+  std::vector<int> visible_;  // physical numbers; empty: all
   std::array<std::atomic<api::Code>, kMaximumDevices> poison_{};
   std::array<std::uint64_t, kMaximumDevices> used_{};
   std::map<Handle, Physical> physical_;

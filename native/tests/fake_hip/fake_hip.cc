@@ -30,6 +30,12 @@ bool is_fatal(api::Code code) {
          code == kHipPriorLaunchFailure;
 }
 
+std::string uuid_text(int physical) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "GPU-c%d23456789abcdef", physical);
+  return text.data();
+}
+
 const char* name_of(api::Code code) {
   switch (code) {
     case api::kSuccess:
@@ -55,7 +61,8 @@ const char* name_of(api::Code code) {
 
 fake_gpu::Machine& fake_gpu::machine() {
   static Machine* const instance =
-      new Machine({"FAKE_HIP_", kPage, 0xC0, /*piece_by_piece=*/true, /*copy_queues=*/nullptr, is_fatal, read_current});
+      new Machine({"FAKE_HIP_", kPage, 0xC0, /*piece_by_piece=*/true, "HIP_VISIBLE_DEVICES", uuid_text,
+                   /*copy_queues=*/nullptr, is_fatal, read_current});
   return *instance;
 }
 
@@ -195,6 +202,11 @@ api::Code file_write(HipFileHandle handle, void* device, std::uint64_t bytes, st
 }
 #endif
 
+api::Code give_uuid(HipUuid* out, int physical) {
+  std::memcpy(out->data(), uuid_text(physical).data() + 4, out->size());  // without "GPU-"
+  return api::kSuccess;
+}
+
 int reset(const FakeGpuSetup* setup) {
   {
     const std::scoped_lock lock(fake_gpu::machine().mutex);
@@ -261,6 +273,7 @@ api::Code hipGetDeviceCount(int* count) {
 }
 
 CALL(hipDeviceGetName, (char* name, int bytes, int device), m.device_name(name, bytes, device))
+CALL(hipDeviceGetUuid, (HipUuid * uuid, int device), give_uuid(uuid, m.physical(device)))
 CALL(hipDeviceGetPCIBusId, (char* text, int bytes, int device), m.pci_address(text, bytes, device))
 CALL(hipDeviceTotalMem, (std::size_t * bytes, int /*device*/), m.total_memory(bytes))
 CALL(hipDeviceGetAttribute, (int* value, int attribute, int /*device*/),

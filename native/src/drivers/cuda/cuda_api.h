@@ -2,6 +2,8 @@
 // the build nor the import needs CUDA's own headers.
 #pragma once
 
+#include <array>
+
 #include "drivers/gpu/api.h"
 
 namespace gpufs::cuda {
@@ -13,6 +15,8 @@ using CuDevice = int;
 using CuAddress = unsigned long long;       // NOLINT(google-runtime-int): the interface says so
 using CuMemoryHandle = unsigned long long;  // NOLINT(google-runtime-int)
 using CuContext = struct CuContextObject*;
+using CuUuid = std::array<unsigned char, 16>;
+static_assert(sizeof(CuUuid) == 16);
 
 enum : api::Code {
   kCuInvalidContext = 201,

@@ -1,5 +1,7 @@
 #include "drivers/cuda/cuda_driver.h"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -21,6 +23,7 @@ class Library final : public gpu::VendorLibrary {
   // Opens the library and initialises it. ENODEV if there is none, it is too old, or it finds no working device.
   static Result<std::shared_ptr<const Library>> load(const std::string& path);
 
+  [[nodiscard]] std::string uuid(int ordinal) const override;
   [[nodiscard]] const char* software() const override { return "this NVIDIA driver"; }
   [[nodiscard]] std::string describe(api::Code code) const override;
   [[nodiscard]] bool is_fatal(api::Code code) const override;
@@ -39,6 +42,8 @@ class Library final : public gpu::VendorLibrary {
   // Optional.
   Function<api::Stream, CuAddress, std::uint32_t, unsigned> stream_wait_value;
   Function<api::Stream, CuContext*> stream_context;
+  Function<CuUuid*, CuDevice> device_uuid;      // of the whole GPU
+  Function<CuUuid*, CuDevice> device_own_uuid;  // of the MIG instance, where the device is one
 };
 
 Result<std::shared_ptr<const Library>> Library::load(const std::string& path) {
@@ -64,12 +69,30 @@ Result<std::shared_ptr<const Library>> Library::load(const std::string& path) {
   required(l.error_text, "cuGetErrorString");
   l.stream_wait_value.resolve(handle, "cuStreamWaitValue32_v2");
   l.stream_context.resolve(handle, "cuStreamGetCtx");
+  l.device_uuid.resolve(handle, "cuDeviceGetUuid");
+  l.device_own_uuid.resolve(handle, "cuDeviceGetUuid_v2");
   if (missing != nullptr) return unavailable(path + " has no " + missing + "; a newer NVIDIA driver is needed");
 
   const api::Code code = l.functions().init(0);
   if (code != api::kSuccess) return unavailable("cuInit: " + l.describe(code), code);
   gpu::watch_process_end();
   return std::shared_ptr<const Library>(std::move(library));
+}
+
+std::string Library::uuid(int ordinal) const {
+  CuUuid whole{};
+  if (!device_uuid || device_uuid(&whole, ordinal) != api::kSuccess) return "";
+  CuUuid own = whole;
+  if (device_own_uuid && device_own_uuid(&own, ordinal) != api::kSuccess) own = whole;
+  std::string text = own == whole ? "GPU" : "MIG";
+  for (std::size_t at = 0; at < own.size(); ++at) {
+    constexpr std::array<std::size_t, 5> kGroups{0, 4, 6, 8, 10};
+    if (std::find(kGroups.begin(), kGroups.end(), at) != kGroups.end()) text += '-';
+    constexpr const char* kDigits = "0123456789abcdef";
+    text += kDigits[own[at] >> 4];
+    text += kDigits[own[at] & 15];
+  }
+  return text;
 }
 
 std::string Library::describe(api::Code code) const {
@@ -100,10 +123,10 @@ bool Library::is_fatal(api::Code code) const {
 // Keeps the device's primary context, which is the one that the program's CUDA runtime uses.
 class CudaDevice final : public gpu::GpuDevice {
  public:
-  static Result<std::shared_ptr<GpuDevice>> open(const std::shared_ptr<const Library>& library, int index,
+  static Result<std::shared_ptr<GpuDevice>> open(const std::shared_ptr<const Library>& library, int index, int ordinal,
                                                  const DriverOptions& options) {
     CuDevice device = 0;
-    const api::Code code = library->device_get(&device, index);
+    const api::Code code = library->device_get(&device, ordinal);
     if (code != api::kSuccess) {
       return Status{ENODEV, "gpu " + std::to_string(index) + ": cuDeviceGet: " + library->describe(code), code};
     }
@@ -243,9 +266,10 @@ Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& path, c
   if (code != gpu::api::kSuccess) {
     return cuda::unavailable("cuDeviceGetCount: " + library->describe(code), code);
   }
-  if (found == 0) return cuda::unavailable("the driver shows no device");
-  return gpu::open_devices("cuda", found, options,
-                           [&](int index) { return cuda::CudaDevice::open(library, index, options); });
+  if (found == 0) return cuda::unavailable("the driver shows no device (does CUDA_VISIBLE_DEVICES hide them?)");
+  return gpu::open_devices("cuda", *library, found, options, [&](int index, int ordinal) {
+    return cuda::CudaDevice::open(library, index, ordinal, options);
+  });
 }
 
 Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address) {
@@ -258,7 +282,8 @@ Result<std::shared_ptr<Device>> open_cuda_device_from(const std::string& path, c
   const std::shared_ptr<const cuda::Library> library = loaded.take();
   Result<int> ordinal = gpu::find_device(*library, pci_address, "CUDA_VISIBLE_DEVICES");
   if (!ordinal.ok()) return ordinal.status();
-  Result<std::shared_ptr<gpu::GpuDevice>> device = cuda::CudaDevice::open(library, ordinal.value(), {});
+  Result<std::shared_ptr<gpu::GpuDevice>> device =
+      cuda::CudaDevice::open(library, ordinal.value(), ordinal.value(), {});
   if (!device.ok()) return device.status();
   return std::shared_ptr<Device>(device.take());
 }

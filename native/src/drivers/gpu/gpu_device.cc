@@ -12,6 +12,7 @@
 #include <typeinfo>
 
 #include "base/log.h"
+#include "drivers/gpu/choose_devices.h"
 #include "drivers/gpu/descriptor_memory.h"
 #include "drivers/gpu/imported_memory.h"
 #include "drivers/gpu/ipc_memory.h"
@@ -60,17 +61,13 @@ int numa_node_of(const std::string& pci_address) {
 
 // ---- opening ----
 
-Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
-                                             const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open) {
-  if (options.devices < 0) return Status{EINVAL, std::string(driver) + ": the number of devices cannot be negative"};
-  if (options.devices > found) {
-    return Status{ENODEV, std::string(driver) + ": " + std::to_string(options.devices) +
-                              " devices asked for, but there are " + std::to_string(found)};
-  }
-  const int count = options.devices != 0 ? options.devices : found;
+Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
+                                             const DriverOptions& options, const OpenDevice& open) {
+  Result<std::vector<int>> chosen = choose_devices(driver, library, found, options);
+  if (!chosen.ok()) return chosen.status();
   std::vector<std::shared_ptr<GpuDevice>> devices;
-  for (int index = 0; index < count; ++index) {
-    Result<std::shared_ptr<GpuDevice>> device = open(index);
+  for (int ordinal : chosen.value()) {
+    Result<std::shared_ptr<GpuDevice>> device = open(static_cast<int>(devices.size()), ordinal);
     if (!device.ok()) return device.status();
     devices.push_back(device.take());
     devices.back()->spares_.set_patience(options.keep_freed);
@@ -125,6 +122,7 @@ Status GpuDevice::describe(int index) {
   info_.pci_address = text.data();
   // The kernel writes "ffff:a0:00.0".
   for (char& letter : info_.pci_address) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  info_.uuid = library_->uuid(ordinal_);
   info_.numa_node = numa_node_of(info_.pci_address);
 
   std::size_t total = 0;
@@ -360,11 +358,10 @@ Status GpuDevice::run(Queue queue) {
   return status.ok() ? work.finish() : status;
 }
 
-void GpuDevice::synchronize() {
+Status GpuDevice::try_synchronize() {
   const Current current(*this);
-  if (current.status().ok() && functions().synchronize) {
-    (void)check(functions().synchronize.symbol(), functions().synchronize());
-  }
+  if (!current.status().ok() || !functions().synchronize) return current.status();
+  return check(functions().synchronize.symbol(), functions().synchronize());
 }
 
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {

@@ -24,6 +24,10 @@
 
 namespace gpufs::gpu {
 
+class GpuDevice;
+// Opens the device with this ordinal in the vendor's calls, as the index-th of the driver.
+using OpenDevice = std::function<Result<std::shared_ptr<GpuDevice>>(int index, int ordinal)>;
+
 class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> {
  public:
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
@@ -39,7 +43,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
-  void synchronize() override;
+  void synchronize() override { static_cast<void>(try_synchronize()); }
+  // The same. It fails while the program captures a graph.
+  Status try_synchronize();
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
@@ -135,9 +141,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   std::string plain_reason_;
 
  private:
-  friend Result<std::unique_ptr<Driver>> open_devices(
-      const char* driver, int found, const DriverOptions& options,
-      const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
+  friend Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
+                                                      const DriverOptions& options, const OpenDevice& open);
 
   template <typename Queue>
   Status run(Queue queue);
@@ -206,9 +211,9 @@ class SynchronousWork {
   bool finished_ = false;
 };
 
-// The driver of the first of `found` devices, as many as the options want; open() opens one. EINVAL, ENODEV.
-Result<std::unique_ptr<Driver>> open_devices(const char* driver, int found, const DriverOptions& options,
-                                             const std::function<Result<std::shared_ptr<GpuDevice>>(int index)>& open);
+// The driver of those of `found` devices that the options choose. EINVAL, ENXIO.
+Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
+                                             const DriverOptions& options, const OpenDevice& open);
 
 // The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by
 // which users hide devices from a process.

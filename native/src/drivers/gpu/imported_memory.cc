@@ -1,7 +1,11 @@
 #include "drivers/gpu/imported_memory.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <iterator>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/math.h"
 
@@ -24,35 +28,67 @@ Result<std::unique_ptr<ImportedRange>> ImportedMemory::create(std::shared_ptr<Gp
   return std::unique_ptr<ImportedRange>(new ImportedMemory(std::move(device), base, capacity, writable));
 }
 
-ImportedMemory::~ImportedMemory() {
-  // Tensors are freed while kernels that read them are still queued, and unmapping does not wait for those.
-  device_->synchronize();
-  const Current current(*device_);
-  const Functions& functions = device_->functions();
-  // Failures have no remedy: the driver then keeps the addresses and the memory until the process ends.
-  if (!device_->spans_pieces() || (bytes() > 0 && functions.memory_unmap(base_, bytes()) != api::kSuccess)) {
-    for (const auto& [offset, bytes] : pieces_) functions.memory_unmap(base_ + offset, bytes);
+struct ImportedMemory::Kept {
+  std::mutex mutex;  // guards all below
+  std::vector<Mapped> mapped;
+
+  static Kept& instance() {
+    static Kept& one = *new Kept;  // never destroyed: the process's end releases all
+    return one;
   }
-  functions.address_free(base_, capacity_);
+};
+
+ImportedMemory::~ImportedMemory() {
+  Kept& kept = Kept::instance();
+  std::vector<Mapped> ended;
+  {
+    const std::lock_guard lock(kept.mutex);
+    const auto others = std::partition(kept.mapped.begin(), kept.mapped.end(),
+                                       [&](const Mapped& one) { return one.device != mapped_.device; });
+    std::move(others, kept.mapped.end(), std::back_inserter(ended));
+    kept.mapped.erase(others, kept.mapped.end());
+  }
+  ended.push_back(std::move(mapped_));
+  GpuDevice& device = *ended.back().device;
+  // Tensors are freed while kernels that read them are still queued, and unmapping does not wait for those. While the
+  // program captures a graph, waiting is impossible: then it is left to the next mapping of the device that ends.
+  if (!device.try_synchronize().ok() && device.health().ok()) {
+    const std::lock_guard lock(kept.mutex);
+    std::move(ended.begin(), ended.end(), std::back_inserter(kept.mapped));
+    return;
+  }
+  for (const Mapped& one : ended) one.unmap();
+}
+
+void ImportedMemory::Mapped::unmap() const {
+  const Current current(*device);
+  const Functions& functions = device->functions();
+  const std::uint64_t end = pieces.empty() ? 0 : pieces.rbegin()->first + pieces.rbegin()->second;
+  // Failures have no remedy: the driver then keeps the addresses and the memory until the process ends.
+  if (!device->spans_pieces() || (end > 0 && functions.memory_unmap(base, end) != api::kSuccess)) {
+    for (const auto& [offset, bytes] : pieces) functions.memory_unmap(base + offset, bytes);
+  }
+  functions.address_free(base, capacity);
 }
 
 Status ImportedMemory::map(const ExportedMemory& piece) {
-  const Current current(*device_);
+  GpuDevice& device = *mapped_.device;
+  const Current current(device);
   if (!current.status().ok()) return current.status();
-  const Functions& functions = device_->functions();
+  const Functions& functions = device.functions();
   PhysicalHandle handle = 0;
-  Status status = device_->import_physical(piece.descriptor.get(), &handle);
+  Status status = device.import_physical(piece.descriptor.get(), &handle);
   if (!status.ok()) return status;
-  const DeviceAddress address = base_ + piece.offset;
-  status = device_->map(address, piece.bytes, handle);
+  const DeviceAddress address = mapped_.base + piece.offset;
+  status = device.map(address, piece.bytes, handle);
   functions.memory_release(handle);  // the mapping holds the memory
   if (!status.ok()) return status;
-  status = device_->allow_own(address, piece.bytes, writable_);
+  status = device.allow_own(address, piece.bytes, writable_);
   if (!status.ok()) {
     functions.memory_unmap(address, piece.bytes);
     return status;
   }
-  pieces_.emplace(piece.offset, piece.bytes);
+  mapped_.pieces.emplace(piece.offset, piece.bytes);
   return {};
 }
 

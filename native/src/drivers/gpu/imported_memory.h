@@ -19,19 +19,28 @@ class ImportedMemory final : public ImportedRange {
   ImportedMemory(const ImportedMemory&) = delete;
   ImportedMemory& operator=(const ImportedMemory&) = delete;
 
-  [[nodiscard]] DeviceAddress base() const override { return base_; }
-  [[nodiscard]] std::uint64_t capacity() const override { return capacity_; }
+  [[nodiscard]] DeviceAddress base() const override { return mapped_.base; }
+  [[nodiscard]] std::uint64_t capacity() const override { return mapped_.capacity; }
 
  private:
+  // Addresses, and the pieces that are mapped there.
+  struct Mapped {
+    std::shared_ptr<GpuDevice> device;
+    DeviceAddress base;
+    std::uint64_t capacity;
+    std::map<std::uint64_t, std::uint64_t> pieces;  // bytes by offset
+
+    void unmap() const;
+  };
+  // Mappings that could not be unmapped yet, of all devices.
+  struct Kept;
+
   ImportedMemory(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t capacity, bool writable)
-      : device_(std::move(device)), base_(base), capacity_(capacity), writable_(writable) {}
+      : mapped_{std::move(device), base, capacity, {}}, writable_(writable) {}
   Status map(const ExportedMemory& piece) override;
 
-  const std::shared_ptr<GpuDevice> device_;
-  const DeviceAddress base_;
-  const std::uint64_t capacity_;
+  Mapped mapped_;
   const bool writable_;
-  std::map<std::uint64_t, std::uint64_t> pieces_;  // bytes by offset
 };
 
 }  // namespace gpufs::gpu

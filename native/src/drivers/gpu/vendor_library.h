@@ -113,6 +113,8 @@ class VendorLibrary {
   [[nodiscard]] const Functions& functions() const { return functions_; }
   [[nodiscard]] bool has_virtual_memory() const { return has_virtual_memory_; }
 
+  // A device's identity as the vendor's tools print it: "GPU-4f3e...". Empty if the library reports none.
+  [[nodiscard]] virtual std::string uuid(int ordinal) const = 0;
   // What messages call the vendor's software: "this NVIDIA driver".
   [[nodiscard]] virtual const char* software() const = 0;
   // "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory".

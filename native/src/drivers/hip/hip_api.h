@@ -2,6 +2,7 @@
 // that neither the build nor the import needs ROCm's own headers.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "drivers/gpu/api.h"
@@ -12,6 +13,8 @@ namespace api = gpu::api;
 
 // As the runtime's binary interface has them on 64-bit Linux. A device is its ordinal.
 using HipMemoryHandle = struct HipMemoryHandleObject*;
+using HipUuid = std::array<char, 16>;  // 16 hexadecimal digits as text
+static_assert(sizeof(HipUuid) == 16);
 
 enum : api::Code {
   kHipPriorLaunchFailure = 53,

@@ -77,9 +77,9 @@ bool ranges_grow(const std::shared_ptr<gpu::GpuDevice>& device) {
 
 class HipDevice final : public gpu::GpuDevice {
  public:
-  static Result<std::shared_ptr<GpuDevice>> open(const std::shared_ptr<const Library>& library, int index,
+  static Result<std::shared_ptr<GpuDevice>> open(const std::shared_ptr<const Library>& library, int index, int ordinal,
                                                  const DriverOptions& options) {
-    std::shared_ptr<HipDevice> opened(new HipDevice(library, index, options));
+    std::shared_ptr<HipDevice> opened(new HipDevice(library, ordinal, options));
     Status status = opened->describe(index);
     // The runtime has no name for chips that its tables do not know.
     if (opened->info_.name.empty()) opened->info_.name = "AMD GPU";
@@ -230,8 +230,9 @@ Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::stri
     return Status{ENODEV, "hip is not available: no device: " + library->name() + " shows none" + hip::kernel_side(),
                   code};
   }
-  return gpu::open_devices("hip", found, options,
-                           [&](int index) { return hip::HipDevice::open(library, index, options); });
+  return gpu::open_devices("hip", *library, found, options, [&](int index, int ordinal) {
+    return hip::HipDevice::open(library, index, ordinal, options);
+  });
 }
 
 Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address) {
@@ -248,7 +249,8 @@ Result<std::shared_ptr<Device>> open_hip_device_from(const std::vector<std::stri
   // Memory that was exported is virtual memory, however this process would take its own.
   DriverOptions options;
   options.hip_memory = HipMemory::kVirtual;
-  Result<std::shared_ptr<gpu::GpuDevice>> device = hip::HipDevice::open(library, ordinal.value(), options);
+  Result<std::shared_ptr<gpu::GpuDevice>> device =
+      hip::HipDevice::open(library, ordinal.value(), ordinal.value(), options);
   if (!device.ok()) return device.status();
   return std::shared_ptr<Device>(device.take());
 }

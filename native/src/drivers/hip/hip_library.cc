@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <string_view>
 
@@ -73,6 +75,7 @@ Status Library::resolve(void* handle) {
   pointer_attributes.resolve(handle, "hipPointerGetAttributes");
   stream_wait_value.resolve(handle, "hipStreamWaitValue32");
   stream_device.resolve(handle, "hipStreamGetDevice");
+  device_uuid.resolve(handle, "hipDeviceGetUuid");
   symbol_address_.resolve(handle, "hipGetProcAddress");
 
   Function<int*> runtime_version;
@@ -104,6 +107,14 @@ void* Library::find_hidden(const char* symbol) const {
 bool Library::moves_files() const {
   return ::access(kKernelDriver, R_OK | W_OK) == 0 && find_hidden(kFileRead) != nullptr &&
          find_hidden(kFileWrite) != nullptr;
+}
+
+std::string Library::uuid(int ordinal) const {
+  HipUuid text{};
+  if (!device_uuid || device_uuid(&text, ordinal) != api::kSuccess) return "";
+  // Chips without a number of their own have another text.
+  const bool hexadecimal = std::all_of(text.begin(), text.end(), [](unsigned char one) { return std::isxdigit(one); });
+  return hexadecimal ? "GPU-" + std::string(text.begin(), text.end()) : "";
 }
 
 std::string Library::describe(api::Code code) const {

@@ -38,6 +38,7 @@ class Library final : public gpu::VendorLibrary {
   // Whether it has the calls for files, and this process may use the kernel's driver.
   [[nodiscard]] bool moves_files() const;
 
+  [[nodiscard]] std::string uuid(int ordinal) const override;
   [[nodiscard]] const char* software() const override { return "this version of ROCm"; }
   [[nodiscard]] std::string describe(api::Code code) const override;
   // Not kUnknown, which the runtime returns for many harmless failures.
@@ -51,6 +52,7 @@ class Library final : public gpu::VendorLibrary {
   Function<HipPointerAttributes*, DeviceAddress> pointer_attributes;
   Function<api::Stream, DeviceAddress, std::uint32_t, unsigned, std::uint32_t> stream_wait_value;
   Function<api::Stream, int*> stream_device;
+  Function<HipUuid*, int> device_uuid;
 
  private:
   Status resolve(void* handle);

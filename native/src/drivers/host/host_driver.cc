@@ -15,6 +15,9 @@ constexpr int kMaximumDevices = 64;
 }  // namespace
 
 Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
+  if (!options.chosen.empty()) {
+    return Status(EINVAL, "the host driver simulates devices: say how many, not which");
+  }
   const int count = options.devices == 0 ? 1 : options.devices;
   if (count < 0 || count > kMaximumDevices) {
     return Status(EINVAL, "the host driver simulates 1 to " + std::to_string(kMaximumDevices) + " devices, not " +

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from math import isinf
 from typing import Any, NoReturn
 
+from gpufs.formats import FormatError
+
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 # What publish() aligns the tensors' bytes to.
 DATA_ALIGNMENT = 4096
+# Readers allow no gaps between tensors, so publish() fills those in a pool by tensors with such names.
+PADDING_NAME = "gpufs.padding."
 _MAX_NUMBER = 2**64 - 1
 _FIELDS = ("dtype", "shape", "data_offsets")
 _METADATA = "__metadata__"
@@ -45,12 +49,8 @@ BITS = {
 }
 
 
-class FormatError(ValueError):
-    """The file is not a valid safetensors file, or its index does not describe its files."""
-
-
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor as the header describes it: bytes [start, end) after the header."""
 
     dtype: str
@@ -63,7 +63,7 @@ class Entry:
 class Header:
     """A valid header: the tensors ordered by offset, and the file's metadata."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     metadata: dict[str, str] | None
 
 
@@ -148,7 +148,7 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON value")
 
 
-def _parse_entry(name: str, value: Any) -> Entry:
+def _parse_entry(name: str, value: Any) -> HeaderEntry:
     if type(value) is not dict or any(field not in value for field in _FIELDS):
         raise FormatError(f"tensor {name!r} needs the fields {', '.join(_FIELDS)}")
     dtype, shape, offsets = (value[field] for field in _FIELDS)
@@ -158,14 +158,14 @@ def _parse_entry(name: str, value: Any) -> Entry:
         raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 64-bit numbers")
     if not _is_numbers(offsets) or len(offsets) != 2:
         raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 64-bit numbers")
-    return Entry(dtype, tuple(shape), *offsets)
+    return HeaderEntry(dtype, tuple(shape), *offsets)
 
 
 def _is_numbers(value: Any) -> bool:
     return type(value) is list and all(type(number) is int and number <= _MAX_NUMBER for number in value)
 
 
-def _tensor_bytes(name: str, entry: Entry) -> int:
+def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
     count = 1
     for extent in entry.shape:
         count *= extent
@@ -179,13 +179,18 @@ def _tensor_bytes(name: str, entry: Entry) -> int:
     return bits // 8
 
 
-def build_header(entries: Iterable[tuple[str, Entry]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned."""
+def build_header(entries: Iterable[tuple[str, HeaderEntry]], metadata: Mapping[str, str], *, size: int = 0) -> bytes:
+    """Returns the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
+
+    size: how many bytes these are, if that is given. ValueError if the header is longer.
+    """
     fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for name, entry in entries:
         fields[name] = dict(zip(_FIELDS, (entry.dtype, entry.shape, (entry.start, entry.end)), strict=True))
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
+    if size and LENGTH_BYTES + len(text) > size:
+        raise ValueError(f"the header has {LENGTH_BYTES + len(text)} bytes; there is space for {size}")
+    text += b" " * (size - LENGTH_BYTES - len(text) if size else -(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

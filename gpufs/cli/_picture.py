@@ -1,0 +1,143 @@
+"""What `gpufs top` draws: the lines of one picture."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpufs.cli._activity import Reading, copy_key, file_key, rate
+from gpufs.cli._errors import printable
+from gpufs.cli._output import age_text, bytes_text, rate_text, table_lines
+
+_BAR: Final = 20
+_MOST: Final = 12  # rows of a section, except for the devices
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line. ``heading``: it names what follows."""
+
+    text: str
+    heading: bool = False
+
+
+def draw(now: Sequence[Reading], before: Sequence[Reading]) -> list[Line]:
+    """The picture of the mounts; rates are between the two readings."""
+    earlier = {reading.mountpoint: reading for reading in before}
+    pairs = [(reading, earlier.get(reading.mountpoint)) for reading in now]
+    sections = [
+        _section(_DEVICE_HEADERS, _devices(pairs), {1, 3, 4, 5, 6, 7}, len(now) * 1000),
+        _section(_COPY_HEADERS, _copies(pairs), {3, 4, 5}),
+        _section(_FILE_HEADERS, _files(pairs), {1, 2, 3}),
+        _section(_LEASE_HEADERS, _leases(now), {3, 4}),
+        [Line(printable(f"{one.mountpoint}: {one.error.strerror}")) for one in now if one.error is not None],
+    ]
+    lines = [Line(f"gpufs top   {time.strftime('%H:%M:%S')}   {_counted(now)}")]
+    for section in filter(None, sections):
+        lines += [Line(""), *section]
+    return lines
+
+
+def _counted(now: Sequence[Reading]) -> str:
+    counts = (
+        (len(now), "mount", "mounts"),
+        (sum(len(one.devices) for one in now), "device", "devices"),
+        (sum(len(one.copies) for one in now), "copy", "copies"),
+        (sum(len(one.leases) for one in now), "lease", "leases"),
+    )
+    return ", ".join(f"{number} {one if number == 1 else many}" for number, one, many in counts)
+
+
+def _section(headers: Sequence[str], rows: list[tuple[str, ...]], right: set[int], most: int = _MOST) -> list[Line]:
+    if not rows:
+        return []
+    title, *lines = table_lines(headers, rows[:most], frozenset(right))
+    left = [Line(f"... and {len(rows) - most} more")] if len(rows) > most else []
+    return [Line(title, heading=True), *map(Line, lines), *left]
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else rate_text(value)
+
+
+def _bar(share: float) -> str:
+    full = min(max(round(share * _BAR), 0), _BAR)
+    return f"[{'|' * full}{' ' * (_BAR - full)}]"
+
+
+_Pairs = Sequence[tuple[Reading, Reading | None]]
+_DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "IS")
+_COPY_HEADERS: Final = ("COPY TO", "FROM", "", "DONE", "RATE", "LEFT", "PROGRAM")
+_FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "READ", "WRITE")
+_LEASE_HEADERS: Final = ("LEASE", "PROGRAM", "MODE", "SIZE", "AGE")
+
+
+def _devices(pairs: _Pairs) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{now.mountpoint.rstrip('/')}/{device['name']}",
+            bytes_text(device["held_bytes"]),
+            _bar(device["held_bytes"] / device["total_bytes"] if device["total_bytes"] else 0.0),
+            bytes_text(device["free_bytes"]),
+            bytes_text(device["total_bytes"]),
+            _rate(rate(now, before, (device["name"], "out"))),
+            _rate(rate(now, before, (device["name"], "in"))),
+            str(device["files"]),
+            device["health"],
+            device["description"] or "-",
+        )
+        for now, before in pairs
+        for device in now.devices
+    ]
+
+
+def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
+    rows = []
+    for now, before in pairs:
+        for copy in now.copies:
+            speed = rate(now, before, copy_key(copy))
+            share = copy["moved"] / copy["total"] if copy["total"] else 0.0
+            rows.append(
+                (
+                    copy["destination"] or "?",
+                    copy["source"] or "?",
+                    _bar(share),
+                    f"{min(share, 1.0):.0%} of {bytes_text(copy['total'])}",
+                    _rate(speed),
+                    age_text((copy["total"] - copy["moved"]) / speed) if speed else "-",
+                    _program(copy),
+                )
+            )
+    return rows
+
+
+def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
+    """Those that have been read or written between the readings, the busiest first."""
+    found: list[tuple[float, tuple[str, ...]]] = []
+    for now, before in pairs:
+        for one in now.files:
+            speeds = [rate(now, before, file_key(one, flow)) for flow in ("out", "in")]
+            total = sum(filter(None, speeds))
+            if total:
+                name = one["path"] if one["path"] is not None else f"(removed file, inode {one['inode']})"
+                path = f"{now.mountpoint.rstrip('/')}/{name}"
+                found.append((total, (path, bytes_text(one["size"]), *map(_rate, speeds))))
+    return [row for _, row in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _leases(now: Sequence[Reading]) -> list[tuple[str, ...]]:
+    return [
+        (
+            lease["path"],
+            _program(lease),
+            lease["mode"] + (" copy" if lease["private"] else ""),
+            bytes_text(lease["bytes"]),
+            age_text(time.time() - lease["since"]),
+        )
+        for reading in now
+        for lease in reading.leases
+    ]
+
+
+def _program(one: dict[str, Any]) -> str:
+    return f"{one['program'] or 'a program'} ({one['pid']})"

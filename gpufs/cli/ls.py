@@ -1,0 +1,163 @@
+"""gpufs ls: files with the memory that they hold and the programs that use them."""
+
+import os
+import pwd
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from gpufs import mounting
+from gpufs.cli import _leases, _mounts
+from gpufs.cli._errors import Failure, complain
+from gpufs.cli._knobs import knob_options, settings
+from gpufs.cli._main import complete_files
+from gpufs.cli._output import age_text, bytes_text, json_text, table
+
+_BLOCK = 512  # unit of st_blocks
+
+
+@click.command(name="ls")
+@click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
+@click.option("-r", "-R", "--recursive", is_flag=True, help="List the files of all directories below, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each file, in bytes.")
+@knob_options("ls")
+def command(paths: tuple[str, ...], recursive: bool, as_json: bool, **arguments: Any) -> None:
+    """List files on mounts: device, size, memory held, leases, last use and owner.
+
+    Of the given PATHs, files or directories, or of the device directories of all mounts. HELD is what `du` counts: less
+    than the size if the file has holes, more while memory is preallocated. LAST USE is the later of the last read and
+    the last write that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may
+    see (`gpufs leases`).
+    """
+    timeout: float = settings("ls", arguments)["status_timeout"]
+    entries = _mounts.trusted_first(mounting.mounts()) if not paths else _mounts_of(paths)
+    leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    answering = []
+    for entry, found in zip(entries, _leases.collect(entries, timeout), strict=True):
+        if isinstance(found, OSError):
+            complain(f"{entry.mountpoint}: {found.strerror}")
+            continue
+        answering.append(entry)
+        for lease in found:
+            leases.setdefault((entry.st_dev, lease["inode"]), []).append(lease)
+    roots = _below(paths, answering) if paths else [entry.mountpoint for entry in answering]
+    by_device = {entry.st_dev: entry for entry in answering}
+    rows = [
+        _row(path, status, by_device[status.st_dev], leases.get((status.st_dev, status.st_ino), []))
+        for root in roots
+        for path, status in _files(root, recursive=recursive)
+        if status.st_dev in by_device
+    ]
+    if as_json:
+        print(json_text(rows))
+    elif rows:
+        _print(rows)
+    elif not entries:
+        print("no gpufs is mounted")
+    if paths and len(roots) < len(paths):
+        raise Failure(f"{len(paths) - len(roots)} of {len(paths)} could not be listed")
+
+
+def _mount_of(path: str) -> mounting.MountEntry:
+    """The mount that a path is on, found without asking the mount. Failure if it is on none."""
+    place = _mounts.absolute(path)
+    above = [one for one in mounting.mounts() if f"{place}/".startswith(f"{one.mountpoint.rstrip('/')}/")]
+    if not above:
+        raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
+    return max(above, key=lambda one: len(one.mountpoint))
+
+
+def _mounts_of(paths: Sequence[str]) -> list[mounting.MountEntry]:
+    return list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values())
+
+
+def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> list[str]:
+    """Those of the paths that can be listed. The others are complained about."""
+    mountpoints = {entry.mountpoint for entry in answering}
+    found = []
+    for path in paths:
+        if _mount_of(path).mountpoint not in mountpoints:
+            continue
+        try:
+            os.lstat(path)
+            found.append(_mounts.absolute(path))
+        except OSError as error:
+            complain(f"{path}: {error.strerror}")
+    return found
+
+
+def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """The regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
+
+    Without ``recursive`` also the directories in it. In a mount's root, only the device directories count.
+    """
+    try:
+        status = os.lstat(root)
+        if not stat.S_ISDIR(status.st_mode):
+            if stat.S_ISREG(status.st_mode):
+                yield root, status
+            return
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        complain(f"{root}: {error.strerror}")
+        return
+    is_root = any(entry.mountpoint == root for entry in mounting.mounts())
+    for name in names:
+        path = os.path.join(root, name)
+        if is_root:
+            if name.startswith("gpu"):
+                yield from _files(path, recursive=recursive)
+            continue
+        try:
+            status = os.lstat(path)
+        except OSError:
+            continue  # removed by now
+        if stat.S_ISREG(status.st_mode) or (stat.S_ISDIR(status.st_mode) and not recursive):
+            yield path, status
+        elif stat.S_ISDIR(status.st_mode):
+            yield from _files(path, recursive=True)
+
+
+def _row(
+    path: str, status: os.stat_result, entry: mounting.MountEntry, leases: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    first = os.path.relpath(path, entry.mountpoint).partition("/")[0]
+    is_file = stat.S_ISREG(status.st_mode)
+    return {
+        "path": path,
+        "type": "file" if is_file else "directory",
+        "device": first if first.startswith("gpu") else None,
+        "size": status.st_size if is_file else None,
+        "held_bytes": status.st_blocks * _BLOCK if is_file else None,
+        "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in leases],
+        "last_use": max(status.st_atime, status.st_mtime),
+        "uid": status.st_uid,
+        "owner": _user(status.st_uid),
+    }
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    now = time.time()
+    lines = [
+        (
+            row["path"] + ("/" if row["type"] == "directory" else ""),
+            row["device"] or "-",
+            bytes_text(row["size"]),
+            bytes_text(row["held_bytes"]),
+            str(len(row["leases"]) or "-"),
+            f"{age_text(now - row['last_use'])} ago",
+            row["owner"],
+        )
+        for row in rows
+    ]
+    table(("PATH", "DEVICE", "SIZE", "HELD", "LEASES", "LAST USE", "OWNER"), lines, frozenset({2, 3, 4, 5}))

@@ -1,0 +1,108 @@
+"""gpufs quota: limits on the memory of users and directories."""
+
+import pwd
+import re
+from typing import Any
+
+import click
+
+from gpufs import mounting
+from gpufs.cli import _mounts, _quotas, _status
+from gpufs.cli._errors import Failure, complain
+from gpufs.cli._knobs import complete_mounts, knob_options, settings
+from gpufs.cli._main import complete_directories
+from gpufs.cli._output import json_text
+from gpufs.config import kinds
+
+_user_option = click.option("-u", "--user", metavar="NAME|UID", help="Limit this user's files instead of a directory.")
+
+
+@click.group(name="quota")
+def command() -> None:
+    """Limit the memory of users and directories.
+
+    A file that would exceed a limit gets "Disk quota exceeded" (EDQUOT). Limits last as long as the mount;
+    `gpufs mount --user-memory` sets one for all users.
+    """
+
+
+@command.command(name="set")
+@click.argument("directory", metavar="DIR", shell_complete=complete_directories)
+@click.argument("size", metavar="SIZE")
+@_user_option
+def set_command(directory: str, size: str, user: str | None) -> None:
+    """Let the files below DIR hold SIZE of memory, for example 8G.
+
+    With --user: let the user's files hold SIZE. DIR is a device (MOUNT/gpu0) or the mountpoint, for each device; SIZE
+    may be none. Only for root and the user who mounted.
+    """
+    from gpufs.client._quota import MOST, NO_LIMIT
+
+    if size == "none" and user is not None:
+        limit = NO_LIMIT
+    else:
+        try:
+            limit = kinds.parse_size(size)
+        except ValueError:
+            limit = MOST + 1
+        if limit > MOST:
+            raise Failure(f"SIZE: {size!r} is not allowed: a size such as 512M or 8G" + ", or none" * bool(user), 2)
+    _change(directory, user, limit)
+
+
+@command.command(name="remove")
+@click.argument("directory", metavar="DIR", shell_complete=complete_directories)
+@_user_option
+def remove_command(directory: str, user: str | None) -> None:
+    """Remove the limit of DIR, or of a user.
+
+    The limit of the knob user_memory then applies to the user again.
+    """
+    from gpufs.client._quota import DEFAULT_LIMIT
+
+    _change(directory, user, DEFAULT_LIMIT)
+
+
+@command.command(name="list")
+@click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each user and directory.")
+@knob_options("quota")
+def list_command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+    """Show what users and limited directories hold, and their limits.
+
+    Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own.
+    """
+    timeout: float = settings("quota", arguments)["status_timeout"]
+    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else _mounts.trusted_first(mounting.mounts())
+    found = _status.collect(entries, timeout)
+    quotas = [quota for status in found for quota in _quotas.of_status(status)]
+    if as_json:
+        print(json_text(quotas))
+    elif quotas:
+        _quotas.print_all(quotas)
+    elif all(status["state"] == "ok" for status in found):
+        print("nobody holds memory, and there are no limits" if entries else "no gpufs is mounted")
+    silent = [status for status in found if status["state"] != "ok"]
+    for status in silent:
+        complain(f"{status['mountpoint']}: {status['error']}")
+    if mountpoints and silent:
+        raise Failure(f"{len(silent)} of {len(found)} mounts did not answer")
+
+
+def _change(directory: str, user: str | None, limit: int) -> None:
+    from gpufs.client._quota import set_quota
+
+    uid = None if user is None else _uid(user)
+    try:
+        set_quota(directory, uid, limit)
+    except OSError as error:
+        raise Failure(f"{directory}: {error.strerror}") from None
+
+
+def _uid(user: str) -> int:
+    if re.fullmatch(r"\d{1,10}", user, re.ASCII) and int(user) < (1 << 32) - 1:
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except (KeyError, ValueError):
+        raise Failure(f"--user: there is no user {user!r}", 2) from None

@@ -1,0 +1,82 @@
+"""Chooses the driver of a mount and opens its devices."""
+
+import errno
+import os
+import resource
+from typing import Any, Final
+
+from gpufs import config, engine
+from gpufs.daemon.startup import StartFailure
+
+# The drivers of GPUs that `auto` tries, in this order, and what the kernel shows if it drives such a GPU.
+_KERNEL_DEVICES: Final = {"cuda": "/dev/nvidiactl", "hip": "/dev/kfd"}
+_GIB: Final = float(1 << 30)
+
+
+def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, list[str]]:
+    """The engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
+
+    The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name.
+    """
+    wanted: str = values["driver"]
+    reasons: dict[str, engine.EngineError] = {}
+    for driver in (*_KERNEL_DEVICES, "host") if wanted == "auto" else (wanted,):
+        if reasons and driver == "host":
+            _refuse_host_memory(values["devices"], reasons)
+        try:
+            opened = _open(driver, values, statistics_path)
+        except config.ConfigError as failure:
+            raise StartFailure(errno.EINVAL, str(failure)) from None
+        except engine.EngineError as failure:
+            if wanted == "auto" and failure.errno in (errno.ENODEV, errno.ENXIO) and driver != "host":
+                reasons[driver] = failure
+                continue
+            hint = "; gpufs doctor says what to do" if failure.errno == errno.ENODEV else ""
+            raise StartFailure(failure.errno or errno.EIO, _text(failure) + hint) from None
+        break
+    notes = []
+    if wanted == "auto" and opened.driver == "host":
+        sizes = [device.info.total_bytes / _GIB for device in opened.devices]
+        each = f"{sizes[0]:.1f} GiB" + (f" on each of {len(sizes)} devices" if len(sizes) > 1 else "")
+        notes.append(f"no GPU was found: the files are in host memory, {each} (--driver host is the same without this)")
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY:
+        notes.append(f"no file on the mount can have more than {largest} bytes (ulimit -f)")
+    return opened, notes
+
+
+def _open(driver: str, values: dict[str, Any], statistics_path: str) -> engine.Engine:
+    devices, memory = values["devices"], values["memory"] or 0
+    if driver == "host":
+        devices = config.host_devices(devices)
+        memory = config.host_memory(values["memory"], devices)
+    return engine.Engine(
+        driver,
+        devices=devices,
+        memory_bytes=memory,
+        slab_file_bytes=values["slab_file_bytes"],
+        statistics_path=statistics_path,
+        keep_freed=values["keep_freed"],
+        lock_policy=values["lock_policy"],
+        hip_memory=config.hip_memory(values),
+    )
+
+
+def _refuse_host_memory(devices: int | list[str], reasons: dict[str, engine.EngineError]) -> None:
+    """StartFailure if the user has a GPU or asks for one, and so does not expect host memory."""
+    if wrong := [reason for reason in reasons.values() if reason.errno == errno.ENXIO]:
+        raise StartFailure(errno.ENXIO, "; ".join(map(_text, wrong)))
+    present = {driver: path for driver, path in _KERNEL_DEVICES.items() if os.access(path, os.F_OK)}
+    if present:
+        what = f"this machine has a GPU ({', '.join(present.values())}) that cannot be used: "
+    elif not isinstance(devices, int):
+        what = f"the GPUs {','.join(devices)} are asked for, but there is none: "
+    else:
+        return
+    texts = [_text(reason) for driver, reason in reasons.items() if driver in present or not present]
+    remedy = "; gpufs doctor says what to do; --driver host uses host memory instead"
+    raise StartFailure(errno.ENODEV, what + "; ".join(texts) + remedy)
+
+
+def _text(failure: engine.EngineError) -> str:
+    return failure.strerror or str(failure)

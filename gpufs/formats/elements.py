@@ -1,0 +1,122 @@
+"""The elements of tensors as numbers: numpy's types, bfloat16, and floats of 8 bits and less."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpufs.formats.safetensors import BITS
+
+Block: TypeAlias = "bytes | memoryview"
+# Types of safetensors that numpy has.
+_NUMPY = {
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "I8": "|i1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "F16": "<f2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "F32": "<f4",
+    "C64": "<c8",
+    "F64": "<f8",
+    "I64": "<i8",
+    "U64": "<u8",
+}
+# About the bytes that are converted at once. Elements of 6 bits fill whole bytes in groups of 3 bytes.
+_BLOCK_BYTES = 3 << 20
+
+
+@dataclass(frozen=True)
+class _SmallFloat:
+    """A float of at most 8 bits. ``special``: which codes are not numbers."""
+
+    bits: int
+    mantissa: int
+    bias: int
+    special: str = ""
+
+    @functools.cached_property
+    def values(self) -> NDArray[np.float32]:
+        """The value of each code."""
+        code = np.arange(1 << self.bits)
+        if self.special == "scale":  # powers of two without a sign
+            values = 2.0 ** (code - self.bias)
+            values[-1] = np.nan
+            return values.astype(np.float32)
+        top = (1 << (self.bits - 1 - self.mantissa)) - 1
+        exponent = (code >> self.mantissa) & top
+        fraction = (code & ((1 << self.mantissa) - 1)) / (1 << self.mantissa)
+        values = np.where(
+            exponent > 0, (1 + fraction) * 2.0 ** (exponent - self.bias), fraction * 2.0 ** (1 - self.bias)
+        )
+        if self.special == "ieee":
+            values[exponent == top] = np.where(fraction[exponent == top] == 0, np.inf, np.nan)
+        elif self.special == "finite":
+            values[(code & 0x7F) == 0x7F] = np.nan
+        values[code >> (self.bits - 1) == 1] *= -1
+        if self.special == "unsigned zero":
+            values[0x80] = np.nan
+        return values.astype(np.float32)
+
+
+_SMALL = {
+    "F4": _SmallFloat(4, 1, 1),
+    "F6_E2M3": _SmallFloat(6, 3, 1),
+    "F6_E3M2": _SmallFloat(6, 2, 3),
+    "F8_E5M2": _SmallFloat(8, 2, 15, "ieee"),
+    "F8_E4M3": _SmallFloat(8, 3, 7, "finite"),
+    "F8_E4M3FNUZ": _SmallFloat(8, 3, 8, "unsigned zero"),
+    "F8_E5M2FNUZ": _SmallFloat(8, 2, 16, "unsigned zero"),
+    "F8_E8M0": _SmallFloat(8, 0, 127, "scale"),
+}
+
+
+def _type_of(dtype: str) -> np.dtype[Any]:
+    return np.dtype(_NUMPY.get(dtype, dtype))
+
+
+def is_numeric(dtype: str) -> bool:
+    """Whether the elements are numbers. Texts, dates and records are not."""
+    try:
+        return dtype in BITS or _type_of(dtype).kind in "biufc"
+    except (TypeError, ValueError, SyntaxError):
+        return False  # a record, which no name stands for
+
+
+def block_bytes(bits: int) -> int:
+    """The size of a block that is converted at once. It contains whole elements."""
+    element = max(bits // 8, 1)
+    return max(_BLOCK_BYTES // element, 1) * element
+
+
+def codes(bits: int, block: Block) -> NDArray[Any]:
+    """The bits of each element of ``bits`` bits. Elements are the same where these are equal."""
+    if bits < 8:
+        packed = np.frombuffer(block, np.uint8)
+        each = np.unpackbits(packed, bitorder="little").reshape(-1, bits)
+        found: NDArray[Any] = each @ (1 << np.arange(bits, dtype=np.uint8))
+        return found
+    if bits in (8, 16, 32, 64):
+        return np.frombuffer(block, f"<u{bits // 8}")
+    return np.frombuffer(block, np.dtype((np.void, bits // 8)))
+
+
+def numbers(dtype: str, block: Block) -> NDArray[Any]:
+    """The elements as numpy's integers or floats. Complex numbers become their magnitudes."""
+    if dtype in _SMALL:
+        small = _SMALL[dtype]
+        return np.take(small.values, codes(small.bits, block))
+    if dtype == "BF16":
+        return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(np.float32)
+    found: NDArray[Any] = np.frombuffer(block, _type_of(dtype))
+    if found.dtype.kind == "c":
+        found = np.abs(found)
+    if found.dtype.kind == "b":
+        return found.view(np.uint8)
+    return found.astype(np.float32) if found.dtype.itemsize == 2 and found.dtype.kind == "f" else found

@@ -1,0 +1,187 @@
+"""Starts the daemon of a mount, for the command line and for programs. A failed start leaves nothing behind."""
+
+import errno
+import json
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import IO, Any, Final, NoReturn
+
+from gpufs import mounting
+from gpufs.daemon.startup import MountRequest, is_journal
+
+# Never with the current directory in the module search path: another user may own it. The child ignores PYTHON
+# variables and the user's own packages if this process does.
+_PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
+_GRACE: Final = 3.0  # seconds between asking a process to end and ending it
+# Directories that the daemon and `gpufs umount` need.
+_NEEDED: Final = ("/bin", "/dev", "/etc", "/lib", "/proc", "/run", "/sbin", "/sys", "/usr")
+# File systems of the kernel's interfaces.
+_KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
+
+
+def python_module(name: str) -> list[str]:
+    """The command line that runs a module with this interpreter. Start it with ``cwd="/"``."""
+    return [sys.executable, *_PYTHON_OPTIONS, "-m", name]
+
+
+DAEMON = tuple(python_module("gpufs.daemon"))
+
+
+def check_mountpoint(path: str, mountpoint: str) -> None:
+    """OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message."""
+
+    def fail(code: int, text: str) -> NoReturn:
+        raise OSError(code, f"{path}: {text}")
+
+    if mounting.entry_of(mountpoint) is not None:
+        text = f"gpufs is mounted there already: gpufs umount {mountpoint} ends it, with --force if it does not answer"
+        fail(errno.EBUSY, text)
+    try:
+        status = os.stat(mountpoint)
+    except FileNotFoundError:
+        fail(errno.ENOENT, "there is no such directory: make it first")
+    except OSError as error:
+        fail(error.errno or errno.EACCES, os.strerror(error.errno or errno.EACCES))
+    if not stat.S_ISDIR(status.st_mode):
+        fail(errno.ENOTDIR, "not a directory")
+    if hidden := _hidden(mountpoint):
+        fail(errno.EBUSY, f"a mount there would hide {hidden}, which gpufs needs: mount on a directory of your own")
+    if (kind := mounting.filesystem_type(status.st_dev)) in _KERNELS:
+        fail(errno.EINVAL, f"is on a {kind} file system: mount on a directory of your own")
+    if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
+        text = f"{os.strerror(errno.EACCES)} (plain users mount only on directories that they may write to)"
+        fail(errno.EACCES, text)
+
+
+def _hidden(mountpoint: str) -> str | None:
+    """A directory that gpufs needs and a mount there would hide, or None."""
+    program = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    prefix = mountpoint.rstrip("/") + "/"
+    for name in (*_NEEDED, program, sys.prefix, sys.base_prefix):
+        place = os.path.realpath(name)
+        if place == mountpoint or place.startswith(prefix):
+            return name
+    return None
+
+
+def run_in_foreground(request: MountRequest) -> NoReturn:
+    """Replaces this process by the daemon."""
+    with tempfile.TemporaryFile() as file:  # unlike a pipe it takes any length
+        file.write(request.encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    os.chdir("/")  # so that relative entries of the module search path do not name the user's directory
+    os.execv(DAEMON[0], [*DAEMON, request.mountpoint])
+
+
+def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
+    """Starts the daemon in its own session; returns its process, and its answer once the mount works.
+
+    OSError, with one line, if it reports an error, ends, or does not answer within ``timeout`` seconds. Then, and after
+    any other exception, the daemon has ended and nothing is mounted. If this process dies, the daemon ends by itself:
+    its request or the reader of its answer is missing.
+    """
+    answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
+    passed = {"--answer-fd": daemon_end}
+    if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
+        passed["--journal-fd"] = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(
+                    [*DAEMON, *(word for name, fd in passed.items() for word in (name, str(fd))), request.mountpoint],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    cwd="/",
+                    pass_fds=tuple(passed.values()),
+                    start_new_session=True,
+                )
+            finally:
+                for fd in passed.values():
+                    os.close(fd)
+            try:
+                assert process.stdin is not None
+                with suppress(BrokenPipeError), process.stdin:  # it has ended; its answer gives the reason
+                    process.stdin.write(request.encode())
+                return process, _answer(process, answer_end, errors, timeout)
+            except BaseException as failure:
+                _end(process)
+                if problem := _unmount_left_over(request.mountpoint):
+                    failure.add_note(problem)
+                raise
+    finally:
+        os.close(answer_end)
+
+
+def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], timeout: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    line = b""
+    while not line.endswith(b"\n"):
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            text = f"the mount did not come up within {timeout:g} seconds{_last_line(errors)}"
+            raise OSError(errno.ETIMEDOUT, text)
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        line += part
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        text = f"the daemon ended without an answer{_how(process)}{_last_line(errors)}"
+        raise OSError(errno.EIO, text) from None
+    if not answer.get("ok"):
+        raise OSError(answer.get("error", errno.EIO), answer.get("message", "the daemon gave no reason"))
+    found: dict[str, Any] = answer
+    return found
+
+
+def _how(process: "subprocess.Popen[bytes]") -> str:
+    try:
+        code = process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        return ""
+    if code < 0:
+        return f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else f" (signal {-code})"
+    return f" (exit code {code})"
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0, os.SEEK_END)
+    errors.seek(max(errors.tell() - 4096, 0))
+    lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1]}" if lines else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the process and its whole process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            continue
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children
+        return
+
+
+def _unmount_left_over(mountpoint: str) -> str | None:
+    """Unmounts what a daemon that was killed has left. Returns what is wrong if that is impossible."""
+    if mounting.entry_of(mountpoint) is not None:
+        try:
+            mounting.unmount(mountpoint, force=True, lazy=True)
+        except OSError as error:
+            if mounting.entry_of(mountpoint) is not None:  # otherwise the daemon has unmounted
+                return f"{mountpoint} is still mounted: {error.strerror}"
+    return None

@@ -1,0 +1,208 @@
+"""gpufs.mount(): a mount that belongs to the program that makes it, and ends with it."""
+
+import os
+import subprocess
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from errno import EBUSY, ETIMEDOUT
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from gpufs import config, launching, mounting
+from gpufs.daemon.startup import MountRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDirectory:
+    """A device of a mount.
+
+    Attributes
+    ----------
+    path
+        Its directory: a file there is memory of the device.
+    description
+        What it is, for example "NVIDIA H200" or "host memory".
+    uuid
+        "GPU-..." as the vendor's tools print it; None if it has none.
+    total_bytes
+        Bytes of memory that the mount may use.
+    """
+
+    path: Path
+    description: str
+    uuid: str | None
+    total_bytes: int
+
+
+class OwnedMount:
+    """A mount of this program, as :func:`gpufs.mount` returns it. A context manager, which unmounts at its end.
+
+    Attributes
+    ----------
+    path
+        The mountpoint, absolute and without symbolic links.
+    driver
+        "cuda", "hip" or "host".
+    devices
+        The devices, in order: gpu0, gpu1, ...
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", answer: Mapping[str, Any], timeout: float) -> None:
+        self.path = Path(answer["mountpoint"])
+        self.driver: str = answer["driver"]
+        self.devices = tuple(
+            DeviceDirectory(self.path / one["name"], one["description"], one["uuid"], one["total_bytes"])
+            for one in answer["devices"]
+        )
+        self._identity: str = answer["identity"]
+        self._process = process
+        self._timeout = timeout
+        self._owner = os.getpid()
+
+    def unmount(self, *, detach: bool = False) -> None:
+        """Unmount, and wait for the daemon's end. The files are gone then. Without effect if it is unmounted already.
+
+        Parameters
+        ----------
+        detach
+            Also unmount if files are open or mapped, or a program has its working directory there. They stay usable,
+            and their memory is released with the last of them; this function does not wait for that.
+
+        Raises
+        ------
+        OSError
+            EBUSY if the mount is in use and ``detach`` is false. ETIMEDOUT if the daemon does not end.
+        """
+        if self._owner != os.getpid():
+            raise RuntimeError("the mount belongs to the process that made it, not to a forked one")
+        entry = mounting.entry_with(self._identity)
+        in_use = False
+        if entry is not None:
+            try:
+                mounting.unmount(entry.mountpoint)
+            except OSError as failure:
+                if mounting.entry_with(self._identity) is not None:  # else another process has unmounted it
+                    in_use = failure.errno == EBUSY
+                    if not in_use or not detach:
+                        text = f"{self.path}: in use: close its files, or unmount(detach=True)" if in_use else None
+                        raise OSError(failure.errno, text or failure.strerror) from None
+                    mounting.unmount(entry.mountpoint, lazy=True)
+        try:
+            self._process.wait(0 if in_use else self._timeout)
+        except subprocess.TimeoutExpired:
+            if not in_use:
+                text = f"{self.path}: unmounted, but the daemon ({self._process.pid}) has not ended"
+                raise OSError(ETIMEDOUT, text) from None
+            self._process.returncode = 0  # it ends later: Popen must not expect us to wait for it
+
+    def __enter__(self) -> "OwnedMount":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._owner == os.getpid():  # a forked process leaves the block too
+            self.unmount(detach=True)
+
+    def __repr__(self) -> str:
+        return f"<gpufs.OwnedMount at {str(self.path)!r}: {self.driver}, {len(self.devices)} devices>"
+
+
+def mount(
+    path: "str | os.PathLike[str]",
+    *,
+    driver: Literal["auto", "cuda", "hip", "host"] | None = None,
+    devices: "int | str | Sequence[int | str] | None" = None,
+    memory: int | str | None = None,
+    allow_other: bool | None = None,
+    backing: "Mapping[str, str | os.PathLike[str]] | None" = None,
+    config_file: "str | os.PathLike[str] | None" = None,
+    **knobs: str | int | float | bool,
+) -> OwnedMount:
+    """Mount the devices' memory at a directory, for as long as this program runs.
+
+    The mount ends with :meth:`OwnedMount.unmount`, at the end of the ``with`` block, or when this program ends,
+    whatever ends it: the daemon notices SIGKILL, too. If it ends with the program, calls on files that other programs
+    have open fail from then on. Use the command ``gpufs mount`` for a mount that outlives the program.
+
+    Values that are not given come from the environment, the configuration files and the defaults, as on the command
+    line (docs/knobs.md).
+
+    Parameters
+    ----------
+    path
+        An existing directory.
+    driver
+        "auto" takes the GPUs of the machine, and host memory only if it has none.
+    devices
+        "all", the number of devices, or a list of GPUs by number or UUID, in this order.
+    memory
+        Bytes of each device that the mount may use, or a text such as "4G".
+    allow_other
+        Whether other users may use the mount.
+    backing
+        Directories of the host to show below ``backing/``, by name.
+    config_file
+        A configuration file, instead of the usual ones.
+    **knobs
+        Any other knob of ``gpufs mount`` by its name, for example ``log_file="/tmp/log"``; times in seconds.
+
+    Returns
+    -------
+    OwnedMount
+        The mount, which answers already.
+
+    Raises
+    ------
+    ValueError
+        A value is not allowed.
+    TypeError
+        There is no such knob.
+    OSError
+        The mount failed, with the reason as ``strerror``: ENODEV if no GPU can be used, ENXIO if there is no such GPU,
+        ENOENT, EACCES or EBUSY for the directory, ETIMEDOUT if the mount does not come up. Nothing is left behind, also
+        not after KeyboardInterrupt.
+
+    Warns
+    -----
+    UserWarning
+        Host memory is used because the machine has no GPU; a variable of the environment is unknown.
+
+    Examples
+    --------
+    >>> with gpufs.mount("/mnt/gpufs", driver="host", memory="1G") as mount:
+    ...     (mount.devices[0].path / "weights").write_bytes(weights)
+    """
+    given: dict[str, Any] = {"driver": driver, "devices": devices, "memory": memory, "allow_other": allow_other}
+    given["backing"] = None if backing is None else [f"{name}={os.fspath(place)}" for name, place in backing.items()]
+    for name in knobs:
+        if name not in config.BY_NAME or "mount" not in config.BY_NAME[name].commands or name == "foreground":
+            raise TypeError(f"mount() has no knob {name!r}{config.suggestion(name, config.BY_NAME)}")
+    arguments = {name: _text(config.BY_NAME[name], value) for name, value in (given | knobs).items()}
+    file = None if config_file is None else os.fspath(config_file)
+    chosen = config.load(arguments, config_file=file, command="mount", said_by=lambda knob: f"{knob.name}=")
+    config.check_host(chosen.values)
+    mountpoint = mounting.absolute(os.fspath(path))
+    launching.check_mountpoint(os.fspath(path), mountpoint)
+    values = {**chosen.values, "foreground": False}
+    request = MountRequest(mountpoint, "gpufs", values, owner=os.getpid())
+    process, answer = launching.launch(request, chosen["mount_timeout"])
+    made = OwnedMount(process, answer, config.BY_NAME["umount_timeout"].default)
+    try:
+        for note in (*config.unknown_variables(), *answer["notes"]):
+            warnings.warn(note, stacklevel=2)
+    except BaseException:  # the program makes errors of warnings
+        made.unmount(detach=True)
+        raise
+    return made
+
+
+def _text(knob: config.Knob, value: object) -> str | None:
+    """A value as the text that the knob parses."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:f}"
+    if isinstance(value, Sequence) and knob.kind.join is not None:
+        return knob.kind.join([str(one) for one in value])
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,189 @@
+"""Torch's allocations in a file of a mount: a model that is built there is published without a copy."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from errno import EOPNOTSUPP
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gpufs.config.kinds import parse_size
+from gpufs.engine import TORCH_ALLOCATOR, AddressPool
+from gpufs.torch._new_file import NewFile
+from gpufs.units import bytes_text
+
+_MIB = 1 << 20
+_GRANULE = 2 * _MIB
+# For the header of the published file: 150 bytes for each tensor and more for their attributes.
+_LEAST_HEADER = _MIB
+_LARGEST_HEADER = 64 * _MIB
+_HEADER_SHARE = 1024
+
+# Pools that exist, and those whose tensors have outlived them.
+_pools: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
+_released: list[PoolMemory] = []
+_allocators: list[Any] = []  # torch keeps a bare pointer to the one, so it is never destroyed
+
+
+class PoolMemory:
+    """A pool's file, its bytes in this process, and the allocations in them.
+
+    Attributes
+    ----------
+    bytes : torch.Tensor
+        The whole file: space for a header, then what torch allocates from.
+    published : bool
+        Whether the file has a name.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        header = min(max(_LEAST_HEADER, size // _HEADER_SHARE), _LARGEST_HEADER)
+        self.header_bytes = -(-header // _MIB) * _MIB
+        self.published = False
+        self.file = NewFile(path)
+        try:
+            self.file.allocate(-(-(self.header_bytes + size) // _GRANULE) * _GRANULE)
+            self.bytes: torch.Tensor | None = from_dlpack(self.file.attach())
+            if not self.bytes.is_cuda:
+                raise OSError(
+                    EOPNOTSUPP,
+                    "this mount's devices are host memory, where torch allocates by itself; "
+                    "gpufs.torch.publish() writes tensors to it",
+                    str(path),
+                )
+            self.device = self.bytes.device
+            start = self.bytes.data_ptr() + self.header_bytes
+            self.addresses = AddressPool(start, len(self.bytes) - self.header_bytes)
+        except BaseException:
+            self.bytes = None
+            self.file.close()
+            raise
+        self.torch_pool: Any = torch.cuda.MemPool(_allocator())
+        _pools.add(self)
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether all bytes of the tensor are here."""
+        if self.bytes is None or tensor.device != self.device or not tensor.is_contiguous():
+            return False
+        offset = tensor.data_ptr() - self.bytes.data_ptr()
+        return not tensor.nbytes or self.header_bytes <= offset <= len(self.bytes) - tensor.nbytes
+
+    def release(self) -> None:
+        """Gives the memory back once no tensor uses it. Torch keeps freed memory in its cache until it is emptied."""
+        self.torch_pool = None
+        _released.append(self)
+        release_unused()
+
+    def close(self) -> bool:
+        """Closes the file if nothing is allocated in it."""
+        if self.addresses.usage()[0]:
+            return False
+        self.addresses.close()
+        self.bytes = None
+        self.file.close()
+        return True
+
+
+def _allocator() -> Any:
+    if not _allocators:
+        plugged = torch.cuda.memory.CUDAPluggableAllocator(*TORCH_ALLOCATOR)
+        _allocators.append(plugged)
+    return _allocators[0].allocator()
+
+
+def release_unused() -> None:
+    """Gives back the memory of pools that are gone and whose tensors are gone as well."""
+    if _released:
+        torch.cuda.empty_cache()
+    for memory in list(_released):
+        if memory.close():
+            _released.remove(memory)
+
+
+def that_holds(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
+    """The pool in which all these tensors are, and whose file can be published under this name."""
+    every = list(tensors)
+    for memory in _pools:
+        if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.could_be(path):
+            return memory
+    return None
+
+
+class pool:
+    """Torch allocates from a file of a mount inside ``with``, on this thread.
+
+    The file has a fixed size and no name. :func:`publish` gives it one without a copy, if all tensors that it is called
+    with were made in this pool. The memory is released when the pool and all tensors in it are gone. Tensors that
+    outlive the pool stay valid; their memory is released by the next ``torch.cuda.empty_cache()`` and call of
+    ``pool``. While the pool exists and has not been published the mount counts as busy.
+
+    Parameters
+    ----------
+    path : path
+        A name in the directory of a GPU of the mount, where :func:`publish` will put the file.
+    size : int or str
+        Bytes for tensors, or a text such as "16G". Torch asks for 2 MiB at least and rounds larger tensors up to
+        2 MiB. All of it is allocated at once, and the published file keeps that size.
+
+    Raises
+    ------
+    OSError
+        ENOSPC if the device has less memory. EOPNOTSUPP if the mount's devices are host memory.
+    torch.OutOfMemoryError
+        Inside ``with``: the pool is full. A note of the exception names the pool.
+
+    Examples
+    --------
+    >>> with gpufs.torch.pool("/mnt/gpufs/gpu0/model.safetensors", "16G"):
+    ...     model = build().cuda()
+    >>> gpufs.torch.publish(model, "/mnt/gpufs/gpu0/model.safetensors")
+    """
+
+    def __init__(self, path: str | os.PathLike[str], size: int | str) -> None:
+        self._bytes = parse_size(size) if isinstance(size, str) else size
+        if self._bytes <= 0:
+            raise ValueError(f"size is {size!r}: a pool has at least one byte")
+        release_unused()
+        self.path = os.fspath(path)
+        self._memory = PoolMemory(Path(path), self._bytes)
+        self._entered: list[Any] = []
+        weakref.finalize(self, self._memory.release).atexit = False
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self._memory.device
+
+    @property
+    def used(self) -> int:
+        """Bytes that torch has taken for tensors, and for its cache of freed ones."""
+        return self._memory.addresses.usage()[0]
+
+    def __enter__(self) -> Self:
+        using = torch.cuda.use_mem_pool(self._memory.torch_pool, device=self.device)
+        self._memory.addresses.enter()
+        try:
+            using.__enter__()
+        except BaseException:
+            self._memory.addresses.leave()
+            raise
+        self._entered.append(using)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            used, largest = self._memory.addresses.usage()
+            error.add_note(
+                f"the pool for {self.path} has {bytes_text(self._bytes)}: {bytes_text(used)} are used, and the largest "
+                f"free part has {bytes_text(largest)}. Give gpufs.torch.pool() a larger size."
+            )
+        self._memory.addresses.leave()
+        self._entered.pop().__exit__(kind, error, traceback)

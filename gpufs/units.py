@@ -1,0 +1,35 @@
+"""Sizes and rates as people read them."""
+
+
+def bytes_text(size: float | None) -> str:
+    """A number of bytes for people.
+
+    Parameters
+    ----------
+    size
+        In bytes; None if it is unknown.
+
+    Returns
+    -------
+    str
+        For example "1.5 GiB", "512 B", or "-" for None. Units are powers of 1024.
+
+    Examples
+    --------
+    >>> bytes_text(1536)
+    '1.5 KiB'
+    """
+    if size is None:
+        return "-"
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
+        if size < 1023.95:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" or size >= 99.95 else 1
+    return f"{size:.{digits}f} {unit}"
+
+
+def rate_text(rate: float) -> str:
+    """Bytes in a second for people: "1.5 GiB/s"."""
+    return f"{bytes_text(rate)}/s"

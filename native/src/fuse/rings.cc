@@ -1,0 +1,421 @@
+#include "fuse/rings.h"
+
+#include <liburing.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <future>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/log.h"
+#include "base/thread.h"
+#include "base/unique_fd.h"
+#include "fuse/protocol.h"
+#include "fuse/transport.h"
+
+namespace gpufs::fuse {
+
+namespace {
+
+// Entries that a queue has from the start. Their memory is populated and pinned; that of further ones is not.
+constexpr unsigned kFirstEntries = 2;
+// Entries of one queue. Beyond it requests wait in the kernel, as they would on the device.
+constexpr unsigned kMostEntries = 1024;
+constexpr unsigned kSubmissions = 64;
+constexpr unsigned kCompletions = 1024;
+
+// CPUs that the machine may ever have: the kernel has a queue for each.
+unsigned possible_cpus() {
+  std::ifstream file("/sys/devices/system/cpu/possible");  // "0-15"
+  std::string text;
+  if (std::getline(file, text)) {
+    const std::size_t last = text.find_last_of(",-");
+    const std::string number = last == std::string::npos ? text : text.substr(last + 1);
+    if (!number.empty() && std::ranges::all_of(number, [](char c) { return c >= '0' && c <= '9'; })) {
+      return static_cast<unsigned>(std::stoul(number)) + 1;
+    }
+  }
+  return static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_CONF)));
+}
+
+std::vector<unsigned> allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::vector<unsigned> cpus;
+  if (::sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (unsigned cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    }
+  }
+  if (cpus.empty()) cpus.push_back(0);
+  return cpus;
+}
+
+}  // namespace
+
+// Memory for one request, which the kernel fills, and the reply to it.
+struct RingEntry {
+  RingEntry(PayloadMemory given, RingThread& owner, std::size_t of) : memory(std::move(given)), thread(owner), queue(of) {}
+
+  // The kernel's headers are at the start of the memory before the payload.
+  [[nodiscard]] UringHeaders& headers() const { return *reinterpret_cast<UringHeaders*>(memory.head().data()); }
+
+  PayloadMemory memory;
+  RingThread& thread;
+  const std::size_t queue;  // of the thread's
+  std::uint64_t commit = 0;
+  iovec parts[2] = {};
+};
+
+// One ring, and the queues that it serves.
+class RingThread {
+ public:
+  RingThread(int device, unsigned cpu, std::vector<std::uint16_t> queues, std::size_t payload_bytes, const PinHooks& hooks,
+         Statistics& statistics)
+      : device_(device), cpu_(cpu), payload_bytes_(payload_bytes), hooks_(hooks), statistics_(statistics) {
+    for (const std::uint16_t queue : queues) queues_.push_back({queue, 0, 0});
+  }
+  ~RingThread() { stop(); }
+  RingThread(const RingThread&) = delete;
+  RingThread& operator=(const RingThread&) = delete;
+
+  Status start();
+  void serve(RequestHandler& handler) { begin_.set_value(&handler); }
+  void stop();
+  int reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body);
+  [[nodiscard]] std::size_t entries() const { return entry_count_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Queue {
+    std::uint16_t number;
+    unsigned entries;  // registered
+    unsigned kept;     // with a request that is not answered
+  };
+
+  Status prepare();
+  Status add_memory(std::size_t queue, bool populated);
+  void run(RequestHandler& handler);
+  io_uring_sqe* submission();
+  void command(RingEntry& entry, std::uint32_t command);
+  void wait_for_wake();
+  void complete(RequestHandler& handler, RingEntry& entry, int outcome);
+  void dispatch(RequestHandler& handler, RingEntry& entry);
+  void commit_replies();
+  void grow();
+
+  const int device_;
+  const unsigned cpu_;
+  const std::size_t payload_bytes_;
+  const PinHooks& hooks_;
+  Statistics& statistics_;
+
+  // The thread's own after start().
+  io_uring ring_{};
+  std::vector<Queue> queues_;
+  std::vector<std::unique_ptr<RingEntry>> entries_;  // never shrinks: a reply may come late
+  std::vector<RingEntry*> own_replies_;
+  std::size_t living_ = 0;  // entries that the kernel has or will get back
+  std::uint64_t wakes_ = 0;  // what the eventfd is read into
+
+  std::atomic<std::size_t> entry_count_{0};
+  std::promise<RequestHandler*> begin_;  // null: end at once
+  UniqueFd wake_;
+  std::thread thread_;
+  std::thread::id id_;
+
+  std::mutex mutex_;  // guards all below
+  std::vector<RingEntry*> handed_replies_;
+  bool asleep_ = false;
+  bool stopping_ = false;
+  bool closed_ = false;
+};
+
+Status RingThread::start() {
+  wake_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
+  if (!wake_.valid()) return Status::from_errno(errno, "eventfd");
+  std::promise<Status> prepared;
+  std::future<Status> outcome = prepared.get_future();
+  Result<std::thread> thread =
+      start_thread("gpufs-ring-" + std::to_string(cpu_), [this, prepared = std::make_shared<std::promise<Status>>(std::move(prepared))] {
+        cpu_set_t cpu;
+        CPU_ZERO(&cpu);
+        CPU_SET(cpu_, &cpu);
+        static_cast<void>(::sched_setaffinity(0, sizeof(cpu), &cpu));  // only speed is lost
+        std::future<RequestHandler*> begin = begin_.get_future();
+        const Status status = prepare();
+        prepared->set_value(status);
+        if (!status.ok()) return;
+        if (RequestHandler* const handler = begin.get(); handler != nullptr) run(*handler);
+        ::io_uring_queue_exit(&ring_);
+      });
+  if (!thread.ok()) return thread.status();
+  thread_ = thread.take();
+  id_ = thread_.get_id();
+  return outcome.get();
+}
+
+Status RingThread::prepare() {
+  io_uring_params parameters{};
+  parameters.flags = IORING_SETUP_SQE128 | IORING_SETUP_CQSIZE | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+  parameters.cq_entries = kCompletions;
+  if (const int error = ::io_uring_queue_init_params(kSubmissions, &ring_, &parameters); error != 0) {
+    return Status::from_errno(-error, "io_uring_setup");
+  }
+  for (std::size_t queue = 0; queue < queues_.size(); ++queue) {
+    for (unsigned i = 0; i < kFirstEntries; ++i) {
+      if (Status status = add_memory(queue, queues_[queue].number == cpu_); !status.ok()) {
+        ::io_uring_queue_exit(&ring_);
+        return status;
+      }
+    }
+  }
+  return {};
+}
+
+Status RingThread::add_memory(std::size_t queue, bool populated) {
+  Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, populated ? &hooks_ : nullptr, populated);
+  if (!memory.ok()) return memory.status();
+  entries_.push_back(std::make_unique<RingEntry>(memory.take(), *this, queue));
+  RingEntry& entry = *entries_.back();
+  entry.parts[0] = {&entry.headers(), sizeof(UringHeaders)};
+  entry.parts[1] = {entry.memory.payload().data(), entry.memory.payload().size()};
+  entry_count_.fetch_add(1, std::memory_order_relaxed);
+  return {};
+}
+
+void RingThread::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!std::exchange(stopping_, true)) {
+      try {
+        begin_.set_value(nullptr);
+      } catch (const std::future_error&) {  // it serves
+      }
+    }
+  }
+  const std::uint64_t one = 1;
+  if (wake_.valid()) static_cast<void>(!::write(wake_.get(), &one, sizeof(one)));
+  if (thread_.joinable()) thread_.join();
+}
+
+void RingThread::run(RequestHandler& handler) {
+  forbid_waiting();
+  for (const auto& entry : entries_) command(*entry, kUringRegister);
+  wait_for_wake();
+  for (;;) {
+    commit_replies();
+    grow();
+    bool wait = false;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) break;
+      wait = asleep_ = handed_replies_.empty();
+    }
+    const int outcome = ::io_uring_submit_and_wait(&ring_, wait ? 1 : 0);
+    if (wait) {
+      const std::lock_guard lock(mutex_);
+      asleep_ = false;
+    }
+    if (outcome < 0 && outcome != -EINTR && outcome != -EAGAIN && outcome != -EBUSY) {
+      log_error("io_uring failed (errno ", -outcome, "); the mount ends");
+      break;
+    }
+    io_uring_cqe* completion = nullptr;
+    while (::io_uring_peek_cqe(&ring_, &completion) == 0) {
+      auto* const entry = static_cast<RingEntry*>(::io_uring_cqe_get_data(completion));
+      const int result = completion->res;
+      ::io_uring_cqe_seen(&ring_, completion);
+      if (entry == nullptr) {
+        wait_for_wake();
+      } else {
+        complete(handler, *entry, result);
+      }
+    }
+    if (living_ == 0) break;
+  }
+  bool ended = false;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    ended = !stopping_;
+  }
+  if (ended) handler.connection_ended();
+}
+
+io_uring_sqe* RingThread::submission() {
+  io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
+  while (sqe == nullptr) {
+    ::io_uring_submit(&ring_);
+    sqe = ::io_uring_get_sqe(&ring_);
+  }
+  return sqe;
+}
+
+void RingThread::command(RingEntry& entry, std::uint32_t command) {
+  io_uring_sqe* const sqe = submission();
+  const bool registers = command == kUringRegister;
+  ::io_uring_prep_rw(IORING_OP_URING_CMD, sqe, device_, registers ? entry.parts : nullptr, registers ? 2 : 0, 0);
+  sqe->cmd_op = command;
+  const UringCommand arguments{0, registers ? 0 : entry.commit, queues_[entry.queue].number, {}};
+  std::byte* const target = reinterpret_cast<std::byte*>(sqe) + offsetof(io_uring_sqe, cmd);
+  std::memset(target, 0, kUringCommandBytes);
+  std::memcpy(target, &arguments, sizeof(arguments));
+  ::io_uring_sqe_set_data(sqe, &entry);
+  if (registers) {
+    ++queues_[entry.queue].entries;
+    ++living_;
+  }
+}
+
+void RingThread::wait_for_wake() {
+  io_uring_sqe* const sqe = submission();
+  ::io_uring_prep_read(sqe, wake_.get(), &wakes_, sizeof(wakes_), 0);
+  ::io_uring_sqe_set_data(sqe, nullptr);
+}
+
+void RingThread::complete(RequestHandler& handler, RingEntry& entry, int outcome) {
+  if (outcome == 0) return dispatch(handler, entry);
+  --living_;
+  --queues_[entry.queue].entries;
+  if (outcome == -ENOTCONN || outcome == -ECONNABORTED || outcome == -ENODEV) return;  // the connection has ended
+  log_error("a ring of the FUSE connection failed (errno ", -outcome, ")");
+}
+
+void RingThread::dispatch(RequestHandler& handler, RingEntry& entry) {
+  ++queues_[entry.queue].kept;
+  const UringHeaders& headers = entry.headers();
+  entry.commit = headers.entry.commit_id;
+  Request request;
+  std::memcpy(&request.header, headers.in_out, sizeof(request.header));
+  const std::size_t payload = headers.entry.payload_bytes;
+  const std::size_t whole = request.header.len;
+  const std::size_t arguments = whole - sizeof(fuse_in_header) - payload;
+  const std::span<std::byte> memory = entry.memory.payload();
+  if (whole < sizeof(fuse_in_header) + payload || arguments > sizeof(headers.operation) || payload > memory.size()) {
+    count(statistics_.bad_requests);
+    log_error("a request of ", whole, " bytes from the kernel has a wrong length");
+    static_cast<void>(reply(entry, request.header.unique, EIO, {}));
+    return;
+  }
+  // The parts are put together as on the device: what is before the payload ends where that begins.
+  const std::size_t before = sizeof(fuse_in_header) + arguments;
+  std::byte* const message = memory.data() - before;
+  std::memcpy(message, headers.in_out, sizeof(fuse_in_header));
+  std::memcpy(message + sizeof(fuse_in_header), headers.operation, arguments);
+  request.message = {message, whole};
+  request.payload = memory;
+  request.entry = &entry;
+  try {
+    handler.handle(request);  // its responder answers ENOMEM when an exception passes
+  } catch (const std::exception& failure) {
+    log_warning("serving ", opcode_name(request.header.opcode), " failed: ", failure.what());
+  }
+}
+
+int RingThread::reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body) {
+  const std::span<std::byte> memory = entry.memory.payload();
+  std::size_t total = 0;
+  for (const iovec& part : body) {
+    if (part.iov_len > memory.size() - total) return EMSGSIZE;
+    std::byte* const target = memory.data() + total;
+    if (part.iov_base != target) std::memmove(target, part.iov_base, part.iov_len);
+    total += part.iov_len;
+  }
+  UringHeaders& headers = entry.headers();
+  const fuse_out_header out{static_cast<std::uint32_t>(sizeof(fuse_out_header) + total), -error, unique};
+  std::memcpy(headers.in_out, &out, sizeof(out));
+  headers.entry.payload_bytes = static_cast<std::uint32_t>(total);
+  if (std::this_thread::get_id() == id_) {
+    own_replies_.push_back(&entry);
+    return 0;
+  }
+  bool wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return ENODEV;
+    handed_replies_.push_back(&entry);
+    wake = std::exchange(asleep_, false);
+  }
+  const std::uint64_t one = 1;
+  if (wake) static_cast<void>(!::write(wake_.get(), &one, sizeof(one)));
+  return 0;
+}
+
+void RingThread::commit_replies() {
+  std::vector<RingEntry*> handed;
+  {
+    const std::lock_guard lock(mutex_);
+    handed.swap(handed_replies_);
+  }
+  own_replies_.insert(own_replies_.end(), handed.begin(), handed.end());
+  for (RingEntry* const entry : own_replies_) {
+    --queues_[entry->queue].kept;
+    command(*entry, kUringCommitAndFetch);
+  }
+  own_replies_.clear();
+}
+
+void RingThread::grow() {
+  for (std::size_t i = 0; i < queues_.size(); ++i) {
+    const Queue& queue = queues_[i];
+    if (queue.entries == 0 || queue.kept < queue.entries || queue.entries >= kMostEntries) continue;
+    if (!add_memory(i, false).ok()) continue;  // the queue goes on when a reply comes
+    command(*entries_.back(), kUringRegister);
+  }
+}
+
+Rings::Rings(Statistics& statistics) : statistics_(statistics) {}
+
+Rings::~Rings() { stop(); }
+
+Result<std::unique_ptr<Rings>> Rings::create(int device, std::size_t payload_bytes, const PinHooks& hooks,
+                                             Statistics& statistics) {
+  std::unique_ptr<Rings> rings(new Rings(statistics));
+  const std::vector<unsigned> cpus = allowed_cpus();
+  std::vector<std::vector<std::uint16_t>> queues(cpus.size());
+  const unsigned count = std::min(possible_cpus(), 65536U);
+  for (unsigned queue = 0; queue < count; ++queue) {
+    // Each CPU's thread serves its queue. Those of CPUs that this process may not use are spread.
+    const auto own = std::ranges::find(cpus, queue);
+    const std::size_t at = own != cpus.end() ? static_cast<std::size_t>(own - cpus.begin()) : queue % cpus.size();
+    queues[at].push_back(static_cast<std::uint16_t>(queue));
+  }
+  for (std::size_t i = 0; i < cpus.size(); ++i) {
+    if (queues[i].empty()) continue;
+    rings->threads_.push_back(
+        std::make_unique<RingThread>(device, cpus[i], std::move(queues[i]), payload_bytes, hooks, statistics));
+    if (Status status = rings->threads_.back()->start(); !status.ok()) return status;
+  }
+  return rings;
+}
+
+void Rings::serve(RequestHandler& handler) {
+  for (const auto& thread : threads_) thread->serve(handler);
+}
+
+void Rings::stop() {
+  for (const auto& thread : threads_) thread->stop();
+}
+
+int Rings::reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body) {
+  return entry.thread.reply(entry, unique, error, body);
+}
+
+void Rings::write_statistics(JsonWriter& json) const {
+  std::size_t entries = 0;
+  for (const auto& thread : threads_) entries += thread->entries();
+  json.number("ring_threads", threads_.size());
+  json.number("ring_entries", entries);
+}
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,57 @@
+// FUSE over io_uring: requests arrive in memory of this process, and the system call that commits a reply fetches the
+// next request.
+// Ownership: the Transport's; owns the rings, their threads and their memory. The descriptor of the device is the
+// Transport's.
+//
+// The kernel has a queue for each CPU and puts a request into the queue of the client's CPU. A thread bound to that CPU
+// serves it, so no other CPU has to be woken. An entry is memory for one request, in which it stays until it is
+// answered. Requests that wait (for a directory of the host, or for free memory) therefore keep their entries, and a
+// queue whose entries are all kept gets another one: waiting requests must not delay others.
+//
+// The kernel sends INIT, FORGET and INTERRUPT to readers of the device, and takes notifications only there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "fuse/payload_memory.h"
+#include "fuse/request.h"
+#include "fuse/statistics.h"
+
+namespace gpufs::fuse {
+
+class RequestHandler;
+class RingThread;
+
+class Rings {
+ public:
+  // Creates the rings, their threads and the memory, and touches no connection. Fails where the kernel has no such rings,
+  // or does not allow them.
+  static Result<std::unique_ptr<Rings>> create(int device, std::size_t payload_bytes, const PinHooks& hooks,
+                                               Statistics& statistics);
+  ~Rings();
+  Rings(const Rings&) = delete;
+  Rings& operator=(const Rings&) = delete;
+
+  // Registers entries for all queues of the connection, whose INIT has granted rings, and serves them.
+  void serve(RequestHandler& handler);
+  // Ends the threads. Replies fail with ENODEV from then on. May be called twice.
+  void stop();
+
+  // Any thread: the reply to the request in an entry. 0 or an errno.
+  int reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body);
+
+  void write_statistics(JsonWriter& json) const;
+
+ private:
+  explicit Rings(Statistics& statistics);
+
+  Statistics& statistics_;
+  std::vector<std::unique_ptr<RingThread>> threads_;
+};
+
+}  // namespace gpufs::fuse

@@ -1,0 +1,75 @@
+#include "memory/account.h"
+
+#include <algorithm>
+
+namespace gpufs {
+
+std::uint64_t Account::room() const {
+  const std::uint64_t most = limit();
+  return most - std::min(used(), most);
+}
+
+Status Account::charge(std::uint64_t bytes) {
+  const std::uint64_t most = limit();
+  std::uint64_t used = this->used();
+  do {
+    if (bytes > most - std::min(used, most)) {
+      return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + std::to_string(most) + " bytes, holds " +
+                                std::to_string(used) + ", and needs " + std::to_string(bytes) + " more");
+    }
+  } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
+  return {};
+}
+
+Status Charge::grow(std::uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t payer = 0; payer < accounts_.size(); ++payer) {
+    if (accounts_[payer] == nullptr) continue;
+    Status status = accounts_[payer]->charge(bytes);
+    if (status.ok()) continue;
+    for (std::size_t earlier = 0; earlier < payer; ++earlier) {
+      if (accounts_[earlier] != nullptr) accounts_[earlier]->remove(bytes);
+    }
+    return status;
+  }
+  bytes_ += bytes;
+  return {};
+}
+
+void Charge::settle(std::uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  for (const std::shared_ptr<Account>& account : accounts_) {
+    if (account != nullptr) account->add(bytes - bytes_);  // modulo 2^64
+  }
+  bytes_ = bytes;
+}
+
+void Charge::move(Payer payer, std::shared_ptr<Account> account) {
+  const std::lock_guard lock(mutex_);
+  accounts_[payer].swap(account);
+  if (account != nullptr) account->remove(bytes_);
+  if (accounts_[payer] != nullptr) accounts_[payer]->add(bytes_);
+}
+
+std::uint64_t Charge::room() const {
+  std::uint64_t room = Account::kNoLimit;
+  for (const std::shared_ptr<Account>& account : accounts()) {
+    if (account != nullptr) room = std::min(room, account->room());
+  }
+  return room;
+}
+
+bool Charge::shares_account(const Charge& other) const {
+  const Accounts theirs = other.accounts();
+  const Accounts ours = accounts();
+  return std::ranges::any_of(ours, [&](const auto& account) {
+    return account != nullptr && std::ranges::find(theirs, account) != theirs.end();
+  });
+}
+
+Charge::Accounts Charge::accounts() const {
+  const std::lock_guard lock(mutex_);
+  return accounts_;
+}
+
+}  // namespace gpufs

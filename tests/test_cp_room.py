@@ -1,0 +1,113 @@
+"""`gpufs cp` with too little space: it is refused before anything is created, and --partial keeps what fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cli import gpufs
+from support.data import GRANULE, MIB, assert_same, noise
+from support.mounting import GpufsMount, Mounter
+from support.processes import run
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+
+
+@pytest.fixture
+def small(mount: Mounter) -> GpufsMount:
+    return mount(memory=32 * MIB)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gpufs-client-", dir="/tmp") as folder:
+        run("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder)
+        try:
+            yield Path(folder)
+        finally:
+            run("umount", folder)
+
+
+@pytest.fixture
+def tree(host: Path) -> Path:
+    """Three files of 20 MiB in two directories: two do not fit where one does."""
+    path = host / "tree"
+    (path / "below").mkdir(parents=True)
+    for name in ("one", "below/two", "below/three"):
+        (path / name).write_bytes(noise(20 * MIB))
+    return path
+
+
+def refused(needed: str, free_on: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    done = gpufs("cp", *words, check=False)
+    assert done.returncode == 1
+    assert f"needs {needed}, " in done.stderr
+    assert f" free on {free_on}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    return done
+
+
+def test_a_tree_that_does_not_fit_leaves_nothing(small: GpufsMount, tree: Path) -> None:
+    refused("60.0 MiB", "gpu0", "-r", tree, small.device)
+    assert os.listdir(small.device) == []
+
+
+def test_partial_copies_what_fits(small: GpufsMount, tree: Path) -> None:
+    done = gpufs("cp", "-r", "-j1", "--partial", "--json", tree, small.device, check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["files"] == 1
+    assert_same((small.device / "tree" / "one").read_bytes(), noise(20 * MIB))
+    errors = json.loads(done.stdout)["errors"]
+    assert len(errors) == 2
+    for error in errors:
+        kept = Path(error["destination"])
+        assert_same(kept.read_bytes(), noise(20 * MIB)[: error["bytes_done"]])
+
+
+def test_files_that_are_overwritten_make_space(small: GpufsMount, host: Path) -> None:
+    (host / "tree").mkdir()
+    (host / "tree" / "file").write_bytes(noise(24 * MIB))
+    for _ in range(3):
+        gpufs("cp", "-r", host / "tree", small.device)
+    gpufs("cp", "-r", "-n", host / "tree", small.device)  # copies nothing
+    assert_same((small.device / "tree" / "file").read_bytes(), noise(24 * MIB))
+
+
+def test_sparse_files_need_the_space_of_their_data(small: GpufsMount, host: Path, small_disk: Path) -> None:
+    (host / "tree").mkdir()
+    for name in ("one", "two"):
+        with open(host / "tree" / name, "wb") as file:
+            file.truncate(1 << 30)
+            file.seek(1 << 29)
+            file.write(noise(GRANULE))
+    gpufs("cp", "-r", host / "tree", small.device)
+    gpufs("cp", "-r", small.device / "tree", small_disk)
+    assert_same((small_disk / "tree" / "two").read_bytes()[1 << 29 : (1 << 29) + GRANULE], noise(GRANULE))
+
+
+def test_a_disk_that_is_too_small(root: Path, small_disk: Path) -> None:
+    for name in ("one", "two"):
+        (root / name).write_bytes(noise(10 * MIB))
+    refused("20.0 MiB", str(small_disk), root / "one", root / "two", small_disk)
+    refused("20.0 MiB", str(small_disk), "-r", root, small_disk)
+    (root / "two").write_bytes(noise(20 * MIB))
+    refused("20.0 MiB", str(small_disk), root / "two", small_disk)
+    assert os.listdir(small_disk) == []
+    gpufs("cp", root / "one", small_disk)
+
+
+def test_the_root_of_a_mount_says_where_files_go(shared_mount: GpufsMount, host: Path) -> None:
+    text = (shared_mount.path / "README").read_text()
+    assert len(text) == (shared_mount.path / "README").stat().st_size
+    for name in os.listdir(shared_mount.path):
+        assert (f"{name}/" in text) == name.startswith(("gpu", "backing"))
+    (host / "file").write_bytes(b"words")
+    for words in (("file", shared_mount.path), ("-r", ".", shared_mount.path / "gpu9")):
+        done = gpufs("cp", *words, cwd=host, check=False)
+        assert done.returncode == 1
+        assert "README" in done.stderr

@@ -1,0 +1,164 @@
+"""gpufs.mount(): mounts that belong to a program, and what is left of them when it fails or dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import PATIENCE, PATIENT, has_ended, wait_until
+from support.watchdog import mounted_at
+
+import gpufs
+
+SMALL: dict[str, Any] = {"driver": "host", "memory": 64 << 20}
+
+
+@pytest.fixture(autouse=True)
+def no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUFS_CONFIG", "/dev/null")
+
+
+def test_a_mount_lasts_as_long_as_its_block(mountpoint: Path) -> None:
+    with gpufs.mount(mountpoint, driver="host", devices=2, memory="64M", log_level="warning") as mount:
+        assert mount.path == mountpoint
+        assert mount.driver == "host"
+        assert [device.path for device in mount.devices] == [mountpoint / "gpu0", mountpoint / "gpu1"]
+        assert {device.total_bytes for device in mount.devices} == {64 << 20}
+        (mount.devices[1].path / "file").write_bytes(b"data")
+        assert (mountpoint / "gpu1/file").read_bytes() == b"data"
+    assert not mounted_at(str(mountpoint))
+    mount.unmount()  # again: without effect
+
+
+def test_an_exception_in_the_block_unmounts(mountpoint: Path) -> None:
+    with pytest.raises(ZeroDivisionError), gpufs.mount(mountpoint, **SMALL):
+        _ = 1 // 0
+    assert not mounted_at(str(mountpoint))
+
+
+def test_files_that_are_open_outlive_the_block(mountpoint: Path) -> None:
+    with gpufs.mount(mountpoint, **SMALL) as mount, open(mountpoint / "gpu0/file", "wb+", buffering=0) as file:
+        with pytest.raises(OSError, match="in use"):
+            mount.unmount()
+        mount.unmount(detach=True)
+        assert not mounted_at(str(mountpoint))
+        file.write(b"still here")
+        assert os.pread(file.fileno(), 100, 0) == b"still here"
+
+
+def test_a_mount_from_a_thread(mountpoint: Path) -> None:
+    seen = []
+
+    def work() -> None:
+        with gpufs.mount(mountpoint, **SMALL) as mount:
+            seen.append(mount.path)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(PATIENCE)
+    assert seen == [mountpoint]
+    assert not mounted_at(str(mountpoint))
+
+
+def test_wrong_arguments_and_failures_leave_nothing(mountpoint: Path, tmp_path: Path) -> None:
+    bad: list[dict[str, Any]] = [{"memory": "lots"}, {"devices": "GPU-"}, {"devices": ["GPU-4f3e"], "driver": "host"}]
+    for wrong in bad:
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            gpufs.mount(mountpoint, **wrong)
+    for unknown in ("memroy", "foreground", "umount_timeout"):
+        nothing: dict[str, Any] = {unknown: "1"}
+        with pytest.raises(TypeError, match=unknown):
+            gpufs.mount(mountpoint, **nothing)
+    with pytest.raises(FileNotFoundError):
+        gpufs.mount(tmp_path / "none", **SMALL)
+    with pytest.raises(TimeoutError):
+        gpufs.mount(mountpoint, mount_timeout=0.1, **SMALL)
+    assert not mounted_at(str(mountpoint))
+    with gpufs.mount(mountpoint, **SMALL), pytest.raises(OSError, match="already"):
+        gpufs.mount(mountpoint, **SMALL)
+
+
+def test_warnings_that_are_errors_leave_nothing(mountpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUFS_MEMROY", "1G")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="GPUFS_MEMORY"):
+            gpufs.mount(mountpoint, **SMALL)
+    assert not mounted_at(str(mountpoint))
+    with pytest.warns(UserWarning, match="GPUFS_MEMROY"), gpufs.mount(mountpoint, **SMALL):
+        pass
+
+
+PROGRAM = """
+import os, sys, time, gpufs
+with gpufs.mount(sys.argv[1], driver="host", memory="64M") as mount:
+    if os.fork() == 0:
+        sys.exit()  # leaves the block, too
+    os.wait()
+    assert os.path.ismount(mount.path)
+    print(mount._process.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_mount_ends_with_the_program(number: signal.Signals, mountpoint: Path) -> None:
+    """Whatever ends it, and also while another program has a file open."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, mountpoint],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | PATIENT,
+    )
+    assert program.stdout is not None
+    daemon = int(program.stdout.readline())
+    with open(mountpoint / "gpu0/file", "wb"):
+        program.send_signal(number)
+        program.wait(PATIENCE)
+        wait_until(lambda: not mounted_at(str(mountpoint)), 30, "the end of the mount")
+    wait_until(lambda: has_ended(daemon), 30, "the end of the daemon")
+    program.stdout.close()
+
+
+def test_an_interrupted_start_leaves_nothing(mountpoint: Path) -> None:
+    """SIGINT and SIGKILL at several moments of the start."""
+    script = "import sys, gpufs; print(flush=True); gpufs.mount(sys.argv[1], driver='host', memory='64M').unmount()"
+    for number, delay in ((signal.SIGINT, 0.1), (signal.SIGKILL, 0.1), (signal.SIGINT, 0.3), (signal.SIGKILL, 0.5)):
+        program = subprocess.Popen(
+            [sys.executable, "-c", script, mountpoint],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | PATIENT,
+        )
+        assert program.stdout is not None
+        program.stdout.readline()
+        try:
+            program.wait(delay)
+        except subprocess.TimeoutExpired:
+            program.send_signal(number)
+        program.wait(PATIENCE)
+        program.stdout.close()
+        wait_until(
+            lambda: not mounted_at(str(mountpoint)) and not serving(mountpoint),
+            30,
+            "the end of the mount and its daemon",
+        )
+
+
+def serving(mountpoint: Path) -> list[str]:
+    """The daemons of a mountpoint."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"gpufs.daemon" in words and os.fsencode(mountpoint) in words:
+            found.append(pid)
+    return found

@@ -1,0 +1,150 @@
+"""What users see of a mount: copies in progress, busy files, leases, and files with the memory that they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import fails, gpufs
+from support.data import MIB
+from support.hanging import HangingMount
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import PATIENCE, as_nobody, wait_until
+
+import gpufs as library
+
+ODD = b"odd\n\x1b[31m\xff"
+
+
+def activity(mount: GpufsMount) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((mount.path / ".gpufs/activity").read_bytes())
+    return value
+
+
+def listed(*words: object) -> dict[str, dict[str, Any]]:
+    return {Path(row["path"]).name: row for row in json.loads(gpufs("ls", "--json", *words).stdout)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow file system")
+def test_counters_follow_a_running_copy(mount: Mounter) -> None:
+    """They grow while it runs, and at its end they have each byte once."""
+    size, good = 64 * MIB, 24 * MIB
+    own = mount()
+
+    def transfer() -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((own.path / ".gpufs/stats").read_bytes())["devices"][0]
+        return value["backends"]["transfer"]["in"]  # type: ignore[no-any-return]
+
+    with HangingMount(size, good) as source:
+        command = subprocess.Popen([*GPUFS, "cp", source.file, own.device / "file"])
+        try:
+            wait_until(lambda: transfer()["bytes"] > 0, PATIENCE, "progress in the counters")
+            assert (transfer()["in_flight"], transfer()["operations"]) == (1, 0)
+            assert transfer()["bytes"] <= good
+            (copy,) = activity(own)["copies"]
+            assert (copy["source"], copy["destination"]) == (str(source.file), str(own.device / "file"))
+            assert (copy["pid"], copy["total"]) == (command.pid, size)
+            assert 0 < copy["moved"] <= good
+            picture = gpufs("top", "--once", "--interval", "0.1", own.path).stdout
+            assert str(source.file) in picture
+            assert str(command.pid) in picture
+            source.resume()
+            assert command.wait(PATIENCE) == 0
+        finally:
+            if command.poll() is None:
+                command.kill()
+                command.wait(PATIENCE)
+    assert (transfer()["bytes"], transfer()["operations"], transfer()["in_flight"]) == (size, 1, 0)
+    assert activity(own)["copies"] == []
+
+
+def test_top_shows_devices_busy_files_and_leases(mount: Mounter) -> None:
+    """Without a terminal it prints one picture, in which names cannot control the terminal."""
+    own = mount(devices=2)
+    name = os.fsencode(own.device) + b"/" + ODD
+    with open(name, "wb", buffering=0) as busy, open(own.path / "gpu1/idle", "wb") as idle:
+        idle.write(bytes(4 * MIB))
+        idle.flush()
+        busy.write(bytes(MIB))
+        with library.attach(str(own.path / "gpu1/idle")):
+            words = [*GPUFS, "top", own.path, "--interval", "1"]
+            picture = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+            while picture.poll() is None:
+                busy.seek(0)
+                busy.write(bytes(MIB))
+            assert picture.stdout is not None
+            with picture.stdout:
+                text = picture.stdout.read().decode(errors="surrogateescape")
+    assert picture.returncode == 0
+    lines = text.splitlines()
+    assert sum(line.startswith(str(own.path / "gpu0")) for line in lines) == 2  # the device and the busy file
+    (row,) = (line for line in lines if "odd" in line)
+    assert "\x1b" not in text
+    assert "iB/s" in row
+    (lease,) = (line for line in lines if line.startswith(str(own.path / "gpu1/idle")))
+    assert f"({os.getpid()})" in lease
+
+
+def test_top_goes_on_without_mounts_that_do_not_answer(mount: Mounter) -> None:
+    good, stopped = mount(), mount()
+    stopped.signal(signal.SIGSTOP)
+    try:
+        done = gpufs("top", "--interval", "0.1", good.path, stopped.path, "--status-timeout", "1", check=False)
+    finally:
+        stopped.signal(signal.SIGCONT)
+    assert done.returncode == 1
+    assert str(good.device) in done.stdout
+    assert str(stopped.path) in done.stdout
+
+
+def test_users_see_only_their_own_activity(shared_mount: GpufsMount, root: Path) -> None:
+    theirs, mine = root / "theirs", root / "mine"
+    as_nobody(lambda: theirs.write_bytes(bytes(MIB)))
+    mine.write_bytes(bytes(MIB))
+
+    def busy() -> set[str]:
+        return {Path(one["path"]).name for one in activity(shared_mount)["files"] if one["path"] is not None}
+
+    assert {"theirs", "mine"} <= busy()
+    seen = as_nobody(busy)
+    assert "theirs" in seen
+    assert "mine" not in seen
+
+
+def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
+    own = mount(devices=2)
+    (own.device / "folder").mkdir()
+    (own.device / "folder/deep").write_bytes(bytes(100))
+    with open(own.device / "sparse", "wb") as file:
+        file.truncate(64 * MIB)
+    (own.path / "gpu1/full").write_bytes(bytes(8 * MIB))
+    os.utime(own.path / "gpu1/full", (1000.0, 2000.0))
+    with library.attach(str(own.path / "gpu1/full")):
+        found = listed(own.path)
+        assert set(found) == {"folder", "sparse", "full"}
+        assert (found["sparse"]["size"], found["sparse"]["held_bytes"]) == (64 * MIB, 0)
+        full = found["full"]
+        assert (full["device"], full["size"], full["held_bytes"]) == ("gpu1", 8 * MIB, 8 * MIB)
+        assert [lease["pid"] for lease in full["leases"]] == [os.getpid()]
+        assert full["last_use"] == 2000.0
+        assert full["uid"] == os.geteuid()
+    assert listed(own.path / "gpu1/full")["full"]["leases"] == []
+    assert set(listed("-r", own.path)) == {"deep", "sparse", "full"}
+    assert set(listed("-r", own.device / "folder", own.device / "sparse")) == {"deep", "sparse"}
+    assert "8.0 MiB" in gpufs("ls", own.path / "gpu1").stdout
+    fails(1, "ls", own.path.parent)
+
+
+def test_used_and_free_fit_the_size_while_memory_is_being_freed(mount: Mounter) -> None:
+    own = mount(memory=256 * MIB)
+    for _ in range(3):
+        (own.device / "file").write_bytes(bytes(200 * MIB))
+        (own.device / "file").unlink()
+        for _ in range(3):
+            (device,) = json.loads(gpufs("df", "--json", own.path).stdout)
+            assert device["used_bytes"] + device["free_bytes"] <= device["total_bytes"]
