@@ -30,7 +30,7 @@ PYTHON_MAY_USE = {
     "gpufs.protocol": set(),
     "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
     "gpufs.formats": set(),
-    "gpufs.torch": {"gpufs", "config.kinds", "engine", "formats"},  # gpufs: attach; engine: pools of addresses
+    "gpufs.torch": {"gpufs", "config.kinds", "engine", "formats", "units"},  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch"},
     "gpufs.daemon.threads": set(),
     "gpufs.fs": {"daemon.threads", "engine", "statistics", "_version"},

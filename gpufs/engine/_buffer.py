@@ -315,25 +315,6 @@ class Buffer(Handle):
         check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
         return int(found[0])
 
-    def address(self, maximum_bytes: int) -> int:
-        """Return the device address of offset 0, and fix it.
-
-        Holes have no memory: call allocate() before a kernel touches what was never written.
-
-        Parameters
-        ----------
-        maximum_bytes
-            The largest size that the buffer can have from now on.
-
-        Returns
-        -------
-        int
-            The address, which stays the same until the buffer is closed.
-        """
-        address = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_address(self._handle, unsigned("maximum_bytes", maximum_bytes), address))
-        return int(address[0])
-
 
 if TYPE_CHECKING:
     # What a transfer can move to and from: see device_range() for arrays.

@@ -143,7 +143,7 @@ class Engine(Handle):
     slab_file_bytes
         Buffers up to this size share slabs of device memory, at most 1 MiB; 0 for none.
     statistics_path
-        A file for the counters (docs/statistics.md). It is replaced, and stays when the engine is closed.
+        A file for the counters (docs/internals/statistics-file.md). It is replaced, and stays when the engine closes.
     keep_freed
         Seconds for which a GPU's memory is cached after a buffer has released it, for the next buffer: the driver
         clears what it gets back, which slows down copies at the same time. 0 for no cache.
@@ -241,7 +241,7 @@ class Engine(Handle):
         check(lib.gpufs_statistics_publish(self._handle))
 
     def statistics_read(self) -> bytes:
-        """Return all counters in the format of docs/statistics.md, which `gpufs.statistics.parse` reads."""
+        """Return all counters in the form of docs/internals/statistics-file.md, for `gpufs.statistics.parse`."""
         needed = ffi.new("uint64_t *")
         lib.gpufs_statistics_read(self._handle, ffi.NULL, 0, needed)
         room = ffi.new("char[]", int(needed[0]))

@@ -1,4 +1,4 @@
-"""Traces of what the engine's threads do. docs/traces.md describes the records."""
+"""Traces of what the engine's threads do. docs/internals/trace-records.md describes the records."""
 
 from types import TracebackType
 from typing import Self

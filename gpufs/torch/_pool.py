@@ -128,8 +128,9 @@ class pool:
     path : path
         A name in the directory of a GPU of the mount, where :func:`publish` will put the file.
     size : int or str
-        Bytes for tensors, or a text such as "16G". Torch asks for 2 MiB at least and rounds larger tensors up to
-        2 MiB. All of it is allocated at once, and the published file keeps that size.
+        Bytes for tensors, or a text such as "16G". Torch takes 2 MiB at once for tensors of up to 1 MiB, 20 MiB for
+        those of up to 10 MiB, and rounds larger ones up to 2 MiB. All of it is allocated at once, and the published
+        file keeps that size.
 
     Raises
     ------

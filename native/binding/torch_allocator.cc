@@ -53,8 +53,8 @@ void wait_for_hip(int device) {
   ::dlclose(hip);
 }
 
-// Waits for all work on a device, as cudaFree() does: kernels in flight may still use memory that is freed, and its next
-// user may be on another stream.
+// Waits for all work on a device, as cudaFree() does: kernels in flight may still use memory that is freed, and its
+// next user may be on another stream.
 void wait_for_device(int device) {
   wait_for_cuda(device);
   wait_for_hip(device);

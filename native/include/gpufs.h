@@ -61,7 +61,7 @@ typedef struct {
   uint64_t slab_file_bytes;
   /* The file for the counters, which outlives the process; NULL or "": private memory. The file is replaced, has mode
    * 0600, and is locked while the engine lives. If it cannot be created the engine logs that and uses private memory.
-   * docs/statistics.md has its format. */
+   * docs/internals/statistics-file.md has its format. */
   const char* statistics_path;
   /* GPUs: how long released device memory is cached for the next buffer; 0: no cache. */
   uint32_t keep_freed_ms;
@@ -101,7 +101,7 @@ gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory);
 
-/* The counters of the engine, in a file or not, have the format of docs/statistics.md. */
+/* The counters of the engine, in a file or not, have the format of docs/internals/statistics-file.md. */
 /* Stores a description of them, a JSON object. EFBIG beyond 3840 bytes. */
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json);
 /* Writes the gauges (memory, pools) and the time beside the counters. Call it about every second. */
@@ -109,7 +109,8 @@ gpufs_status gpufs_statistics_publish(gpufs_handle engine);
 /* Publishes, and copies everything to data. ERANGE with *needed set if capacity is too small. */
 gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed);
 
-/* Starts to record what the process's threads do, in the format of docs/traces.md. EBUSY if it was started already. */
+/* Starts to record what the process's threads do, in the format of docs/internals/trace-records.md. EBUSY if it was
+ * started already. */
 gpufs_status gpufs_trace_start(void);
 /* Stops, and drops what has not been read. */
 gpufs_status gpufs_trace_stop(void);
@@ -139,8 +140,6 @@ gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t off
 gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes, uint64_t* done);
 gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
                                 uint64_t* done);
-/* The device address of offset 0; from now on the buffer never moves and cannot grow past maximum_bytes. */
-gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address);
 /* Copies within and between devices, from one buffer of the engine's to another, holes as zeros; the buffer grows as
  * needed. *done is the count, short only at the end of the source. */
 gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,

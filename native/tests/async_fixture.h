@@ -135,9 +135,9 @@ class Rig {
     made.stream = must(engine->register_stream(made.program->native(), static_cast<int>(index), promises));
     return made;
   }
-  AsyncEngine::Entry entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
-                           std::shared_ptr<OperationStream> stream = nullptr) {
-    AsyncEngine::Entry made;
+  AsyncEngine::Submission entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
+                                std::shared_ptr<OperationStream> stream = nullptr) {
+    AsyncEngine::Submission made;
     made.request.transfer.direction = direction;
     made.request.transfer.file = file;
     made.request.transfer.target = Target::of_buffer(memory);
@@ -145,8 +145,8 @@ class Rig {
     made.stream = std::move(stream);
     return made;
   }
-  Status submit(AsyncEngine::Entry given, std::uint64_t* id = nullptr) {
-    std::vector<AsyncEngine::Entry> entries;
+  Status submit(AsyncEngine::Submission given, std::uint64_t* id = nullptr) {
+    std::vector<AsyncEngine::Submission> entries;
     entries.push_back(std::move(given));
     std::vector<std::uint64_t> ids;
     std::size_t bad = 0;

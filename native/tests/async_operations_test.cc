@@ -35,7 +35,7 @@ TEST_P(AsyncOperations, RunBetweenWorkQueuedBeforeAndAfter) {
   gate.hold(*own.program);
   ASSERT_OK(own.program->call(
       [](void* argument) { static_cast<Seen*>(argument)->count_before = static_cast<Seen*>(argument)->count; }, &seen));
-  AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream);
+  AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream);
   entry.request.count = &seen.count;
   entry.request.codes = seen.codes.data();
   entry.request.cookie = 42;
@@ -64,44 +64,6 @@ TEST_P(AsyncOperations, RunBetweenWorkQueuedBeforeAndAfter) {
   EXPECT_EQ(contents(*buffer), bytes);
 }
 
-TEST_P(AsyncOperations, ReadLateNumbersWhenTheStreamReachesThem) {
-  const std::vector<std::byte> bytes = pattern(64 << 10, 2);
-  Rig rig(GetParam());
-  rig.fill_file(bytes);
-  Gate gate(rig.device());
-  // late: which numbers are given by cells; fixed: which of them the stream has promised.
-  for (unsigned late = 0; late < 8; ++late) {
-    for (unsigned fixed = 0; fixed < 8; ++fixed) {
-      ProgramStream own = rig.program_stream({(fixed & 1) != 0, (fixed & 2) != 0, (fixed & 4) != 0, false});
-      const std::shared_ptr<Buffer> buffer = rig.buffer();
-      std::array<std::uint64_t, 3> cells{100, 200, 3000};  // buffer offset, file offset, size
-      gate.hold(*own.program);
-      AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, cells[2], own.stream);
-      std::array<Parameter*, 3> numbers{&entry.request.target_offset, &entry.request.file_offset, &entry.request.bytes};
-      for (std::size_t number = 0; number < 3; ++number) {
-        *numbers[number] = (late >> number & 1) != 0 ? Parameter{0, &cells[number]} : Parameter{cells[number], nullptr};
-      }
-      ASSERT_OK(rig.submit(std::move(entry)));
-      const std::array<std::uint64_t, 3> before = cells;
-      cells = {5000, 7000, 1234};
-      const std::array<std::uint64_t, 3> after = cells;
-      gate.open();
-      const Completion over = rig.next();
-      ASSERT_OK(over.status);
-      std::array<std::uint64_t, 3> bound{};
-      for (std::size_t number = 0; number < 3; ++number) {
-        const bool moves = (late >> number & 1) != 0 && (fixed >> number & 1) == 0;
-        bound[number] = moves ? after[number] : before[number];
-      }
-      ASSERT_EQ(over.bytes, bound[2]) << late << " " << fixed;
-      const std::vector<std::byte> found = contents(*buffer);
-      ASSERT_EQ(found.size(), bound[0] + bound[2]) << late << " " << fixed;
-      ASSERT_EQ(std::memcmp(found.data() + bound[0], bytes.data() + bound[1], bound[2]), 0) << late << " " << fixed;
-      own.stream->close();
-    }
-  }
-}
-
 TEST_P(AsyncOperations, OnOneStreamKeepTheOrderOfEachThread) {
   constexpr std::uint64_t kCount = 60;  // of each thread
   constexpr std::size_t kBlock = 4'096;
@@ -112,7 +74,7 @@ TEST_P(AsyncOperations, OnOneStreamKeepTheOrderOfEachThread) {
   const std::shared_ptr<Buffer> buffer = rig.buffer();
   const auto submit_all = [&](std::uint64_t first) {
     for (std::uint64_t number = first; number < first + kCount; ++number) {
-      AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, kBlock, stream);
+      AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, kBlock, stream);
       entry.request.file_offset.value = number * kBlock;
       entry.request.cookie = number;
       EXPECT_OK(rig.submit(std::move(entry)));
@@ -147,11 +109,11 @@ TEST_P(AsyncOperations, OnSeveralStreamsDoNotWaitForEachOther) {
   };
   ProgramStream slow = rig.program_stream();
   ProgramStream quick = rig.program_stream();
-  AsyncEngine::Entry first = rig.entry(Direction::kLoad, rig.buffer(), 5'000, slow.stream);
+  AsyncEngine::Submission first = rig.entry(Direction::kLoad, rig.buffer(), 5'000, slow.stream);
   first.request.cookie = 1;
   ASSERT_OK(rig.submit(std::move(first)));
   ASSERT_TRUE(soon([&] { return waiting > 0; }));
-  AsyncEngine::Entry second = rig.entry(Direction::kLoad, rig.buffer(), 5'000, quick.stream);
+  AsyncEngine::Submission second = rig.entry(Direction::kLoad, rig.buffer(), 5'000, quick.stream);
   second.request.file_offset.value = 10'000;
   second.request.cookie = 2;
   ASSERT_OK(rig.submit(std::move(second)));
@@ -180,7 +142,7 @@ TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
     size = 4096;
     offset = 0;
     gate.hold(*stream.program);
-    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, 0, stream.stream);
+    AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, 0, stream.stream);
     entry.request.bytes.cell = &size;
     entry.request.file_offset.cell = &offset;
     entry.request.count = &count;
@@ -204,13 +166,13 @@ TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
   EXPECT_EQ(end_with(aligned, 4096, 4096), 0);
 
   // What is known is refused when it is submitted.
-  AsyncEngine::Entry unaligned = rig.entry(Direction::kLoad, buffer, 100, aligned.stream);
+  AsyncEngine::Submission unaligned = rig.entry(Direction::kLoad, buffer, 100, aligned.stream);
   EXPECT_EQ(rig.submit(std::move(unaligned)).error(), EINVAL);
-  AsyncEngine::Entry negative = rig.entry(Direction::kLoad, buffer, 100, own.stream);
+  AsyncEngine::Submission negative = rig.entry(Direction::kLoad, buffer, 100, own.stream);
   negative.request.file_offset.value = static_cast<std::uint64_t>(-5);
   EXPECT_EQ(rig.submit(std::move(negative)).error(), EINVAL);
   const UniqueFd reading(::open(("/proc/self/fd/" + std::to_string(rig.fd())).c_str(), O_RDONLY | O_CLOEXEC));
-  AsyncEngine::Entry unwritable = rig.entry(Direction::kStore, buffer, 100, own.stream);
+  AsyncEngine::Submission unwritable = rig.entry(Direction::kStore, buffer, 100, own.stream);
   unwritable.request.transfer.file = must(BackingFile::open(reading.get()));
   EXPECT_EQ(rig.submit(std::move(unwritable)).error(), EBADF);
   EXPECT_TRUE(soon([&] { return own.stream->outstanding() == 0; }));
@@ -222,7 +184,7 @@ TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
     *result = -1;
     return true;
   };
-  AsyncEngine::Entry failing = rig.entry(Direction::kLoad, buffer, 4096, own.stream);
+  AsyncEngine::Submission failing = rig.entry(Direction::kLoad, buffer, 4096, own.stream);
   failing.request.file_offset.value = 8192;
   failing.request.count = &count;
   ASSERT_OK(rig.submit(std::move(failing)));
@@ -252,7 +214,7 @@ TEST_P(AsyncOperations, UseFilesAndBuffersAsTheyAreWhenReached) {
   const std::shared_ptr<Buffer> stored = rig.buffer(pattern(100, 6));
   gate.hold(*own.program);
   ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 4'000'000, own.stream)));
-  AsyncEngine::Entry store = rig.entry(Direction::kStore, stored, 3'000, own.stream);
+  AsyncEngine::Submission store = rig.entry(Direction::kStore, stored, 3'000, own.stream);
   store.request.file_offset.value = 5'000'000;
   ASSERT_OK(rig.submit(std::move(store)));
   ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 0, own.stream)));
@@ -285,7 +247,7 @@ TEST_P(AsyncOperations, OnOneStreamMayExceedTheHardwareQueue) {
   gate.hold(*own.program);
   if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
   for (std::size_t piece = 0; piece < kCount; ++piece) {
-    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, 333, own.stream);
+    AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, 333, own.stream);
     entry.request.file_offset.value = entry.request.target_offset.value = piece * 333;
     entry.request.cookie = piece;
     ASSERT_OK(rig.submit(std::move(entry)));
@@ -300,35 +262,6 @@ TEST_P(AsyncOperations, OnOneStreamMayExceedTheHardwareQueue) {
     EXPECT_EQ(over.cookie, piece);
   }
   EXPECT_EQ(contents(*buffer), bytes);
-}
-
-TEST_P(AsyncOperations, AreBoundedAndSubmissionEndsWithEAGAIN) {
-  AsyncOptions options;
-  options.operations = 6;
-  options.stream_depth = 4;
-  options.patience = 10ms;
-  Rig rig(GetParam(), options);
-  rig.fill_file(pattern(10'000, 10));
-  const std::shared_ptr<Buffer> buffer = rig.buffer();
-  ProgramStream own = rig.program_stream();
-  Gate gate(rig.device());
-  gate.hold(*own.program);
-  for (int count = 0; count < 4; ++count) {
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
-  }
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)).error(), EAGAIN);
-  ProgramStream other = rig.program_stream();
-  const std::shared_ptr<Buffer> apart = rig.buffer();  // nothing orders the two streams
-  gate.hold(*other.program);
-  for (int count = 0; count < 2; ++count) {
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, apart, 100, other.stream)));
-  }
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100)).error(), EAGAIN);
-  gate.open();
-  for (int count = 0; count < 6; ++count) EXPECT_OK(rig.next().status);
-  ASSERT_TRUE(soon([&] { return rig.engine->outstanding() == 0; }));
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
-  EXPECT_OK(rig.next().status);
 }
 
 TEST_P(AsyncOperations, BlockAtMostFourStreamsOfADevice) {
@@ -370,7 +303,7 @@ TEST_P(AsyncOperations, EndSoonWhenCancelled) {
   std::uint64_t cell = 100;
   std::int64_t count = 0;
   gate.hold(*own.program);
-  AsyncEngine::Entry entry = rig.entry(Direction::kLoad, buffer, 100, own.stream);
+  AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, 100, own.stream);
   entry.request.file_offset.cell = &cell;
   entry.request.count = &count;
   std::uint64_t id = 0;
@@ -424,24 +357,6 @@ TEST_P(AsyncOperations, KeepTheirFileMemoryAndStreamAlive) {
   EXPECT_TRUE(soon([&] { return watched.expired(); }));
 }
 
-TEST_P(AsyncOperations, RunOnStreamsThatWereNotRegistered) {
-  Rig rig(GetParam());
-  const std::vector<std::byte> bytes = pattern(5'000, 13);
-  rig.fill_file(bytes);
-  for (int round = 0; round < 3; ++round) {
-    const std::unique_ptr<Stream> program = must(rig.device()->device().create_stream());
-    const std::shared_ptr<Buffer> buffer = rig.buffer();
-    for (int count = 0; count < 3; ++count) {
-      ASSERT_OK(rig.submit(
-          rig.entry(Direction::kLoad, buffer, bytes.size(), must(rig.engine->imply_stream(program->native(), -1)))));
-    }
-    EXPECT_OK(program->synchronize());
-    for (int count = 0; count < 3; ++count) EXPECT_OK(rig.next().status);
-    EXPECT_EQ(contents(*buffer), bytes);
-  }
-  EXPECT_EQ(rig.engine->imply_stream(0x5'5550'0000, -1).error(), EINVAL);
-}
-
 TEST_P(AsyncOperations, AreCancelledWhenTheEngineCloses) {
   std::unique_ptr<Stream> program;
   std::int64_t count = 0;
@@ -451,7 +366,7 @@ TEST_P(AsyncOperations, AreCancelledWhenTheEngineCloses) {
     ProgramStream own = rig.program_stream();
     Gate gate(rig.device());
     gate.hold(*own.program);
-    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 5'000, own.stream);
+    AsyncEngine::Submission entry = rig.entry(Direction::kLoad, rig.buffer(), 5'000, own.stream);
     entry.request.count = &count;
     ASSERT_OK(rig.submit(std::move(entry)));
     ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000)));
@@ -484,7 +399,7 @@ TEST_P(AsyncOperations, WithoutAStreamRunInParallel) {
   };
   const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(4);
   std::vector<std::shared_ptr<Buffer>> buffers;
-  std::vector<AsyncEngine::Entry> entries;
+  std::vector<AsyncEngine::Submission> entries;
   for (std::uint64_t number = 0; number < 4; ++number) {
     buffers.push_back(rig.buffer());
     entries.push_back(rig.entry(Direction::kLoad, buffers.back(), 10'000));
@@ -517,33 +432,6 @@ TEST_P(AsyncOperations, WithoutAStreamRunInParallel) {
   EXPECT_TRUE(batch->collect(1, 1, kPatience).empty());
 }
 
-TEST_P(AsyncOperations, InABatchAreSubmittedAllOrNone) {
-  Rig rig(GetParam());
-  rig.fill_file(pattern(1'000, 16));
-  const std::shared_ptr<CompletionQueue> batch = rig.engine->open_queue(8);
-  std::vector<AsyncEngine::Entry> entries;  // in no order: each has memory of its own
-  for (int number = 0; number < 5; ++number) entries.push_back(rig.entry(Direction::kLoad, rig.buffer(), 1'000));
-  entries[3].request.file_offset.value = static_cast<std::uint64_t>(-1);
-  std::vector<std::uint64_t> ids;
-  std::size_t bad = 0;
-  EXPECT_EQ(rig.engine->submit(batch, entries, &ids, &bad).error(), EINVAL);
-  EXPECT_EQ(bad, 3U);
-  EXPECT_EQ(batch->counts().under_way, 0U);
-  EXPECT_EQ(rig.engine->outstanding(), 0U);
-  entries[3].request.file_offset.value = 0;
-  ASSERT_OK(rig.engine->submit(batch, entries, &ids, &bad));
-  EXPECT_EQ(batch->collect(5, 8, kPatience).size(), 5U);
-  // Closing waits for what runs, and tells nobody.
-  rig.operations.on_read = [](int, void*, std::size_t, std::uint64_t, ssize_t*) {
-    std::this_thread::sleep_for(20ms);
-    return false;
-  };
-  ASSERT_OK(rig.engine->submit(batch, entries, &ids, &bad));
-  EXPECT_OK(batch->close(kPatience));
-  EXPECT_EQ(batch->counts().under_way, 0U);
-  EXPECT_EQ(rig.engine->submit(batch, entries, &ids, &bad).error(), ESHUTDOWN);
-}
-
 // ---- many threads ----
 
 TEST_P(AsyncOperations, SurviveConcurrentSubmitCancelAndCollect) {
@@ -564,7 +452,7 @@ TEST_P(AsyncOperations, SurviveConcurrentSubmitCancelAndCollect) {
       const std::shared_ptr<Buffer> buffer = rig.buffer();
       for (int count = 0; count < kEach; ++count) {
         const std::size_t which = random() % 5;
-        AsyncEngine::Entry entry =
+        AsyncEngine::Submission entry =
             rig.entry(Direction::kLoad, buffer, random() % 4096, which < 4 ? streams[which].stream : nullptr);
         entry.request.file_offset.value = random() % 60'000;
         entry.request.target_offset.value = static_cast<std::uint64_t>(count) * 4096;  // nothing orders the streams
@@ -608,7 +496,7 @@ TEST(AsyncFaults, AnOperationThatItsStreamRefusesIsNotQueued) {
 
   // In a batch the others are queued: this one ends with the failure.
   rig.plan->call.at(2);
-  std::vector<AsyncEngine::Entry> entries(3, rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
+  std::vector<AsyncEngine::Submission> entries(3, rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
   for (std::uint64_t number = 0; number < 3; ++number) entries[number].request.cookie = number;
   std::vector<std::uint64_t> ids;
   std::size_t bad = 0;
@@ -723,7 +611,7 @@ TEST(AsyncFaults, OperationsEndWhenTheirDeviceFails) {
   Gate gate(rig.device());
   gate.hold(*own.program);
   std::int64_t count = 0;
-  AsyncEngine::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
+  AsyncEngine::Submission entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
   entry.request.count = &count;
   ASSERT_OK(rig.submit(std::move(entry)));
   cuda_test::fake().fail("cuEventQuery", 1, 719, 1);  // a kernel of the program's has crashed
@@ -745,7 +633,7 @@ TEST(AsyncFaults, AStreamThatNeverReachesItsOperationsIsAbandoned) {
     gate = std::make_unique<Gate>(rig.device());
     ProgramStream own = rig.program_stream();
     gate->hold(*own.program);
-    AsyncEngine::Entry entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
+    AsyncEngine::Submission entry = rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream);
     entry.request.count = &count;
     ASSERT_OK(rig.submit(std::move(entry)));
     program = std::move(own.program);

@@ -73,7 +73,7 @@ TEST_P(BufferFaultsTest, MovingOutOfASlotFails) {
   plan->copy_within.at(1);
   EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), EIO);  // to memory of its own
   plan->copy_within.at(1);
-  EXPECT_EQ(buffer->pin_address(kMiB).error(), EIO);
+  EXPECT_EQ(buffer->lease(true, false, "").error(), EIO);
   plan->populate.at(1, 1, ENOSPC);
   EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), ENOSPC);
   plan->populate.clear();

@@ -84,10 +84,11 @@ TEST_F(BufferPreallocationTest, OnlyWhenRequestedAndReleasable) {
   start(256 * kMiB);
   const auto exact = make();
   grow(*exact, 8);
-  const auto fixed = grown(8);
-  EXPECT_GT(preallocated(*fixed), 0U);
-  ASSERT_TRUE(fixed->pin_address(128 * kMiB).ok());
-  grow(*fixed, 12);
+  const auto used_here = grown(8);
+  EXPECT_GT(preallocated(*used_here), 0U);
+  const auto local = used_here->lease(false, false, "");
+  ASSERT_TRUE(local.ok()) << local.status().message();
+  grow(*used_here, 12);
   const auto exported = grown(8);
   const auto lease = exported->lease(false, true, "");
   ASSERT_TRUE(lease.ok()) << lease.status().message();
@@ -157,7 +158,7 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
     write(*small, 0, pattern(100, 1));
     const auto growing = grown(17);
     const auto filler = fill_device(256 * kMiB);
-    EXPECT_EQ(exports ? small->lease(true, true, "").error() : small->pin_address(kMiB).error(), 0);
+    EXPECT_EQ(small->lease(true, exports, "").error(), 0);
     EXPECT_EQ(preallocated(*growing), 0U);
     EXPECT_TRUE(contents(*small) == pattern(100, 1));
   }
@@ -223,7 +224,7 @@ TEST_F(BufferPreallocationTest, AStalledUserKeepsOnlyItsOwnFile) {
   std::thread punching([&] { EXPECT_TRUE(stalled->punch(0, kGranule).ok()); });
   while (!would_wait(*stalled)) std::this_thread::yield();
   EXPECT_FALSE(stalled->trim(kNoPatience));
-  pin.value().reset();
+  pin.value() = {};
   punching.join();
   write(*late, kGranule, block(1));
   write(*late, 2 * kGranule, block(2));
@@ -285,9 +286,9 @@ TEST_F(BufferPreallocationTest, MemoryThatAWriterUsesStays) {
   EXPECT_TRUE(buffer->trim(kNoPatience));
   EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
   const auto data = block(1);
-  ASSERT_TRUE(contexts[0]->device().copy_in(pin->pieces()[0].address, data.data(), data.size()).ok());
+  ASSERT_TRUE(contexts[0]->device().copy_in(pin.pieces[0].address, data.data(), data.size()).ok());
   buffer->publish(3 * kGranule + kMiB);
-  pin.reset();
+  pin = {};
   EXPECT_TRUE(contents(*buffer, 3 * kGranule, kMiB) == data);
   EXPECT_TRUE(contents(*buffer, 0, 100) == pattern(100, 1));
   EXPECT_TRUE(buffer->trim(kNoPatience));

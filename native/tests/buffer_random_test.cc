@@ -50,8 +50,8 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
  protected:
   struct File {
     std::shared_ptr<Buffer> buffer;
-    std::vector<std::byte> bytes;  // what it must hold
-    bool promised = false;         // its address is fixed, for kLargest bytes
+    std::vector<std::byte> bytes;          // what it must hold
+    std::shared_ptr<Buffer::Lease> lease;  // the memory is fixed in place
     std::array<std::shared_ptr<Account>, 2> accounts;
 
     void write(std::uint64_t offset, std::span<const std::byte> data) {
@@ -118,7 +118,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
   bool allowed(const Status& status, const File& file) {
     if (status.ok() || status.error() == ENOSPC) return status.ok();
     if (status.error() == EDQUOT && (file.accounts[0] != nullptr || file.accounts[1] != nullptr)) return false;
-    EXPECT_TRUE(faults_ || (file.promised && status.error() == EFBIG)) << status.message();
+    EXPECT_TRUE(faults_ || (file.lease && status.error() == EFBIG)) << status.message();
     EXPECT_TRUE(on_host() || status.device_code() != api::kIllegalAddress) << status.message();
     return false;
   }
@@ -187,17 +187,17 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
 
   // A write of which only a part arrives.
   void write_a_part(File& file, std::uint64_t offset, std::uint64_t bytes) {
-    Result<std::unique_ptr<Buffer::Pinned>> pin = file.buffer->pin_for_write(offset, bytes);
+    Result<Buffer::Pin> pin = file.buffer->pin_for_write(offset, bytes);
     if (!allowed(pin.status(), file)) return;
     const std::uint64_t size = file.bytes.size();
     ASSERT_EQ(file.buffer->size(), size);
-    for (const Buffer::Piece& piece : pin.value()->pieces()) {
+    for (const Buffer::Piece& piece : pin.value().pieces) {
       const std::byte* const source = data_.data() + (piece.offset - offset);
       ASSERT_OK(file.buffer->device()->device().copy_in(piece.address, source, piece.bytes));
     }
     const std::uint64_t arrived = below(bytes);
     if (arrived > 0) file.buffer->publish(offset + arrived);
-    pin.value().reset();
+    pin.value() = {};
     ASSERT_OK(file.buffer->discard_above_size(offset + arrived, bytes - arrived));
     // Below the old end all of it was overwritten.
     const std::uint64_t there = std::max(arrived, std::min(bytes, size - std::min(offset, size)));
@@ -252,12 +252,14 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
         check(file, offset, bytes);
         break;
       case 5:
+        file.lease.reset();
         ASSERT_OK(buffer.resize(offset));
         file.bytes.resize(offset);
         break;
       case 6:
       case 7:
       case 8:
+        file.lease.reset();
         ASSERT_OK(buffer.punch(offset, bytes));
         file.zero(offset, offset + bytes);
         break;
@@ -283,8 +285,9 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
       case 14:
         if (below(4) != 0) {
           ASSERT_TRUE(buffer.trim(kNoPatience));
-        } else if (allowed(buffer.pin_address(kLargest).status(), file)) {
-          file.promised = true;
+        } else if (Result<std::shared_ptr<Buffer::Lease>> lease = buffer.lease(true, false, "");
+                   allowed(lease.status(), file)) {
+          file.lease = lease.take();
         }
         break;
       case 15:

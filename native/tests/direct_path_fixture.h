@@ -73,7 +73,7 @@ class DirectPathFixture : public FakeGpu {
     return rig_->file->facts().fastpath_refusals == 0;
   }
   void TearDown() override {
-    pinned_.reset();
+    pinned_ = {};
     rig_.reset();
     FakeGpu::TearDown();
   }
@@ -89,7 +89,7 @@ class DirectPathFixture : public FakeGpu {
   // The first bytes of the buffer's memory, which is there and large enough.
   DeviceAddress memory(std::uint64_t bytes) {
     pinned_ = must(rig_->buffer->pin_for_write(0, bytes));
-    return pinned_->pieces().at(0).address;
+    return pinned_.pieces.at(0).address;
   }
   // A file of four blocks, which is loaded and stored as a whole: with each of the answers in turn.
   template <typename Plan>
@@ -113,7 +113,7 @@ class DirectPathFixture : public FakeGpu {
 
   DriverOptions options_;
   std::size_t device_ = 0;  // the one that a rig is for
-  std::unique_ptr<Buffer::Pinned> pinned_;
+  Buffer::Pin pinned_;
   std::unique_ptr<DirectRig> rig_;
 };
 

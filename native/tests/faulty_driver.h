@@ -57,7 +57,9 @@ struct FaultPlan {
   bool waits_for_values = true;
   std::atomic<bool> lags{false};     // an event is reported done at its second query at the earliest
   std::uint64_t span = 0;            // release_span() widens to multiples of this
-  std::function<void()> on_release;  // called before memory is released
+  std::function<void()> on_release;  // called before a part of memory is released
+  std::function<void()> on_free;     // called before all of it is
+  std::function<void()> on_copy;     // called before a copy within a device or to another one
   std::function<Status()> on_pin, on_unpin;
   bool pins_read_only = true;
   bool reports_pinned_ranges = true;
@@ -72,7 +74,10 @@ class FaultyMemory : public DeviceMemory {
       : inner_(std::move(inner)), plan_(std::move(plan)) {
     ++plan_->memories;
   }
-  ~FaultyMemory() override { --plan_->memories; }
+  ~FaultyMemory() override {
+    if (plan_->on_free) plan_->on_free();
+    --plan_->memories;
+  }
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override {
     return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes); });
   }
@@ -141,14 +146,10 @@ class FaultyStream : public Stream {
   Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
     return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_host(to, from, n); });
   }
-  Status copy_on_device(DeviceAddress to, DeviceAddress from, std::size_t n) override {
-    return inner_->copy_on_device(to, from, n);
-  }
   Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
   Status record(Event& event) override {
     return plan_->record.next("record", [&] { return inner_->record(static_cast<FaultyEvent&>(event).inner()); });
   }
-  Status wait(Event& event) override { return inner_->wait(static_cast<FaultyEvent&>(event).inner()); }
   Status call(HostFunction function, void* argument) override {
     Status status = plan_->call.next("call");
     if (status.error() == ENOMEM) throw std::bad_alloc();
@@ -206,12 +207,14 @@ class FaultyDevice : public Device {
     return plan_->copy_out.next("copy_out", [&] { return inner_->copy_out(to, from, n); });
   }
   Status copy_within(DeviceAddress to, DeviceAddress from, std::size_t n) override {
+    if (plan_->on_copy) plan_->on_copy();
     return plan_->copy_within.next("copy_within", [&] { return inner_->copy_within(to, from, n); });
   }
   Status zero(DeviceAddress to, std::size_t n) override {
     return plan_->zero.next("zero", [&] { return inner_->zero(to, n); });
   }
   Status copy_to_peer(Device& peer, DeviceAddress to, DeviceAddress from, std::size_t n) override {
+    if (plan_->on_copy) plan_->on_copy();
     return plan_->peer.next(
         "copy_to_peer", [&] { return inner_->copy_to_peer(*static_cast<FaultyDevice&>(peer).inner_, to, from, n); });
   }

@@ -1,5 +1,5 @@
-// What the data plane's tests use in place of the kernel, the control plane and the devices.
-// A fake belongs to the thread that created it, except FakeBuffer, which any thread may use.
+// What the data plane's tests use in place of the kernel and the control plane. A fake belongs to the thread that
+// created it.
 #pragma once
 
 #include <fcntl.h>
@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "bytes.h"
+#include "faulty_driver.h"
 #include "fuse/inode_table.h"
 #include "fuse/mount.h"
 #include "fuse/protocol.h"
@@ -113,12 +114,11 @@ class Gate {
     }
     changed_.notify_all();
   }
-  // Returns when the gate is open or `give_up` became true.
-  void pass(const std::atomic<bool>* give_up = nullptr) {
+  void pass() {
     std::unique_lock lock(mutex_);
     ++waiting_;
     changed_.notify_all();
-    while (!open_ && (give_up == nullptr || !give_up->load())) changed_.wait_for(lock, 1ms);
+    changed_.wait(lock, [this] { return open_; });
     --waiting_;
   }
   bool wait_for_visitors(int count) {
@@ -131,224 +131,6 @@ class Gate {
   std::condition_variable changed_;
   bool open_ = true;
   int waiting_ = 0;
-};
-
-// Memory of a fake device, counted in granules.
-struct FakeDevice {
-  static constexpr std::uint64_t kGranule = 64 * 1024;
-  std::mutex mutex;
-  std::uint64_t total = 64 << 20;
-  std::uint64_t used = 0;
-  bool addressable = true;
-  Gate copies;       // copy_from() waits here before each chunk
-  Gate destructors;  // freeing a buffer waits here
-  std::atomic<int> alive{0};
-};
-
-class FakeBuffer : public Buffer {
- public:
-  static constexpr std::uint64_t kMaximum = 32 << 20;
-
-  explicit FakeBuffer(std::shared_ptr<FakeDevice> device) : fake_(std::move(device)) {
-    memory_ = static_cast<std::byte*>(
-        ::mmap(nullptr, kMaximum, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    ++fake_->alive;
-  }
-  ~FakeBuffer() override {
-    fake_->destructors.pass();
-    release_all(0);
-    ::munmap(memory_, kMaximum);
-    --fake_->alive;
-  }
-
-  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
-  [[nodiscard]] std::uint64_t size() const override {
-    const std::lock_guard lock(mutex_);
-    return size_;
-  }
-  [[nodiscard]] std::uint64_t bytes_held() const override {
-    const std::lock_guard lock(mutex_);
-    return granules_.size() * FakeDevice::kGranule;
-  }
-
-  [[nodiscard]] std::uint64_t limit() const override { return kMaximum; }
-  [[nodiscard]] bool may_trim() const override { return preallocated; }
-  bool trim(std::chrono::milliseconds) override {
-    preallocated = false;
-    ++trims;
-    return true;
-  }
-  std::atomic<bool> preallocated{false};
-  std::atomic<int> trims{0};
-
-  class FakePinned : public Pinned {
-   public:
-    [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
-
-   private:
-    std::vector<Piece> pieces_;
-  };
-  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t, std::uint64_t) override { return unused(); }
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t, std::uint64_t) override { return unused(); }
-  Status populate(std::uint64_t, std::uint64_t) override { return unused(); }
-  void publish(std::uint64_t) override {}
-  bool publish_since(std::uint64_t, std::uint64_t) override { return true; }
-  [[nodiscard]] std::uint64_t shrinks() const override { return 0; }
-  Status discard_above_size(std::uint64_t, std::uint64_t) override { return unused(); }
-
-  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override {
-    const std::lock_guard lock(mutex_);
-    if (offset >= size_) return std::size_t{0};
-    const std::size_t count = std::min<std::size_t>(destination.size(), size_ - offset);
-    std::memcpy(destination.data(), memory_ + offset, count);
-    return count;
-  }
-  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override {
-    const std::lock_guard lock(mutex_);
-    if (Status status = populate_locked(offset, source.size()); !status.ok()) return status;
-    std::memcpy(memory_ + offset, source.data(), source.size());
-    size_ = std::max(size_, offset + source.size());
-    return source.size();
-  }
-  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) override {
-    if (!fake_->addressable) return Status(EOPNOTSUPP, "not addressable");
-    const std::lock_guard lock(mutex_);
-    Gathered gathered;
-    if (offset >= size_) return gathered;
-    gathered.bytes = std::min<std::size_t>(bytes, size_ - offset);
-    // In several pieces, as a buffer with holes has it.
-    for (std::size_t done = 0; done < gathered.bytes;) {
-      const std::size_t part = std::min<std::size_t>(piece_bytes, gathered.bytes - done);
-      gathered.pieces.push_back({memory_ + offset + done, part});
-      done += part;
-    }
-    gathered.keep = std::make_unique<FakePinned>();
-    return gathered;
-  }
-  Status resize(std::uint64_t size) override {
-    const std::lock_guard lock(mutex_);
-    if (size > kMaximum) return Status(EFBIG, "too large");
-    if (size < size_) {
-      std::memset(memory_ + size, 0, size_ - size);
-      release_all_locked((size + FakeDevice::kGranule - 1) / FakeDevice::kGranule);
-    }
-    size_ = size;
-    return {};
-  }
-  Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override {
-    const std::lock_guard lock(mutex_);
-    if (Status status = populate_locked(offset, bytes); !status.ok()) return status;
-    if (!keep_size) size_ = std::max(size_, offset + bytes);
-    return {};
-  }
-  Status punch(std::uint64_t offset, std::uint64_t bytes) override {
-    const std::lock_guard lock(mutex_);
-    if (offset < size_) std::memset(memory_ + offset, 0, std::min(bytes, size_ - offset));
-    return {};
-  }
-  Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override {
-    if (Status status = allocate(offset, bytes, keep_size); !status.ok()) return status;
-    return punch(offset, bytes);
-  }
-  Result<std::uint64_t> seek_data(std::uint64_t offset) override {
-    const std::lock_guard lock(mutex_);
-    for (; offset < size_; offset = (offset / FakeDevice::kGranule + 1) * FakeDevice::kGranule) {
-      if (granules_.contains(offset / FakeDevice::kGranule)) return offset;
-    }
-    return Status(ENXIO, "no data");
-  }
-  Result<std::uint64_t> seek_hole(std::uint64_t offset) override {
-    const std::lock_guard lock(mutex_);
-    if (offset >= size_) return Status(ENXIO, "beyond the end");
-    for (; offset < size_; offset = (offset / FakeDevice::kGranule + 1) * FakeDevice::kGranule) {
-      if (!granules_.contains(offset / FakeDevice::kGranule)) return offset;
-    }
-    return size_;
-  }
-  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override {
-    std::uint64_t done = 0;
-    std::vector<std::byte> chunk(256 * 1024);
-    while (done < bytes) {
-      if (done > 0 || !first_chunk_free) fake_->copies.pass(cancelled);
-      if (cancelled != nullptr && *cancelled) break;
-      const std::size_t part = std::min<std::size_t>(chunk.size(), bytes - done);
-      Result<std::size_t> got = source.read(source_offset + done, std::span(chunk).first(part));
-      if (!got.ok()) return got.status();
-      if (got.value() == 0) return done;
-      Result<std::size_t> put = write(offset + done, std::span<const std::byte>(chunk).first(got.value()));
-      if (!put.ok()) return put.status();
-      done += got.value();
-    }
-    if (done == 0 && bytes > 0) return Status(ECANCELED, "cancelled");
-    return done;
-  }
-  Result<DeviceAddress> pin_address(std::uint64_t) override { return unused(); }
-  Result<std::shared_ptr<Lease>> lease(bool, bool, std::string) override { return unused(); }
-
-  [[nodiscard]] bool copies_briefly(const Buffer&, std::uint64_t, std::uint64_t) const override { return brief; }
-  std::atomic<bool> brief{false};             // what copies_briefly() returns
-  std::atomic<bool> first_chunk_free{false};  // copy_from() copies one chunk before it comes to the gate
-  std::size_t piece_bytes = 100'000;
-
- private:
-  static Status unused() { return Status(EOPNOTSUPP, "the data plane does not use this"); }
-
-  Status populate_locked(std::uint64_t offset, std::uint64_t bytes) {
-    if (offset + bytes > kMaximum || offset + bytes < offset) return Status(EFBIG, "too large");
-    std::set<std::uint64_t> fresh;
-    for (std::uint64_t g = offset / FakeDevice::kGranule; g * FakeDevice::kGranule < offset + bytes; ++g) {
-      if (!granules_.contains(g)) fresh.insert(g);
-    }
-    const std::lock_guard lock(fake_->mutex);
-    if (fake_->used + fresh.size() * FakeDevice::kGranule > fake_->total) return Status(ENOSPC, "device full");
-    if (Status status = charge().grow(fresh.size() * FakeDevice::kGranule); !status.ok()) return status;
-    fake_->used += fresh.size() * FakeDevice::kGranule;
-    granules_.merge(fresh);
-    return {};
-  }
-  void release_all(std::uint64_t from) {
-    const std::lock_guard lock(mutex_);
-    release_all_locked(from);
-  }
-  void release_all_locked(std::uint64_t from) {
-    const std::lock_guard lock(fake_->mutex);
-    std::erase_if(granules_, [&](std::uint64_t g) {
-      if (g < from) return false;
-      fake_->used -= FakeDevice::kGranule;
-      return true;
-    });
-    charge().settle(granules_.size() * FakeDevice::kGranule);
-  }
-
-  const std::shared_ptr<FakeDevice> fake_;
-  const std::shared_ptr<DeviceContext> context_;
-  std::byte* memory_ = nullptr;
-
-  mutable std::mutex mutex_;  // guards all below; the device's mutex is taken under it
-  std::uint64_t size_ = 0;
-  std::set<std::uint64_t> granules_;
-};
-
-class FakeSource : public BufferSource {
- public:
-  [[nodiscard]] std::int32_t device_count() const override { return 2; }
-  Result<std::shared_ptr<Buffer>> create(std::int32_t index) override {
-    return std::shared_ptr<Buffer>(std::make_shared<FakeBuffer>(device(index)));
-  }
-  Result<MemoryInfo> memory(std::int32_t index) override {
-    const std::lock_guard lock(device(index)->mutex);
-    return MemoryInfo{device(index)->total, device(index)->total - device(index)->used};
-  }
-  std::uint64_t granule(std::int32_t) override { return FakeDevice::kGranule; }
-  [[nodiscard]] bool in_host_memory(std::int32_t index) const override {
-    return devices_[static_cast<std::size_t>(index)]->addressable;
-  }
-
-  const std::shared_ptr<FakeDevice>& device(std::int32_t index) { return devices_[static_cast<std::size_t>(index)]; }
-
- private:
-  std::array<std::shared_ptr<FakeDevice>, 2> devices_{std::make_shared<FakeDevice>(), std::make_shared<FakeDevice>()};
 };
 
 inline gpufs_attributes file_attributes(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644,
@@ -536,27 +318,53 @@ class FakeControlPlane {
 inline constexpr std::uint64_t kKernelFlags =
     0x73fffffbULL | (kInitDirectIoAllowMmap | kInitPassthrough | kInitOverIoUring | (0xfULL << 32));
 
-// A mount between a fake kernel and a fake control plane, over fake devices.
-class MountTest : public ::testing::Test {
+// Two devices of the host driver, whose calls a test can hold up.
+class DevicesTest : public ::testing::Test {
+ protected:
+  static constexpr std::uint64_t kMemory = 256 << 20;
+  static constexpr std::uint64_t kGranule = 2 << 20;
+
+  DevicesTest() {
+    const std::shared_ptr<Driver> driver = testing::make_faulty_driver(plan, kMemory, 2);
+    for (std::size_t index = 0; index < 2; ++index) contexts.push_back(DeviceContext::create(driver, index).take());
+    plan->on_copy = [this] { copies.pass(); };
+    plan->on_free = [this] { frees.pass(); };
+    source = std::make_shared<BufferSource>(contexts);
+  }
+
+  std::uint64_t held(std::size_t device = 0) { return contexts[device]->held_bytes(); }
+  // Takes all memory of a device that is free now.
+  std::shared_ptr<Buffer> fill_device(std::int32_t device) {
+    std::shared_ptr<Buffer> filler = source->create(device).take();
+    EXPECT_TRUE(filler->allocate(0, source->memory(device).value().free_bytes, true).ok());
+    return filler;
+  }
+
+  Gate copies;  // between buffers
+  Gate frees;   // of a buffer's memory
+  std::shared_ptr<testing::FaultPlan> plan = std::make_shared<testing::FaultPlan>();
+  std::vector<std::shared_ptr<DeviceContext>> contexts;
+  std::shared_ptr<BufferSource> source;
+};
+
+// A mount between a fake kernel and a fake control plane.
+class MountTest : public DevicesTest {
  protected:
   void TearDown() override {
-    for (std::int32_t i = 0; i < 2; ++i) {
-      source->device(i)->copies.open();
-      source->device(i)->destructors.open();
-    }
+    copies.open();
+    frees.open();
     if (mount) mount->close();
     mount.reset();
   }
 
-  void open(const MountOptions& options = {}) { open_over(source, options); }
-  void open_over(std::shared_ptr<BufferSource> buffers, const MountOptions& options) {
+  void open(const MountOptions& options = {}) {
     Result<RelayPair> device = make_relay_pair();
     Result<RelayPair> relay = make_relay_pair();
     ASSERT_TRUE(device.ok() && relay.ok());
     kernel.emplace(std::move(device.value().control));
     control.emplace(std::move(relay.value().control));
     Result<std::shared_ptr<Mount>> created =
-        Mount::create(std::move(device.value().native), std::move(relay.value().native), std::move(buffers), options);
+        Mount::create(std::move(device.value().native), std::move(relay.value().native), source, options);
     ASSERT_TRUE(created.ok()) << created.status().message();
     mount = created.take();
     table = &mount->table();
@@ -610,7 +418,6 @@ class MountTest : public ::testing::Test {
     EXPECT_TRUE(fh.ok());
     return fh.ok() ? fh.value() : 0;
   }
-  FakeBuffer& buffer(std::uint64_t ino) { return static_cast<FakeBuffer&>(*table->find(ino)->buffer()); }
   bool ended(std::chrono::milliseconds patience) { return readable(mount->ended_fd(), patience); }
   bool counted(const std::string& text) { return mount->statistics().find(text) != std::string::npos; }
 
@@ -625,7 +432,6 @@ class MountTest : public ::testing::Test {
     return bytes_of(in);
   }
 
-  std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
   InodeTable* table = nullptr;  // the mount's
   std::optional<FakeKernel> kernel;
   std::optional<FakeControlPlane> control;

@@ -7,10 +7,10 @@
 namespace gpufs::fuse {
 namespace {
 
-class InodeTableTest : public ::testing::Test {
+class InodeTableTest : public DevicesTest {
  protected:
   void TearDown() override {
-    source->device(0)->destructors.open();
+    frees.open();
     executor.stop(0ms);
   }
 
@@ -23,31 +23,14 @@ class InodeTableTest : public ::testing::Test {
     ASSERT_TRUE(table.set(ino, GPUFS_SET_NLINK, &attributes).ok());
   }
 
-  std::shared_ptr<FakeSource> source = std::make_shared<FakeSource>();
   Executor executor{Executor::Limits{}};
   InodeTable table{source, executor};
 };
 
-TEST_F(InodeTableTest, BadArguments) {
-  EXPECT_EQ(table.add(file_attributes(0)).error(), EINVAL);
-  EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, 2)).error(), EINVAL);
-  EXPECT_EQ(table.add(file_attributes(2, S_IFREG | 0644, -2)).error(), EINVAL);
-  EXPECT_EQ(table.remove(2).error(), ENOENT);
-  gpufs_attributes attributes{};
-  EXPECT_EQ(table.set(2, GPUFS_SET_MODE, &attributes).error(), ENOENT);
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  EXPECT_EQ(table.set(2, 1U << 20, &attributes).error(), EINVAL);
-  attributes.mtime_ns = 1'000'000'000;
-  EXPECT_EQ(table.set(2, GPUFS_SET_MTIME, &attributes).error(), EINVAL);
-  EXPECT_EQ(table.open(9, O_RDONLY).error(), ENOENT);
-  EXPECT_EQ(table.release(kBufferHandle | 77).error(), EBADF);
-  EXPECT_EQ(table.file(1), nullptr);
-}
-
 TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
   gpufs_attributes attributes{};
-  attributes.size = FakeBuffer::kMaximum + 1;
+  attributes.size = Buffer::kMaximumBytes + 1;
   attributes.mode = 0;
   EXPECT_EQ(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MODE, &attributes).error(), EFBIG);
   EXPECT_EQ(table.find(2)->attributes().mode, S_IFREG | 0644U);
@@ -63,7 +46,7 @@ TEST_F(InodeTableTest, AnUnlinkedOpenFileLivesUntilItIsClosed) {
   EXPECT_EQ(table.find(2), nullptr);
   EXPECT_EQ(table.file(fh)->inode->attributes().size, 1000U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+  EXPECT_TRUE(eventually([&] { return held() == 0; }));
   EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
 }
 
@@ -79,16 +62,16 @@ TEST_F(InodeTableTest, MemoryIsChargedToTheOwner) {
   gpufs_attributes attributes = file_attributes(2);
   attributes.uid = 1000;
   ASSERT_TRUE(table.add(attributes).ok());
-  write(2, 3 * FakeDevice::kGranule);
-  EXPECT_EQ(used(1000), 3 * FakeDevice::kGranule);
-  ASSERT_TRUE(table.limit_user(0, 1001, FakeDevice::kGranule).ok());
+  write(2, 3 * kGranule);
+  EXPECT_EQ(used(1000), 3 * kGranule);
+  ASSERT_TRUE(table.limit_user(0, 1001, kGranule).ok());
   attributes.uid = 1001;
   ASSERT_TRUE(table.set(2, GPUFS_SET_UID, &attributes).ok());
   EXPECT_EQ(used(1000), 0U);
-  EXPECT_EQ(used(1001), 3 * FakeDevice::kGranule);
-  EXPECT_EQ(table.find(2)->buffer()->write(3 * FakeDevice::kGranule, pattern(1, 1)).error(), EDQUOT);
+  EXPECT_EQ(used(1001), 3 * kGranule);
+  EXPECT_EQ(table.find(2)->buffer()->write(3 * kGranule, pattern(1, 1)).error(), EDQUOT);
   ASSERT_TRUE(table.limit_user(0, 1001, std::nullopt).ok());
-  EXPECT_TRUE(table.find(2)->buffer()->write(3 * FakeDevice::kGranule, pattern(1, 1)).ok());
+  EXPECT_TRUE(table.find(2)->buffer()->write(3 * kGranule, pattern(1, 1)).ok());
   ASSERT_TRUE(table.remove(2).ok());
   EXPECT_TRUE(eventually([&] { return used(1001) == 0; }));
 }
@@ -96,45 +79,45 @@ TEST_F(InodeTableTest, MemoryIsChargedToTheOwner) {
 TEST_F(InodeTableTest, DirectoriesPassTheirAccountOn) {
   ASSERT_TRUE(table.add(file_attributes(2, S_IFDIR | 0755)).ok());
   ASSERT_TRUE(table.add(file_attributes(3), 2).ok());
-  write(3, FakeDevice::kGranule);
+  write(3, kGranule);
   EXPECT_EQ(table.limit_directory(9, 0).error(), ENOENT);
-  ASSERT_TRUE(table.limit_directory(2, 3 * FakeDevice::kGranule).ok());
+  ASSERT_TRUE(table.limit_directory(2, 3 * kGranule).ok());
   const std::shared_ptr<Account> account = table.find(2)->directory_account();
   EXPECT_EQ(account->used(), 0U);
   ASSERT_TRUE(table.charge_to(3, account).ok());
   ASSERT_TRUE(table.add(file_attributes(4, S_IFDIR | 0755), 2).ok());
   ASSERT_TRUE(table.add(file_attributes(5), 4).ok());
-  write(5, FakeDevice::kGranule);
-  EXPECT_EQ(account->used(), 2 * FakeDevice::kGranule);
-  EXPECT_EQ(table.find(5)->buffer()->write(0, pattern(3 * FakeDevice::kGranule, 1)).error(), EDQUOT);
+  write(5, kGranule);
+  EXPECT_EQ(account->used(), 2 * kGranule);
+  EXPECT_EQ(table.find(5)->buffer()->write(0, pattern(3 * kGranule, 1)).error(), EDQUOT);
   ASSERT_TRUE(table.charge_to(5, nullptr).ok());
-  EXPECT_EQ(account->used(), FakeDevice::kGranule);
+  EXPECT_EQ(account->used(), kGranule);
   ASSERT_TRUE(table.limit_directory(2, std::nullopt).ok());
   EXPECT_EQ(table.find(2)->directory_account(), nullptr);
 }
 
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
-  write(2, 3 * FakeDevice::kGranule);
+  write(2, 3 * kGranule);
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   set_links(2, 0);  // the kernel may still hold it
-  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   EXPECT_EQ(table.orphan_bytes(1), 0U);
-  EXPECT_EQ(table.orphan_bytes(-1), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(-1), 3 * kGranule);
   const std::uint64_t fh = table.open(2, O_RDONLY).take();  // through /proc/self/fd
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   set_links(2, 1);  // linked again
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   set_links(2, 0);
 
-  source->device(0)->destructors.close();
+  frees.close();
   ASSERT_TRUE(table.remove(2).ok());  // returns although freeing takes long
-  EXPECT_TRUE(source->device(0)->destructors.wait_for_visitors(1));
-  EXPECT_EQ(table.orphan_bytes(0), 3 * FakeDevice::kGranule);
+  EXPECT_TRUE(frees.wait_for_visitors(1));
+  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   const std::uint64_t noted = executor.freed_count();
-  source->device(0)->destructors.open();
+  frees.open();
   EXPECT_TRUE(eventually([&] { return executor.freed_count() == noted + 1; }));
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
@@ -167,7 +150,7 @@ TEST_F(InodeTableTest, ManyThreads) {
   }
   for (std::thread& thread : threads) thread.join();
   for (std::uint64_t ino = 10; ino < 15; ++ino) static_cast<void>(table.remove(ino));
-  EXPECT_TRUE(eventually([&] { return source->device(0)->alive == 0; }));
+  EXPECT_TRUE(eventually([&] { return held() == 0; }));
   EXPECT_EQ(table.counts().files, 0U);
   EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
 }

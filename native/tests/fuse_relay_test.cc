@@ -4,6 +4,7 @@
 #include <sys/xattr.h>
 
 #include "fuse_fakes.h"
+#include "temporary_file.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -122,6 +123,15 @@ TEST_F(RelayTest, BuffersOpenForDirectIo) {
   EXPECT_EQ(created.as<fuse_open_out>(sizeof(fuse_entry_out)).open_flags,
             kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
   EXPECT_EQ(created.as<fuse_entry_out>().attr.mode, S_IFREG | 0644U);
+}
+
+TEST_F(RelayTest, FilesOfTheHostOpenForDirectIo) {
+  const UniqueFd file = testing::temporary_file();
+  fuse_open_out out{};
+  out.fh = mount->backing_files().open(file.get()).take();
+  out.open_flags = kOpenKeepCache;
+  out = relay_reply(FUSE_OPEN, 50, bytes_of(fuse_open_in{}), bytes_of(out)).as<fuse_open_out>();
+  EXPECT_EQ(out.open_flags, kOpenDirectIo | kOpenParallelDirectWrites);
 }
 
 TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
@@ -409,19 +419,23 @@ TEST_F(RelayTest, ClosingAnswersPendingRequests) {
   const std::uint64_t from = add_file(2);
   const std::uint64_t to = add_file(3);
   kernel->write(2, from, 0, pattern(1 << 20, 9));
-  source->device(0)->copies.close();
+  copies.close();
   fuse_copy_file_range_in in{};
   in.fh_in = from;
   in.fh_out = to;
   in.len = 1 << 20;
-  std::vector<std::uint64_t> copies;
-  for (int i = 0; i < 8; ++i) copies.push_back(kernel->send(FUSE_COPY_FILE_RANGE, 2, bytes_of(in)));
+  for (int i = 0; i < 8; ++i) kernel->send(FUSE_COPY_FILE_RANGE, 2, bytes_of(in));
   const std::uint64_t lookup = kernel->send(FUSE_LOOKUP, 1, name());
-  ASSERT_TRUE(source->device(0)->copies.wait_for_visitors(4));
+  ASSERT_TRUE(copies.wait_for_visitors(4));
   control->expect(FUSE_LOOKUP);
+  std::thread opener([&] {
+    EXPECT_EQ(kernel->wait(lookup).error(), ENOTCONN);
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(kernel->receive()->error(), EINTR);  // those that had not begun
+    copies.open();
+  });
   mount->close();
-  EXPECT_EQ(kernel->wait(lookup).error(), ENOTCONN);
-  for (const std::uint64_t copy : copies) EXPECT_EQ(kernel->wait(copy).error(), EINTR);
+  opener.join();
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(kernel->receive());
   EXPECT_TRUE(ended(0ms));
 }
 
@@ -463,7 +477,6 @@ TEST_F(RelayTest, Invalidations) {
 // Whatever comes, each request has exactly one reply and the session goes on.
 TEST_F(RelayTest, ConfusedMessages) {
   const std::uint64_t fh = add_file(2);
-  source->device(0)->total = 1 << 20;
   std::atomic<bool> stop{false};
   std::thread answers([&] {
     unsigned round = 0;

@@ -90,27 +90,6 @@ TEST_F(HostDriverTest, EachDeviceHasItsOwnLimit) {
   EXPECT_EQ(free_bytes(0), 8 * kMiB);
 }
 
-TEST_F(HostDriverTest, RefusesWhatIsNotGranulesOfTheRange) {
-  open(64 * kMiB);
-  const std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
-  EXPECT_EQ(memory->populate(0, kGranule).error(), EINVAL);  // no range yet
-  ASSERT_TRUE(memory->reserve(8 * kMiB).ok());
-  EXPECT_EQ(memory->populate(0, 0).error(), EINVAL);
-  EXPECT_EQ(memory->populate(4096, kGranule).error(), EINVAL);
-  EXPECT_EQ(memory->populate(0, 4096).error(), EINVAL);
-  EXPECT_EQ(memory->populate(8 * kMiB, kGranule).error(), EINVAL);
-  EXPECT_EQ(memory->populate(~std::uint64_t{0} - kGranule + 1, kGranule).error(), EINVAL);
-  memory->release(0, kGranule);
-  EXPECT_EQ(free_bytes(), 64 * kMiB);
-  ASSERT_TRUE(memory->populate(kGranule, kGranule).ok());
-  EXPECT_EQ(memory->populate(0, 2 * kGranule).error(), EINVAL);
-  memory->release(0, 2 * kGranule);
-  EXPECT_EQ(memory->reserve(~std::uint64_t{0}).error(), ENOMEM);
-  EXPECT_EQ(memory->reserve(std::uint64_t{1} << 60).error(), ENOMEM);
-  EXPECT_EQ(memory->reserve(kGranule).error(), EINVAL);  // would not show what there is
-  EXPECT_EQ(free_bytes(), 62 * kMiB);
-}
-
 TEST_F(HostDriverTest, EveryRangeAndExportShowsTheSameMemoryUntilTheLastIsGone) {
   open(64 * kMiB);
   std::unique_ptr<DeviceMemory> memory = device().create_memory().take();

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -254,7 +253,7 @@ TEST_P(Transfers, MemoryOfTheProgram) {
   rig.make_file(data);
   std::vector<std::byte> memory(kMiB + 10, std::byte{9});
   TransferRequest wanted = rig.load();
-  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size() - 10, {});
+  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size() - 10);
   EXPECT_EQ(rig.finish(wanted).prefix, kMiB);
   EXPECT_EQ(std::memcmp(memory.data(), data.data(), kMiB), 0);
   EXPECT_EQ(memory[kMiB], std::byte{9});
@@ -303,19 +302,6 @@ TEST(Requests, OverflowsAndWrongModes) {
   EXPECT_EQ(rig.engine->start(TransferRequest{}).error(), EINVAL);
 }
 
-TEST(Requests, BadOptionsAreNamed) {
-  IoOptions options;
-  options.chunk_bytes = 3 * kMiB;
-  EXPECT_NE(TransferEngine::create(options, nullptr).status().message().find("chunk_bytes"), std::string::npos);
-  options = {};
-  options.pinned_bytes = 1;
-  EXPECT_EQ(TransferEngine::create(options, nullptr).error(), EINVAL);
-  options = {};
-  options.fastpath = FastpathMode::kOff;
-  options.fallback = false;
-  EXPECT_EQ(TransferEngine::create(options, nullptr).error(), EINVAL);
-}
-
 TEST(Requests, TheOutcomeIsReportedOnceUnlessTheStartFailed) {
   FakeRig rig(true);
   rig.make_file(pattern(100));
@@ -332,18 +318,6 @@ TEST(Requests, TheOutcomeIsReportedOnceUnlessTheStartFailed) {
   EXPECT_EQ(reports, 1);
   EXPECT_EQ(rig.engine->start(request).error(), ESHUTDOWN);
   EXPECT_EQ(reports, 1);
-}
-
-TEST(Completion, TheEventBecomesReadable) {
-  FakeRig rig(true);
-  rig.make_file(pattern(kMiB));
-  for (const bool early : {true, false}) {
-    const std::shared_ptr<Transfer> transfer = gpu_test::must(rig.engine->start(rig.load()));
-    if (!early) transfer->wait();
-    pollfd watched = {gpu_test::must(transfer->event_fd()), POLLIN, 0};
-    EXPECT_EQ(::poll(&watched, 1, 60000), 1);
-    EXPECT_EQ(transfer->progress().state, TransferState::kDone);
-  }
 }
 
 // ---- pinned memory ----

@@ -135,18 +135,5 @@ TEST_F(CountersTest, TheFileIsPrivateAndLockedWhileTheRegionLives) {
   EXPECT_FALSE(locked());
 }
 
-TEST_F(CountersTest, AnOldFileIsReplaced) {
-  { std::ofstream(path) << "something else"; }
-  const std::shared_ptr<Region> region = make();
-  EXPECT_EQ(contents().substr(0, 8), "GPUFSTAT");
-}
-
-TEST_F(CountersTest, TheErrorNamesTheFile) {
-  Result<std::shared_ptr<Region>> made = Region::create(1, path + "/below");
-  ASSERT_FALSE(made.ok());
-  EXPECT_EQ(made.error(), ENOENT);
-  EXPECT_THAT(made.status().message(), ::testing::HasSubstr("/below"));
-}
-
 }  // namespace
 }  // namespace gpufs::observe

@@ -68,12 +68,6 @@ TEST(TraceOff, NothingIsRecorded) {
   EXPECT_EQ(trace::read(room), 0U);
 }
 
-TEST_F(TraceTest, OnlyOneTraceAtATime) {
-  EXPECT_EQ(trace::start().error(), EBUSY);
-  trace::stop();
-  EXPECT_TRUE(trace::start().ok());
-}
-
 TEST_F(TraceTest, SpansNestAndHaveTimesOfTheMonotonicClock) {
   const std::uint64_t before = now_ns();
   {

@@ -34,6 +34,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
     rig->device()->device().blocked_streams().set_stall_timeout(1200ms);
     rig->fill_file(pattern(kBytes, 31));
     gate = std::make_unique<Gate>(rig->device());
+    passed = std::make_unique<Gate>(rig->device());
     memory = must(rig->device()->device().create_memory());
     range = must(memory->reserve(kGranule));
     ASSERT_OK(memory->populate(0, kGranule));
@@ -75,10 +76,9 @@ class Stall : public ::testing::TestWithParam<Kind> {
   void block_behind_an_operation(const std::shared_ptr<CompletionQueue>& queue) {
     gate->hold(*programs[0]);
     submit(queue, streams[0], &count);
-    passed = must(rig->device()->device().create_event());
-    EXPECT_OK(programs[0]->record(*passed));
+    EXPECT_OK(programs[0]->call([](void* behind) { static_cast<Gate*>(behind)->open(); }, passed.get()));
     for (std::size_t number = 0; number < kQueues; ++number) {
-      EXPECT_OK(programs[number]->wait(*passed));
+      if (number > 0) passed->hold(*programs[number]);
       queue_copy(number);
     }
     gate->open();
@@ -90,7 +90,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
   void submit(const std::shared_ptr<CompletionQueue>& queue, std::shared_ptr<OperationStream> stream,
               std::int64_t* moved = nullptr) {
     buffers.push_back(rig->buffer());
-    std::vector<AsyncEngine::Entry> entries;
+    std::vector<AsyncEngine::Submission> entries;
     entries.push_back(rig->entry(Direction::kLoad, buffers.back(), kBytes, std::move(stream)));
     entries.back().request.count = moved;
     std::size_t bad = 0;
@@ -106,7 +106,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
   std::vector<std::unique_ptr<Stream>> programs;
   std::vector<std::shared_ptr<OperationStream>> streams;
   std::vector<std::shared_ptr<Buffer>> buffers;
-  std::unique_ptr<Event> passed;
+  std::unique_ptr<Gate> passed;  // opens when the first stream has passed its operation
   std::int64_t count = 0;
 };
 INSTANTIATE_TEST_SUITE_P(Drivers, Stall, ::testing::Values(Kind::kCuda, Kind::kCudaCalls, Kind::kHip), name_of);

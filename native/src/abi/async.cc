@@ -32,26 +32,10 @@ std::chrono::milliseconds patience_of(std::int64_t milliseconds) {
   return std::chrono::milliseconds(milliseconds < 0 ? kLongest : std::min(milliseconds, kLongest));
 }
 
-// The engine's operations, made with these options if they are not there yet; *made says whether.
-Result<std::shared_ptr<AsyncEngine>> operations_with(Engine& engine, const AsyncOptions& options, bool* made) {
-  *made = false;
-  Result<std::shared_ptr<TransferEngine>> transfers = engine_transfers(engine);
-  if (!transfers.ok()) return transfers.status();
-  Result<std::shared_ptr<AsyncEngine>> operations =
-      engine.operations([&](const Engine& self) -> Result<std::shared_ptr<AsyncEngine>> {
-        *made = true;
-        return std::make_shared<AsyncEngine>(options, transfers.take(), self.devices());
-      });
-  // Before the transfers end, whose own work for the close was there first.
-  if (*made && operations.ok()) engine.at_close([kept = operations.value()] { kept->shutdown(); });
-  return operations;
-}
-
 Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {
   Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
   if (!found.ok()) return found.status();
-  bool made = false;
-  return operations_with(*found.value(), AsyncOptions{}, &made);
+  return found.value()->operations();
 }
 
 Result<StreamPromises> promises_from(std::uint32_t flags) {
@@ -86,8 +70,8 @@ struct PinnedCells {
   ~PinnedCells() { device->pinned().release(block); }
 };
 
-Result<AsyncEngine::Entry> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
-  AsyncEngine::Entry entry;
+Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
+  AsyncEngine::Submission entry;
   Result<TransferRequest> transfer = transfer_request_from(*owner.engine, given.transfer);
   if (!transfer.ok()) return transfer.status();
   entry.request.transfer = transfer.take();
@@ -166,10 +150,7 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
       return Status(EINVAL, "stream_waits must be auto or off");
     }
     if (options->stream_waits == GPUFS_OFF) wanted.stream_waits = gpufs::Switch::kOff;
-    bool made = false;
-    Result<std::shared_ptr<AsyncEngine>> operations = gpufs::operations_with(found, wanted, &made);
-    if (!operations.ok()) return operations.status();
-    return made ? Status{} : Status(EBUSY, "streams or queues of this engine have been used already");
+    return found.configure_operations(wanted);
   });
 }
 
@@ -278,10 +259,10 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
                                 uint64_t* bad) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (operations == nullptr) return gpufs::null_argument();
-    std::vector<AsyncEngine::Entry> entries;
+    std::vector<AsyncEngine::Submission> entries;
     entries.reserve(static_cast<std::size_t>(std::min(count, gpufs::kMostOperations)));
     for (std::uint64_t number = 0; number < count; ++number) {
-      Result<AsyncEngine::Entry> entry = gpufs::entry_from(found, operations[number]);
+      Result<AsyncEngine::Submission> entry = gpufs::entry_from(found, operations[number]);
       if (!entry.ok()) {
         if (bad != nullptr) *bad = number;
         return entry.status();
@@ -316,7 +297,7 @@ gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completio
 gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_t* uncollected) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (under_way == nullptr || uncollected == nullptr) return gpufs::null_argument();
-    const gpufs::CompletionQueue::Counts counts = found.queue->counts();
+    const gpufs::CompletionQueue::OperationCounts counts = found.queue->counts();
     *under_way = counts.under_way;
     *uncollected = counts.uncollected;
     return {};

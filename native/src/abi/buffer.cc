@@ -102,15 +102,6 @@ gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void
   });
 }
 
-gpufs_status gpufs_buffer_address(gpufs_handle buffer, uint64_t maximum_bytes, uint64_t* address) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (address == nullptr) return gpufs::null_argument();
-    const Result<gpufs::DeviceAddress> promised = found.pin_address(maximum_bytes);
-    if (promised.ok()) *address = promised.value();
-    return promised.status();
-  });
-}
-
 gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,
                                uint64_t bytes, uint64_t* done) {
   return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {

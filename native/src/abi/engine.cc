@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "device/device_context.h"
 #include "gpufs.h"
+#include "io/direct_path.h"
 #include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
 
@@ -58,29 +59,44 @@ Result<std::shared_ptr<DeviceContext>> Engine::device(std::int32_t index) const 
   return devices_[static_cast<std::size_t>(index)];
 }
 
-// Returns *place, which make(*this) fills at the first call; `making` is held in the meantime.
-template <typename T>
-Result<std::shared_ptr<T>> Engine::once(std::mutex& making, std::shared_ptr<T>& place, const Maker<T>& make) {
-  const std::lock_guard alone(making);
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-    if (place) return place;
-  }
-  Result<std::shared_ptr<T>> made = make(*this);
-  if (!made.ok()) return made;
-  const std::lock_guard lock(mutex_);
+Result<std::shared_ptr<TransferEngine>> Engine::make_transfers_locked(const IoOptions& options) {
   if (closed_) return Status(ESHUTDOWN, "the engine is closed");
-  place = made.value();
+  Result<std::shared_ptr<TransferEngine>> made =
+      TransferEngine::create(options, make_direct_path(driver_->name(), options.file_systems));
+  if (made.ok()) transfers_ = made.value();
   return made;
 }
 
-Result<std::shared_ptr<TransferEngine>> Engine::transfers(const Maker<TransferEngine>& make) {
-  return once(transfers_mutex_, transfers_, make);
+Result<std::shared_ptr<TransferEngine>> Engine::transfers() {
+  const std::lock_guard lock(mutex_);
+  if (transfers_) return transfers_;
+  return make_transfers_locked({});
 }
 
-Result<std::shared_ptr<AsyncEngine>> Engine::operations(const Maker<AsyncEngine>& make) {
-  return once(operations_mutex_, operations_, make);
+Status Engine::configure_transfers(const IoOptions& options) {
+  const std::lock_guard lock(mutex_);
+  if (transfers_) return Status(EBUSY, "transfers of this engine have been used already");
+  return make_transfers_locked(options).status();
+}
+
+Result<std::shared_ptr<AsyncEngine>> Engine::make_operations_locked(const AsyncOptions& options) {
+  if (!transfers_) {
+    if (Status status = make_transfers_locked({}).status(); !status.ok()) return status;
+  }
+  operations_ = std::make_shared<AsyncEngine>(options, transfers_, devices_);
+  return operations_;
+}
+
+Result<std::shared_ptr<AsyncEngine>> Engine::operations() {
+  const std::lock_guard lock(mutex_);
+  if (operations_) return operations_;
+  return make_operations_locked({});
+}
+
+Status Engine::configure_operations(const AsyncOptions& options) {
+  const std::lock_guard lock(mutex_);
+  if (operations_) return Status(EBUSY, "streams or queues of this engine have been used already");
+  return make_operations_locked(options).status();
 }
 
 void Engine::publish_gauges() {
@@ -92,7 +108,7 @@ void Engine::publish_gauges() {
   const auto set = [](Counter& gauge, std::uint64_t value) { gauge.store(value, std::memory_order_relaxed); };
   if (transfers) {
     observe::EngineGauges& gauges = counters_->gauges();
-    const BouncePool::Statistics pool = transfers->bounce_pool()->statistics();
+    const BouncePool::Usage pool = transfers->bounce_pool()->statistics();
     set(gauges.transfers_active, transfers->active());
     set(gauges.bounce_slot_bytes, pool.slot_bytes);
     set(gauges.bounce_capacity_bytes, pool.capacity_bytes);
@@ -101,7 +117,7 @@ void Engine::publish_gauges() {
     set(gauges.bounce_waits, pool.waits);
     set(gauges.bounce_pin_failures, pool.pin_failures);
   }
-  const HostLocks::Statistics locked = host_locks_->statistics();
+  const HostLocks::Totals locked = host_locks_->statistics();
   set(counters_->gauges().locked_bytes, locked.bytes);
   set(counters_->gauges().locked_ranges, locked.ranges);
   set(counters_->gauges().request_pinned_bytes, locked.mount_bytes);
@@ -119,29 +135,18 @@ void Engine::publish_gauges() {
   counters_->touch();
 }
 
-void Engine::at_close(std::function<void()> work) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!closed_) {
-      at_close_.push_back(std::move(work));
-      return;
-    }
-  }
-  work();
-}
-
 Status Engine::close() {
-  std::vector<std::function<void()>> work;
   std::shared_ptr<TransferEngine> transfers;
   std::shared_ptr<AsyncEngine> operations;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    work.swap(at_close_);
     transfers.swap(transfers_);
     operations.swap(operations_);
   }
-  for (auto item = work.rbegin(); item != work.rend(); ++item) (*item)();
+  // The operations first, which use the transfers; both before the mounts, so that none of those waits for a copy.
+  if (operations) operations->shutdown();
+  if (transfers) transfers->shutdown();
   Status status = operations == nullptr ? Status{} : operations->released_early();
   const std::size_t left = transfers == nullptr ? 0 : transfers->left_in_use();
   if (left == 0) return status;

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,7 +18,9 @@
 namespace gpufs {
 
 class AsyncEngine;     // async/async_engine.h
-class TransferEngine;  // io/transfer.h
+struct AsyncOptions;   // async/async_engine.h
+struct IoOptions;      // io/io_options.h
+class TransferEngine;  // io/transfer_engine.h
 
 struct EngineOptions {
   std::string driver;
@@ -47,36 +48,31 @@ class Engine {
   // Writes the gauges beside the counters.
   void publish_gauges();
 
-  template <typename T>
-  using Maker = std::function<Result<std::shared_ptr<T>>(const Engine&)>;
-  // Moves data between files and devices. The first call creates it. ESHUTDOWN after close().
-  Result<std::shared_ptr<TransferEngine>> transfers(const Maker<TransferEngine>& make);
+  // Moves data between files and devices: made by the first call, with these options or the default ones.
+  // ESHUTDOWN after close(). EBUSY: it is made already.
+  Result<std::shared_ptr<TransferEngine>> transfers();
+  Status configure_transfers(const IoOptions& options);
   // The same for operations on streams.
-  Result<std::shared_ptr<AsyncEngine>> operations(const Maker<AsyncEngine>& make);
+  Result<std::shared_ptr<AsyncEngine>> operations();
+  Status configure_operations(const AsyncOptions& options);
 
-  // Calls `work` when the engine is closed, before its mounts and buffers are, the latest first; at once if it is
-  // closed already.
-  void at_close(std::function<void()> work);
-  // Calls that work and releases the transfers. The caller then closes the handles that the engine owns. ETIMEDOUT:
-  // some operations and transfers were abandoned (gpufs_engine_close()).
+  // Ends operations and transfers. The caller then closes the handles that the engine owns. ETIMEDOUT: some operations
+  // and transfers were abandoned (gpufs_engine_close()).
   Status close();
 
  private:
   Engine() = default;
-  template <typename T>
-  Result<std::shared_ptr<T>> once(std::mutex& making, std::shared_ptr<T>& place, const Maker<T>& make);
+  Result<std::shared_ptr<TransferEngine>> make_transfers_locked(const IoOptions& options);
+  Result<std::shared_ptr<AsyncEngine>> make_operations_locked(const AsyncOptions& options);
 
   std::shared_ptr<Driver> driver_;
   std::shared_ptr<observe::Region> counters_;
   std::shared_ptr<HostLocks> host_locks_;
   std::vector<std::shared_ptr<DeviceContext>> devices_;
 
-  std::mutex transfers_mutex_;   // held while the TransferEngine is created; taken before mutex_
-  std::mutex operations_mutex_;  // held while the AsyncEngine is created; taken before transfers_mutex_
-  std::mutex mutex_;             // guards all below; nothing is called while it is held
+  std::mutex mutex_;  // guards all below; held while the two are made
   std::shared_ptr<TransferEngine> transfers_;
   std::shared_ptr<AsyncEngine> operations_;
-  std::vector<std::function<void()>> at_close_;
   bool closed_ = false;
 };
 

@@ -23,7 +23,7 @@ HandleTable& HandleTable::instance() {
   return *table;
 }
 
-Result<gpufs_handle> HandleTable::put_entry(Entry entry) {
+Result<gpufs_handle> HandleTable::put_entry(OpenHandle entry) {
   if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, "the engine does not survive fork()");
   const std::lock_guard lock(mutex_);
   if (entry.owner != 0 && !entries_.contains(entry.owner)) return Status(EBADF, "the handle's owner is closed");

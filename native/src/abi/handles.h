@@ -55,19 +55,19 @@ class HandleTable {
   void close_owned(gpufs_handle owner);
 
  private:
-  struct Entry {
+  struct OpenHandle {
     std::type_index type;
     std::shared_ptr<void> object;
     gpufs_handle owner;
     std::function<void()> close;
   };
 
-  Result<gpufs_handle> put_entry(Entry entry);
+  Result<gpufs_handle> put_entry(OpenHandle entry);
   Result<std::shared_ptr<void>> find(gpufs_handle handle, std::type_index type, bool remove);
 
   // Guards all below. Innermost: nothing is called or destroyed while it is held.
   std::mutex mutex_;
-  std::map<gpufs_handle, Entry> entries_;
+  std::map<gpufs_handle, OpenHandle> entries_;
   gpufs_handle last_ = 0;  // handles are never reused
 };
 

@@ -18,7 +18,6 @@
 #include "abi/barrier.h"
 #include "abi/engine.h"
 #include "abi/handles.h"
-#include "abi/transfers.h"
 #include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
@@ -39,45 +38,6 @@ namespace {
 
 // For longer waits sleeping costs less than spinning, whatever the machine.
 constexpr double kLongestSpin = 0.01;
-
-// The engine's devices as the inode table sees them. Keeps the contexts, not the engine.
-class EngineBuffers : public fuse::BufferSource {
- public:
-  explicit EngineBuffers(std::vector<std::shared_ptr<DeviceContext>> devices) : devices_(std::move(devices)) {}
-
-  [[nodiscard]] std::int32_t device_count() const override { return static_cast<std::int32_t>(devices_.size()); }
-  Result<std::shared_ptr<Buffer>> create(std::int32_t device) override {
-    if (!known(device)) return unknown(device);
-    Result<std::shared_ptr<Buffer>> buffer = Buffer::create(devices_[static_cast<std::size_t>(device)]);
-    if (buffer.ok())
-      buffer.value()->preallocate_on_growth();  // the inode table trims it when its last writer closes it
-    return buffer;
-  }
-  Result<std::shared_ptr<RegisteredBuffer>> import(std::int32_t device, const ForeignMemory& memory) override {
-    if (!known(device)) return unknown(device);
-    const std::shared_ptr<DeviceContext>& context = devices_[static_cast<std::size_t>(device)];
-    if (memory.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-    Result<std::unique_ptr<ForeignMapping>> imported = context->device().map_foreign(memory);
-    if (!imported.ok()) return imported.status();
-    return std::make_shared<RegisteredBuffer>(context, imported.take(), memory.bytes, memory.writable);
-  }
-  Result<MemoryInfo> memory(std::int32_t device) override {
-    if (!known(device)) return unknown(device);
-    return devices_[static_cast<std::size_t>(device)]->device().memory();
-  }
-  std::uint64_t granule(std::int32_t device) override {
-    return known(device) ? devices_[static_cast<std::size_t>(device)]->info().granule : 0;
-  }
-  [[nodiscard]] bool in_host_memory(std::int32_t device) const override {
-    return known(device) && devices_[static_cast<std::size_t>(device)]->info().cpu_addressable;
-  }
-
- private:
-  [[nodiscard]] bool known(std::int32_t device) const { return device >= 0 && device < device_count(); }
-  static Status unknown(std::int32_t device) { return Status(EINVAL, "no device " + std::to_string(device)); }
-
-  const std::vector<std::shared_ptr<DeviceContext>> devices_;
-};
 
 // Requests' payloads are locked if a vendor's runtime copies from and to them.
 fuse::PinHooks pin_hooks(const Engine& engine) {
@@ -169,10 +129,10 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.rings = options->rings != 0;
     chosen.user_bytes = options->user_bytes;
     chosen.pin_hooks = gpufs::pin_hooks(*owner.value());
-    Result<std::shared_ptr<gpufs::TransferEngine>> transfers = gpufs::engine_transfers(*owner.value());
+    Result<std::shared_ptr<gpufs::TransferEngine>> transfers = owner.value()->transfers();
     if (!transfers.ok()) return transfers.status();
     chosen.transfers = transfers.take();
-    auto buffers = std::make_shared<gpufs::EngineBuffers>(owner.value()->devices());
+    auto buffers = std::make_shared<gpufs::fuse::BufferSource>(owner.value()->devices());
     Result<std::shared_ptr<Mount>> opened =
         Mount::create(std::move(device), std::move(relay), std::move(buffers), chosen);
     if (!opened.ok()) return opened.status();

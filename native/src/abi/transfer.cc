@@ -24,25 +24,6 @@
 namespace gpufs {
 namespace {
 
-// The engine's TransferEngine, created with these options if there is none yet. *made: whether it was created.
-Result<std::shared_ptr<TransferEngine>> transfers_with(Engine& engine, const IoOptions& options, bool* made) {
-  *made = false;
-  Result<std::shared_ptr<TransferEngine>> transfers =
-      engine.transfers([&](const Engine& self) -> Result<std::shared_ptr<TransferEngine>> {
-        Result<std::shared_ptr<TransferEngine>> created =
-            TransferEngine::create(options, make_direct_path(self.driver_name(), options.file_systems));
-        *made = created.ok();
-        return created;
-      });
-  if (*made) {
-    // Before the mounts are closed, so that none of them waits for a copy.
-    engine.at_close([weak = std::weak_ptr<TransferEngine>(transfers.value())] {
-      if (const std::shared_ptr<TransferEngine> alive = weak.lock()) alive->shutdown();
-    });
-  }
-  return transfers;
-}
-
 Result<FastpathMode> fastpath_mode(std::int32_t value) {
   switch (value) {
     case GPUFS_AUTO:
@@ -136,7 +117,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
     if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
       return Status(EINVAL, "the device memory's address and size overflow");
     }
-    request.target = Target::of_range(device.take(), given.address, given.address_bytes, nullptr);
+    request.target = Target::of_range(device.take(), given.address, given.address_bytes);
   }
   request.file_offset = given.file_offset;
   request.target_offset = given.buffer_offset;
@@ -163,11 +144,6 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
   return request;
 }
 
-Result<std::shared_ptr<TransferEngine>> engine_transfers(Engine& engine) {
-  bool made = false;
-  return transfers_with(engine, IoOptions{}, &made);
-}
-
 }  // namespace gpufs
 
 using gpufs::BackingFile;
@@ -184,10 +160,7 @@ gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* opt
     if (options == nullptr) return gpufs::null_argument();
     Result<gpufs::IoOptions> wanted = gpufs::options_from(*options);
     if (!wanted.ok()) return wanted.status();
-    bool made = false;
-    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::transfers_with(found, wanted.value(), &made);
-    if (!transfers.ok()) return transfers.status();
-    return made ? Status{} : Status(EBUSY, "transfers of this engine have been used already");
+    return found.configure_transfers(wanted.value());
   });
 }
 
@@ -259,7 +232,7 @@ const char* gpufs_refusal_name(int32_t bit) {
 gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer) {
   return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
     if (request == nullptr || transfer == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<TransferEngine>> transfers = gpufs::engine_transfers(found);
+    Result<std::shared_ptr<TransferEngine>> transfers = found.transfers();
     if (!transfers.ok()) return transfers.status();
     Result<gpufs::TransferRequest> wanted = gpufs::transfer_request_from(found, *request);
     if (!wanted.ok()) return wanted.status();

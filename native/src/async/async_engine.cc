@@ -172,7 +172,7 @@ Status AsyncEngine::reserve(std::size_t count) {
   return {};
 }
 
-Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::vector<Entry> entries,
+Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::vector<Submission> entries,
                            std::vector<std::uint64_t>* ids, std::size_t* bad) {
   for (std::size_t number = 0; number < entries.size(); ++number) {
     *bad = number;
@@ -184,7 +184,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
   if (!status.ok()) return status;
   std::vector<std::shared_ptr<Operation>> operations;
   operations.reserve(entries.size());
-  for (Entry& entry : entries) {
+  for (Submission& entry : entries) {
     operations.push_back(std::make_shared<Operation>(++last_id_, std::move(entry.request), shared_from_this(),
                                                      std::move(entry.stream), queue));
   }

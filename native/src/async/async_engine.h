@@ -54,14 +54,14 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   // One that was not registered: found again for as long as it is in use.
   Result<std::shared_ptr<OperationStream>> imply_stream(NativeStream native, int device);
 
-  struct Entry {
+  struct Submission {
     OperationRequest request;
     std::shared_ptr<OperationStream> stream;  // null: starts at once, in no order with others
   };
   // All of them or none: EINVAL, EBADF and others name the first entry that cannot be submitted (*bad), EAGAIN means
   // that the engine or the queue has no space for all. An entry that its stream refuses after others have been queued
   // ends with the stream's failure. *ids: of the operations, in the entries' order.
-  Status submit(const std::shared_ptr<CompletionQueue>& queue, std::vector<Entry> entries,
+  Status submit(const std::shared_ptr<CompletionQueue>& queue, std::vector<Submission> entries,
                 std::vector<std::uint64_t>* ids, std::size_t* bad);
 
   // Cancels everything and waits for it: a little longer than the transfers' own grace for what runs, a second for

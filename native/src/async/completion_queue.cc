@@ -101,7 +101,7 @@ std::vector<std::shared_ptr<Operation>> CompletionQueue::under_way() const {
   return found;
 }
 
-CompletionQueue::Counts CompletionQueue::counts() const {
+CompletionQueue::OperationCounts CompletionQueue::counts() const {
   const std::lock_guard lock(mutex_);
   return {under_way_.size(), done_.size()};
 }

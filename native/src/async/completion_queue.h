@@ -45,11 +45,11 @@ class CompletionQueue {
   Status close(std::chrono::milliseconds timeout);
 
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> under_way() const;
-  struct Counts {
+  struct OperationCounts {
     std::size_t under_way = 0;
     std::size_t uncollected = 0;
   };
-  [[nodiscard]] Counts counts() const;
+  [[nodiscard]] OperationCounts counts() const;
 
  private:
   const std::size_t capacity_;

@@ -360,7 +360,7 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
   Status status = reserve(depth, patience);
   if (!status.ok()) return status;
   const std::lock_guard submitting(submit_mutex_);
-  Entry entry{last_number_ + 1, false};
+  Outstanding entry{last_number_ + 1, false};
   {
     const std::lock_guard lock(mutex_);
     entry.waits = waits_for_values() && waits_ < kMostWaits;

@@ -206,7 +206,7 @@ class OperationStream {
 
  private:
   // One that was submitted and that the stream has not passed.
-  struct Entry {
+  struct Outstanding {
     std::uint32_t number = 0;  // in the stream
     bool waits = false;        // the device waits for the counter; otherwise the host's call waits
   };
@@ -241,11 +241,11 @@ class OperationStream {
   mutable std::mutex mutex_;  // guards all below; nothing is called under it
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Operation>> queued_;
-  std::map<std::uint64_t, Entry> entries_;  // by the operation's id
-  std::size_t outstanding_ = 0;             // those, and those being submitted
-  std::size_t waits_ = 0;                   // of the entries
-  std::size_t calling_ = 0;                 // host calls that have not returned
-  bool recorded_ = true;                    // passed_ stands behind all waits
+  std::map<std::uint64_t, Outstanding> entries_;  // by the operation's id
+  std::size_t outstanding_ = 0;                   // those, and those being submitted
+  std::size_t waits_ = 0;                         // of the entries
+  std::size_t calling_ = 0;                       // host calls that have not returned
+  bool recorded_ = true;                          // passed_ stands behind all waits
   bool ever_recorded_ = false;
   bool closed_ = false;
   std::chrono::steady_clock::time_point used_;  // the last submission

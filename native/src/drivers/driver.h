@@ -71,9 +71,9 @@ class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
 
-  // Reserves a new range of at least `bytes` that shows every populated granule at its offset; this range becomes
-  // the current one, in which later populate() calls appear. Earlier ranges keep showing what they showed.
-  // ENOMEM: no address space.
+  // Reserves a new range of at least `bytes`, enough for every populated granule, which it shows at its offset; this
+  // range becomes the current one, in which later populate() calls appear. Earlier ranges keep showing what they
+  // showed. ENOMEM: no address space.
   virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) = 0;
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
@@ -87,8 +87,8 @@ class DeviceMemory {
 
   // Releases the spans; others can take their memory once no earlier range shows it. Memory that the device does not
   // take back stays with this object, which reuses it when the same granules are populated again. A caller could not do
-  // better, so this never fails. Whole granules, all populated, in ascending order; other spans are ignored. Nothing
-  // may use release_span() of any of them while this runs.
+  // better, so this never fails. Whole granules, all populated, in ascending order. Nothing may use release_span() of
+  // any of them while this runs.
   virtual void release(std::span<const MemorySpan> spans) = 0;
   void release(std::uint64_t offset, std::uint64_t bytes) {
     const MemorySpan one{offset, bytes};
@@ -162,7 +162,7 @@ class ForeignMapping {
   [[nodiscard]] virtual bool intact() { return true; }
 };
 
-// A point in a stream's order. Recording it again reuses it, once nothing waits for the earlier recording.
+// A point in a stream's order. Recording it again reuses it.
 class Event {
  public:
   virtual ~Event() = default;
@@ -186,10 +186,8 @@ class Stream {
   virtual ~Stream() = default;  // waits for the queued work
   virtual Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
   virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
-  virtual Status copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) = 0;
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
-  virtual Status wait(Event& event) = 0;  // later work in this stream starts after the event
   // Calls function(argument) when all earlier work is done; later work waits until it returns. It runs on a thread of
   // the driver's, which may serve other streams too: it must not call the driver, and should be short. It is not called
   // at all once the device has failed. EBUSY: the stream is being captured into a graph. EOPNOTSUPP.

@@ -23,25 +23,25 @@ constexpr std::uint16_t kOther = 0x20;
 constexpr std::uint32_t kAllPermissions = 0777;
 constexpr std::uint16_t kThree = 7;
 
-struct Entry {
+struct AclEntry {
   std::uint16_t tag;
   std::uint16_t permissions;
   std::uint32_t id;
 };
 
-std::span<const Entry> entries_of(std::span<const std::byte> acl) {
-  return {reinterpret_cast<const Entry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(Entry)};
+std::span<const AclEntry> entries_of(std::span<const std::byte> acl) {
+  return {reinterpret_cast<const AclEntry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(AclEntry)};
 }
 
-std::span<Entry> entries_of(std::span<std::byte> acl) {
-  return {reinterpret_cast<Entry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(Entry)};
+std::span<AclEntry> entries_of(std::span<std::byte> acl) {
+  return {reinterpret_cast<AclEntry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(AclEntry)};
 }
 
 std::uint16_t bits(std::uint32_t mode, int shift) { return static_cast<std::uint16_t>((mode >> shift) & kThree); }
 
 // The entry whose permissions are the group's bits of a mode: the mask or the owning group.
 std::uint16_t group_class_of(std::span<const std::byte> acl) {
-  const bool masked = std::ranges::any_of(entries_of(acl), [](const Entry& entry) { return entry.tag == kMask; });
+  const bool masked = std::ranges::any_of(entries_of(acl), [](const AclEntry& entry) { return entry.tag == kMask; });
   return masked ? kMask : kOwningGroup;
 }
 
@@ -49,11 +49,11 @@ std::uint16_t group_class_of(std::span<const std::byte> acl) {
 
 bool acl_is_valid(std::span<const std::byte> acl) {
   std::uint32_t version = 0;
-  if (acl.size() < kHeaderBytes || (acl.size() - kHeaderBytes) % sizeof(Entry) != 0) return false;
+  if (acl.size() < kHeaderBytes || (acl.size() - kHeaderBytes) % sizeof(AclEntry) != 0) return false;
   std::memcpy(&version, acl.data(), sizeof(version));
   if (version != kVersion) return false;
   std::uint32_t seen = 0;
-  for (const Entry& entry : entries_of(acl)) {
+  for (const AclEntry& entry : entries_of(acl)) {
     const bool once = entry.tag == kOwner || entry.tag == kOwningGroup || entry.tag == kMask || entry.tag == kOther;
     if (!once && entry.tag != kUser && entry.tag != kGroup) return false;
     if ((once && (seen & entry.tag) != 0) || entry.permissions > kThree) return false;
@@ -65,13 +65,13 @@ bool acl_is_valid(std::span<const std::byte> acl) {
 
 bool acl_is_minimal(std::span<const std::byte> acl) {
   return std::ranges::none_of(entries_of(acl),
-                              [](const Entry& entry) { return (entry.tag & (kUser | kGroup | kMask)) != 0; });
+                              [](const AclEntry& entry) { return (entry.tag & (kUser | kGroup | kMask)) != 0; });
 }
 
 std::uint32_t mode_with_acl(std::uint32_t mode, std::span<const std::byte> acl) {
   const std::uint16_t group_class = group_class_of(acl);
   mode &= ~kAllPermissions;
-  for (const Entry& entry : entries_of(acl)) {
+  for (const AclEntry& entry : entries_of(acl)) {
     if (entry.tag == kOwner) mode |= std::uint32_t{entry.permissions} << 6;
     if (entry.tag == group_class) mode |= std::uint32_t{entry.permissions} << 3;
     if (entry.tag == kOther) mode |= entry.permissions;
@@ -81,7 +81,7 @@ std::uint32_t mode_with_acl(std::uint32_t mode, std::span<const std::byte> acl) 
 
 void acl_follow_mode(std::span<std::byte> acl, std::uint32_t mode) {
   const std::uint16_t group_class = group_class_of(acl);
-  for (Entry& entry : entries_of(acl)) {
+  for (AclEntry& entry : entries_of(acl)) {
     if (entry.tag == kOwner) entry.permissions = bits(mode, 6);
     if (entry.tag == group_class) entry.permissions = bits(mode, 3);
     if (entry.tag == kOther) entry.permissions = bits(mode, 0);

@@ -31,12 +31,6 @@ int client_error(const Status& status, const char* what) {
   return error;
 }
 
-// Where operations on a buffer are counted: nowhere if it is on no device.
-const observe::DeviceCounters& counters_of(const Buffer& buffer) {
-  static const observe::DeviceCounters nowhere;
-  return buffer.device() ? buffer.device()->counters() : nowhere;
-}
-
 // A write across the largest size ends there; one that begins there fails.
 Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
   Result<std::size_t> written = buffer.write(offset, data);
@@ -69,9 +63,9 @@ void BufferOperations::read(const File& file, Request& request, Responder respon
 
 bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes,
                                          Responder& responder) {
-  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
+  observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
   const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes);
-  if (gathered.error() == EAGAIN || (gathered.ok() && gathered.value().pieces.size() > Responder::kMaximumPieces)) {
+  if (gathered.error() == EAGAIN) {
     measured.dismiss();
     return false;
   }
@@ -90,7 +84,7 @@ bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, s
 
 int BufferOperations::reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory,
                                       Responder& responder) {
-  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kOut);
+  observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
   const Result<std::size_t> got = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToHost, inode.device(), in.offset, memory.size());
     return inode.buffer()->read(in.offset, memory);
@@ -143,7 +137,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
     loss = inode.bare_loss_by(caller);
   }
-  observe::Measured measured(counters_of(*inode.buffer()), observe::Backend::kMount, observe::Flow::kIn);
+  observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kIn);
   const observe::Span span(observe::TraceKind::kMountWrite, inode.device(), in.offset, in.size, inode.ino());
   const Result<std::size_t> written = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToDevice, inode.device(), in.offset, in.size);
@@ -174,8 +168,8 @@ void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_
 void BufferOperations::write_later(const File& file, std::uint64_t offset, SetIdLoss loss, std::vector<std::byte> data,
                                    Responder responder) {
   // From the first attempt to the reply.
-  auto measured = std::make_unique<observe::Measured>(counters_of(*file->inode->buffer()), observe::Backend::kMount,
-                                                      observe::Flow::kIn);
+  auto measured = std::make_unique<observe::Measured>(file->inode->buffer()->device()->counters(),
+                                                      observe::Backend::kMount, observe::Flow::kIn);
   long_requests_.run_with_space(*file->inode, std::move(responder),
                                 [this, file, offset, loss, data = std::move(data), measured = std::move(measured)](
                                     Cancellation&, Responder& reply) {
@@ -192,7 +186,7 @@ void BufferOperations::write_later(const File& file, std::uint64_t offset, SetId
 Result<std::size_t> BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
                                                       std::span<const std::byte> data) {
   Result<std::size_t> all = write_to_limit(buffer, offset, data);
-  if (!lacks_memory(all.error()) || granule == 0) return all;
+  if (!lacks_memory(all.error())) return all;
   // As many granules from the front as fit: write(2) promises a short count.
   std::size_t done = 0;
   while (done < data.size()) {

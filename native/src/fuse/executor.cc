@@ -51,8 +51,8 @@ Status Executor::start() {
 bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
                             std::unique_ptr<Job> job) {
   State& state = *state_;
-  Entries mine(1);
-  Entry& entry = mine.front();
+  QueuedJobs mine(1);
+  QueuedJob& entry = mine.front();
   entry.lane = lane;
   entry.subject = subject;
   entry.id = id;
@@ -120,16 +120,16 @@ Status Executor::start_worker(const std::shared_ptr<State>& state) {
 
 Executor::Cancelled Executor::cancel(std::uint64_t id) {
   State& state = *state_;
-  Entries mine;
+  QueuedJobs mine;
   std::shared_ptr<Cancellation> running;
   {
     const std::lock_guard lock(state.mutex);
-    const auto has_id = [id](const Entry& entry) { return entry.id == id; };
+    const auto has_id = [id](const QueuedJob& entry) { return entry.id == id; };
     if (const auto found = std::ranges::find_if(state.active, has_id); found != state.active.end()) {
       found->refusal = EINTR;  // it must not be parked any more
       running = found->cancellation;
     } else {
-      for (Entries* const entries : {&state.queue, &state.parked}) {
+      for (QueuedJobs* const entries : {&state.queue, &state.parked}) {
         const auto entry = std::ranges::find_if(*entries, has_id);
         if (entry != entries->end()) mine.splice(mine.end(), *entries, entry);
       }
@@ -170,35 +170,36 @@ std::uint64_t Executor::freed_count() const {
 
 std::size_t Executor::stop(std::chrono::milliseconds patience) {
   State& state = *state_;
-  Entries mine;
+  QueuedJobs mine;
   std::vector<std::shared_ptr<Cancellation>> running;
   {
     const std::lock_guard lock(state.mutex);
     state.stopping = true;
     mine.splice(mine.end(), state.queue);
     mine.splice(mine.end(), state.parked);
-    for (const Entry& entry : state.active) running.push_back(entry.cancellation);
+    for (const QueuedJob& entry : state.active) running.push_back(entry.cancellation);
   }
   state.wanted.notify_all();
   for (const auto& cancellation : running) cancellation->request();
-  for (Entry& entry : mine) {
+  for (QueuedJob& entry : mine) {
     entry.cancellation->request();
     static_cast<void>(entry.job->run(EINTR, *entry.cancellation));
   }
 
   std::unique_lock lock(state.mutex);
   state.ended.wait(lock, [&state] {
-    return std::ranges::all_of(state.active, [](const Entry& entry) { return entry.lane.kind == Lane::Kind::kFiles; });
+    return std::ranges::all_of(state.active,
+                               [](const QueuedJob& entry) { return entry.lane.kind == Lane::Kind::kFiles; });
   });
   state.ended.wait_for(lock, patience, [&state] { return state.active.empty(); });
   if (state.active.empty()) state.ended.wait(lock, [&state] { return state.threads == 0; });
   return state.active.size();
 }
 
-Executor::Counts Executor::counts() const {
+Executor::JobCounts Executor::counts() const {
   const std::lock_guard lock(state_->mutex);
   const auto timers =
-      std::ranges::count(state_->parked, Lane::Kind::kTimers, [](const Entry& e) { return e.lane.kind; });
+      std::ranges::count(state_->parked, Lane::Kind::kTimers, [](const QueuedJob& e) { return e.lane.kind; });
   return {state_->threads, state_->active.size(), state_->queue.size(),
           state_->parked.size() - static_cast<std::size_t>(timers), state_->submitted};
 }
@@ -218,35 +219,35 @@ std::size_t Executor::State::limit_of(Lane::Kind kind) const {
   }
 }
 
-bool Executor::State::may_run(const Entry& entry) const {
+bool Executor::State::may_run(const QueuedJob& entry) const {
   std::size_t lane = 0;
   std::size_t subject = 0;
-  for (const Entry& other : active) {
+  for (const QueuedJob& other : active) {
     if (other.lane == entry.lane) ++lane;
     if (entry.subject != nullptr && other.subject == entry.subject) ++subject;
   }
   return lane < limit_of(entry.lane.kind) && subject < limits.same_subject;
 }
 
-bool Executor::State::leaves_a_thread(const Entry& entry) const {
-  const auto may_hang = [](const Entry& each) {
+bool Executor::State::leaves_a_thread(const QueuedJob& entry) const {
+  const auto may_hang = [](const QueuedJob& each) {
     return each.lane.kind == Lane::Kind::kFiles || each.lane.kind == Lane::Kind::kNotifications;
   };
   return !may_hang(entry) || static_cast<std::size_t>(std::ranges::count_if(active, may_hang)) + 1 < threads;
 }
 
-Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& lock) {
+Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex>& lock) {
   const TimePoint idle_end = Clock::now() + kIdle;
   for (;;) {
     const TimePoint now = Clock::now();
-    const auto first = std::ranges::min_element(parked, {}, &Entry::deadline);
+    const auto first = std::ranges::min_element(parked, {}, &QueuedJob::deadline);
     if (first != parked.end() && first->deadline <= now) {
       if (first->refusal == 0 && first->lane.kind != Lane::Kind::kTimers) first->refusal = ENOSPC;
       active.splice(active.end(), parked, first);
       return std::prev(active.end());
     }
-    const auto ready =
-        std::ranges::find_if(queue, [this](const Entry& entry) { return may_run(entry) && leaves_a_thread(entry); });
+    const auto ready = std::ranges::find_if(
+        queue, [this](const QueuedJob& entry) { return may_run(entry) && leaves_a_thread(entry); });
     if (ready != queue.end()) {
       active.splice(active.end(), queue, ready);
       return std::prev(active.end());
@@ -268,12 +269,12 @@ Executor::Entries::iterator Executor::State::next(std::unique_lock<std::mutex>& 
   }
 }
 
-void Executor::State::park(Entries::iterator entry, TimePoint deadline) {
+void Executor::State::park(QueuedJobs::iterator entry, TimePoint deadline) {
   if (stopping) entry->refusal = EINTR;
   entry->deadline = entry->refusal == 0 ? deadline : TimePoint::min();  // cancelled since: it runs with that at once
   // Memory that was freed during the attempt may have come too late for it.
   const bool again = entry->refusal == 0 && entry->freed != freed && entry->lane.kind != Lane::Kind::kTimers;
-  Entries& to = again ? queue : parked;
+  QueuedJobs& to = again ? queue : parked;
   to.splice(to.end(), active, entry);
 }
 

@@ -106,14 +106,14 @@ class Executor {
   // many of these are left behind. They must use nothing that goes away with the executor's owner. May be called twice.
   std::size_t stop(std::chrono::milliseconds patience);
 
-  struct Counts {
+  struct JobCounts {
     std::size_t threads = 0;
     std::size_t running = 0;
     std::size_t queued = 0;
     std::size_t parked = 0;
     std::uint64_t submitted = 0;
   };
-  [[nodiscard]] Counts counts() const;
+  [[nodiscard]] JobCounts counts() const;
   [[nodiscard]] const Limits& limits() const { return state_->limits; }
 
  private:
@@ -139,7 +139,7 @@ class Executor {
     Body body_;
   };
 
-  struct Entry {
+  struct QueuedJob {
     Lane lane;
     const void* subject = nullptr;
     std::uint64_t id = 0;
@@ -149,7 +149,7 @@ class Executor {
     std::uint64_t freed = 0;  // State::freed when it was last started
     int refusal = 0;          // what it runs with next
   };
-  using Entries = std::list<Entry>;
+  using QueuedJobs = std::list<QueuedJob>;
 
   // What the threads use.
   struct State {
@@ -160,9 +160,9 @@ class Executor {
     std::mutex mutex;
     std::condition_variable wanted;
     std::condition_variable ended;  // a job or a thread has
-    Entries queue;
-    Entries parked;
-    Entries active;
+    QueuedJobs queue;
+    QueuedJobs parked;
+    QueuedJobs active;
     std::deque<std::uint64_t> early;  // cancelled before they were submitted, or after they had ended
     std::size_t threads = 0;
     std::size_t idle = 0;      // of these, those that wait
@@ -172,13 +172,13 @@ class Executor {
     bool stopping = false;
     bool start_failed = false;  // logged once, until a thread could be started again
 
-    [[nodiscard]] bool may_run(const Entry& entry) const;
+    [[nodiscard]] bool may_run(const QueuedJob& entry) const;
     // Jobs that may hang never take the last thread: a notification may wait for a request that is a job, too.
-    [[nodiscard]] bool leaves_a_thread(const Entry& entry) const;
+    [[nodiscard]] bool leaves_a_thread(const QueuedJob& entry) const;
     [[nodiscard]] std::size_t limit_of(Lane::Kind kind) const;
     // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
-    Entries::iterator next(std::unique_lock<std::mutex>& lock);
-    void park(Entries::iterator entry, TimePoint deadline);
+    QueuedJobs::iterator next(std::unique_lock<std::mutex>& lock);
+    void park(QueuedJobs::iterator entry, TimePoint deadline);
   };
 
   bool submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,

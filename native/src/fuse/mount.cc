@@ -327,7 +327,7 @@ std::string Mount::statistics() const {
   relay_.write_statistics(json);
   json.close();
   json.open("pool");
-  const Executor::Counts jobs = executor_.counts();
+  const Executor::JobCounts jobs = executor_.counts();
   json.number("limit", executor_.limits().buffers);
   json.number("threads", jobs.threads);
   json.number("running", jobs.running);

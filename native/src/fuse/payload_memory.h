@@ -18,8 +18,8 @@ struct PinHooks {
 
 class PayloadMemory {
  public:
-  // payload_bytes is rounded up to pages. Memory that is used all the time is populated, locked (best effort), and pinned
-  // as the hooks say.
+  // payload_bytes is rounded up to pages. Memory that is used all the time is populated, locked (best effort), and
+  // pinned as the hooks say.
   static Result<PayloadMemory> create(std::size_t payload_bytes, const PinHooks* hooks, bool populated = true);
 
   PayloadMemory(PayloadMemory&& other) noexcept;

@@ -65,7 +65,8 @@ std::vector<unsigned> allowed_cpus() {
 
 // Memory for one request, which the kernel fills, and the reply to it.
 struct RingEntry {
-  RingEntry(PayloadMemory given, RingThread& owner, std::size_t of) : memory(std::move(given)), thread(owner), queue(of) {}
+  RingEntry(PayloadMemory given, RingThread& owner, std::size_t of)
+      : memory(std::move(given)), thread(owner), queue(of) {}
 
   // The kernel's headers are at the start of the memory before the payload.
   [[nodiscard]] UringHeaders& headers() const { return *reinterpret_cast<UringHeaders*>(memory.head().data()); }
@@ -80,8 +81,8 @@ struct RingEntry {
 // One ring, and the queues that it serves.
 class RingThread {
  public:
-  RingThread(int device, unsigned cpu, std::vector<std::uint16_t> queues, std::size_t payload_bytes, const PinHooks& hooks,
-         Statistics& statistics)
+  RingThread(int device, unsigned cpu, std::vector<std::uint16_t> queues, std::size_t payload_bytes,
+             const PinHooks& hooks, Statistics& statistics)
       : device_(device), cpu_(cpu), payload_bytes_(payload_bytes), hooks_(hooks), statistics_(statistics) {
     for (const std::uint16_t queue : queues) queues_.push_back({queue, 0, 0});
   }
@@ -124,7 +125,7 @@ class RingThread {
   std::vector<Queue> queues_;
   std::vector<std::unique_ptr<RingEntry>> entries_;  // never shrinks: a reply may come late
   std::vector<RingEntry*> own_replies_;
-  std::size_t living_ = 0;  // entries that the kernel has or will get back
+  std::size_t living_ = 0;   // entries that the kernel has or will get back
   std::uint64_t wakes_ = 0;  // what the eventfd is read into
 
   std::atomic<std::size_t> entry_count_{0};
@@ -146,18 +147,19 @@ Status RingThread::start() {
   std::promise<Status> prepared;
   std::future<Status> outcome = prepared.get_future();
   Result<std::thread> thread =
-      start_thread("gpufs-ring-" + std::to_string(cpu_), [this, prepared = std::make_shared<std::promise<Status>>(std::move(prepared))] {
-        cpu_set_t cpu;
-        CPU_ZERO(&cpu);
-        CPU_SET(cpu_, &cpu);
-        static_cast<void>(::sched_setaffinity(0, sizeof(cpu), &cpu));  // only speed is lost
-        std::future<RequestHandler*> begin = begin_.get_future();
-        const Status status = prepare();
-        prepared->set_value(status);
-        if (!status.ok()) return;
-        if (RequestHandler* const handler = begin.get(); handler != nullptr) run(*handler);
-        ::io_uring_queue_exit(&ring_);
-      });
+      start_thread("gpufs-ring-" + std::to_string(cpu_),
+                   [this, prepared = std::make_shared<std::promise<Status>>(std::move(prepared))] {
+                     cpu_set_t cpu;
+                     CPU_ZERO(&cpu);
+                     CPU_SET(cpu_, &cpu);
+                     static_cast<void>(::sched_setaffinity(0, sizeof(cpu), &cpu));  // only speed is lost
+                     std::future<RequestHandler*> begin = begin_.get_future();
+                     const Status status = prepare();
+                     prepared->set_value(status);
+                     if (!status.ok()) return;
+                     if (RequestHandler* const handler = begin.get(); handler != nullptr) run(*handler);
+                     ::io_uring_queue_exit(&ring_);
+                   });
   if (!thread.ok()) return thread.status();
   thread_ = thread.take();
   id_ = thread_.get_id();
@@ -166,7 +168,8 @@ Status RingThread::start() {
 
 Status RingThread::prepare() {
   io_uring_params parameters{};
-  parameters.flags = IORING_SETUP_SQE128 | IORING_SETUP_CQSIZE | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+  parameters.flags =
+      IORING_SETUP_SQE128 | IORING_SETUP_CQSIZE | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   parameters.cq_entries = kCompletions;
   if (const int error = ::io_uring_queue_init_params(kSubmissions, &ring_, &parameters); error != 0) {
     return Status::from_errno(-error, "io_uring_setup");

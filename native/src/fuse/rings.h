@@ -29,8 +29,8 @@ class RingThread;
 
 class Rings {
  public:
-  // Creates the rings, their threads and the memory, and touches no connection. Fails where the kernel has no such rings,
-  // or does not allow them.
+  // Creates the rings, their threads and the memory, and touches no connection. Fails where the kernel has no such
+  // rings, or does not allow them.
   static Result<std::unique_ptr<Rings>> create(int device, std::size_t payload_bytes, const PinHooks& hooks,
                                                Statistics& statistics);
   ~Rings();

@@ -117,7 +117,7 @@ class Transport {
   Statistics& statistics_;
   RequestHandler* handler_ = nullptr;  // constant once start() has been called
   const bool wants_rings_;
-  std::unique_ptr<Rings> rings_;          // changed by start() and initialized() alone
+  std::unique_ptr<Rings> rings_;           // changed by start() and initialized() alone
   std::atomic<const char*> why_no_rings_;  // a constant text
 
   std::atomic<bool> stopping_{false};

@@ -58,14 +58,14 @@ UniqueFd open_again(int fd, int flags, int more) {
   return opened;
 }
 
-struct Mount {
+struct MountEntry {
   std::string type;     // "ext4"; "" if the mount is not visible to this process
   std::string options;  // of the file system: "rw,data=journal"
 };
 
 // Looks the file's mount up in /proc/self/mountinfo, where a line is
 // "36 35 98:0 /root /mount/point rw,noatime shared:1 master:2 - ext4 /dev/sda rw,data=ordered".
-Result<Mount> find_mount(const struct statx& status) {
+Result<MountEntry> find_mount(const struct statx& status) {
   std::ifstream table("/proc/self/mountinfo");
   if (!table) return Status::from_errno(errno, "/proc/self/mountinfo");
   std::string found;
@@ -81,7 +81,7 @@ Result<Mount> find_mount(const struct statx& status) {
     // Mounted in another namespace, or moved: the device number is the same everywhere.
     if (found.empty() && major == status.stx_dev_major && minor == status.stx_dev_minor) found = line;
   }
-  Mount mount;
+  MountEntry mount;
   // The number of fields before the dash varies. Blanks in paths are written as \040.
   const std::size_t dash = found.find(" - ");
   if (dash != std::string::npos) {
@@ -103,7 +103,7 @@ std::string option_value(const std::string& options, const std::string& name) {
 struct Looked {
   int flags = 0;
   struct statx status = {};
-  Mount mount;
+  MountEntry mount;
 };
 
 bool same_file(const struct statx& one, const struct statx& other) {
@@ -130,7 +130,7 @@ Result<Looked> look_at(int fd, const Looked* before = nullptr) {
     looked.mount = before->mount;
     return looked;
   }
-  Result<Mount> mount = find_mount(looked.status);
+  Result<MountEntry> mount = find_mount(looked.status);
   if (!mount.ok()) return mount.status();
   looked.mount = mount.take();
   if (looked.mount.type == kOwnType) {

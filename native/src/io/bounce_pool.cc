@@ -170,9 +170,9 @@ void BouncePool::close() {
   for (BounceMemory* const memory : freed) unpin(memory);
 }
 
-BouncePool::Statistics BouncePool::statistics() const {
+BouncePool::Usage BouncePool::statistics() const {
   const std::lock_guard lock(mutex_);
-  Statistics statistics;
+  Usage statistics;
   statistics.slot_bytes = buffer_bytes_;
   statistics.capacity_bytes = capacity_ * buffer_bytes_;
   statistics.pinned_bytes = existing_ * buffer_bytes_;

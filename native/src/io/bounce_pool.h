@@ -54,7 +54,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   // Ends the pool: waiting callers get ESHUTDOWN. Idle buffers are freed now, those in use when they are returned.
   void close();
 
-  struct Statistics {
+  struct Usage {
     std::uint64_t slot_bytes = 0;
     std::uint64_t capacity_bytes = 0;
     std::uint64_t pinned_bytes = 0;
@@ -62,7 +62,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
     std::uint64_t waits = 0;  // calls of acquire() that had to wait
     std::uint64_t pin_failures = 0;
   };
-  [[nodiscard]] Statistics statistics() const;
+  [[nodiscard]] Usage statistics() const;
   [[nodiscard]] std::size_t capacity() const { return capacity_; }  // in buffers
 
  private:

@@ -40,7 +40,8 @@ CopyLoop::CopyLoop(Transfer& transfer)
       // What can hang in the file must not hold the device's memory at that time: such files use a bounce buffer.
       straight_(device_->info().cpu_addressable && !file_.facts().may_hang) {}
 
-void CopyLoop::run(Turn& turn) {
+void CopyLoop::run() {
+  const auto start = std::chrono::steady_clock::now();
   do {
     std::optional<Chunk> chunk = transfer_.next_chunk();
     if (!chunk) return;
@@ -49,7 +50,7 @@ void CopyLoop::run(Turn& turn) {
     } else {
       move(*chunk);
     }
-  } while (!turn.over());
+  } while (!transfer_.threads_->should_yield(transfer_, start));
 }
 
 void CopyLoop::move(Chunk& chunk) {
@@ -113,7 +114,7 @@ CopyLoop::FastOutcome CopyLoop::move_by_vendor(Chunk& chunk) {
   Status bound = device_->device().bind_thread();
   if (!bound.ok()) return {bound};
   drain();  // pinning may wait for pins that this thread holds
-  Result<PinnedRange> pinned = memory_.pin(chunk.offset, chunk.bytes);
+  Result<Buffer::Pin> pinned = memory_.pin(chunk.offset, chunk.bytes);
   if (!pinned.ok()) return {pinned.status()};
   const BackingFacts& facts = file_.facts();
   for (const Buffer::Piece& piece : pinned.value().pieces) {
@@ -171,7 +172,7 @@ void CopyLoop::move_straight(Chunk& chunk) {
 }
 
 Status CopyLoop::move_straight_in_use(Chunk& chunk) {
-  Result<PinnedRange> pinned = memory_.pin(chunk.offset + chunk.done, chunk.bytes - chunk.done);
+  Result<Buffer::Pin> pinned = memory_.pin(chunk.offset + chunk.done, chunk.bytes - chunk.done);
   if (!pinned.ok()) return pinned.status();
   const bool direct = wants_direct(chunk);
   for (const Buffer::Piece& piece : pinned.value().pieces) {

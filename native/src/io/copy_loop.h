@@ -24,9 +24,9 @@ class CopyLoop {
   CopyLoop(const CopyLoop&) = delete;
   CopyLoop& operator=(const CopyLoop&) = delete;
 
-  // Runs until the transfer has no more chunks or the turn is over. Chunks may still be on their way to the device: the
-  // destructor waits for them.
-  void run(Turn& turn);
+  // Runs until the transfer has no more chunks or another one needs the thread. Chunks may still be on their way to the
+  // device: the destructor waits for them.
+  void run();
 
  private:
   // Bytes of a chunk, from its start, for which the buffer has no memory.

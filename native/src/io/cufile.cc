@@ -34,8 +34,6 @@ constexpr std::array<std::pair<std::string_view, unsigned>, 7> kFileSystemBits =
                                                                                    {"gpfs", 1U << 3},
                                                                                    {"beegfs", 1U << 9},
                                                                                    {"scatefs", 1U << 12}}};
-// The most that the kernel moves by one call.
-constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 
 struct CufileCalls {
   CufileError (*driver_open)() = nullptr;
@@ -79,32 +77,19 @@ class CufileFile final : public DirectFile {
  private:
   template <typename Call>
   Moved move(std::uint64_t bytes, const char* what, Call call) {
-    Moved moved;
-    while (moved.bytes < bytes) {
-      if (gpu::process_is_ending()) {
-        moved.status = Status(ECANCELED, "the process is ending");
-        return moved;
-      }
-      const std::uint64_t part = std::min(bytes - moved.bytes, round_down(kKernelLimit, unit_));
+    return move_in_parts(bytes, unit_, [&](std::uint64_t done, std::uint64_t part) -> Moved {
       errno = 0;
-      const ssize_t count = call(moved.bytes, part);
-      if (count == -1 && errno == EINTR) continue;
+      const ssize_t count = call(done, part);
       if (count < 0) {
         const int code = count == -1 ? 0 : static_cast<int>(-count);
         const int error = code >= kFirstLibraryError || errno == 0 ? EREMOTEIO : errno;
-        moved.status = Status(error, Status::from_errno(error, what).message(), code);
-        return moved;
+        return {0, Status(error, Status::from_errno(error, what).message(), code)};
       }
-      const auto done = static_cast<std::uint64_t>(count);
-      if (done > part) {
-        moved.status = Status(EREMOTEIO, std::string(what) + " reported more bytes than were requested");
-        return moved;
+      if (static_cast<std::uint64_t>(count) > part) {
+        return {0, Status(EREMOTEIO, std::string(what) + " reported more bytes than were requested")};
       }
-      moved.bytes += done;
-      // The end of the file, or an offset at which nothing can be continued.
-      if (done < part && (done == 0 || done % unit_ != 0)) return moved;
-    }
-    return moved;
+      return {static_cast<std::uint64_t>(count), {}};
+    });
   }
 
   const CufileCalls calls_;  // a copy, since a file may outlive the path
@@ -128,7 +113,6 @@ class CufilePath final : public DirectPath {
   CufilePath(const CufileCalls& calls, RefusalMask refusals, unsigned storage)
       : calls_(calls), refusals_(refusals), storage_(storage) {}
 
-  [[nodiscard]] const char* name() const override { return "cuFile"; }
   [[nodiscard]] RefusalMask refusals() const override { return refusals_; }
 
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {

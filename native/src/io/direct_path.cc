@@ -1,7 +1,10 @@
 #include "io/direct_path.h"
 
+#include <algorithm>
 #include <cerrno>
 
+#include "base/math.h"
+#include "drivers/gpu/vendor_library.h"
 #include "io/backing_file.h"
 #include "io/cufile.h"
 #include "io/file_moves.h"
@@ -28,7 +31,6 @@ class HostDirectFile final : public DirectFile {
 
 class HostDirectPath final : public DirectPath {
  public:
-  [[nodiscard]] const char* name() const override { return "O_DIRECT"; }
   [[nodiscard]] RefusalMask refusals() const override { return 0; }
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
     return std::unique_ptr<DirectFile>(std::make_unique<HostDirectFile>(file));
@@ -37,7 +39,6 @@ class HostDirectPath final : public DirectPath {
 
 class NoDirectPath final : public DirectPath {
  public:
-  [[nodiscard]] const char* name() const override { return "none"; }
   [[nodiscard]] RefusalMask refusals() const override { return mask_of(Refusal::kNoVendorCall); }
   Result<std::unique_ptr<DirectFile>> attach(BackingFile&) override {
     return Status(EOPNOTSUPP, "this driver moves no files");
@@ -51,6 +52,29 @@ std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, con
   if (driver_name == "cuda") return open_cufile_path(file_systems);
   if (driver_name == "hip") return open_hip_file_path();
   return std::make_shared<NoDirectPath>();
+}
+
+Moved move_in_parts(std::uint64_t bytes, std::uint64_t unit,
+                    const std::function<Moved(std::uint64_t done, std::uint64_t part)>& call) {
+  constexpr std::uint64_t kKernelLimit = 0x7ffff000;
+  Moved moved;
+  while (moved.bytes < bytes) {
+    if (gpu::process_is_ending()) {
+      moved.status = Status(ECANCELED, "the process is ending");
+      return moved;
+    }
+    const Moved part = call(moved.bytes, std::min(bytes - moved.bytes, round_down(kKernelLimit, unit)));
+    moved.bytes += part.bytes;
+    const bool interrupted = part.status.error() == EINTR;
+    if (!part.status.ok() && !interrupted) {
+      moved.status = part.status;
+      moved.refusals = part.refusals;
+      return moved;
+    }
+    // The end of the file, or an offset at which nothing can be continued.
+    if (part.bytes % unit != 0 || (part.bytes == 0 && !interrupted)) return moved;
+  }
+  return moved;
 }
 
 bool rerun_on_fallback(int error) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -35,7 +36,6 @@ class DirectFile {
 class DirectPath {
  public:
   virtual ~DirectPath() = default;
-  [[nodiscard]] virtual const char* name() const = 0;
   // Why no request of this driver can use it; 0 if it works, as far as is known.
   [[nodiscard]] virtual RefusalMask refusals() const = 0;
   virtual Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) = 0;
@@ -44,6 +44,11 @@ class DirectPath {
 // By the driver's name: host uses O_DIRECT, cuda cuFile, hip hipAmdFile. Loads the vendor's library.
 // file_systems: IoOptions::file_systems.
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
+
+// Moves a range by a vendor's calls, none of more than the kernel moves at a time: call(done, part) moves one part,
+// with EINTR if it is to be continued. unit: of the file's facts.
+Moved move_in_parts(std::uint64_t bytes, std::uint64_t unit,
+                    const std::function<Moved(std::uint64_t done, std::uint64_t part)>& call);
 
 // Whether the rest of a request goes by fallback after this failure: the path turned out to be unusable.
 bool rerun_on_fallback(int error);

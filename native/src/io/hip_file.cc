@@ -16,8 +16,6 @@
 namespace gpufs {
 namespace {
 
-// The most that the kernel moves by one call; it fails if more is requested.
-constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 constexpr int kLargestErrno = 133;  // EHWPOISON; larger numbers are not errnos
 
 // Shared by a path and its files, which may outlive it.
@@ -43,31 +41,17 @@ class HipFile final : public DirectFile {
  private:
   Moved move(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
              std::uint64_t file_offset) {
-    Moved moved;
     const hip::api::Code prepared = calls_->library->prepare_thread();
     if (prepared != hip::api::kSuccess) {
-      moved.status = Status(EREMOTEIO, "hipInit: " + calls_->library->describe(prepared), prepared);
-      return moved;
+      return {0, Status(EREMOTEIO, "hipInit: " + calls_->library->describe(prepared), prepared)};
     }
-    while (moved.bytes < bytes) {
-      const std::uint64_t part = std::min(bytes - moved.bytes, round_down(kKernelLimit, unit_));
-      const Moved outcome = call_once(call, name, address + moved.bytes, part, file_offset + moved.bytes);
-      moved.bytes += outcome.bytes;
-      const bool interrupted = outcome.status.error() == EINTR;
-      if (!outcome.status.ok() && !interrupted) {
-        moved.status = outcome.status;
-        moved.refusals = outcome.refusals;
-        return moved;
-      }
-      // The end of the file, or an offset at which nothing can be continued.
-      if (outcome.bytes % unit_ != 0 || (outcome.bytes == 0 && !interrupted)) return moved;
-    }
-    return moved;
+    return move_in_parts(bytes, unit_, [&](std::uint64_t done, std::uint64_t part) {
+      return call_once(call, name, address + done, part, file_offset + done);
+    });
   }
 
   Moved call_once(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
                   std::uint64_t file_offset) {
-    if (gpu::process_is_ending()) return {0, Status(ECANCELED, "the process is ending")};
     hip::HipFileHandle handle{};
     handle.handle = nullptr;  // all of it, before the smaller member
     handle.fd = fd_;
@@ -121,7 +105,6 @@ class HipFilePath final : public DirectPath {
  public:
   explicit HipFilePath(std::shared_ptr<HipFileCalls> calls) : calls_(std::move(calls)) {}
 
-  [[nodiscard]] const char* name() const override { return "hipAmdFile"; }
   [[nodiscard]] RefusalMask refusals() const override { return calls_->refusals; }
 
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {

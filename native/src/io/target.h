@@ -1,32 +1,20 @@
 // The device memory that a transfer reads or writes: a buffer, or a range that the program allocated itself.
-// A value that keeps the memory alive. Thread-safe.
+// A value that keeps a buffer alive; a range is the program's to keep. Thread-safe.
 #pragma once
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "base/status.h"
 #include "memory/buffer.h"
 
 namespace gpufs {
 
-// Device memory that keeps its addresses for as long as this lives, in pieces as of Buffer::Pinned.
-struct PinnedRange {
-  std::vector<Buffer::Piece> pieces;
-  std::unique_ptr<Buffer::Pinned> keep;
-
-  // The pieces, cut to [offset, offset + bytes).
-  [[nodiscard]] std::vector<Buffer::Piece> part(std::uint64_t offset, std::uint64_t bytes) const;
-};
-
 class Target {
  public:
   Target() = default;
   static Target of_buffer(std::shared_ptr<Buffer> buffer);
-  // keep: an owner of the memory (may be null).
-  static Target of_range(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes,
-                         std::shared_ptr<const void> keep);
+  static Target of_range(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes);
 
   [[nodiscard]] bool valid() const { return device_ != nullptr; }
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const { return device_; }
@@ -46,16 +34,15 @@ class Target {
   [[nodiscard]] bool reached_by_files(std::uint64_t offset) const;
 
   // Clipped to size().
-  [[nodiscard]] Result<PinnedRange> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;
+  [[nodiscard]] Result<Buffer::Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) const;
   // Allocates memory where a buffer has none.
-  [[nodiscard]] Result<PinnedRange> pin_for_write(std::uint64_t offset, std::uint64_t bytes) const;
+  [[nodiscard]] Result<Buffer::Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) const;
 
  private:
   std::shared_ptr<DeviceContext> device_;
   std::shared_ptr<Buffer> buffer_;
   DeviceAddress address_ = 0;
   std::uint64_t bytes_ = 0;
-  std::shared_ptr<const void> keep_;
 };
 
 }  // namespace gpufs

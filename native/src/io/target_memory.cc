@@ -178,7 +178,7 @@ Result<TargetMemory::Window> TargetMemory::pin_window(std::uint64_t offset, std:
   std::uint64_t from = std::max(first, aligned);
   std::uint64_t to = std::min({limit, last, std::max(aligned + kWindowBytes, end)});
   lock.unlock();
-  Result<PinnedRange> pinned = pin(from, to - from);
+  Result<Buffer::Pin> pinned = pin(from, to - from);
   if (lacks_memory(pinned.error())) {
     // Memory around the bytes was freed, and there is no space for it any more.
     from = offset;
@@ -189,16 +189,16 @@ Result<TargetMemory::Window> TargetMemory::pin_window(std::uint64_t offset, std:
   pinning_ = false;
   changed_.notify_all();
   if (!pinned.ok()) return pinned.status();
-  Window window = std::make_shared<const PinnedRange>(pinned.take());
+  Window window = std::make_shared<const Buffer::Pin>(pinned.take());
   window_ = window;
   window_start_ = from;
   window_end_ = to;
   return window;
 }
 
-Result<PinnedRange> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
   if (!load_) return target_.pin_for_read(offset_ + offset, bytes);
-  Result<PinnedRange> pinned = target_.pin_for_write(offset_ + offset, bytes);
+  Result<Buffer::Pin> pinned = target_.pin_for_write(offset_ + offset, bytes);
   if (!pinned.ok()) return pinned;
   for (const Buffer::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) return Status(EIO, "the buffer has no memory where the load writes");

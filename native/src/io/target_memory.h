@@ -23,7 +23,7 @@ namespace gpufs {
 // Offsets are relative to the request.
 class TargetMemory {
  public:
-  using Window = std::shared_ptr<const PinnedRange>;
+  using Window = std::shared_ptr<const Buffer::Pin>;
 
   // smallest_step: allocating less than this ahead of a load is not worth a call.
   TargetMemory(Target target, std::uint64_t target_offset, Direction direction, std::uint64_t smallest_step)
@@ -62,7 +62,7 @@ class TargetMemory {
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
   // The memory of one chunk for a call that uses it at once. May wait for other threads' pins.
-  Result<PinnedRange> pin(std::uint64_t offset, std::uint64_t bytes);
+  Result<Buffer::Pin> pin(std::uint64_t offset, std::uint64_t bytes);
   // A window around these bytes, pinned for many chunks. May wait for other threads' pins, so the caller holds none
   // itself. window() returns the present one, or null if it does not cover the bytes.
   Window window(std::uint64_t offset, std::uint64_t bytes);
@@ -115,7 +115,7 @@ class TargetMemory {
   std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for
   bool allocating_ = false;
   bool pinning_ = false;
-  std::weak_ptr<const PinnedRange> window_;  // [window_start_, window_end_), while a thread uses it
+  std::weak_ptr<const Buffer::Pin> window_;  // [window_start_, window_end_), while a thread uses it
   std::uint64_t window_start_ = 0;
   std::uint64_t window_end_ = 0;
 };

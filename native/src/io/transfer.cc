@@ -140,9 +140,9 @@ std::uint64_t Transfer::group() const {
   return facts.may_hang ? kMayHang : facts.always_hot ? kNeverStalls : facts.device;
 }
 
-void Transfer::serve(Turn& turn) {
+void Transfer::serve() {
   if (!enter()) return;
-  CopyLoop(*this).run(turn);
+  CopyLoop(*this).run();
   leave();
 }
 

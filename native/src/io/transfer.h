@@ -26,7 +26,6 @@ namespace gpufs {
 
 class TransferEngine;
 class TransferThreads;
-class Turn;
 
 enum class SyncMode : int { kNone, kData, kFull };  // after a store: nothing, fdatasync, fsync
 
@@ -113,8 +112,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   [[nodiscard]] std::uint64_t group() const;
   // How many threads it could use, including those that serve it; 0 once it needs none any more. Takes no lock.
   [[nodiscard]] int wanted() const { return wanted_.load(std::memory_order_relaxed); }
-  // Serves it until nothing is left or turn.over(). May hang in a file.
-  void serve(Turn& turn);
+  // Serves it until nothing is left or the threads should_yield(). May hang in a file.
+  void serve();
 
  private:
   friend class CopyLoop;

@@ -52,14 +52,12 @@ Status check_options(const IoOptions& options) {
 
 // ---- threads ----
 
-bool Turn::over() { return threads_.should_yield(transfer_, start_); }
-
 std::shared_ptr<TransferThreads> TransferThreads::create(int node, int share, int spare) {
   return std::shared_ptr<TransferThreads>(new TransferThreads(node, std::max(share, 1), std::max(spare, 0)));
 }
 
 Status TransferThreads::submit(const std::shared_ptr<Transfer>& transfer) {
-  std::list<Entry> finished;  // destroyed without the lock
+  std::list<ServedTransfer> finished;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
@@ -80,7 +78,7 @@ Status TransferThreads::submit(const std::shared_ptr<Transfer>& transfer) {
 void TransferThreads::start_missing_locked() {
   if (alive_ >= threads()) return;
   int missing = -alive_;
-  for (const Entry& entry : entries_) missing += std::max(entry.transfer->wanted(), entry.running);
+  for (const ServedTransfer& entry : entries_) missing += std::max(entry.transfer->wanted(), entry.running);
   for (; missing > 0 && alive_ < threads(); --missing) {
     Result<std::thread> started = start_thread("gpufs-io", [self = shared_from_this()] { self->thread_main(); });
     if (!started.ok()) {
@@ -93,7 +91,7 @@ void TransferThreads::start_missing_locked() {
 }
 
 void TransferThreads::update() {
-  std::list<Entry> finished;  // destroyed without the lock
+  std::list<ServedTransfer> finished;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     finished = take_finished_locked();
@@ -102,8 +100,8 @@ void TransferThreads::update() {
   changed_.notify_all();
 }
 
-std::list<TransferThreads::Entry> TransferThreads::take_finished_locked() {
-  std::list<Entry> finished;
+std::list<TransferThreads::ServedTransfer> TransferThreads::take_finished_locked() {
+  std::list<ServedTransfer> finished;
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const auto next = std::next(entry);
     if (entry->running == 0 && entry->transfer->wanted() == 0) finished.splice(finished.end(), entries_, entry);
@@ -115,13 +113,13 @@ std::list<TransferThreads::Entry> TransferThreads::take_finished_locked() {
 
 // The client with the fewest threads, of its transfers the one with the fewest, and among equals the one that was
 // served longest ago.
-TransferThreads::Entry* TransferThreads::choose_locked() {
-  const auto rank = [this](const Entry& entry) {
+TransferThreads::ServedTransfer* TransferThreads::choose_locked() {
+  const auto rank = [this](const ServedTransfer& entry) {
     const Client& client = clients_[entry.transfer->client()];
     return std::make_tuple(client.running, client.served, entry.running, entry.served);
   };
-  Entry* best = nullptr;
-  for (Entry& entry : entries_) {
+  ServedTransfer* best = nullptr;
+  for (ServedTransfer& entry : entries_) {
     const std::uint64_t group = entry.transfer->group();
     if (entry.running >= entry.transfer->wanted() || clients_[entry.transfer->client()].running >= share_) continue;
     if (group != Transfer::kNeverStalls && groups_[group] >= share_) continue;
@@ -139,13 +137,13 @@ bool TransferThreads::should_yield(const Transfer& transfer, Clock::time_point s
   const bool full = transfer.group() != Transfer::kNeverStalls && together >= share_;
   if (!full && (idle_ > 0 || alive_ < threads())) return false;
   if (full) --together;
-  const Entry* const next = choose_locked();
+  const ServedTransfer* const next = choose_locked();
   if (full) ++together;
   if (next == nullptr) return false;
   if (next->transfer->client() != transfer.client()) {
     if (clients_[next->transfer->client()].running + 1 < clients_[transfer.client()].running) return true;
   } else {
-    const auto is_mine = [&](const Entry& entry) { return entry.transfer.get() == &transfer; };
+    const auto is_mine = [&](const ServedTransfer& entry) { return entry.transfer.get() == &transfer; };
     if (next->running + 1 < std::find_if(entries_.begin(), entries_.end(), is_mine)->running) return true;
   }
   // More transfers than threads: they take turns.
@@ -157,7 +155,7 @@ void TransferThreads::thread_main() {
   run_on_node(node_);
   std::unique_lock lock(mutex_);
   while (!ending_) {
-    Entry* const entry = choose_locked();
+    ServedTransfer* const entry = choose_locked();
     if (entry == nullptr) {
       ++idle_;
       changed_.wait(lock);
@@ -173,15 +171,14 @@ void TransferThreads::thread_main() {
     int& together = groups_[transfer->group()];
     ++together;
     lock.unlock();
-    Turn turn(*this, *transfer);
-    transfer->serve(turn);
+    transfer->serve();
     lock.lock();
     --together;
     if (ending_) finished_.notify_all();
     --client.running;
     --entry->running;
     if (entry->running == 0) entry->waiting_since = Clock::now();
-    std::list<Entry> finished = take_finished_locked();
+    std::list<ServedTransfer> finished = take_finished_locked();
     const bool more = !entries_.empty();
     lock.unlock();
     if (more) changed_.notify_one();
@@ -195,7 +192,7 @@ void TransferThreads::thread_main() {
 
 int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace) {
   std::vector<std::thread> threads;
-  std::list<Entry> dropped;  // destroyed without the lock
+  std::list<ServedTransfer> dropped;  // destroyed without the lock
   int hung = 0;
   {
     std::unique_lock lock(mutex_);

@@ -27,20 +27,6 @@ namespace gpufs {
 
 class TransferThreads;
 
-// How a thread that serves a transfer finds out that it should leave.
-class Turn {
- public:
-  // True if the thread should leave after its current chunk, since a transfer with fewer threads waits for one.
-  [[nodiscard]] bool over();
-
- private:
-  friend class TransferThreads;
-  Turn(TransferThreads& threads, const Transfer& transfer) : threads_(threads), transfer_(transfer) {}
-  TransferThreads& threads_;
-  const Transfer& transfer_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
 // The threads that move the bytes of all transfers near one NUMA node, shared fairly between clients and disks. They
 // keep this alive, so that one that hangs in a file can be left behind.
 class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
@@ -61,14 +47,17 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   // been cancelled. Nothing is served afterwards.
   int shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace);
 
+  // Whether a thread that serves this transfer `since` then should leave after its current chunk: a transfer with fewer
+  // threads waits for one.
+  [[nodiscard]] bool should_yield(const Transfer& transfer, std::chrono::steady_clock::time_point since);
+
   [[nodiscard]] int share() const { return share_; }
   [[nodiscard]] int threads() const { return share_ + spare_; }
 
  private:
-  friend class Turn;
   using Clock = std::chrono::steady_clock;
 
-  struct Entry {
+  struct ServedTransfer {
     std::shared_ptr<Transfer> transfer;
     int running = 0;
     Clock::time_point waiting_since;  // when it last had no thread
@@ -82,10 +71,9 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   TransferThreads(int node, int share, int spare) : node_(node), share_(share), spare_(spare) {}
 
   void thread_main();
-  Entry* choose_locked();
+  ServedTransfer* choose_locked();
   void start_missing_locked();
-  std::list<Entry> take_finished_locked();
-  bool should_yield(const Transfer& transfer, Clock::time_point since);
+  std::list<ServedTransfer> take_finished_locked();
 
   const int node_;
   const int share_;
@@ -95,7 +83,7 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   std::mutex mutex_;
   std::condition_variable changed_;   // transfers for idle threads, or the end
   std::condition_variable finished_;  // a thread left its transfer or ended
-  std::list<Entry> entries_;
+  std::list<ServedTransfer> entries_;
   std::map<std::uint64_t, Client> clients_;
   std::vector<std::thread> threads_;
   int alive_ = 0;

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -43,7 +44,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   [[nodiscard]] virtual std::uint64_t size() const = 0;
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
-  // The largest size that it may have now: kMaximumBytes, or what pin_address() promised.
+  // The largest size that it may have: kMaximumBytes, unless the size is fixed.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
 
   // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
@@ -69,21 +70,23 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;
   };
-  class Pinned {
-   public:
-    virtual ~Pinned() = default;
-    [[nodiscard]] virtual const std::vector<Piece>& pieces() const = 0;
+  struct Pin {
+    std::vector<Piece> pieces;
+    std::shared_ptr<void> keep;
+
+    // The pieces, cut to [offset, offset + bytes).
+    [[nodiscard]] std::vector<Piece> part(std::uint64_t offset, std::uint64_t bytes) const;
   };
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
-  virtual Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
   // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
   // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
   // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not
   // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
   // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
   // writers.
-  virtual Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   // The same in advance, without a pin.
   virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
@@ -104,13 +107,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   struct Gathered {
     std::vector<iovec> pieces;
     std::size_t bytes = 0;
-    std::unique_ptr<Pinned> keep;
+    std::shared_ptr<void> keep;
   };
   virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
 
   // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
-  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum, and beyond what pin_address()
-  // promised.
+  // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum.
   virtual Status resize(std::uint64_t size) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
@@ -124,17 +126,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Copies between buffers, overlap within one allowed only where copy_file_range(2) allows it (else EINVAL).
   // Holes in the source become zeros. Clipped at the source's end; returns the count, which is short when `cancelled`
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
-  virtual Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                          std::uint64_t bytes, const std::atomic<bool>* cancelled) = 0;
+  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled);
   // Whether that takes less time than handing it to another thread would.
   [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
                                             std::uint64_t /*bytes*/) const {
     return false;
   }
 
-  // The device address of offset 0, promised from now on: the range is re-reserved at once for the stated maximum and
-  // never moves again. EFBIG if the buffer is larger already, or its address is promised for less.
-  virtual Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) = 0;
   // Keeps the memory of [0, bytes()) in place, for somebody who maps it or uses its address, and keeps the buffer.
   // While a lease lives, resize() to less than bytes() and punch() there are EBUSY. Growth is allowed.
   class Lease {
@@ -152,8 +151,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   };
   // writable: holes get memory first (ENOSPC), and descriptors give access for writing where the driver makes a
   // difference. Otherwise a hole is ENODATA. exports: pieces() will be called; EOPNOTSUPP if the device cannot share
-  // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a lease without `exports` fixes the address, and
-  // so limits the size, as pin_address(size()) does. label: what messages call the holder.
+  // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
+  // EFBIG. label: what messages call the holder.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
 
   // Who pays for bytes_held().
@@ -163,6 +162,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }
 
  private:
+  // Whether a copy may write there; *bytes: as many as may be.
+  virtual Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const = 0;
+  // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure. Calls
+  // advanced() after each chunk.
+  virtual Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                             const std::atomic<bool>* cancelled, std::uint64_t* done,
+                             const std::function<void()>& advanced) = 0;
+
   Charge charge_;
   observe::FileActivity activity_;
 };

@@ -84,35 +84,7 @@ std::uint64_t ExtentBuffer::highest_locked() const {
   return highest;
 }
 
-std::uint64_t ExtentBuffer::limit() const {
-  const std::lock_guard lock(state_mutex_);
-  return std::min(address_limit_, kMaximumBytes);
-}
-
 // ---- pins ----
-
-class ExtentBuffer::ReadPin : public Buffer::Pinned {
- public:
-  ReadPin(std::shared_ptr<Buffer> buffer, ReadLease lease) : buffer_(std::move(buffer)), lease_(std::move(lease)) {
-    cut(*lease_.snapshot, lease_.offset, lease_.end, &pieces_);
-  }
-  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
-
- private:
-  const std::shared_ptr<Buffer> buffer_;  // destroyed after the lease
-  const ReadLease lease_;
-  std::vector<Piece> pieces_;
-};
-
-class ExtentBuffer::WritePin : public Buffer::Pinned {
- public:
-  explicit WritePin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {}
-  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
-
-  const std::shared_ptr<Buffer> buffer_;  // destroyed after the lease
-  WriteLease lease_;
-  std::vector<Piece> pieces_;
-};
 
 ExtentBuffer::WriteLease::~WriteLease() {
   if (buffer_ == nullptr) return;
@@ -123,18 +95,27 @@ ExtentBuffer::WriteLease::~WriteLease() {
   buffer_->state_changed_.notify_all();
 }
 
-void ExtentBuffer::cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces) {
+Buffer::Pin ExtentBuffer::pin(ReadLease lease) {
+  Pin pin;
+  const Snapshot& snapshot = *lease.snapshot;
+  std::uint64_t offset = lease.offset;
   auto extent = first_above(snapshot.extents, offset);
-  while (offset < end) {
+  while (offset < lease.end) {
     const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
-    std::uint64_t stop = end;
+    std::uint64_t stop = lease.end;
     if (extent != snapshot.extents.end()) {
-      stop = std::min(end, hole ? extent->offset : extent->offset + extent->bytes);
+      stop = std::min(lease.end, hole ? extent->offset : extent->offset + extent->bytes);
     }
-    pieces->push_back({hole ? 0 : snapshot.base + offset, offset, stop - offset});
+    pin.pieces.push_back({hole ? 0 : snapshot.base + offset, offset, stop - offset});
     if (!hole) ++extent;
     offset = stop;
   }
+  struct Kept {
+    std::shared_ptr<Buffer> buffer;  // destroyed after the lease
+    ReadLease lease;
+  };
+  pin.keep = std::make_shared<Kept>(Kept{shared_from_this(), std::move(lease)});
+  return pin;
 }
 
 bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) {
@@ -155,7 +136,7 @@ bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, Re
 }
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
-  if (end > write_limit_ || end > address_limit_) return false;
+  if (end > write_limit_) return false;
   if (end > gate_offset_ && gate_end_ > offset) return false;
   if (!covered(snapshot_->extents, offset, end)) return false;
   writers_.push_back(lease);
@@ -194,23 +175,29 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
   return {};
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
   ReadLease lease;
   if (!acquire_read(offset, bytes, &lease)) return would_wait();
-  return std::unique_ptr<Pinned>(std::make_unique<ReadPin>(shared_from_this(), std::move(lease)));
+  return pin(std::move(lease));
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
   std::uint64_t end = 0;
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
-  auto pin = std::make_unique<WritePin>(shared_from_this());
+  struct Kept {
+    std::shared_ptr<Buffer> buffer;  // destroyed after the lease
+    WriteLease lease;
+  };
+  const auto kept = std::make_shared<Kept>();
+  kept->buffer = shared_from_this();
+  Pin pin{{}, kept};
   if (bytes != 0) {
-    status = acquire_write(offset, end, &pin->lease_);
+    status = acquire_write(offset, end, &kept->lease);
     if (!status.ok()) return status;
-    pin->pieces_.push_back({pin->lease_.address(), offset, bytes});
+    pin.pieces.push_back({kept->lease.address(), offset, bytes});
   }
-  return std::unique_ptr<Pinned>(std::move(pin));
+  return pin;
 }
 
 void ExtentBuffer::publish(std::uint64_t end) {
@@ -287,10 +274,10 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
   if (hole == nullptr) return Status(ENOMEM, "no address space for a page of zeros");
   ReadLease lease;
   if (!acquire_read(offset, bytes, &lease)) return would_wait();
-  auto pin = std::make_unique<ReadPin>(shared_from_this(), std::move(lease));
+  Pin pinned = pin(std::move(lease));
   Gathered gathered;
-  gathered.pieces.reserve(pin->pieces().size());
-  for (const Piece& piece : pin->pieces()) {
+  gathered.pieces.reserve(pinned.pieces.size());
+  for (const Piece& piece : pinned.pieces) {
     gathered.bytes += piece.bytes;
     if (piece.address != 0) {
       gathered.pieces.push_back({reinterpret_cast<void*>(piece.address), piece.bytes});
@@ -302,7 +289,7 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
       left -= part;
     }
   }
-  gathered.keep = std::move(pin);
+  gathered.keep = std::move(pinned.keep);
   return gathered;
 }
 
@@ -330,10 +317,6 @@ Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
   const auto extent = first_above(all.snapshot->extents, offset);
   if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;
   return std::min(extent->offset + extent->bytes, all.end);  // the end of a file is a hole
-}
-
-Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device) {
-  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
 }
 
 }  // namespace gpufs

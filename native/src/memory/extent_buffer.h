@@ -41,15 +41,15 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
-  [[nodiscard]] std::uint64_t limit() const override;
+  [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
   void preallocate_on_growth() override;
   [[nodiscard]] bool may_trim() const override;
   bool trim(std::chrono::milliseconds patience) override;
   [[nodiscard]] std::shared_ptr<void> keep_unpublished() override;
   void expect(std::uint64_t end) override;
 
-  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
   Status populate(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t end) override;
   bool publish_since(std::uint64_t end, std::uint64_t noted) override;
@@ -64,11 +64,8 @@ class ExtentBuffer : public Buffer {
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<std::uint64_t> seek_data(std::uint64_t offset) override;
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
-  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
-  Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
  private:
@@ -113,8 +110,6 @@ class ExtentBuffer : public Buffer {
     std::uint64_t offset_ = 0;
     std::uint64_t end_ = 0;
   };
-  class ReadPin;
-  class WritePin;
   class SharedLease;
   class Exclusion;
 
@@ -122,7 +117,7 @@ class ExtentBuffer : public Buffer {
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
-  static void cut(const Snapshot& snapshot, std::uint64_t offset, std::uint64_t end, std::vector<Piece>* pieces);
+  Pin pin(ReadLease lease);
   // False: it would have to wait, on a thread that must not.
   bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease);
   [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const;
@@ -151,16 +146,15 @@ class ExtentBuffer : public Buffer {
   Status ensure_slot(SlabPool& slabs, std::uint64_t end);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
-  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool fixed, bool speculative);
-  Status reserve_own(std::uint64_t end, bool fixed);
+  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative);
+  Status reserve_own(std::uint64_t end);
   Status grow_own(const Extents& missing, bool speculative);
   [[nodiscard]] std::uint64_t bytes_to_preallocate(std::uint64_t end, std::uint64_t existing);
   Status leave_slot(const Extents& missing);
-  // Without extents, the buffer gives up its DeviceMemory too, unless others know the addresses.
+  // Without extents, the buffer gives up its DeviceMemory too, unless it is leased.
   void drop_empty_memory();
   void add_fallocated(std::uint64_t offset, std::uint64_t end);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);
-  Status fix_address(std::uint64_t maximum_bytes, DeviceAddress* address);
 
   // ---- extent_buffer_release.cc: what releases memory. All need mutation_mutex_. ----
   Status shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion);
@@ -172,8 +166,10 @@ class ExtentBuffer : public Buffer {
   void release(const Extents& removed);
 
   // ---- extent_buffer_copy.cc ----
+  Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done, const std::function<void()>& advanced);
+                     const std::atomic<bool>* cancelled, std::uint64_t* done,
+                     const std::function<void()>& advanced) override;
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
@@ -183,8 +179,8 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_lease.cc: leases. Those named _locked need state_mutex_. ----
   // Makes the memory of [0, size()) exist where it will stay. Needs mutation_mutex_.
   Status fix_for_lease(bool writable, bool exports, std::uint64_t* bytes);
-  // Lets the driver move memory again, if neither a lease nor a promised address forbids that. Needs mutation_mutex_.
-  void unfix_unless_used();
+  // Lets the driver move memory again, if no lease forbids that. Needs mutation_mutex_.
+  void unfix_unless_leased();
   [[nodiscard]] bool leased() const;
   // EBUSY if a lease covers memory at or above `offset`.
   [[nodiscard]] Status check_leases_locked(const char* what, std::uint64_t offset) const;
@@ -201,8 +197,6 @@ class ExtentBuffer : public Buffer {
   Extents fallocated_;                    // by fallocate(KEEP_SIZE): trim() keeps it
   bool preallocates_ = false;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
-  // What pin_address() allows the buffer to grow to. Written under both mutexes, read under either.
-  std::uint64_t address_limit_ = kNoLimit;
 
   // Innermost: nothing is called and no snapshot destroyed under it.
   mutable std::mutex state_mutex_;

@@ -12,7 +12,6 @@
 #include "memory/account.h"
 #include "memory/device_copy.h"
 #include "memory/extent_buffer.h"
-#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
@@ -30,33 +29,9 @@ bool ExtentBuffer::copies_briefly(const Buffer& source, std::uint64_t source_off
          std::min(bytes, size - std::min(size, source_offset)) <= kBrief;
 }
 
-Result<std::uint64_t> ExtentBuffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                              std::uint64_t bytes, const std::atomic<bool>* cancelled) {
-  const std::uint64_t source_size = source.size();
-  if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
-  bytes = std::min(bytes, source_size - source_offset);
+Status ExtentBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const {
   std::uint64_t end = 0;
-  Status status = check_end(offset, bytes, &end);
-  if (!status.ok()) return status;
-  if (&source == this && offset < source_offset + bytes && source_offset < end) {
-    return Status(EINVAL, "the ranges to copy overlap");
-  }
-  const observe::Span span(observe::TraceKind::kBufferCopy, context_->info().index, offset, bytes);
-  // Counted at both ends, which are often of one device.
-  const std::shared_ptr<DeviceContext> from = source.device();
-  observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
-  observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
-  std::uint64_t done = 0;
-  status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done, [&] {
-    taken.advance(done);
-    given.advance(done);
-  });
-  if (done == 0 && !status.ok()) return status;
-  taken.done(done);
-  given.done(done);
-  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
-  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
-  return done;
+  return check_end(offset, *bytes, &end);
 }
 
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
@@ -86,9 +61,9 @@ Status ExtentBuffer::copy_chunk(Buffer& source, std::uint64_t source_offset, std
                                 std::uint64_t* done) {
   std::vector<Piece> pieces;
   {
-    Result<std::unique_ptr<Pinned>> pinned = source.pin_for_read(source_offset, bytes);
+    Result<Pin> pinned = source.pin_for_read(source_offset, bytes);
     if (!pinned.ok()) return pinned.status();
-    pieces = pinned.value()->pieces();
+    pieces = std::move(pinned.value().pieces);
   }
   for (const Piece& piece : pieces) {
     const std::uint64_t target = offset + (piece.offset - source_offset);
@@ -111,10 +86,10 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
   std::uint64_t copied = 0;
   {
     WriteLease target;
-    std::unique_ptr<Pinned> pinned;
+    Pin pinned;
     for (;;) {
       // The source may have changed since its pieces were listed: list them again.
-      Result<std::unique_ptr<Pinned>> again = source.pin_for_read(source_offset, bytes);
+      Result<Pin> again = source.pin_for_read(source_offset, bytes);
       if (!again.ok()) return again.status();
       pinned = again.take();
       {
@@ -122,12 +97,12 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
         if (try_write_locked(offset, offset + bytes, &target)) break;
       }
       // Waits without the pin.
-      pinned.reset();
+      pinned = {};
       WriteLease grown;
       status = acquire_write(offset, offset + bytes, &grown);
       if (!status.ok()) return status;
     }
-    for (const Piece& piece : pinned->pieces()) {
+    for (const Piece& piece : pinned.pieces) {
       const DeviceAddress to = target.address() + (piece.offset - source_offset);
       status = piece.address == 0 ? context_->device().zero(to, piece.bytes)
                                   : copy_between(*context_, to, *source.device(), piece.address, piece.bytes);

@@ -1,4 +1,4 @@
-// What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot, addresses for others.
+// What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot.
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
 // and tries again. At a limit (EDQUOT) it asks the buffers that charge the same account. Nothing else is given up for a
@@ -103,9 +103,6 @@ Status ExtentBuffer::take(const Extents& missing, std::uint64_t replaced) {
 // ---- growth ----
 
 Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool speculative) {
-  if (end > address_limit_) {
-    return Status(EFBIG, "the buffer's address is promised for " + std::to_string(address_limit_) + " bytes at most");
-  }
   if (covered(current()->extents, offset, end)) return {};
   SlabPool* const slabs = context_->slabs();
   if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
@@ -114,7 +111,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool specul
     if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
     log_debug("a small file gets memory of its own: ", status.message());
   }
-  return ensure_own(offset, end, end, /*fixed=*/false, speculative);
+  return ensure_own(offset, end, end, speculative);
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
@@ -134,8 +131,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
   return {};
 }
 
-Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool fixed,
-                                bool speculative) {
+Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative) {
   const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
   const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes(), granule_) : 0;
   if (memory_ == nullptr) {
@@ -143,7 +139,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
     if (!created.ok()) return created.status();
     memory_ = created.take();
   }
-  Status status = reserve_own(std::max(reserve_end, slot_end), fixed);
+  Status status = reserve_own(std::max(reserve_end, slot_end));
   if (status.ok()) {
     const Extents existing = slot != nullptr ? Extents{} : current()->extents;
     Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
@@ -191,8 +187,8 @@ Status ExtentBuffer::grow_own(const Extents& missing, bool speculative) {
 }
 
 std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing) {
-  // Fixed memory, or addresses that are memory, could not go back.
-  if (!preallocates_ || existing == 0 || leased() || address_limit_ != kNoLimit) return 0;
+  // Fixed memory could not go back.
+  if (!preallocates_ || existing == 0 || leased()) return 0;
   const Result<MemoryInfo> memory = context_->device().memory();
   if (!memory.ok()) return 0;
   const std::uint64_t free = std::min(memory.value().free_bytes, charge().room());
@@ -213,7 +209,7 @@ void ExtentBuffer::expect(std::uint64_t end) {
   }
 }
 
-Status ExtentBuffer::reserve_own(std::uint64_t end, bool fixed) {
+Status ExtentBuffer::reserve_own(std::uint64_t end) {
   if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
   Extents existing;
   bool in_slot = false;
@@ -225,18 +221,18 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, bool fixed) {
   const std::uint64_t existing_end = in_slot ? 0 : std::max(end_of(existing), end_of(preallocated_));
   const std::uint64_t needed = round_up(std::max(end, existing_end), granule_);
   const bool copies = context_->info().reserve_copies;
-  std::uint64_t wanted = needed;
-  if (!fixed) {
-    // More than the device has cannot come, whatever is expected.
-    const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
-    const std::uint64_t expected =
-        round_up(std::min(expected_end_.load(std::memory_order_relaxed), possible), granule_);
-    // Addresses cost nothing, so a growing file seldom needs new ones; where they are memory, doubling has to do.
-    wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation / 4})) * 4
-             : expected > needed ? expected
-                                 : std::bit_ceil(needed);
-    wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
+  if (copies && range_ != nullptr && leased()) {
+    return Status(EFBIG, "a program uses the file's memory, which the device cannot keep in place beyond " +
+                             std::to_string(range_->bytes()) + " bytes");
   }
+  // More than the device has cannot come, whatever is expected.
+  const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
+  const std::uint64_t expected = round_up(std::min(expected_end_.load(std::memory_order_relaxed), possible), granule_);
+  // Addresses cost nothing, so a growing file seldom needs new ones; where they are memory, doubling has to do.
+  std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation / 4})) * 4
+                         : expected > needed ? expected
+                                             : std::bit_ceil(needed);
+  wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
   Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted);
@@ -270,7 +266,7 @@ Status ExtentBuffer::leave_slot(const Extents& missing) {
 }
 
 void ExtentBuffer::drop_empty_memory() {
-  if (leased() || address_limit_ != kNoLimit) return;
+  if (leased()) return;
   bool in_slot = false;
   {
     const SnapshotPointer now = current();
@@ -339,50 +335,6 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
     Status status = context_->device().zero(now->base + extent.offset, extent.bytes);
     if (!status.ok()) return status;
   }
-  return {};
-}
-
-// ---- addresses for others ----
-
-Result<DeviceAddress> ExtentBuffer::pin_address(std::uint64_t maximum_bytes) {
-  if (maximum_bytes == 0) return Status(EINVAL, "an address for nothing");
-  if (maximum_bytes > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-  DeviceAddress address = 0;
-  const Status status = retry_when_full([&] {
-    const std::lock_guard mutation(mutation_mutex_);
-    return fix_address(maximum_bytes, &address);
-  });
-  if (!status.ok()) return status;
-  return address;
-}
-
-Status ExtentBuffer::fix_address(std::uint64_t maximum_bytes, DeviceAddress* address) {
-  (void)release_unused(TimePoint::max());  // which could not go back later
-  if (address_limit_ == kNoLimit) {
-    {
-      const std::lock_guard lock(state_mutex_);
-      const std::uint64_t highest = highest_locked();
-      if (highest > maximum_bytes) {
-        return Status(EFBIG, "the buffer has " + std::to_string(highest) + " bytes, more than its address is to hold");
-      }
-    }
-    Status status = ensure_own(0, 0, maximum_bytes, /*fixed=*/true, /*speculative=*/false);
-    if (!status.ok()) return status;
-    // Writes that began since then, in memory that was allocated before, count too; later ones see the limit.
-    const std::lock_guard lock(state_mutex_);
-    if (highest_locked() > maximum_bytes) {
-      return Status(EFBIG, "the buffer is growing past what its address is to hold");
-    }
-    address_limit_ = maximum_bytes;
-  } else if (maximum_bytes > address_limit_) {
-    if (maximum_bytes > range_->bytes()) {
-      return Status(EFBIG, "the buffer's address is promised for " + std::to_string(address_limit_) + " bytes at most");
-    }
-    const std::lock_guard lock(state_mutex_);
-    address_limit_ = maximum_bytes;
-  }
-  memory_->fix_in_place();
-  *address = range_->base();
   return {};
 }
 

@@ -90,11 +90,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::uint64_t* b
   if (!writable && !covered(current()->extents, 0, size)) {
     return Status(ENODATA, "the file has holes, which have no memory to map: allocate it with fallocate first");
   }
-  if (!exports && context_->info().reserve_copies && address_limit_ == kNoLimit) {
-    DeviceAddress address = 0;
-    if (Status status = fix_address(size, &address); !status.ok()) return status;
-  }
-  Status status = ensure_own(0, data_end, size, /*fixed=*/false, /*speculative=*/false);
+  Status status = ensure_own(0, data_end, size, /*speculative=*/false);
   if (!status.ok()) return status;
   memory_->fix_in_place();
   return {};
@@ -105,8 +101,8 @@ bool ExtentBuffer::leased() const {
   return !leases_.empty();
 }
 
-void ExtentBuffer::unfix_unless_used() {
-  if (memory_ != nullptr && address_limit_ == kNoLimit && !leased()) memory_->allow_moves();
+void ExtentBuffer::unfix_unless_leased() {
+  if (memory_ != nullptr && !leased()) memory_->allow_moves();
 }
 
 Status ExtentBuffer::check_leases_locked(const char* what, std::uint64_t offset) const {

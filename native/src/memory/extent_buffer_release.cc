@@ -69,7 +69,7 @@ std::shared_ptr<void> ExtentBuffer::keep_unpublished() {
 }
 
 bool ExtentBuffer::release_unused(TimePoint deadline) {
-  unfix_unless_used();
+  unfix_unless_leased();
   Exclusion exclusion(*this);
   Extents kept;
   Extents removed = preallocated_;
@@ -119,10 +119,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
   } else if (!mutation.try_lock()) {
     return would_wait();
   }
-  if (size > address_limit_) {
-    return Status(EFBIG, "the buffer's address is promised for " + std::to_string(address_limit_) + " bytes at most");
-  }
-  unfix_unless_used();
+  unfix_unless_leased();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
   std::uint64_t highest = 0;
@@ -176,7 +173,7 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest, Exclusion
     replace(make_snapshot(before));
     return status;
   }
-  if (kept.empty() && !leased() && address_limit_ == kNoLimit) {
+  if (kept.empty() && !leased()) {
     drop_empty_memory();  // as a whole, without a release of its parts
   } else if (!removed.empty()) {
     release(removed);

@@ -18,8 +18,8 @@
 
 namespace gpufs {
 
-struct HostLocks::Entry {
-  Entry(const Range& locked, Owner in_account) : range(locked), owner(in_account), locks{{locked, 1}} {}
+struct HostLocks::LockedRange {
+  LockedRange(const Range& locked, Owner in_account) : range(locked), owner(in_account), locks{{locked, 1}} {}
 
   Range range;  // a foreign one may grow to the whole of what another library pinned
   const Owner owner;
@@ -88,7 +88,7 @@ HostLocks::HostLocks(std::shared_ptr<Driver> driver, LockPolicy policy)
 
 HostLocks::~HostLocks() { close(); }
 
-HostLocks::Use::~Use() {
+HostLocks::LockUse::~LockUse() {
   if (locks_ != nullptr) locks_->end_use(entries_);
 }
 
@@ -105,15 +105,15 @@ Status HostLocks::check(const void* address, std::size_t bytes, Range* range) co
   return {};
 }
 
-std::shared_ptr<HostLocks::Entry> HostLocks::touching_locked(const Range& range) const {
+std::shared_ptr<HostLocks::LockedRange> HostLocks::touching_locked(const Range& range) const {
   auto next = entries_.upper_bound(range.start);
   if (next != entries_.begin() && std::prev(next)->second->range.end > range.start) return std::prev(next)->second;
   return next != entries_.end() && next->first < range.end ? next->second : nullptr;
 }
 
-std::shared_ptr<HostLocks::Entry> HostLocks::settled_locked(const Range& range, Lock& lock) const {
+std::shared_ptr<HostLocks::LockedRange> HostLocks::settled_locked(const Range& range, Lock& lock) const {
   for (;;) {
-    std::shared_ptr<Entry> entry = touching_locked(range);
+    std::shared_ptr<LockedRange> entry = touching_locked(range);
     if (entry == nullptr || !entry->busy) return entry;
     changed_.wait(lock);
   }
@@ -128,7 +128,7 @@ Device& HostLocks::choose_device() const {
   return good == devices.end() ? *devices.front() : **good;
 }
 
-Status HostLocks::pin(Entry& entry, Access access, Range* whole) const {
+Status HostLocks::pin(LockedRange& entry, Access access, Range* whole) const {
   const Range range = *whole;
   if (driver_->devices().empty()) return Status(ENODEV, "there is no device to lock memory for");
   if (!is_mapped(range)) return Status(EFAULT, to_text(range) + " is not all mapped: it cannot be locked");
@@ -169,10 +169,10 @@ Status HostLocks::pin(Entry& entry, Access access, Range* whole) const {
 Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Owner owner) {
   Range range;
   if (Status status = check(address, bytes, &range); !status.ok()) return status;
-  std::shared_ptr<Entry> mine;
+  std::shared_ptr<LockedRange> mine;
   {
     Lock lock(mutex_);
-    const std::shared_ptr<Entry> there = settled_locked(range, lock);
+    const std::shared_ptr<LockedRange> there = settled_locked(range, lock);
     if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
     if (there != nullptr) {
       if (!there->range.contains(range)) {
@@ -185,7 +185,7 @@ Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Ow
       ++there->locks[range];
       return {};
     }
-    mine = std::make_shared<Entry>(range, owner);
+    mine = std::make_shared<LockedRange>(range, owner);
     entries_.emplace(range.start, mine);
   }
   Range whole = range;
@@ -208,7 +208,7 @@ Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Ow
   return status;
 }
 
-Status HostLocks::unpin(const std::shared_ptr<Entry>& entry, Lock& lock) {
+Status HostLocks::unpin(const std::shared_ptr<LockedRange>& entry, Lock& lock) {
   Status status;
   if (entry->device != nullptr) {
     entry->busy = true;
@@ -232,7 +232,7 @@ Status HostLocks::unlock(const void* address, std::size_t bytes) {
   Range range;
   if (Status status = check(address, bytes, &range); !status.ok()) return status;
   Lock lock(mutex_);
-  const std::shared_ptr<Entry> entry = settled_locked(range, lock);
+  const std::shared_ptr<LockedRange> entry = settled_locked(range, lock);
   if (entry == nullptr) return Status(ENOENT, to_text(range) + " is not locked");
   const auto found = entry->locks.find(range);
   if (found == entry->locks.end()) {
@@ -250,15 +250,15 @@ Result<HostLocks::Info> HostLocks::info(const void* address, std::size_t bytes) 
   Range range;
   if (Status status = check(address, bytes, &range); !status.ok()) return status;
   Lock lock(mutex_);
-  const std::shared_ptr<Entry> entry = settled_locked(range, lock);
+  const std::shared_ptr<LockedRange> entry = settled_locked(range, lock);
   if (entry == nullptr || !entry->range.contains(range)) return Status(ENOENT, to_text(range) + " is not locked");
   const DeviceAddress base = entry->device_address;
   return Info{entry->range, entry->device == nullptr, entry->source_only, entry->lock_count(),
               base == 0 ? 0 : base + (range.start - entry->range.start)};
 }
 
-Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Access access) {
-  Use found;
+Result<HostLocks::LockUse> HostLocks::use(const void* address, std::size_t bytes, Access access) {
+  LockUse found;
   if (bytes == 0) {
     found.parts_.push_back({0, 0, false});
     return found;
@@ -267,13 +267,13 @@ Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Ac
   const Range range{start, start + bytes};
   Lock lock(mutex_);
   for (std::uintptr_t at = start; at < range.end;) {
-    const std::shared_ptr<Entry> entry = settled_locked({at, range.end}, lock);
+    const std::shared_ptr<LockedRange> entry = settled_locked({at, range.end}, lock);
     const bool here = entry != nullptr && entry->range.start <= at;
     const std::uintptr_t end =
         entry == nullptr ? range.end : std::min(here ? entry->range.end : entry->range.start, range.end);
     if (here) {
       if (access == Access::kBoth && entry->source_only) {
-        lock.unlock();  // for ~Use()
+        lock.unlock();  // for ~LockUse()
         return Status(EACCES, to_text(entry->range) + " is locked for devices to read only");
       }
       found.entries_.push_back(entry);
@@ -286,9 +286,9 @@ Result<HostLocks::Use> HostLocks::use(const void* address, std::size_t bytes, Ac
   return found;
 }
 
-void HostLocks::end_use(const std::vector<std::shared_ptr<Entry>>& entries) {
+void HostLocks::end_use(const std::vector<std::shared_ptr<LockedRange>>& entries) {
   Lock lock(mutex_);
-  for (const std::shared_ptr<Entry>& entry : entries) {
+  for (const std::shared_ptr<LockedRange>& entry : entries) {
     if (--entry->uses > 0 || !entry->locks.empty()) continue;
     // It was unlocked while in use.
     if (const Status status = unpin(entry, lock); !status.ok()) {
@@ -302,7 +302,7 @@ void HostLocks::close() {
   Lock lock(mutex_);
   closed_ = true;
   for (std::uintptr_t at = 0;;) {
-    const std::shared_ptr<Entry> entry = settled_locked({at, ~std::uintptr_t{0}}, lock);
+    const std::shared_ptr<LockedRange> entry = settled_locked({at, ~std::uintptr_t{0}}, lock);
     if (entry == nullptr) return;
     at = entry->range.end;
     entry->locks.clear();
@@ -313,11 +313,10 @@ void HostLocks::close() {
   }
 }
 
-HostLocks::Statistics HostLocks::statistics() const {
+HostLocks::Totals HostLocks::statistics() const {
   const Lock lock(mutex_);
-  Statistics statistics;
+  Totals statistics;
   for (const auto& [start, entry] : entries_) {
-    statistics.references += entry->lock_count();
     if (entry->owner == Owner::kMount) {
       statistics.mount_bytes += entry->range.bytes();
     } else {

@@ -32,7 +32,7 @@ enum class LockPolicy : int { kAuto, kOff, kMandatory };
 //  - Memory that is unmapped while it is locked stays pinned, where nobody sees it: unlock it first.
 class HostLocks {
  private:
-  struct Entry;
+  struct LockedRange;
 
  public:
   enum class Access { kBoth, kSource };   // kSource: devices only read it; it may be mapped for reading only
@@ -77,50 +77,49 @@ class HostLocks {
     bool locked = false;
   };
   // Keeps the locked parts of a range locked while it lives. Must not outlive the registry.
-  class Use {
+  class LockUse {
    public:
-    Use() = default;
-    Use(Use&& other) noexcept
+    LockUse() = default;
+    LockUse(LockUse&& other) noexcept
         : locks_(std::exchange(other.locks_, nullptr)),
           entries_(std::move(other.entries_)),
           parts_(std::move(other.parts_)) {}
-    Use& operator=(Use&&) = delete;
-    ~Use();
+    LockUse& operator=(LockUse&&) = delete;
+    ~LockUse();
     [[nodiscard]] const std::vector<Part>& parts() const { return parts_; }
 
    private:
     friend class HostLocks;
     HostLocks* locks_ = nullptr;
-    std::vector<std::shared_ptr<Entry>> entries_;
+    std::vector<std::shared_ptr<LockedRange>> entries_;
     std::vector<Part> parts_;
   };
   // The range in parts, in order. EACCES: a device is to write to a part that is locked as a source only.
-  Result<Use> use(const void* address, std::size_t bytes, Access access);
+  Result<LockUse> use(const void* address, std::size_t bytes, Access access);
 
   // Unlocks everything; ranges in use when that ends. Calls the driver. May be called twice.
   void close();
 
-  struct Statistics {
+  struct Totals {
     std::uint64_t bytes = 0;  // of the program's ranges, foreign ones included
     std::uint64_t ranges = 0;
-    std::uint64_t references = 0;  // of all ranges
     std::uint64_t mount_bytes = 0;
   };
-  [[nodiscard]] Statistics statistics() const;
+  [[nodiscard]] Totals statistics() const;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
 
   [[nodiscard]] Status check(const void* address, std::size_t bytes, Range* range) const;
   // The first entry that has a byte of the range; null if none has.
-  [[nodiscard]] std::shared_ptr<Entry> touching_locked(const Range& range) const;
+  [[nodiscard]] std::shared_ptr<LockedRange> touching_locked(const Range& range) const;
   // The same once it is not busy.
-  [[nodiscard]] std::shared_ptr<Entry> settled_locked(const Range& range, Lock& lock) const;
+  [[nodiscard]] std::shared_ptr<LockedRange> settled_locked(const Range& range, Lock& lock) const;
   // Calls the driver for an entry that is busy. whole: its range; on return, what another library pinned around it.
-  Status pin(Entry& entry, Access access, Range* whole) const;
+  Status pin(LockedRange& entry, Access access, Range* whole) const;
   // Unpins an entry with no reference but the caller's. Releases the lock for that time.
-  Status unpin(const std::shared_ptr<Entry>& entry, Lock& lock);
-  void end_use(const std::vector<std::shared_ptr<Entry>>& entries);
+  Status unpin(const std::shared_ptr<LockedRange>& entry, Lock& lock);
+  void end_use(const std::vector<std::shared_ptr<LockedRange>>& entries);
   [[nodiscard]] Device& choose_device() const;
 
   const std::shared_ptr<Driver> driver_;
@@ -129,8 +128,8 @@ class HostLocks {
 
   // Guards all below and every entry. Innermost: the driver is never called under it.
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;                   // an entry is not busy any more
-  std::map<std::uintptr_t, std::shared_ptr<Entry>> entries_;  // by start; none overlap
+  mutable std::condition_variable changed_;                         // an entry is not busy any more
+  std::map<std::uintptr_t, std::shared_ptr<LockedRange>> entries_;  // by start; none overlap
   bool closed_ = false;
 };
 

@@ -34,8 +34,8 @@ class ShortLock {
   ShortLock& operator=(const ShortLock&) = delete;
 
   // What is locked of the memory, after the policy has been followed.
-  Result<HostLocks::Use> use(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access) {
-    Result<HostLocks::Use> found = locks.use(memory.data(), memory.size(), access);
+  Result<HostLocks::LockUse> use(HostLocks& locks, std::span<const std::byte> memory, HostLocks::Access access) {
+    Result<HostLocks::LockUse> found = locks.use(memory.data(), memory.size(), access);
     if (!found.ok() || locks.policy() != LockPolicy::kMandatory || memory.empty()) return found;
     const auto& parts = found.value().parts();
     if (std::all_of(parts.begin(), parts.end(), [](const HostLocks::Part& part) { return part.locked; })) return found;
@@ -79,11 +79,11 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.read(offset, destination);
   ShortLock own;
-  Result<HostLocks::Use> use = own.use(*locks, destination, HostLocks::Access::kBoth);
+  Result<HostLocks::LockUse> use = own.use(*locks, destination, HostLocks::Access::kBoth);
   if (!use.ok()) return use.status();
-  Result<std::unique_ptr<Buffer::Pinned>> pin = buffer.pin_for_read(offset, destination.size());
+  Result<Buffer::Pin> pin = buffer.pin_for_read(offset, destination.size());
   if (!pin.ok()) return pin.status();
-  const std::vector<Buffer::Piece>& pieces = pin.value()->pieces();
+  const std::vector<Buffer::Piece>& pieces = pin.value().pieces;
   const std::size_t there =
       pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().offset + pieces.back().bytes - offset);
   for (const HostLocks::Part& part : use.value().parts()) {
@@ -105,14 +105,14 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.write(offset, source);
   ShortLock own;
-  Result<HostLocks::Use> use = own.use(*locks, source, HostLocks::Access::kSource);
+  Result<HostLocks::LockUse> use = own.use(*locks, source, HostLocks::Access::kSource);
   if (!use.ok()) return use.status();
   Status status;
   {
-    Result<std::unique_ptr<Buffer::Pinned>> pin = buffer.pin_for_write(offset, source.size());
+    Result<Buffer::Pin> pin = buffer.pin_for_write(offset, source.size());
     if (!pin.ok()) return pin.status();
     for (const HostLocks::Part& part : use.value().parts()) {
-      status = copy_part(buffer, pin.value()->pieces(), offset, part, Flow::kIn,
+      status = copy_part(buffer, pin.value().pieces, offset, part, Flow::kIn,
                          [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) {
                            return context.device().copy_in(address, source.data() + at, bytes);
                          });

@@ -8,7 +8,6 @@
 
 #include "base/math.h"
 #include "memory/device_copy.h"
-#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
@@ -21,10 +20,10 @@ Status fixed() { return {EPERM, "a registered file has a fixed size and the memo
 
 }  // namespace
 
-class RegisteredBuffer::Use {
+class RegisteredBuffer::MappingUse {
  public:
-  Use() = default;
-  ~Use() {
+  MappingUse() = default;
+  ~MappingUse() {
     if (!buffer_) return;
     std::unique_ptr<ForeignMapping> unmapped;
     {
@@ -39,8 +38,8 @@ class RegisteredBuffer::Use {
     }
     buffer_->unused_.notify_all();
   }
-  Use(const Use&) = delete;
-  Use& operator=(const Use&) = delete;
+  MappingUse(const MappingUse&) = delete;
+  MappingUse& operator=(const MappingUse&) = delete;
 
   [[nodiscard]] DeviceAddress address() const { return memory_->address(); }
 
@@ -48,16 +47,6 @@ class RegisteredBuffer::Use {
   friend class RegisteredBuffer;
   std::shared_ptr<RegisteredBuffer> buffer_;  // null: nothing is used
   ForeignMapping* memory_ = nullptr;
-};
-
-class RegisteredBuffer::Pin : public Buffer::Pinned {
- public:
-  [[nodiscard]] const std::vector<Piece>& pieces() const override { return pieces_; }
-
- private:
-  friend class RegisteredBuffer;
-  Use use_;
-  std::vector<Piece> pieces_;
 };
 
 RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory,
@@ -80,7 +69,7 @@ std::uint64_t RegisteredBuffer::bytes_held() const {
   return revoked_ ? 0 : round_up(bytes_, 512);
 }
 
-Status RegisteredBuffer::begin(Use* use) {
+Status RegisteredBuffer::begin(MappingUse* use) {
   {
     const std::lock_guard lock(mutex_);
     if (revoked_) return stale();
@@ -91,7 +80,7 @@ Status RegisteredBuffer::begin(Use* use) {
   return check_intact(*use);
 }
 
-Status RegisteredBuffer::check_intact(Use& use) {
+Status RegisteredBuffer::check_intact(MappingUse& use) {
   if (use.memory_->intact()) return {};
   return {ESTALE, "the program that registered this memory has taken a part of it away"};
 }
@@ -103,22 +92,24 @@ Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) 
   return {};
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
-  auto pin = std::make_unique<Pin>();
-  if (Status status = begin(&pin->use_); !status.ok()) return status;
+Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+  const auto use = std::make_shared<MappingUse>();
+  if (Status status = begin(use.get()); !status.ok()) return status;
+  Pin pin{{}, use};
   if (offset < bytes_ && bytes != 0) {
-    pin->pieces_.push_back({pin->use_.address() + offset, offset, std::min(bytes, bytes_ - offset)});
+    pin.pieces.push_back({use->address() + offset, offset, std::min(bytes, bytes_ - offset)});
   }
-  return std::unique_ptr<Pinned>(std::move(pin));
+  return pin;
 }
 
-Result<std::unique_ptr<Buffer::Pinned>> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
-  auto pin = std::make_unique<Pin>();
-  Status status = begin(&pin->use_);
+Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+  const auto use = std::make_shared<MappingUse>();
+  Status status = begin(use.get());
   if (status.ok()) status = populate(offset, bytes);
   if (!status.ok()) return status;
-  if (bytes != 0) pin->pieces_.push_back({pin->use_.address() + offset, offset, bytes});
-  return std::unique_ptr<Pinned>(std::move(pin));
+  Pin pin{{}, use};
+  if (bytes != 0) pin.pieces.push_back({use->address() + offset, offset, bytes});
+  return pin;
 }
 
 Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
@@ -127,7 +118,7 @@ Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
 }
 
 Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
-  Use use;
+  MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return std::size_t{0};
   const std::size_t bytes = std::min<std::uint64_t>(destination.size(), bytes_ - offset);
@@ -138,7 +129,7 @@ Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::
 }
 
 Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
-  Use use;
+  MappingUse use;
   Status status = begin(&use);
   if (status.ok()) status = check_write(offset, source.size());
   if (status.ok()) status = context_->device().copy_in(use.address() + offset, source.data(), source.size());
@@ -152,7 +143,7 @@ Result<Buffer::Gathered> RegisteredBuffer::gather(std::uint64_t /*offset*/, std:
 }
 
 Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
-  Use use;
+  MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return Status(ENXIO, "no data at or above the offset");
   return offset;
@@ -164,65 +155,47 @@ Result<std::uint64_t> RegisteredBuffer::seek_hole(std::uint64_t offset) {
   return bytes_;
 }
 
-Result<std::uint64_t> RegisteredBuffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) {
-  const std::uint64_t source_size = source.size();
-  if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
-  bytes = std::min(bytes, source_size - source_offset);
+Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const {
   if (Status status = check_write(offset, 1); !status.ok()) return status;
-  bytes = std::min(bytes, bytes_ - offset);
-  if (&source == this && offset < source_offset + bytes && source_offset < offset + bytes) {
-    return Status(EINVAL, "the ranges to copy overlap");
-  }
-  const observe::Span span(observe::TraceKind::kBufferCopy, context_->info().index, offset, bytes);
-  const std::shared_ptr<DeviceContext> from = source.device();
-  observe::Measured taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
-  observe::Measured given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
-  std::uint64_t done = 0;
-  Status status;
-  while (done < bytes && status.ok()) {
+  *bytes = std::min(*bytes, bytes_ - offset);
+  return {};
+}
+
+Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done,
+                                     const std::function<void()>& advanced) {
+  while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
-      status = Status(ECANCELED, "the copy was cancelled");
-      break;
+      return Status(ECANCELED, "the copy was cancelled");
     }
-    const std::uint64_t before = done;
-    Use use;
-    status = begin(&use);
-    if (!status.ok()) break;
-    Result<std::unique_ptr<Pinned>> pinned =
-        source.pin_for_read(source_offset + done, std::min(kCopyChunk, bytes - done));
-    if (!pinned.ok()) {
-      status = pinned.status();
-      break;
-    }
-    for (const Piece& piece : pinned.value()->pieces()) {
+    const std::uint64_t before = *done;
+    MappingUse use;
+    Status status = begin(&use);
+    if (!status.ok()) return status;
+    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before));
+    if (!pinned.ok()) return pinned.status();
+    for (const Piece& piece : pinned.value().pieces) {
       const DeviceAddress to = use.address() + offset + (piece.offset - source_offset);
       status = piece.address == 0 ? context_->device().zero(to, piece.bytes)
-                                  : copy_between(*context_, to, *from, piece.address, piece.bytes);
-      if (!status.ok()) break;
-      done += piece.bytes;
+                                  : copy_between(*context_, to, *source.device(), piece.address, piece.bytes);
+      if (!status.ok()) return status;
+      *done += piece.bytes;
     }
-    if (status.ok()) status = check_intact(use);
-    taken.advance(done);
-    given.advance(done);
-    if (done == before) break;  // the source has become shorter
+    status = check_intact(use);
+    if (!status.ok() || *done == before) return status;  // the source may have become shorter
+    advanced();
   }
-  if (done == 0 && !status.ok()) return status;
-  taken.done(done);
-  given.done(done);
-  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
-  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
-  return done;
+  return {};
 }
 
 Status RegisteredBuffer::resize(std::uint64_t size) {
-  Use use;
+  MappingUse use;
   Status status = begin(&use);
   return !status.ok() || size == bytes_ ? status : fixed();
 }
 
 Status RegisteredBuffer::refuse() {
-  Use use;
+  MappingUse use;
   Status status = begin(&use);
   return status.ok() ? fixed() : status;
 }
@@ -236,8 +209,6 @@ Status RegisteredBuffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/
 Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
   return refuse();
 }
-
-Result<DeviceAddress> RegisteredBuffer::pin_address(std::uint64_t /*maximum_bytes*/) { return fixed(); }
 
 Result<std::shared_ptr<Buffer::Lease>> RegisteredBuffer::lease(bool /*writable*/, bool /*exports*/,
                                                                std::string /*label*/) {

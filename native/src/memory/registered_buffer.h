@@ -34,9 +34,9 @@ class RegisteredBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override;
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
 
-  Result<std::unique_ptr<Pinned>> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   // EPERM beyond the end, and for memory that is shared for reading only; so also the next ones.
-  Result<std::unique_ptr<Pinned>> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
   Status populate(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t /*end*/) override {}
   bool publish_since(std::uint64_t /*end*/, std::uint64_t /*noted*/) override { return true; }
@@ -49,29 +49,29 @@ class RegisteredBuffer : public Buffer {
   Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::uint64_t> seek_data(std::uint64_t offset) override;
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
-  Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled) override;
 
   // The size is fixed and the memory belongs to another program: EPERM.
   Status resize(std::uint64_t size) override;
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
-  Result<DeviceAddress> pin_address(std::uint64_t maximum_bytes) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
  private:
   // Keeps the memory mapped while it lives.
-  class Use;
-  class Pin;
+  class MappingUse;
 
+  Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
+  Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                     const std::atomic<bool>* cancelled, std::uint64_t* done,
+                     const std::function<void()>& advanced) override;
   // ESTALE, EPERM.
   Status check_write(std::uint64_t offset, std::uint64_t bytes) const;
-  Status begin(Use* use);
+  Status begin(MappingUse* use);
   // EPERM, or ESTALE.
   Status refuse();
   // After an access: ESTALE if the memory was taken away under it.
-  Status check_intact(Use& use);
+  Status check_intact(MappingUse& use);
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t bytes_;

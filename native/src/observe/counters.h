@@ -1,6 +1,6 @@
-// The counters of an engine, in memory or in a file that other processes read. docs/statistics.md has the layout.
-// Ownership: a Region is shared by the engine and the contexts of its devices.
-// Thread-safe: any thread may count. Nothing is locked, so each number is exact, but a reading is not a snapshot.
+// The counters of an engine, in memory or in a file that other processes read. docs/internals/statistics-file.md has
+// the layout. Ownership: a Region is shared by the engine and the contexts of its devices. Thread-safe: any thread may
+// count. Nothing is locked, so each number is exact, but a reading is not a snapshot.
 #pragma once
 
 #include <array>

@@ -1,4 +1,5 @@
-// Records what each thread does and when, while a trace is on. docs/traces.md has the format of the records.
+// Records what each thread does and when, while a trace is on. docs/internals/trace-records.md has the format of the
+// records.
 // Thread-safe: any thread may call any function. There is one trace for the process, since its threads serve all
 // engines.
 #pragma once

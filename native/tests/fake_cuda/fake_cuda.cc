@@ -279,8 +279,6 @@ api::Code cuStreamGetCtx(api::Stream handle, CuContext* context) {
 }
 
 ON_DEVICE(cuStreamIsCapturing, (api::Stream /*stream*/, int* capturing), m.is_capturing(capturing))
-ON_DEVICE(cuStreamWaitEvent, (api::Stream stream, api::Event event, unsigned /*flags*/),
-          m.wait_for_event(stream, event))
 ON_DEVICE(cuEventCreate, (api::Event * event, unsigned flags), m.create_event(event, flags))
 CALL(cuEventDestroy_v2, (api::Event event), m.destroy_event(event))
 ON_DEVICE(cuEventRecord, (api::Event event, api::Stream stream), m.record(event, stream))

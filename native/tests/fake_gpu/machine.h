@@ -48,11 +48,6 @@ struct EventObject {
     std::condition_variable changed;
     std::uint64_t recorded = 0;
     std::uint64_t done = 0;
-
-    void wait(std::uint64_t number) {
-      std::unique_lock lock(mutex);
-      changed.wait(lock, [&] { return done >= number; });
-    }
   };
 
   explicit EventObject(int on) : device(on) {}
@@ -715,13 +710,6 @@ class Machine {
     if (stream == nullptr) stream.reset(new_stream());
     return stream.get();
   }
-  api::Code wait_for_event(api::Stream handle, api::Event event) {
-    const api::Stream stream = stream_at(handle);
-    if (stream == nullptr || !events_.contains(event)) return api::kInvalidHandle;
-    const std::scoped_lock event_lock(event->core->mutex);
-    stream->queue([core = event->core, number = event->core->recorded] { core->wait(number); });
-    return api::kSuccess;
-  }
   // The functions of all streams are called one after the other, as by a library that has one thread for them; those on
   // a device that has failed are dropped.
   api::Code call_host(api::Stream handle, void (*function)(void*), void* argument) {
@@ -796,12 +784,8 @@ class Machine {
     if (!events_.contains(event)) return api::kInvalidHandle;
     const std::shared_ptr<api::EventObject::Core> core = event->core;
     lock.unlock();
-    std::uint64_t number = 0;
-    {
-      const std::scoped_lock event_lock(core->mutex);
-      number = core->recorded;
-    }
-    core->wait(number);
+    std::unique_lock event_lock(core->mutex);
+    core->changed.wait(event_lock, [&, last = core->recorded] { return core->done >= last; });
     return api::kSuccess;
   }
 

@@ -322,8 +322,6 @@ api::Code hipStreamSynchronize(api::Stream stream) {
   return initialised ? m.synchronize_stream(lock, stream, planned) : api::kNotInitialized;
 }
 
-ON_DEVICE(hipStreamWaitEvent, (api::Stream stream, api::Event event, unsigned /*flags*/),
-          m.wait_for_event(stream, event))
 ON_DEVICE(hipEventCreateWithFlags, (api::Event * event, unsigned flags), m.create_event(event, flags))
 CALL(hipEventDestroy, (api::Event event), m.destroy_event(event))
 ON_DEVICE(hipEventRecord, (api::Event event, api::Stream stream), m.record(event, stream))

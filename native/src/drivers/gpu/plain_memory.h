@@ -42,8 +42,6 @@ class PlainMemory final : public DeviceMemory {
                                                     bool writable) override;
 
  private:
-  // Whether the span is whole granules of the range, all of them populated, or none.
-  [[nodiscard]] bool uniform(const MemorySpan& span, bool populated) const;
   void mark(const MemorySpan& span, bool live);
 
   const std::shared_ptr<GpuDevice> device_;

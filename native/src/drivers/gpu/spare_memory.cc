@@ -97,7 +97,7 @@ void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<
 std::vector<PhysicalHandle> SpareMemory::take_older(Clock::time_point before) {
   std::vector<PhysicalHandle> taken;
   for (auto size = pieces_.begin(); size != pieces_.end();) {
-    std::deque<Piece>& pieces = size->second;
+    std::deque<CachedPiece>& pieces = size->second;
     while (!pieces.empty() && pieces.front().since <= before) {
       taken.push_back(pieces.front().handle);
       pieces.pop_front();

@@ -52,7 +52,7 @@ class SpareMemory {
   void while_settled(std::chrono::milliseconds patience, const std::function<void(std::uint64_t bytes)>& look) const;
 
  private:
-  struct Piece {
+  struct CachedPiece {
     PhysicalHandle handle;
     Clock::time_point since;
   };
@@ -70,7 +70,7 @@ class SpareMemory {
 
   mutable std::mutex mutex_;  // guards the rest; held over one call of the driver's by while_settled()
   mutable std::condition_variable changed_;
-  std::map<std::uint64_t, std::deque<Piece>> pieces_;  // by bytes, the oldest first; no empty entries
+  std::map<std::uint64_t, std::deque<CachedPiece>> pieces_;  // by bytes, the oldest first; no empty entries
   std::uint64_t bytes_ = 0;
   int releasing_ = 0;  // releases in progress
   std::uint64_t releases_ = 0;

@@ -78,11 +78,6 @@ Status GpuStream::copy_to_host(void* destination, DeviceAddress source, std::siz
   return queue(device_->functions().copy_to_host, destination, source, bytes, stream_);
 }
 
-Status GpuStream::copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
-  if (bytes == 0) return {};
-  return queue(device_->functions().copy_on_device, destination, source, bytes, stream_);
-}
-
 Status GpuStream::fill_zero(DeviceAddress destination, std::size_t bytes) {
   if (bytes == 0) return {};
   return queue(device_->functions().fill, destination, 0, bytes, stream_);
@@ -90,10 +85,6 @@ Status GpuStream::fill_zero(DeviceAddress destination, std::size_t bytes) {
 
 Status GpuStream::record(Event& event) {
   return queue(device_->functions().event_record, static_cast<GpuEvent&>(event).handle(), stream_);
-}
-
-Status GpuStream::wait(Event& event) {
-  return queue(device_->functions().stream_wait_event, stream_, static_cast<GpuEvent&>(event).handle(), 0);
 }
 
 Status GpuStream::call(HostFunction function, void* argument) {

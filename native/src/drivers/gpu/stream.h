@@ -39,10 +39,8 @@ class GpuStream final : public Stream {
 
   Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
-  Status copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
-  Status wait(Event& event) override;
   Status call(HostFunction function, void* argument) override;
   Status wait_for_value(DeviceAddress cell, std::uint32_t value) override;
   [[nodiscard]] NativeStream native() const override { return reinterpret_cast<NativeStream>(stream_); }

@@ -62,7 +62,6 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   required(f.stream_create, "cuStreamCreate", "hipStreamCreateWithFlags");
   required(f.stream_destroy, "cuStreamDestroy_v2", "hipStreamDestroy");
   required(f.stream_synchronize, "cuStreamSynchronize", "hipStreamSynchronize");
-  required(f.stream_wait_event, "cuStreamWaitEvent", "hipStreamWaitEvent");
   required(f.event_create, "cuEventCreate", "hipEventCreateWithFlags");
   required(f.event_destroy, "cuEventDestroy_v2", "hipEventDestroy");
   required(f.event_record, "cuEventRecord", "hipEventRecord");

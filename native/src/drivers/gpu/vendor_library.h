@@ -75,7 +75,6 @@ struct Functions {
   Function<api::Stream*, unsigned> stream_create;
   Function<api::Stream> stream_destroy;
   Function<api::Stream> stream_synchronize;
-  Function<api::Stream, api::Event, unsigned> stream_wait_event;
   Function<api::Event*, unsigned> event_create;
   Function<api::Event> event_destroy;
   Function<api::Event, api::Stream> event_record;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/math.h"
 
 namespace gpufs::gpu {
 namespace {
@@ -65,8 +66,8 @@ MappedRange::~MappedRange() {
       ++piece;
     } while (device_->spans_pieces() && piece != shown_.end() && piece->first == end);
     if (unmap(start, end - start).ok()) continue;
-    // Piece by piece, so that one that cannot be unmapped does not keep the others. A range with a piece in it cannot
-    // be freed: the driver keeps both, and nothing else is lost.
+    // Piece by piece, so that one that cannot be unmapped does not keep the others. A range with a piece in it
+    // cannot be freed: the driver keeps both, and nothing else is lost.
     for (auto one = shown_.find(start); one != piece; ++one) {
       static_cast<void>(unmap(one->first, one->second->bytes()));
     }
@@ -111,11 +112,6 @@ Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
 VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device)
     : device_(std::move(device)), granule_(device_->info().granule) {}
 
-bool VirtualMemory::whole_granules(const MemorySpan& span) const {
-  return current_ != nullptr && span.bytes != 0 && span.offset % granule_ == 0 && span.bytes % granule_ == 0 &&
-         span.bytes <= current_->bytes() && span.offset <= current_->bytes() - span.bytes;
-}
-
 VirtualMemory::Pieces::iterator VirtualMemory::first_touching(std::uint64_t offset) {
   auto piece = pieces_.upper_bound(offset);
   if (piece != pieces_.begin()) {
@@ -136,25 +132,11 @@ std::vector<MemorySpan> VirtualMemory::live_runs(const Pieces::value_type& piece
   return runs;
 }
 
-std::uint64_t VirtualMemory::populated_within(const MemorySpan& span) {
-  std::uint64_t granules = 0;
-  const std::uint64_t offset = span.offset;
-  const std::uint64_t end = offset + span.bytes;
-  for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end; ++piece) {
-    const std::vector<bool>& live = piece->second.live;
-    const std::uint64_t from = offset > piece->first ? (offset - piece->first) / granule_ : 0;
-    const std::uint64_t to = std::min<std::uint64_t>(live.size(), (end - piece->first) / granule_);
-    granules += static_cast<std::uint64_t>(std::count(live.begin() + static_cast<std::ptrdiff_t>(from),
-                                                      live.begin() + static_cast<std::ptrdiff_t>(to), true));
-  }
-  return granules * granule_;
-}
-
 void VirtualMemory::mark(const MemorySpan& span, bool live) {
   const std::uint64_t offset = span.offset;
   const std::uint64_t end = offset + span.bytes;
   for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end; ++piece) {
-    Piece& marked = piece->second;
+    MappedPiece& marked = piece->second;
     const std::uint64_t from = offset > piece->first ? (offset - piece->first) / granule_ : 0;
     const std::uint64_t to = std::min<std::uint64_t>(marked.live.size(), (end - piece->first) / granule_);
     std::fill(marked.live.begin() + static_cast<std::ptrdiff_t>(from),
@@ -164,14 +146,7 @@ void VirtualMemory::mark(const MemorySpan& span, bool live) {
 }
 
 Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes) {
-  if (bytes == 0 || bytes > UINT64_MAX - granule_) return Status{EINVAL, "a range of size zero, or too large"};
-  bytes = (bytes + granule_ - 1) / granule_ * granule_;
-  if (!pieces_.empty()) {
-    const auto last = std::prev(pieces_.end());
-    if (end_of(last->first, *last->second.physical) > bytes) {
-      return Status{EINVAL, "the new range is smaller than the memory it has to show"};
-    }
-  }
+  bytes = round_up(bytes, granule_);
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, bytes);
@@ -197,8 +172,8 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
     const std::uint64_t part = std::min(kLargestPiece, end - at);
     Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part);
     if (!physical.ok()) return physical.status();
-    const Piece& piece =
-        pieces.emplace(at, Piece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
+    const MappedPiece& piece =
+        pieces.emplace(at, MappedPiece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
     if (Status status = current_->show(at, piece.physical); !status.ok()) return status;
     at += part;
   }
@@ -243,10 +218,6 @@ Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
 }
 
 Status VirtualMemory::populate(std::span<const MemorySpan> spans) {
-  for (const MemorySpan& span : spans) {
-    if (!whole_granules(span)) return {EINVAL, "not whole granules of the reserved range"};
-    if (populated_within(span) != 0) return {EINVAL, "a part of this memory is populated already"};
-  }
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Pieces fresh;
@@ -279,9 +250,7 @@ MemorySpan VirtualMemory::release_span(std::uint64_t offset, std::uint64_t bytes
 }
 
 void VirtualMemory::release(std::span<const MemorySpan> spans) {
-  for (const MemorySpan& span : spans) {
-    if (whole_granules(span) && populated_within(span) == span.bytes) mark(span, false);
-  }
+  for (const MemorySpan& span : spans) mark(span, false);
   const Current current(*device_);
   if (!current.status().ok()) return;
   const auto each_piece = [&](auto work) {
@@ -299,7 +268,7 @@ void VirtualMemory::release(std::span<const MemorySpan> spans) {
   });
   if (fixed_) return;
   each_piece([this](Pieces::iterator piece) {
-    const Piece& one = piece->second;
+    const MappedPiece& one = piece->second;
     if (one.live_granules == 0 || one.live_granules == one.live.size()) return;
     if (const Status status = split(piece); !status.ok())
       log_debug("a part of a piece of memory stays in use: ", status.message());
@@ -325,7 +294,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
     }
     if (!status.ok()) return status;
     const std::uint64_t granules = run.bytes / granule_;
-    fresh.emplace(run.offset, Piece{physical.take(), std::vector<bool>(granules, true), granules});
+    fresh.emplace(run.offset, MappedPiece{physical.take(), std::vector<bool>(granules, true), granules});
   }
   if (Status status = work.finish(); !status.ok()) return status;
   return fresh;

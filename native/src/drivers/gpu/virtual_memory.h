@@ -96,17 +96,15 @@ class VirtualMemory final : public DeviceMemory {
                                                     bool writable) override;
 
  private:
-  struct Piece {
+  struct MappedPiece {
     std::shared_ptr<PhysicalMemory> physical;
     std::vector<bool> live;  // by granule: populated; the others are dead
     std::uint64_t live_granules = 0;
   };
-  using Pieces = std::map<std::uint64_t, Piece>;  // by offset
+  using Pieces = std::map<std::uint64_t, MappedPiece>;  // by offset
 
-  [[nodiscard]] bool whole_granules(const MemorySpan& span) const;
   [[nodiscard]] Pieces::iterator first_touching(std::uint64_t offset);
   [[nodiscard]] std::vector<MemorySpan> live_runs(const Pieces::value_type& piece) const;
-  [[nodiscard]] std::uint64_t populated_within(const MemorySpan& span);
   // Marks granules of all pieces.
   void mark(const MemorySpan& span, bool live);
   // Makes the dead granules of the span accessible, and adds fresh pieces where there are none.

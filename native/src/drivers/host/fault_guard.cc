@@ -14,7 +14,7 @@ namespace {
 
 // The handler may take no lock, so the ranges are in a table of fixed size. A slot whose start is 0 is free or being
 // changed.
-struct Slot {
+struct GuardSlot {
   std::atomic<std::uintptr_t> start{0};
   std::atomic<std::uintptr_t> end{0};
   std::atomic<bool> broken{false};
@@ -22,7 +22,7 @@ struct Slot {
 static_assert(std::atomic<std::uintptr_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 
 constexpr std::size_t kSlots = 8192;
-std::array<Slot, kSlots> slots;
+std::array<GuardSlot, kSlots> slots;
 std::atomic<std::size_t> used{0};  // no slot from here on was ever taken
 std::mutex change_mutex;           // one change of the table at a time
 std::uintptr_t page_bytes = 0;     // set before the handler is installed
@@ -34,7 +34,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
   // One that a process sent (si_code <= 0) has no address.
   const std::size_t count = info->si_code > 0 ? used.load(std::memory_order_acquire) : 0;
   for (std::size_t i = 0; i < count; ++i) {
-    Slot& slot = slots[i];
+    GuardSlot& slot = slots[i];
     const std::uintptr_t start = slot.start.load(std::memory_order_acquire);
     const std::uintptr_t end = slot.end.load(std::memory_order_acquire);
     if (start == 0 || address < start || address >= end) continue;
@@ -76,7 +76,7 @@ Result<std::unique_ptr<FaultGuard>> FaultGuard::watch(std::uintptr_t start, std:
   std::size_t free = 0;
   while (free < count && slots[free].end.load(std::memory_order_relaxed) != 0) ++free;
   if (free == kSlots) return Status(ENFILE, "this process shares memory of too many files with other programs");
-  Slot& slot = slots[free];
+  GuardSlot& slot = slots[free];
   slot.broken.store(false, std::memory_order_relaxed);
   slot.end.store(start + bytes, std::memory_order_release);
   slot.start.store(start, std::memory_order_release);

@@ -58,10 +58,7 @@ class HostMemory::Range : public AddressRange {
  public:
   static Result<std::shared_ptr<Range>> map(std::shared_ptr<File> file, std::uint64_t bytes) {
     // One granule more, for alignment: huge pages need it, and code that also runs on a GPU may rely on it.
-    std::uint64_t mapped_bytes = 0;
-    if (bytes == 0 || add_overflows(bytes, kHostGranule, &mapped_bytes)) {
-      return Status(ENOMEM, "reserving " + std::to_string(bytes) + " bytes of addresses");
-    }
+    const std::uint64_t mapped_bytes = bytes + kHostGranule;
     void* const wide = ::mmap(nullptr, mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (wide == MAP_FAILED) {
       return Status::from_errno(ENOMEM, "reserving " + std::to_string(bytes) + " bytes of addresses");
@@ -113,23 +110,10 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<HostLim
   return std::unique_ptr<DeviceMemory>(new HostMemory(std::move(file)));
 }
 
-bool HostMemory::uniform(const MemorySpan& span, bool populated) const {
-  const auto [offset, bytes] = span;
-  std::uint64_t end = 0;
-  if (bytes == 0 || (offset | bytes) % kHostGranule != 0 || add_overflows(offset, bytes, &end)) return false;
-  if (range_ == nullptr || end > range_->bytes()) return false;
-  const auto count = std::distance(populated_.lower_bound(offset), populated_.lower_bound(end));
-  return static_cast<std::uint64_t>(count) == (populated ? bytes / kHostGranule : 0);
-}
-
 Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
-  if (bytes > ~std::uint64_t{0} - kHostGranule) return Status(ENOMEM, "no address space of that size");
   Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
   if (!made.ok()) return made.status();
   std::shared_ptr<Range> range = made.take();
-  if (!populated_.empty() && *populated_.rbegin() >= range->bytes()) {
-    return Status(EINVAL, "the new range would not show all of the memory");
-  }
   // One call for each run of granules.
   for (auto granule = populated_.begin(); granule != populated_.end();) {
     const std::uint64_t start = *granule;
@@ -154,9 +138,6 @@ Status HostMemory::populate(std::span<const MemorySpan> spans) {
 
 Status HostMemory::populate_one(const MemorySpan& span) {
   const auto [offset, bytes] = span;
-  if (!uniform(span, false)) {
-    return Status(EINVAL, "populate: not whole granules of the range that have no memory yet");
-  }
   if (!file_->limit->take(bytes)) {
     return Status(ENOSPC, "No space left on device for " + std::to_string(bytes) + " bytes more");
   }
@@ -182,9 +163,7 @@ Status HostMemory::populate_one(const MemorySpan& span) {
 }
 
 void HostMemory::release(std::span<const MemorySpan> spans) {
-  for (const MemorySpan& span : spans) {
-    if (uniform(span, true)) release_one(span);
-  }
+  for (const MemorySpan& span : spans) release_one(span);
 }
 
 void HostMemory::release_one(const MemorySpan& span) {

@@ -34,8 +34,6 @@ class HostMemory : public DeviceMemory {
 
   Status populate_one(const MemorySpan& span);
   void release_one(const MemorySpan& span);
-  // Whether the span is whole granules of the current range, all of them populated, or none.
-  [[nodiscard]] bool uniform(const MemorySpan& span, bool populated) const;
 
   std::shared_ptr<File> file_;
   std::shared_ptr<Range> range_;       // the current one; null before the first reserve()

@@ -13,11 +13,6 @@
 
 namespace gpufs {
 
-std::uint64_t HostEvent::Recordings::count() {
-  const std::lock_guard lock(mutex);
-  return made;
-}
-
 void HostEvent::Recordings::reach(std::uint64_t number) {
   {
     const std::lock_guard lock(mutex);
@@ -26,18 +21,14 @@ void HostEvent::Recordings::reach(std::uint64_t number) {
   changed.notify_all();
 }
 
-void HostEvent::Recordings::wait(std::uint64_t number) {
-  std::unique_lock lock(mutex);
-  changed.wait(lock, [&] { return reached >= number; });
-}
-
 Result<bool> HostEvent::query() {
   const std::lock_guard lock(recordings_->mutex);
   return recordings_->reached == recordings_->made;
 }
 
 Status HostEvent::synchronize() {
-  recordings_->wait(recordings_->count());
+  std::unique_lock lock(recordings_->mutex);
+  recordings_->changed.wait(lock, [this, last = recordings_->made] { return recordings_->reached >= last; });
   return {};
 }
 
@@ -127,11 +118,6 @@ Status HostStream::copy_to_host(void* destination, DeviceAddress source, std::si
   return {};
 }
 
-Status HostStream::copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
-  queue([=] { std::memmove(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), bytes); });
-  return {};
-}
-
 Status HostStream::fill_zero(DeviceAddress destination, std::size_t bytes) {
   queue([=] { std::memset(reinterpret_cast<void*>(destination), 0, bytes); });
   return {};
@@ -145,12 +131,6 @@ Status HostStream::record(Event& event) {
     number = ++recordings->made;
   }
   queue([=] { recordings->reach(number); });
-  return {};
-}
-
-Status HostStream::wait(Event& event) {
-  const auto recordings = static_cast<HostEvent&>(event).recordings_;
-  queue([recordings, number = recordings->count()] { recordings->wait(number); });
   return {};
 }
 

@@ -24,16 +24,14 @@ class HostEvent : public Event {
 
  private:
   friend class HostStream;
-  // Recordings are counted; the streams that made them, and those that wait for one, may outlive the event.
+  // Recordings are counted; the streams that made them may outlive the event.
   struct Recordings {
     std::mutex mutex;  // guards all below; innermost
     std::condition_variable changed;
     std::uint64_t made = 0;
     std::uint64_t reached = 0;  // the latest that a stream has reached
 
-    std::uint64_t count();
     void reach(std::uint64_t number);
-    void wait(std::uint64_t number);
   };
   const std::shared_ptr<Recordings> recordings_ = std::make_shared<Recordings>();
 };
@@ -49,10 +47,8 @@ class HostStream : public Stream {
 
   Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
-  Status copy_on_device(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
-  Status wait(Event& event) override;
   Status call(HostFunction function, void* argument) override;
   Status wait_for_value(DeviceAddress cell, std::uint32_t value) override;
   [[nodiscard]] NativeStream native() const override { return reinterpret_cast<NativeStream>(queue_.get()); }

@@ -1,0 +1,61 @@
+// What all kinds of buffers share: parts of pins, and what a copy between buffers checks and counts.
+
+#include "memory/buffer.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <utility>
+
+#include "device/device_context.h"
+#include "memory/extent_buffer.h"
+#include "observe/counters.h"
+#include "observe/trace.h"
+
+namespace gpufs {
+
+Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device) {
+  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
+}
+
+std::vector<Buffer::Piece> Buffer::Pin::part(std::uint64_t offset, std::uint64_t bytes) const {
+  const std::uint64_t end = offset + bytes;
+  std::vector<Piece> found;
+  auto piece = std::partition_point(pieces.begin(), pieces.end(), [&](const Piece& candidate) {
+    return candidate.offset + candidate.bytes <= offset;
+  });
+  for (; piece != pieces.end() && piece->offset < end; ++piece) {
+    const std::uint64_t start = std::max(piece->offset, offset);
+    const DeviceAddress address = piece->address == 0 ? 0 : piece->address + (start - piece->offset);
+    found.push_back({address, start, std::min(piece->offset + piece->bytes, end) - start});
+  }
+  return found;
+}
+
+Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                        std::uint64_t bytes, const std::atomic<bool>* cancelled) {
+  const std::uint64_t source_size = source.size();
+  if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
+  bytes = std::min(bytes, source_size - source_offset);
+  if (Status status = clip_copy(offset, &bytes); !status.ok()) return status;
+  if (&source == this && offset < source_offset + bytes && source_offset < offset + bytes) {
+    return Status(EINVAL, "the ranges to copy overlap");
+  }
+  const observe::Span span(observe::TraceKind::kBufferCopy, device()->info().index, offset, bytes);
+  // Counted at both ends, which are often of one device.
+  observe::Measured taken(source.device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
+  observe::Measured given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
+  std::uint64_t done = 0;
+  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done, [&] {
+    taken.advance(done);
+    given.advance(done);
+  });
+  if (done == 0 && !status.ok()) return status;
+  taken.done(done);
+  given.done(done);
+  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
+  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
+  return done;
+}
+
+}  // namespace gpufs
