@@ -198,7 +198,7 @@ def test_a_store_into_a_mapping_on_a_full_device_is_reported(small: GpufsMount) 
 def test_root_and_control_files_are_read_only(shared_mount: GpufsMount) -> None:
     top = shared_mount.path
     names = sorted(os.listdir(top))
-    assert names[:2] == [".gpufs", "gpu0"]
+    assert names[:3] == [".gpufs", "README", "gpu0"]
     assert {"version", "status"} <= set(os.listdir(top / ".gpufs"))
     for folder in (top, top / ".gpufs"):
         assert errno_of(os.mkdir, folder / "x") in REFUSED

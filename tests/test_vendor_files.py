@@ -264,7 +264,7 @@ def test_doctor_shows_it(tmp_path: Path, disk: Path) -> None:
         return {f"{found['group']} {found['name']}": found for found in said["findings"]}
 
     found = findings()
-    assert found["drivers hip"]["text"].startswith("fake device 0 (4 GiB, ffff:c0:00.0)")
+    assert found["drivers hip"]["text"].startswith("fake device 0 (4.0 GiB, ffff:c0:00.0, ")
     assert found["fastpath hip"]["state"] == "ok"
     assert found[f"paths {path} on hip"]["text"].startswith("fastpath (")
     (tmp_path / "kernel" / "dev" / "kfd").unlink()

@@ -192,10 +192,11 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "transport",
-        kinds.choice("auto", "uring", "device"),
-        "auto",
-        "How requests come from the kernel. uring: through io_uring, or fail to mount; it takes Linux 6.14 and root to "
-        "write Y to /sys/module/fuse/parameters/enable_uring. device: reads of /dev/fuse. auto: uring if possible.",
+        kinds.choice("device", "uring"),
+        "device",
+        "How requests come from the kernel. device: by reads of /dev/fuse. uring: through io_uring, which moves more "
+        "with many streams and less with one. It takes Linux 6.14, and Y in "
+        "/sys/module/fuse/parameters/enable_uring.",
     ),
     Knob(
         "reader_spin",

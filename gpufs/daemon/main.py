@@ -262,7 +262,7 @@ class Daemon:
                     mask_flags=values["mask_flags"],
                     attribute_timeout=values["attribute_timeout"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
-                    rings=values["transport"] != "device",
+                    rings=values["transport"] == "uring",
                     user_bytes=values["user_memory"],
                 )
             except engine.EngineError as failure:
