@@ -1,6 +1,6 @@
 """Kills a program ten times and starts it again: the weights stay where they are, and no byte of them is loaded.
 
-Usage: python examples/restart.py DIRECTORY     a directory of a mount, for example /mnt/gpufs/gpu0
+Usage: python examples/restart.py DIRECTORY [STARTS]     a directory of a mount, for example /mnt/gpufs/gpu0
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def bytes_read(path: Path) -> int:
     return int(os.getxattr(path, "user.gpufs.bytes_read"))
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, starts: int) -> None:
     path = directory / "small-model.safetensors"
     answers = set()
-    for start in range(1, 11):
+    for start in range(1, starts + 1):
         program = subprocess.Popen(
             [sys.executable, SERVE, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -33,8 +33,8 @@ def main(directory: Path) -> None:
         program.kill()
         program.communicate()
     assert len(answers) == 1, f"the answers differ: {answers}"
-    print(f"10 equal answers; {bytes_read(path)} bytes of {path.stat().st_size} were read through the mount")
+    print(f"{starts} equal answers; {bytes_read(path)} bytes of {path.stat().st_size} were read through the mount")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10)
