@@ -178,8 +178,13 @@ def test_a_handled_signal_does_not_end_a_write(mount: Mounter) -> None:
 
         children = start_children(1, write)
         wait_until(lambda: hung.waiting() > 0, 60, "a write that hangs")
-        os.kill(children[0], signal.SIGUSR1)
-        wait_until(lambda: mounted.status()["statistics"]["interrupts"]["received"] > 0, 60, "the signal's notice")
+
+        def is_noticed() -> bool:
+            os.kill(children[0], signal.SIGUSR1)  # again, because the first may come before write(2)
+            time.sleep(0.05)
+            return bool(mounted.status()["statistics"]["interrupts"]["received"] > 0)
+
+        wait_until(is_noticed, 60, "the signal's notice")
         time.sleep(3)  # looks whether the process is being killed come every second
         hung.resume()
         wait_children(children)
