@@ -4,7 +4,7 @@
  *
  * read, write: block after block through the file, from its begin again at its end, until the time is up. fresh: the
  * file is emptied (not counted), then written once from begin to end, until the time is up. map: the largest byte of the
- * whole file, read through a shared mapping that is made anew for each pass. open: open, read of a block and close.
+ * whole file, read through a shared mapping; each pass maps it again. open: open, read of a block and close.
  * create: open of a new file, write of a block and close; unlink: its removal. These two make and remove FILE.new by
  * turns, and count only their own half.
  *
