@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,15 @@ def measure_peers(
     work = partial(command, "cp", source, copy)
     bench.measure("peers", "cp, new file", size, work, prepare=remove, yardstick=yardstick)
     bench.measure("peers", "cp, existing file", size, work, yardstick=yardstick)
+
+    def one_call() -> None:
+        with open(source, "rb") as origin, open(copy, "r+b" if copy.exists() else "xb") as target:
+            done = os.copy_file_range(origin.fileno(), target.fileno(), size, 0, 0)
+        if done != size:
+            raise OSError(f"copy_file_range copied {done} of {size} bytes")
+
+    bench.measure("peers", "one copy_file_range, new file", size, one_call, prepare=remove, yardstick=yardstick)
+    bench.measure("peers", "one copy_file_range", size, one_call, yardstick=yardstick)
     work = partial(command, *gpufs, "cp", source, copy)
     bench.measure("peers", "gpufs cp, new file", size, work, prepare=remove, yardstick=yardstick)
     remove()
