@@ -37,6 +37,7 @@ _PROGRESS_SECONDS: Final = 0.1
 # One copy_file_range at a time should take about this long, so that cancellation and progress come soon.
 _KERNEL_SECONDS: Final = 0.2
 _KERNEL_FIRST_BYTES: Final = 64 << 20
+_KERNEL_GROWTH: Final = 16
 _KERNEL_MOST_BYTES: Final = 16 << 30
 _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # The daemon's answers for files without a buffer: control files, files below backing/, and copies whose other end is on
@@ -594,7 +595,7 @@ class _CopyJob:
                 break
             self._count("kernel", count)
             seconds = max(time.monotonic() - began, 1e-6)
-            step = int(min(max(count * min(_KERNEL_SECONDS / seconds, 4), 1 << 20), _KERNEL_MOST_BYTES))
+            step = int(min(max(count * min(_KERNEL_SECONDS / seconds, _KERNEL_GROWTH), 1 << 20), _KERNEL_MOST_BYTES))
         # Copies what the kernel or the mount could not; at the end of the file that is nothing.
         self.through_mount()
 
@@ -746,7 +747,7 @@ def copy_to_each(
 
     Examples
     --------
-    >>> copy_to_each("model.safetensors", ["/mnt/gpufs/gpu0", "/mnt/gpufs/gpu1"])  # doctest: +SKIP
+    >>> gpufs.copy_to_each("model.safetensors", ["/mnt/gpufs/gpu0", "/mnt/gpufs/gpu1"])  # doctest: +SKIP
     """
     source = os.fsdecode(source)
     names = [_file_in(os.fsdecode(destination), source) for destination in destinations]

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -98,6 +98,8 @@ class FanOut:
         self, jobs: list[tuple[int, _CopyJob]], copies: list[_Copy], opened: ExitStack, *, shares: bool
     ) -> None:
         """Copies to destinations of one file system. ``copies``: what can be read there."""
+        attributes = jobs[0][1].attributes
+        ours = len(copies)
         with ThreadPoolExecutor(len(jobs)) as pool:
             while jobs:
                 count = max(min(len(copies), len(jobs)), 1)
@@ -109,8 +111,13 @@ class FanOut:
                     if copied is None:
                         continue
                     opened.callback(close_all, (copied.fd,))
+                    # One that may be written only is not a source.
                     if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
                         copies.append(copied)
+        if self._copier._preserve and len(copies) > ours:
+            for copy in copies[ours:]:
+                with suppress(OSError):  # this worked before
+                    _ends.preserve(copy.fd, attributes)  # they have been read since
 
     def _copy(self, one: tuple[int, _CopyJob]) -> _Copy | None:
         """Makes one copy; returns it, with a descriptor of its own, unless it fails."""

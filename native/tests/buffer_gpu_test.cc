@@ -216,5 +216,56 @@ TEST_F(BufferGpuTest, CopiesBetweenDevicesDirectlyAndStaged) {
   }
 }
 
+// Memory for the next chunk is taken while one is copied.
+TEST_F(BufferGpuTest, ACopyBetweenDevicesTakesMemoryForDataOnly) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  start(setup);
+  const auto data = pattern(3 * kGranule, 1);
+  const auto from = filled(data, 0);
+  ASSERT_EQ(must(from->write(9 * kGranule, data)), data.size());
+  const auto to = make(1);
+  EXPECT_EQ(must(to->copy_from(*from, 0, 0, ~std::uint64_t{0}, nullptr)), 12 * kGranule);
+  EXPECT_EQ(to->bytes_held(), from->bytes_held());
+  EXPECT_TRUE(testing::same_bytes(contents(*to), contents(*from)));
+}
+
+TEST_F(BufferGpuTest, ACancelledCopyBetweenDevicesReleasesMemoryThatItDidNotUse) {
+  constexpr const char* kPeerCopy = "cuMemcpyPeerAsync";
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  start(setup);
+  const auto from = filled(pattern(8 * kGranule, 1), 0);
+  const auto to = make(1);
+  std::atomic<bool> cancelled{false};
+  std::uint64_t copied = 0;
+  fake().hold(true);
+  std::thread copying([&] { copied = must(to->copy_from(*from, 0, 0, 8 * kGranule, &cancelled)); });
+  while (fake().calls(kPeerCopy) == 0) std::this_thread::yield();
+  cancelled = true;
+  fake().hold(false);
+  copying.join();
+  EXPECT_GT(copied, 0U);
+  EXPECT_LT(copied, 8 * kGranule);
+  EXPECT_EQ(to->size(), copied);
+  EXPECT_EQ(to->bytes_held(), (copied + kGranule - 1) / kGranule * kGranule);
+}
+
+TEST_F(BufferGpuTest, ACopyToAFullDeviceCopiesWhatFits) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  setup.memory_bytes = 16 * kMiB;
+  start(setup);
+  const auto data = pattern(5 * kGranule, 1);
+  const auto from = filled(data, 0);
+  const auto filler = make(1);
+  ASSERT_OK(filler->allocate(0, 10 * kMiB, true));
+  const auto to = make(1);
+  const std::uint64_t copied = must(to->copy_from(*from, 0, 0, data.size(), nullptr));
+  EXPECT_EQ(copied, 3 * kGranule);
+  EXPECT_TRUE(contents(*to) == front(data, copied));
+  EXPECT_EQ(to->bytes_held(), copied);
+}
+
 }  // namespace
 }  // namespace gpufs::cuda_test
