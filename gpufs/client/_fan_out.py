@@ -9,7 +9,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -100,24 +99,49 @@ class FanOut:
         """Copies to destinations of one file system. ``copies``: what can be read there."""
         attributes = jobs[0][1].attributes
         ours = len(copies)
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            while jobs:
-                count = max(min(len(copies), len(jobs)), 1)
-                batch, jobs = jobs[:count], jobs[count:]
-                for (_, job), copy in zip(batch, copies, strict=False):
-                    job.read_from(*copy)
-                # A single copy runs here, where a signal handler's exception ends it.
-                for copied in map(self._copy, batch) if count == 1 else pool.map(self._copy, batch):
-                    if copied is None:
-                        continue
-                    opened.callback(close_all, (copied.fd,))
-                    # One that may be written only is not a source.
-                    if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
-                        copies.append(copied)
+        while jobs:
+            count = max(min(len(copies), len(jobs)), 1)
+            batch, jobs = jobs[:count], jobs[count:]
+            for (_, job), copy in zip(batch, copies, strict=False):
+                job.read_from(*copy)
+            for copied in self._copy_at_once(batch, opened):
+                # One that may be written only is not a source.
+                if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                    copies.append(copied)
         if self._copier._preserve and len(copies) > ours:
             for copy in copies[ours:]:
                 with suppress(OSError):  # this worked before
                     _ends.preserve(copy.fd, attributes)  # they have been read since
+
+    def _copy_at_once(self, batch: list[tuple[int, _CopyJob]], opened: ExitStack) -> list[_Copy]:
+        """Makes copies, the first on this thread; returns those that are complete."""
+        copied: list[_Copy] = []
+        failures: list[BaseException] = []
+
+        def work(one: tuple[int, _CopyJob]) -> None:
+            try:
+                if (copy := self._copy(one)) is not None:
+                    copied.append(copy)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        threads = []
+        for one in batch[1:]:
+            thread = threading.Thread(target=work, args=(one,))
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: one after the other
+                work(one)
+            else:
+                threads.append(thread)
+        work(batch[0])
+        for thread in threads:
+            thread.join()
+        for copy in copied:
+            opened.callback(close_all, (copy.fd,))
+        if failures:
+            raise failures[0]
+        return copied
 
     def _copy(self, one: tuple[int, _CopyJob]) -> _Copy | None:
         """Makes one copy; returns it, with a descriptor of its own, unless it fails."""
