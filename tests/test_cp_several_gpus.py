@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from support.cli import gpufs
 from support.data import MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
+from support.processes import run
 
 from gpufs.client import CopyProgress, CopyResult, copy_to_each
 
@@ -160,3 +163,20 @@ def test_from_python(three: GpufsMount, model: Path) -> None:
     assert not (devices(three)[1] / "more").exists()
     for device in (devices(three)[0], devices(three)[2]):
         assert_same((device / "more").read_bytes(), noise(20 * MIB, 3))
+
+
+def test_the_commands_of_the_how_to_page(mount: Mounter, host: Path) -> None:
+    four = mount(devices=4, memory=16 * MIB)
+    page = Path(__file__).resolve().parents[1] / "docs/howto/load-onto-several-gpus.md"
+    (host / "model").mkdir()
+    for file in ("model.safetensors", "model/a", "model/b"):
+        (host / file).write_bytes(noise(MIB, len(file)))
+    shown = re.findall(r"^    (gpufs cp .*)$|`(gpufs cp .*?)`", page.read_text(), re.M)
+    commands = [block or inline for block, inline in shown]
+    assert len(commands) >= 4
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        run("bash", "-euc", command.replace("/mnt/gpufs", str(four.path)), cwd=host, env=environment)
+    for number in range(4):
+        found = {path.name: path.read_bytes() for path in (four.path / f"gpu{number}").iterdir()}
+        assert found == {name: noise(MIB, size) for name, size in (("model.safetensors", 17), ("a", 7), ("b", 7))}
