@@ -39,7 +39,7 @@ from gpufs.cli._main import complete_files
 def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.
 
-    With -t all names are SOURCEs. To load one file onto several GPUs, repeat it: the file is read once, and its first
+    With -t all names are SOURCEs. Repeat -t to load one file onto several GPUs: the file is read once, and its first
     copy goes from GPU to GPU. In bash: gpufs cp model.safetensors -t/mnt/gpufs/gpu{0..3}
 
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
