@@ -12,8 +12,7 @@ from pathlib import Path
 
 import trio
 
-from gpufs import engine, mounting
-from gpufs.daemon import threads
+from gpufs import engine, mounting, threads
 from gpufs.daemon.startup import MountRequest, StartFailure
 
 log = logging.getLogger("gpufs.daemon")

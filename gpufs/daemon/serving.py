@@ -11,8 +11,8 @@ from contextlib import suppress
 import pyfuse3
 import trio
 
-from gpufs import engine, mounting, service
-from gpufs.daemon import mountpoint, supervision, threads
+from gpufs import engine, mounting, service, threads
+from gpufs.daemon import mountpoint, supervision
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.quotas import Quotas

@@ -28,7 +28,8 @@ class Opened:
 
 
 class Handles:
-    """The open files by handle. Handles made here count from 1; those of the engine have bit 62 set."""
+    """The open files by handle. Handles made here count from 1; those of the engine have bit 62 (buffers) or
+    61 (files below backing/) set."""
 
     def __init__(self) -> None:
         self._opened: dict[int, Opened] = {}

@@ -18,9 +18,8 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from gpufs import protocol
+from gpufs import protocol, threads
 from gpufs._version import __version__
-from gpufs.daemon import threads
 from gpufs.protocol import (
     LOAD,
     Attach,

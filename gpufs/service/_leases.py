@@ -15,8 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import trio
 
-from gpufs import protocol
-from gpufs.daemon import threads
+from gpufs import protocol, threads
 from gpufs.protocol import READ_WRITE, Attach, Attached, Detach, Detached, Pieces, ProtocolError, Refresh
 from gpufs.service import _checks
 from gpufs.service._holdings import Descriptor, Holdings

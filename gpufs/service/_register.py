@@ -14,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from gpufs import protocol
-from gpufs.daemon import threads
+from gpufs import protocol, threads
 from gpufs.protocol import Register
 from gpufs.protocol.statx import identity, open_flags
 from gpufs.service._leases import Holder, path_of

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import pyfuse3
 import trio
 
-from gpufs.daemon import threads
+from gpufs import threads
 from gpufs.fs.backing.identity import acting_as
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
 from gpufs.fs.errors import error

@@ -11,6 +11,7 @@
 //  - Pins for writing are also listed: a shrink must know how far above the size they reach, and moving a small file
 //    must wait until nobody writes to the old place. write_limit_ keeps new ones out for that time: they take the slow
 //    path, which waits for mutation_mutex_.
+//  - Where the driver must unmap a piece to release a part of it, readers and writers of that piece wait at a gate.
 // Invariant: where no write is in progress, the bytes above size() in memory that exists are zeros.
 #pragma once
 
