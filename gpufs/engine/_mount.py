@@ -33,6 +33,10 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "ipc": lib.GPUFS_SHARE_IPC,
 }
 
+# Handles that the engine gives to directories on devices: a bit, and the inode below (native/src/fuse/open_files.h).
+_DIRECTORY_HANDLE: Final = 1 << 60
+_DIRECTORY_INODE: Final = (1 << 48) - 1
+
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
 _FH = ffi.typeof("uint64_t *")
@@ -270,12 +274,20 @@ class Mount(Handle):
         check(lib.gpufs_inode_written(self._handle, ino))
 
     def file_open(self, ino: int, flags: int) -> int:
-        """Opens a regular file, ``flags`` as for open(2); the result is pyfuse3's file handle."""
+        """Opens a regular file that open(2) creates, with its ``flags``; the result is pyfuse3's file handle.
+
+        The engine itself answers the kernel when a file is opened that exists.
+        """
         fh = ffi.new(_FH)
         status = lib.gpufs_file_open(self._handle, ino, flags, fh)
         if status.error:
             raise failure(status)
         return int(fh[0])
+
+    @staticmethod
+    def directory_of(fh: int) -> int | None:
+        """The inode of a directory that the engine has opened; None for another file handle."""
+        return fh & _DIRECTORY_INODE if fh & _DIRECTORY_HANDLE else None
 
     def backing_file_open(self, fd: int) -> int:
         """Opens a file of the host below backing/ by a descriptor, which the caller keeps.

@@ -141,13 +141,15 @@ class NamesHandler:
     # ---- opening ----
 
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        return self._handles.add(self.listing(inode))
+
+    def listing(self, inode: int) -> Opened:
+        """What a program sees of a directory that it has opened."""
         directory = self._tree.directory(inode)
-        return self._handles.add(_Listing(directory, self._reply, directory.last_cookie))
+        return _Listing(directory, self._reply, directory.last_cookie)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         node = self._tree.node(inode)
-        if isinstance(node, BufferFile):
-            return self._open_buffer(node, flags)
         if isinstance(node, (ControlFile, StreamFile)):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
                 raise error(EACCES)

@@ -109,13 +109,12 @@ TEST_F(RelayTest, StatfsOfAnUnknownInodeIsRelayedAsGetxattrWithoutAName) {
 }
 
 TEST_F(RelayTest, BuffersOpenForDirectIo) {
-  const std::uint64_t fh = add_file(2);
   fuse_open_out open{};
-  open.fh = fh;
+  open.fh = add_file(2);
   open.open_flags = kOpenKeepCache;
-  const Reply opened = relay_reply(FUSE_OPEN, 2, bytes_of(fuse_open_in{}), bytes_of(open));
-  EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
-  EXPECT_EQ(opened.as<fuse_open_out>().fh, fh);
+  const auto opened = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  EXPECT_EQ(opened.open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
+  EXPECT_NE(opened.fh, open.fh);
 
   Bytes create = bytes_of(entry_of(2));
   append(create, open);
@@ -145,13 +144,38 @@ TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
 TEST_F(MountTest, BuffersOpenCachedWhereDirectIoCannotBeMapped) {
   open();
   initialize(kKernelFlags & ~kInitDirectIoAllowMmap);
-  fuse_open_out out{};
-  out.fh = add_file(2);
-  out.open_flags = kOpenKeepCache | kOpenDirectIo;
-  const std::uint64_t unique = kernel->send(FUSE_OPEN, 2, bytes_of(fuse_open_in{}));
+  add_file(2);
+  EXPECT_EQ(kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>().open_flags, kOpenNoFlush);
+}
+
+TEST_F(RelayTest, FilesAndDirectoriesOnDevicesOpenWithoutTheControlPlane) {
+  add_file(2);
+  ASSERT_TRUE(mount->table().add(file_attributes(3, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(mount->table().add(file_attributes(4, S_IFREG | 0444, -1)).ok());
+  ASSERT_TRUE(mount->table().add(file_attributes(5, S_IFDIR | 0555, -1)).ok());
+  const std::size_t files = mount->table().counts().files;
+  const auto file = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  EXPECT_TRUE(is_buffer(file.fh));
+  EXPECT_EQ(mount->table().counts().files, files + 1);
+  EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(fuse_release_in{file.fh, 0, 0, 0})).error(), 0);
+  EXPECT_EQ(mount->table().counts().files, files);
+
+  const auto one = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  const auto other = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  EXPECT_NE(one.fh, other.fh);
+  EXPECT_EQ(one.fh & kDirectoryHandle, kDirectoryHandle);
+  EXPECT_EQ(one.fh & ((std::uint64_t{1} << kDirectoryInodeBits) - 1), 3U);
+  EXPECT_FALSE(is_buffer(one.fh) || is_backing(one.fh));
+
+  // Of the control plane: its own files and directories, inodes that it alone knows, and short messages.
+  kernel->send(FUSE_OPEN, 4, bytes_of(fuse_open_in{}));
   control->expect(FUSE_OPEN);
-  control->reply(unique, 0, bytes_of(out));
-  EXPECT_EQ(kernel->wait(unique).as<fuse_open_out>().open_flags, kOpenNoFlush);
+  kernel->send(FUSE_OPENDIR, 5, bytes_of(fuse_open_in{}));
+  control->expect(FUSE_OPENDIR);
+  kernel->send(FUSE_OPEN, 99, bytes_of(fuse_open_in{}));
+  control->expect(FUSE_OPEN);
+  kernel->send(FUSE_OPEN, 2, {});
+  control->expect(FUSE_OPEN);
 }
 
 TEST_F(RelayTest, DirectoriesWithAttributes) {

@@ -115,7 +115,8 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
       buffers_(table_, long_requests_, statistics_),
-      attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout) {}
+      attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
+      names_(table_, relay_.init(), statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
                                              const MountOptions& options) {
@@ -197,6 +198,12 @@ void Mount::handle(Request& request) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
       return copy_file_range(request, std::move(responder));
+    case FUSE_OPEN:
+      if (names_.open(request, responder)) return;
+      break;
+    case FUSE_OPENDIR:
+      if (names_.opendir(request, responder)) return;
+      break;
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_IOCTL:

@@ -19,6 +19,7 @@
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/name_operations.h"
 #include "fuse/notifier.h"
 #include "fuse/payload_memory.h"
 #include "fuse/relay.h"
@@ -102,6 +103,7 @@ class Mount final : private RequestHandler {
   Relay relay_;
   BufferOperations buffers_;
   AttributeOperations attributes_;
+  NameOperations names_;
 
   std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
   bool closed_ = false;
