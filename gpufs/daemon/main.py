@@ -260,6 +260,7 @@ class Daemon:
                     reader_spin=values["reader_spin"],
                     max_write=values["max_write"],
                     mask_flags=values["mask_flags"],
+                    entry_timeout=values["entry_timeout"],
                     attribute_timeout=values["attribute_timeout"],
                     metadata_bytes=config.metadata_memory(values["metadata"]),
                     rings=values["transport"] == "uring",

@@ -1,6 +1,7 @@
 """A mount's data plane and the inode table that both planes share."""
 
 from dataclasses import dataclass
+from errno import EBUSY
 from typing import Any, Final, Literal
 
 from gpufs.engine._binding import Handle, check, failure, json_of
@@ -129,10 +130,11 @@ class Mount(Handle):
     ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
-    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is in seconds, for the
-    GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take before
-    new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring where the kernel allows it.
-    ``user_bytes``: device memory on each device for each user except root and this process's, 0 for no limit.
+    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``entry_timeout`` and ``attribute_timeout`` are
+    in seconds, for the LOOKUP and GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names
+    and attributes may take before new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring
+    where the kernel allows it. ``user_bytes``: device memory on each device for each user except root and this
+    process's, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -150,6 +152,7 @@ class Mount(Handle):
         reader_spin: float = 0.0,
         max_write: int = 0,
         mask_flags: int = 0,
+        entry_timeout: float = 1.0,
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
         rings: bool = False,
@@ -165,6 +168,7 @@ class Mount(Handle):
                 "reader_spin": reader_spin,
                 "max_write": max_write,
                 "mask_flags": mask_flags,
+                "entry_timeout": entry_timeout,
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
                 "rings": rings,
@@ -238,9 +242,39 @@ class Mount(Handle):
         if status.error:
             raise failure(status)
 
-    def inode_remove(self, ino: int) -> None:
-        """Removes an inode; its buffer lives until the last open file on it ends. EngineError ENOENT if unknown."""
+    def inode_remove(self, ino: int) -> bool:
+        """Removes an inode that has no references; False if it has. EngineError ENOENT if unknown.
+
+        Its buffer lives until the last open file on it ends.
+        """
         status = lib.gpufs_inode_remove(self._handle, ino)
+        if status.error == EBUSY:
+            return False
+        if status.error:
+            raise failure(status)
+        return True
+
+    def inode_hold(self, ino: int) -> None:
+        """Adds a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
+        status = lib.gpufs_inode_hold(self._handle, ino)
+        if status.error:
+            raise failure(status)
+
+    def inode_drop(self, ino: int, count: int) -> None:
+        """Drops references. EngineError ENOENT if unknown."""
+        status = lib.gpufs_inode_drop(self._handle, ino, count)
+        if status.error:
+            raise failure(status)
+
+    def name_set(self, directory: int, name: bytes, ino: int) -> None:
+        """Gives an inode a name in a directory, whose times become now. Lookups find it from now on."""
+        status = lib.gpufs_name_set(self._handle, directory, name, len(name), ino)
+        if status.error:
+            raise failure(status)
+
+    def name_remove(self, directory: int, name: bytes) -> None:
+        """Removes a name from a directory, whose times become now."""
+        status = lib.gpufs_name_remove(self._handle, directory, name, len(name))
         if status.error:
             raise failure(status)
 

@@ -26,6 +26,7 @@ class _Listing(Opened):
     """
 
     directory: Directory
+    table: Mount
     reply: pyfuse3.EntryAttributes
     last: int
 
@@ -45,7 +46,7 @@ class _Listing(Opened):
             reply.st_mode = child.kind
             if not add(token, name, reply, cookie):
                 return
-            child.lookups += 1
+            self.table.inode_hold(child.ino)
 
 
 class NamesHandler:
@@ -146,7 +147,7 @@ class NamesHandler:
     def listing(self, inode: int) -> Opened:
         """What a program sees of a directory that it has opened."""
         directory = self._tree.directory(inode)
-        return _Listing(directory, self._reply, directory.last_cookie)
+        return _Listing(directory, self._table, self._reply, directory.last_cookie)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         node = self._tree.node(inode)
@@ -162,7 +163,7 @@ class NamesHandler:
 
     def _referenced(self, node: Node) -> pyfuse3.EntryAttributes:
         """The reply that gives the kernel one more reference to a node."""
-        node.lookups += 1
+        self._table.inode_hold(node.ino)
         self._reply.st_ino = node.ino
         self._reply.st_mode = node.kind
         return self._reply

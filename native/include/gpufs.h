@@ -263,7 +263,8 @@ typedef struct {
   double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
-  double attribute_timeout; /* seconds, for natively answered GETATTR */
+  double entry_timeout;     /* seconds, for natively answered LOOKUP */
+  double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   int32_t rings;            /* requests through io_uring where the kernel allows it; 0: never */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
@@ -335,8 +336,19 @@ enum {
  * what the user asked for, from which `umask` is taken unless a list stands in for it. 0: attributes are as they shall
  * be. */
 gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask);
-/* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown. */
+/* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown, EBUSY while
+ * it has references. */
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
+/* References keep an inode. The control plane adds one for each time that a reply of its own gives the kernel the
+ * inode, and drops those of the FORGETs that it gets. The engine counts those of LOOKUPs that it answers itself, and of
+ * all FORGETs except the last one of an inode without a name. ENOENT if unknown. */
+gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
+gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count);
+/* The names in a directory, so that the engine can answer LOOKUP in directories on devices. Each change sets the
+ * directory's modification and change time. ENOENT if the directory is unknown. */
+gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
+                            uint64_t ino);
+gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
 /* Sets what `set` names, all or nothing, and returns the attributes as they are afterwards (attributes is in and out).
  * Of a mode only the permission bits are set. No time changes that `set` does not name. */

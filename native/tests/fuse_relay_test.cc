@@ -148,17 +148,75 @@ TEST_F(MountTest, BuffersOpenCachedWhereDirectIoCannotBeMapped) {
   EXPECT_EQ(kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>().open_flags, kOpenNoFlush);
 }
 
+TEST_F(RelayTest, NamesOnDevicesAreFoundWithoutTheControlPlane) {
+  add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(table->add(file_attributes(4, S_IFDIR | 0755, -1)).ok());
+  ASSERT_TRUE(table->set_name(3, "some", 2).ok());
+  const auto look_up = [&](std::string_view text) {
+    Bytes body;
+    append_text(body, text);
+    return kernel->call(FUSE_LOOKUP, 3, body);
+  };
+  const auto found = look_up("some").as<fuse_entry_out>();
+  EXPECT_EQ(found.nodeid, 2U);
+  EXPECT_EQ(found.attr.ino, 2U);
+  EXPECT_EQ(found.attr.mode, S_IFREG | 0644U);
+  EXPECT_EQ(found.entry_valid, 1U);
+  EXPECT_EQ(found.attr_valid, 1U);
+  const auto missing = look_up("other").as<fuse_entry_out>();
+  EXPECT_EQ(missing.nodeid, 0U);
+  EXPECT_EQ(missing.entry_valid, 1U);
+  ASSERT_TRUE(table->remove_name(3, "some").ok());
+  EXPECT_EQ(look_up("some").as<fuse_entry_out>().nodeid, 0U);
+
+  // Of the control plane: special names, impossible ones, and those in its own directories.
+  for (const std::string& text : {std::string("."), std::string(".."), std::string(256, 'x'), std::string()}) {
+    Bytes body;
+    append_text(body, text);
+    kernel->send(FUSE_LOOKUP, 3, body);
+    control->expect(FUSE_LOOKUP);
+  }
+  kernel->send(FUSE_LOOKUP, 3, Bytes(4, std::byte{'x'}));
+  control->expect(FUSE_LOOKUP);
+  kernel->send(FUSE_LOOKUP, 4, name());
+  control->expect(FUSE_LOOKUP);
+}
+
+TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
+  ASSERT_TRUE(table->add(file_attributes(2)).ok());
+  ASSERT_TRUE(table->hold(2).ok());
+  ASSERT_TRUE(table->hold(2).ok());
+  ASSERT_TRUE(table->hold(2).ok());
+  EXPECT_EQ(table->remove(2).error(), EBUSY);
+  kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
+  gpufs_attributes attributes{};
+  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &attributes).ok());
+  Bytes body = bytes_of(fuse_batch_forget_in{2, 0});
+  append(body, fuse_forget_one{2, 1});
+  append(body, fuse_forget_one{2, 1});
+  EXPECT_FALSE(control->receive(kQuiet));
+  kernel->send(FUSE_BATCH_FORGET, 0, body);
+  const RelayedRequest relayed = control->expect(FUSE_BATCH_FORGET);
+  EXPECT_EQ(relayed.as<fuse_batch_forget_in>().count, 1U);
+  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nodeid, 2U);
+  EXPECT_EQ(table->remove(2).error(), EBUSY);
+  ASSERT_TRUE(table->drop(2, 1).ok());
+  EXPECT_TRUE(table->remove(2).ok());
+  EXPECT_EQ(table->hold(2).error(), ENOENT);
+}
+
 TEST_F(RelayTest, FilesAndDirectoriesOnDevicesOpenWithoutTheControlPlane) {
   add_file(2);
-  ASSERT_TRUE(mount->table().add(file_attributes(3, S_IFDIR | 0755)).ok());
-  ASSERT_TRUE(mount->table().add(file_attributes(4, S_IFREG | 0444, -1)).ok());
-  ASSERT_TRUE(mount->table().add(file_attributes(5, S_IFDIR | 0555, -1)).ok());
-  const std::size_t files = mount->table().counts().files;
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(table->add(file_attributes(4, S_IFREG | 0444, -1)).ok());
+  ASSERT_TRUE(table->add(file_attributes(5, S_IFDIR | 0555, -1)).ok());
+  const std::size_t files = table->counts().files;
   const auto file = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
   EXPECT_TRUE(is_buffer(file.fh));
-  EXPECT_EQ(mount->table().counts().files, files + 1);
+  EXPECT_EQ(table->counts().files, files + 1);
   EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(fuse_release_in{file.fh, 0, 0, 0})).error(), 0);
-  EXPECT_EQ(mount->table().counts().files, files);
+  EXPECT_EQ(table->counts().files, files);
 
   const auto one = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
   const auto other = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
@@ -221,7 +279,10 @@ TEST_F(RelayTest, ShortRepliesAreLeftToTheKernel) {
 
 TEST_F(RelayTest, ForgetsHaveNoReply) {
   kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{5}));
-  EXPECT_EQ(control->expect(FUSE_FORGET).as<fuse_forget_in>().nlookup, 5U);
+  const RelayedRequest relayed = control->expect(FUSE_BATCH_FORGET);
+  EXPECT_EQ(relayed.as<fuse_batch_forget_in>().count, 1U);
+  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nodeid, 2U);
+  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nlookup, 5U);
   EXPECT_FALSE(kernel->receive(kQuiet));
   EXPECT_TRUE(counted("\"pending\": 0"));
 }

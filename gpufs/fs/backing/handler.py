@@ -209,7 +209,7 @@ class BackingHandler:
         if parent_inode == FIRST_INODE:
             if name in (b".", b".."):
                 node = self._tree.lookup(parent_inode, name)
-                node.lookups += 1
+                self._tree.hold(node.ino)
                 return self.replies.entry(node.ino, node.kind)
             if name not in self.shares:
                 return self.replies.no_entry

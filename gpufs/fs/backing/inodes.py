@@ -43,18 +43,20 @@ class Share:
 
 class BackingNode(Node):
     """An inode of the host; ``fd`` is an O_PATH descriptor of it, -1 while it has none.
+    ``lookups`` counts the kernel's references.
 
     ``users`` counts its open handles and the calls in progress; while there are any it keeps its descriptor. ``entry``:
     the directory's number and the name by which the kernel last looked it up. ``nameless``: an open has already failed
     because the inode has no name any more.
     """
 
-    __slots__ = ("asked_to_forget", "entry", "fd", "key", "nameless", "share", "users")
+    __slots__ = ("asked_to_forget", "entry", "fd", "key", "lookups", "nameless", "share", "users")
 
     def __init__(self, ino: int, kind: int, fd: int, key: _Key, share: Share) -> None:
         super().__init__(ino, kind, -1)
         self.fd = fd
         self.key = key
+        self.lookups = 0
         self.share = share
         self.entry: tuple[int, bytes] | None = None
         self.users = 0

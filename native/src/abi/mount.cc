@@ -124,6 +124,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
     chosen.max_write = options->max_write;
     chosen.mask_flags = options->mask_flags;
+    chosen.entry_timeout = options->entry_timeout;
     chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
     chosen.rings = options->rings != 0;
@@ -214,6 +215,29 @@ gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attribu
 
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().remove(ino); });
+}
+
+gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().hold(ino); });
+}
+
+gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().drop(ino, count); });
+}
+
+gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
+                            uint64_t ino) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (name == nullptr) return gpufs::null_argument();
+    return found.table().set_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)), ino);
+  });
+}
+
+gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (name == nullptr) return gpufs::null_argument();
+    return found.table().remove_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)));
+  });
 }
 
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes) {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -85,10 +84,8 @@ void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder
 template <typename T>
 void AttributeOperations::fill_validity(std::uint32_t mode, T& out) const {
   if (!may_be_cached(mode)) return;
-  double whole = 0;
-  const double fraction = std::modf(timeout_, &whole);
-  out.attr_valid = static_cast<std::uint64_t>(whole);
-  out.attr_valid_nsec = static_cast<std::uint32_t>(fraction * 1e9);
+  out.attr_valid = validity_.seconds;
+  out.attr_valid_nsec = validity_.nanoseconds;
 }
 
 void AttributeOperations::reply_attributes(const Inode& inode, Responder& responder) const {

@@ -48,6 +48,14 @@ enum class SetIdLoss : std::uint8_t {
 // kernel must ask for its attributes each time.
 [[nodiscard]] bool may_be_cached(std::uint32_t mode);
 
+// For how long the kernel may cache something, as replies have it.
+struct Validity {
+  std::uint64_t seconds = 0;
+  std::uint32_t nanoseconds = 0;
+
+  static Validity of(double seconds);
+};
+
 // Fills in all fields except the inode number and the flags.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);
 // The same as statx(2) has it, with the time of birth.

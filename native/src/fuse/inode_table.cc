@@ -120,6 +120,12 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
+void Inode::touch_names_locked() {
+  const Timestamp now = Timestamp::now();
+  set_mtime(attributes_, now);
+  set_ctime(attributes_, now);
+}
+
 std::uint64_t Inode::metadata_locked() const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
@@ -174,23 +180,83 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
 }
 
 Status InodeTable::remove(std::uint64_t ino) {
-  std::shared_ptr<Inode> inode;
-  {
-    const std::unique_lock lock(inodes_mutex_);
-    const auto found = inodes_.find(ino);
-    if (found == inodes_.end()) return unknown_inode(ino);
-    inode = std::move(found->second);
-    inodes_.erase(found);
-  }
+  std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
   bool doomed = false;
   {
     const std::lock_guard lock(inode->mutex_);
+    if (inode->removed_) return unknown_inode(ino);
+    if (inode->references_ != 0) return Status(EBUSY, "the inode is in use");
     inode->removed_ = true;
     metadata_.fetch_sub(std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
+  {
+    const std::unique_lock lock(inodes_mutex_);
+    inodes_.erase(ino);
+  }
   if (doomed) free_later(std::move(inode));
   return {};
+}
+
+Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino) {
+  const std::shared_ptr<Inode> inode = find(directory);
+  if (!inode) return unknown_inode(directory);
+  const std::lock_guard lock(inode->mutex_);
+  inode->names_.insert_or_assign(std::string(name), ino);
+  inode->touch_names_locked();
+  return {};
+}
+
+Status InodeTable::remove_name(std::uint64_t directory, std::string_view name) {
+  const std::shared_ptr<Inode> inode = find(directory);
+  if (!inode) return unknown_inode(directory);
+  const std::lock_guard lock(inode->mutex_);
+  if (const auto found = inode->names_.find(name); found != inode->names_.end()) inode->names_.erase(found);
+  inode->touch_names_locked();
+  return {};
+}
+
+std::shared_ptr<Inode> InodeTable::look_up(Inode& directory, std::string_view name) {
+  std::uint64_t ino = 0;
+  {
+    const std::lock_guard lock(directory.mutex_);
+    const auto found = directory.names_.find(name);
+    if (found == directory.names_.end()) return nullptr;
+    ino = found->second;
+  }
+  std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return nullptr;
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->removed_) return nullptr;  // at the same time
+  ++inode->references_;
+  return inode;
+}
+
+Status InodeTable::hold(std::uint64_t ino) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->removed_) return unknown_inode(ino);
+  ++inode->references_;
+  return {};
+}
+
+Status InodeTable::drop(std::uint64_t ino, std::uint64_t count) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  const std::lock_guard lock(inode->mutex_);
+  inode->references_ -= std::min(count, inode->references_);
+  return {};
+}
+
+bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return false;
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->references_ <= count && inode->attributes_.nlink == 0) return false;
+  inode->references_ -= std::min(count, inode->references_);
+  return true;
 }
 
 std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {

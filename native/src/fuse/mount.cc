@@ -116,15 +116,15 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
       buffers_(table_, long_requests_, statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
-      names_(table_, relay_.init(), statistics_) {}
+      names_(table_, relay_, options.entry_timeout, options.attribute_timeout, statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
                                              const MountOptions& options) {
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
   }
-  if (!(options.attribute_timeout >= 0 && options.attribute_timeout <= 1e9)) {
-    return Status(EINVAL, "the attribute timeout must be 0 or more seconds");
+  for (const double timeout : {options.entry_timeout, options.attribute_timeout}) {
+    if (!(timeout >= 0 && timeout <= 1e9)) return Status(EINVAL, "a timeout must be 0 or more seconds");
   }
   if (options.worker_threads > kLargestWorkers) return Status(EINVAL, "too many worker threads");
   if (!device.valid() || !relay.valid()) return Status(EBADF, "a mount needs a FUSE device and a relay socket");
@@ -175,7 +175,7 @@ void Mount::handle(Request& request) {
   switch (opcode) {  // those without a reply
     case FUSE_FORGET:
     case FUSE_BATCH_FORGET:
-      return relay_.forward_forget(request);
+      return names_.forget(request);
     case FUSE_INTERRUPT:
       return interrupt(request);
     case FUSE_NOTIFY_REPLY:  // to a notification that is never sent
@@ -198,6 +198,9 @@ void Mount::handle(Request& request) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
       return copy_file_range(request, std::move(responder));
+    case FUSE_LOOKUP:
+      if (names_.lookup(request, responder)) return;
+      break;
     case FUSE_OPEN:
       if (names_.open(request, responder)) return;
       break;

@@ -3,7 +3,12 @@
 #include <sys/stat.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
 
 #include "base/status.h"
 #include "fuse/control_messages.h"
@@ -12,9 +17,46 @@
 
 namespace gpufs::fuse {
 
+namespace {
+
+constexpr std::size_t kBody = sizeof(fuse_in_header);
+constexpr std::size_t kLongestName = 255;
+
+// The name that a LOOKUP is about; empty if the message is not as it should be.
+std::string_view name_of(const Request& request) {
+  const std::span<const std::byte> body = request.message.subspan(kBody);
+  if (body.empty() || body.back() != std::byte{0}) return {};
+  const std::string_view text(reinterpret_cast<const char*>(body.data()), body.size() - 1);
+  return text.find('\0') == std::string_view::npos ? text : std::string_view();
+}
+
+}  // namespace
+
+bool NameOperations::lookup(const Request& request, Responder& responder) {
+  const std::shared_ptr<Inode> directory = table_.find(request.header.nodeid);
+  if (!directory || !S_ISDIR(directory->kind()) || directory->device() < 0) return false;
+  const std::string_view name = name_of(request);
+  if (name.empty() || name.size() > kLongestName || name == "." || name == "..") return false;
+  count(statistics_.of(FUSE_LOOKUP).native);
+  fuse_entry_out out{};  // without an inode: the kernel may remember that there is no such name
+  out.entry_valid = entry_validity_.seconds;
+  out.entry_valid_nsec = entry_validity_.nanoseconds;
+  if (const std::shared_ptr<Inode> inode = table_.look_up(*directory, name)) {
+    out.nodeid = inode->ino();
+    out.attr.ino = inode->ino();
+    fill_attr(inode->attributes(), out.attr);
+    if (may_be_cached(out.attr.mode)) {
+      out.attr_valid = attribute_validity_.seconds;
+      out.attr_valid_nsec = attribute_validity_.nanoseconds;
+    }
+  }
+  responder.body(out);
+  return true;
+}
+
 bool NameOperations::open(const Request& request, Responder& responder) {
   fuse_open_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) return false;
+  if (!read_struct(request.message, kBody, &in)) return false;
   const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
   if (!inode || !inode->buffer()) return false;
   const Result<std::uint64_t> fh = table_.open(request.header.nodeid, static_cast<int>(in.flags));
@@ -22,7 +64,7 @@ bool NameOperations::open(const Request& request, Responder& responder) {
   count(statistics_.of(FUSE_OPEN).native);
   fuse_open_out out{};
   out.fh = fh.value();
-  out.open_flags = buffer_open_flags(init_);
+  out.open_flags = buffer_open_flags(relay_.init());
   responder.body(out);
   return true;
 }
@@ -35,6 +77,26 @@ bool NameOperations::opendir(const Request& request, Responder& responder) {
   out.fh = directory_handle(inode->ino(), directories_opened_.fetch_add(1, std::memory_order_relaxed));
   responder.body(out);
   return true;
+}
+
+void NameOperations::forget(const Request& request) {
+  std::vector<fuse_forget_one> all;
+  if (request.header.opcode == FUSE_FORGET) {
+    fuse_forget_in in{};
+    if (read_struct(request.message, kBody, &in)) all.push_back({request.header.nodeid, in.nlookup});
+  } else {
+    fuse_batch_forget_in in{};
+    constexpr std::size_t kFirst = kBody + sizeof(in);
+    if (read_struct(request.message, kBody, &in) &&
+        (request.message.size() - kFirst) / sizeof(fuse_forget_one) >= in.count) {
+      all.resize(in.count);
+      if (in.count != 0) std::memcpy(all.data(), request.message.data() + kFirst, in.count * sizeof(fuse_forget_one));
+    }
+  }
+  if (all.empty()) return count(statistics_.bad_requests);
+  count(statistics_.of(request.header.opcode).native);
+  std::erase_if(all, [this](const fuse_forget_one& one) { return table_.forget(one.nodeid, one.nlookup); });
+  relay_.forget(all);
 }
 
 }  // namespace gpufs::fuse
