@@ -9,17 +9,6 @@ from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
-SET_MODE: Final[int] = lib.GPUFS_SET_MODE
-SET_UID: Final[int] = lib.GPUFS_SET_UID
-SET_GID: Final[int] = lib.GPUFS_SET_GID
-SET_SIZE: Final[int] = lib.GPUFS_SET_SIZE
-SET_ATIME: Final[int] = lib.GPUFS_SET_ATIME
-SET_MTIME: Final[int] = lib.GPUFS_SET_MTIME
-SET_CTIME: Final[int] = lib.GPUFS_SET_CTIME
-SET_ATIME_NOW: Final[int] = lib.GPUFS_SET_ATIME_NOW
-SET_MTIME_NOW: Final[int] = lib.GPUFS_SET_MTIME_NOW
-SET_CTIME_NOW: Final[int] = lib.GPUFS_SET_CTIME_NOW
-SET_NLINK: Final[int] = lib.GPUFS_SET_NLINK
 RELATIME: Final[int] = lib.GPUFS_RELATIME
 STRICTATIME: Final[int] = lib.GPUFS_STRICTATIME
 NOATIME: Final[int] = lib.GPUFS_NOATIME
@@ -34,7 +23,7 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "ipc": lib.GPUFS_SHARE_IPC,
 }
 
-# Handles that the engine gives to directories on devices: a bit, and the inode below (native/src/fuse/open_files.h).
+# Handles that the engine gives to directories: a bit, and the inode below (native/src/fuse/open_files.h).
 _DIRECTORY_HANDLE: Final = 1 << 60
 _DIRECTORY_INODE: Final = (1 << 48) - 1
 
@@ -286,13 +275,11 @@ class Mount(Handle):
             raise failure(status)
         return _unpack(attributes)
 
-    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
-        """Sets what the SET_ bits in ``set`` name, all or nothing; returns the new attributes."""
-        changed = _pack(attributes)
-        status = lib.gpufs_inode_set(self._handle, ino, set, changed)
+    def inode_links(self, ino: int, links: int) -> None:
+        """Sets the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
+        status = lib.gpufs_inode_links(self._handle, ino, links)
         if status.error:
             raise failure(status)
-        return _unpack(changed)
 
     def inode_read(self, ino: int) -> None:
         """Sets the access time, if that is due, after a read by other means than the mount's native operations."""

@@ -1,7 +1,7 @@
 """Hands each request that the native data plane leaves to Python to the one that answers it.
 
-Native code answers OPEN, READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FSYNC and IOCTL of buffers, OPENDIR of
-directories on devices, and GETATTR, STATX,
+Native code answers OPEN, READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FSYNC and IOCTL of buffers, LOOKUP and OPENDIR
+of directories except those of the host, and GETATTR, STATX,
 SETATTR, STATFS and the operations on extended attributes of everything in its inode table. In the replies given here it
 fills in the attributes from that table: Python sets only the inode number, the type and the time-outs.
 
@@ -85,7 +85,7 @@ class Operations(pyfuse3.Operations):
         self._backing = backing
 
     def _directory(self, fh: int) -> Opened:
-        """An open directory. The engine opens those on devices, of which Python hears when they are first used."""
+        """An open directory. The engine opens all but those of the host; Python learns of them when they are read."""
         opened = self._handles.get(fh)
         if opened is None and (inode := self._table.directory_of(fh)) is not None:
             opened = self._names.listing(inode)
@@ -136,7 +136,7 @@ class Operations(pyfuse3.Operations):
 
     @_request
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        await self._directory(fh).sync(data_only=datasync)
+        await self._handles.existing(fh).sync(data_only=datasync)
 
     @_request
     async def read(self, fh: int, off: int, size: int) -> bytes:

@@ -142,7 +142,7 @@ class NamesHandler:
     # ---- opening ----
 
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
-        return self._handles.add(self.listing(inode))
+        raise error(ESTALE)  # the engine opens directories: this one has just gone from its table
 
     def listing(self, inode: int) -> Opened:
         """What a program sees of a directory that it has opened."""

@@ -1,7 +1,7 @@
 """The rules by which names come and go.
 
 The tree keeps names and link counts, and updates the engine's table. That has a copy of the names: the engine answers
-LOOKUP in directories on devices. The tree raises :class:`OSError` with the errno that the caller of the system call
+LOOKUP. The tree raises :class:`OSError` with the errno that the caller of the system call
 gets. A function that raises has changed nothing.
 
 Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there, not even by root
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from gpufs.engine import NO_LIMIT, SET_CTIME_NOW, SET_NLINK, Attributes, Mount
+from gpufs.engine import NO_LIMIT, Attributes, Mount
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
@@ -28,7 +28,6 @@ RENAME_WHITEOUT = 4
 BUFFER_BLOCK_SIZE = 1 << 20  # what programs read at once: larger only makes small reads slow
 BLOCK_SIZE = 4096
 
-_NOTHING = Attributes()
 _SECOND = 1_000_000_000
 _RENAME_FLAGS = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
@@ -352,7 +351,7 @@ class Tree:
         elif target is not None:
             target.names -= 1
             self._update_links(target)
-        self._changed(node)
+        self._update_links(node)
         if isinstance(node, Directory):
             self._count_subdirectories(source_directory, target_directory)
         if target is not None:
@@ -433,8 +432,8 @@ class Tree:
             return
         self._attach(one_directory, one_name, other)
         self._attach(other_directory, other_name, one)
-        self._changed(one)
-        self._changed(other)
+        self._update_links(one)
+        self._update_links(other)
         if isinstance(one, Directory) != isinstance(other, Directory):
             self._count_subdirectories(one_directory, other_directory)
 
@@ -525,20 +524,18 @@ class Tree:
     def _count_subdirectories(self, *directories: Directory) -> None:
         """The names of directories came or went: sets the link counts."""
         for directory in directories:
-            self._table.inode_set(directory.ino, SET_NLINK, Attributes(nlink=2 + directory.subdirectories))
-
-    def _changed(self, node: Node) -> None:
-        self._table.inode_set(node.ino, SET_CTIME_NOW, _NOTHING)
+            self._update_links(directory)
 
     def _update_links(self, node: Node) -> None:
-        self._table.inode_set(node.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=node.names))
+        """Sets the link count, and the change time to now."""
+        self._table.inode_links(node.ino, 2 + node.subdirectories if isinstance(node, Directory) else node.names)
 
     def _close_directory(self, directory: Directory) -> None:
         directory.names = 0
         directory.closed = True
         if directory.limiting is directory:
             self._table.limit_directory(directory.ino, NO_LIMIT)
-        self._table.inode_set(directory.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=0))
+        self._table.inode_links(directory.ino, 0)
 
     def _drop_if_unused(self, node: Node) -> None:
         if node.names == 0 and node.ino in self.nodes and self._table.inode_remove(node.ino):

@@ -148,10 +148,10 @@ TEST_F(MountTest, BuffersOpenCachedWhereDirectIoCannotBeMapped) {
   EXPECT_EQ(kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>().open_flags, kOpenNoFlush);
 }
 
-TEST_F(RelayTest, NamesOnDevicesAreFoundWithoutTheControlPlane) {
+TEST_F(RelayTest, NamesAreFoundWithoutTheControlPlane) {
   add_file(2);
   ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
-  ASSERT_TRUE(table->add(file_attributes(4, S_IFDIR | 0755, -1)).ok());
+  ASSERT_TRUE(table->add(file_attributes(kFirstHostInode, S_IFDIR | 0755, -1)).ok());
   ASSERT_TRUE(table->set_name(3, "some", 2).ok());
   const auto look_up = [&](std::string_view text) {
     Bytes body;
@@ -170,7 +170,7 @@ TEST_F(RelayTest, NamesOnDevicesAreFoundWithoutTheControlPlane) {
   ASSERT_TRUE(table->remove_name(3, "some").ok());
   EXPECT_EQ(look_up("some").as<fuse_entry_out>().nodeid, 0U);
 
-  // Of the control plane: special names, impossible ones, and those in its own directories.
+  // Of the control plane: special names, impossible ones, and those in directories of the host.
   for (const std::string& text : {std::string("."), std::string(".."), std::string(256, 'x'), std::string()}) {
     Bytes body;
     append_text(body, text);
@@ -179,7 +179,7 @@ TEST_F(RelayTest, NamesOnDevicesAreFoundWithoutTheControlPlane) {
   }
   kernel->send(FUSE_LOOKUP, 3, Bytes(4, std::byte{'x'}));
   control->expect(FUSE_LOOKUP);
-  kernel->send(FUSE_LOOKUP, 4, name());
+  kernel->send(FUSE_LOOKUP, kFirstHostInode, name());
   control->expect(FUSE_LOOKUP);
 }
 
@@ -191,7 +191,7 @@ TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
   EXPECT_EQ(table->remove(2).error(), EBUSY);
   kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
   gpufs_attributes attributes{};
-  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &attributes).ok());
+  ASSERT_TRUE(table->set(2, kSetNlink, &attributes).ok());
   Bytes body = bytes_of(fuse_batch_forget_in{2, 0});
   append(body, fuse_forget_one{2, 1});
   append(body, fuse_forget_one{2, 1});
@@ -206,11 +206,11 @@ TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
   EXPECT_EQ(table->hold(2).error(), ENOENT);
 }
 
-TEST_F(RelayTest, FilesAndDirectoriesOnDevicesOpenWithoutTheControlPlane) {
+TEST_F(RelayTest, FilesOnDevicesAndDirectoriesOpenWithoutTheControlPlane) {
   add_file(2);
   ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
   ASSERT_TRUE(table->add(file_attributes(4, S_IFREG | 0444, -1)).ok());
-  ASSERT_TRUE(table->add(file_attributes(5, S_IFDIR | 0555, -1)).ok());
+  ASSERT_TRUE(table->add(file_attributes(kFirstHostInode, S_IFDIR | 0555, -1)).ok());
   const std::size_t files = table->counts().files;
   const auto file = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
   EXPECT_TRUE(is_buffer(file.fh));
@@ -222,13 +222,19 @@ TEST_F(RelayTest, FilesAndDirectoriesOnDevicesOpenWithoutTheControlPlane) {
   const auto other = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
   EXPECT_NE(one.fh, other.fh);
   EXPECT_EQ(one.fh & kDirectoryHandle, kDirectoryHandle);
-  EXPECT_EQ(one.fh & ((std::uint64_t{1} << kDirectoryInodeBits) - 1), 3U);
+  EXPECT_EQ(one.fh & (kFirstHostInode - 1), 3U);
   EXPECT_FALSE(is_buffer(one.fh) || is_backing(one.fh));
+  EXPECT_EQ(kernel->call(FUSE_FSYNCDIR, 3, bytes_of(fuse_fsync_in{one.fh, 0, 0})).error(), 0);
+  EXPECT_EQ(kernel->call(FUSE_RELEASEDIR, 3, bytes_of(fuse_release_in{one.fh, 0, 0, 0})).error(), 0);
+  fuse_read_in listing{};
+  listing.fh = other.fh;
+  relay_reply(FUSE_READDIR, 3, bytes_of(listing), {});
+  relay_reply(FUSE_RELEASEDIR, 3, bytes_of(fuse_release_in{other.fh, 0, 0, 0}), {});  // the control plane has listed it
 
-  // Of the control plane: its own files and directories, inodes that it alone knows, and short messages.
+  // Of the control plane: its own files, directories of the host, inodes that it alone knows, and short messages.
   kernel->send(FUSE_OPEN, 4, bytes_of(fuse_open_in{}));
   control->expect(FUSE_OPEN);
-  kernel->send(FUSE_OPENDIR, 5, bytes_of(fuse_open_in{}));
+  kernel->send(FUSE_OPENDIR, kFirstHostInode, bytes_of(fuse_open_in{}));
   control->expect(FUSE_OPENDIR);
   kernel->send(FUSE_OPEN, 99, bytes_of(fuse_open_in{}));
   control->expect(FUSE_OPEN);

@@ -19,7 +19,7 @@ from typing import Final
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import Node
 
-FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below
+FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below (native/src/fuse/open_files.h)
 _MANY: Final = 100_000  # inodes, of half a KiB each, above which the kernel is asked to forget some
 _TRIED: Final = 8  # inodes that are considered for each new one
 _FEWEST: Final = 16  # descriptors of files that are kept in any case

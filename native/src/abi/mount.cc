@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
+#include "fuse/attributes.h"
 #include "fuse/buffer_source.h"
 #include "fuse/inode_table.h"
 #include "fuse/mount.h"
@@ -248,10 +249,11 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes*
   });
 }
 
-gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes) {
+gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    if (attributes == nullptr) return gpufs::null_argument();
-    return found.table().set(ino, set, attributes);
+    gpufs_attributes wanted{};
+    wanted.nlink = links;
+    return found.table().set(ino, gpufs::fuse::kSetNlink | gpufs::fuse::kSetCtimeNow, &wanted);
   });
 }
 

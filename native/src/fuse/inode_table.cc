@@ -16,9 +16,8 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kAllSetFlags = GPUFS_SET_MODE | GPUFS_SET_UID | GPUFS_SET_GID | GPUFS_SET_SIZE |
-                                       GPUFS_SET_ATIME | GPUFS_SET_MTIME | GPUFS_SET_CTIME | GPUFS_SET_ATIME_NOW |
-                                       GPUFS_SET_MTIME_NOW | GPUFS_SET_CTIME_NOW | GPUFS_SET_NLINK;
+constexpr std::uint32_t kAllSetFlags = kSetMode | kSetUid | kSetGid | kSetSize | kSetAtime | kSetMtime | kSetCtime |
+                                       kSetAtimeNow | kSetMtimeNow | kSetCtimeNow | kSetNlink;
 constexpr std::uint32_t kPermissions = 07777;
 constexpr std::uint32_t kSecond = 1'000'000'000;
 
@@ -274,7 +273,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   if (!inode) return unknown_inode(ino);
 
   // The parts that can fail come first: a new name, and the size, which takes the buffer's locks and none of ours.
-  if ((set & GPUFS_SET_NLINK) != 0) {
+  if ((set & kSetNlink) != 0) {
     const std::uint32_t links = inode->attributes().nlink;
     const std::uint64_t more = S_ISDIR(inode->kind_) || attributes->nlink <= links ? 0 : attributes->nlink - links;
     const auto change = [&](gpufs_attributes& ours, const auto&) {
@@ -284,33 +283,33 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     if (change_metadata(*inode, more * kNameBytes, change) != 0)
       return Status(ENOSPC, "the mount's limit for metadata");
   }
-  if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
+  if ((set & kSetSize) != 0 && inode->buffer_) {
     if (Status status = inode->buffer()->resize(attributes->size); !status.ok()) return status;
   }
-  const bool pays = (set & GPUFS_SET_UID) != 0 && inode->buffer_;
+  const bool pays = (set & kSetUid) != 0 && inode->buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode->device_, attributes->uid) : nullptr;
   bool doomed = false;
   {
     const Timestamp now = Timestamp::now();
     const std::lock_guard lock(inode->mutex_);
     gpufs_attributes& ours = inode->attributes_;
-    if ((set & GPUFS_SET_MODE) != 0) {
+    if ((set & kSetMode) != 0) {
       ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
       ExtendedAttributes::Value* const acl = inode->extended_ ? inode->extended_->find(kAccessAcl) : nullptr;
       if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
     }
-    if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
+    if ((set & kSetUid) != 0) ours.uid = attributes->uid;
     if (pays) inode->buffer_->charge().move(Charge::kOwner, std::move(payer));
-    if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
-    if ((set & GPUFS_SET_SIZE) != 0 && !inode->buffer_) ours.size = attributes->size;
-    if ((set & GPUFS_SET_ATIME) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
-    if ((set & GPUFS_SET_MTIME) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
-    if ((set & GPUFS_SET_ATIME_NOW) != 0) set_atime(ours, now);
-    if ((set & GPUFS_SET_MTIME_NOW) != 0) set_mtime(ours, now);
-    doomed = (set & GPUFS_SET_NLINK) != 0 && update_orphan_locked(inode);  // removed at the same time
-    if ((set & GPUFS_SET_CTIME) != 0) {
+    if ((set & kSetGid) != 0) ours.gid = attributes->gid;
+    if ((set & kSetSize) != 0 && !inode->buffer_) ours.size = attributes->size;
+    if ((set & kSetAtime) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
+    if ((set & kSetMtime) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
+    if ((set & kSetAtimeNow) != 0) set_atime(ours, now);
+    if ((set & kSetMtimeNow) != 0) set_mtime(ours, now);
+    doomed = (set & kSetNlink) != 0 && update_orphan_locked(inode);  // removed at the same time
+    if ((set & kSetCtime) != 0) {
       set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
-    } else if ((set & GPUFS_SET_CTIME_NOW) != 0) {
+    } else if ((set & kSetCtimeNow) != 0) {
       set_ctime(ours, now);
     }
   }

@@ -156,7 +156,7 @@ class InodeTable {
   void was_read(Inode& inode) const;
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
-  // Sets what `set` (GPUFS_SET_*) names, all or nothing, and returns the new attributes in `attributes`. Times that it
+  // Sets what `set` (kSet...) names, all or nothing, and returns the new attributes in `attributes`. Times that it
   // does not name stay. An access control list follows the mode.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 

@@ -207,6 +207,12 @@ void Mount::handle(Request& request) {
     case FUSE_OPENDIR:
       if (names_.opendir(request, responder)) return;
       break;
+    case FUSE_FSYNCDIR:
+      if (names_.fsyncdir(request, responder)) return;
+      break;
+    case FUSE_RELEASEDIR:
+      if (names_.releasedir(request, responder)) return;
+      break;
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_IOCTL:
@@ -214,7 +220,7 @@ void Mount::handle(Request& request) {
       return responder.error(ENOTTY);
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
-      note_listing(request);
+      names_.note_listing(request);
       break;
     default:
       break;
@@ -299,13 +305,6 @@ void Mount::release(Request& request, Responder responder) {
   }
   count(statistics_.of(FUSE_RELEASE).native);
   responder.ok();
-}
-
-void Mount::note_listing(const Request& request) {
-  // The control plane lists, but its library does not report O_NOATIME.
-  const auto in = request.arguments<fuse_read_in>();
-  if (in.offset != 0 || (in.flags & O_NOATIME) != 0) return;
-  if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) table_.was_read(*inode);
 }
 
 void Mount::interrupt(const Request& request) {

@@ -90,7 +90,6 @@ class Mount final : private RequestHandler {
   // A copy is about two files.
   void copy_file_range(Request& request, Responder responder);
   void release(Request& request, Responder responder);
-  void note_listing(const Request& request);
 
   UniqueFd ended_;
   mutable Statistics statistics_;

@@ -1,11 +1,13 @@
 #include "fuse/name_operations.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -32,9 +34,15 @@ std::string_view name_of(const Request& request) {
 
 }  // namespace
 
+std::shared_ptr<Inode> NameOperations::find_directory(const Request& request) const {
+  if (request.header.nodeid >= kFirstHostInode) return nullptr;
+  std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
+  return inode && S_ISDIR(inode->kind()) ? inode : nullptr;
+}
+
 bool NameOperations::lookup(const Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> directory = table_.find(request.header.nodeid);
-  if (!directory || !S_ISDIR(directory->kind()) || directory->device() < 0) return false;
+  const std::shared_ptr<Inode> directory = find_directory(request);
+  if (!directory) return false;
   const std::string_view name = name_of(request);
   if (name.empty() || name.size() > kLongestName || name == "." || name == "..") return false;
   count(statistics_.of(FUSE_LOOKUP).native);
@@ -70,13 +78,43 @@ bool NameOperations::open(const Request& request, Responder& responder) {
 }
 
 bool NameOperations::opendir(const Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode || !S_ISDIR(inode->kind()) || inode->device() < 0) return false;
+  const std::shared_ptr<Inode> inode = find_directory(request);
+  if (!inode) return false;
   count(statistics_.of(FUSE_OPENDIR).native);
   fuse_open_out out{};
   out.fh = directory_handle(inode->ino(), directories_opened_.fetch_add(1, std::memory_order_relaxed));
   responder.body(out);
   return true;
+}
+
+bool NameOperations::fsyncdir(const Request& request, Responder& responder) {
+  if (!is_directory_handle(request.arguments<std::uint64_t>())) return false;
+  count(statistics_.of(FUSE_FSYNCDIR).native);
+  responder.ok();
+  return true;
+}
+
+bool NameOperations::releasedir(const Request& request, Responder& responder) {
+  const auto fh = request.arguments<std::uint64_t>();
+  if (!is_directory_handle(fh)) return false;
+  {
+    const std::lock_guard lock(listed_mutex_);
+    if (listed_.erase(fh) != 0) return false;
+  }
+  count(statistics_.of(FUSE_RELEASEDIR).native);
+  responder.ok();
+  return true;
+}
+
+void NameOperations::note_listing(const Request& request) {
+  const auto in = request.arguments<fuse_read_in>();
+  if (is_directory_handle(in.fh)) {
+    const std::lock_guard lock(listed_mutex_);
+    listed_.insert(in.fh);
+  }
+  // The control plane's library does not report O_NOATIME.
+  if (in.offset != 0 || (in.flags & O_NOATIME) != 0) return;
+  if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) table_.was_read(*inode);
 }
 
 void NameOperations::forget(const Request& request) {
