@@ -28,7 +28,8 @@ test: setup
 check: setup
 	@scripts/check
 
-bench: setup build
+bench: build
+	@scripts/setup bench
 	@.venv/bin/python -m bench
 	@.venv/bin/python -m bench.submissions
 

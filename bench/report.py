@@ -45,20 +45,30 @@ def size_text(size: int) -> str:
     return f"{size >> 20}M" if size >= 1 << 20 else f"{size >> 10}K"
 
 
-def table(cases: Sequence[tuple[str, int, int]], systems: Sequence[str], rates: Mapping[Any, Sequence[float]]) -> str:
-    """GB/s for each case and system (medians), the time of a call for small blocks, and gpufs against the others."""
+def table(cases: Sequence[tuple[str, int, int]], systems: Sequence[str], samples: Mapping[Any, Sequence[Any]]) -> str:
+    """One row a case, with medians: GB/s and gpufs against the others; for small blocks the time of a call instead.
+
+    That time is the median call's and, after a slash, the 99th percentile. A system that lacks a case has "-" there.
+    """
     others = [name for name in systems if name != "gpufs"]
-    head = ["", "block", "streams", *(f"{name} GB/s" for name in systems)]
+    head = ["", "block", "streams", *systems]
     head += [f"gpufs/{name}" for name in others] if "gpufs" in systems else []
     rows = [head]
     for operation, block, streams in cases:
-        found = {name: median(rates[name, operation, block, streams]) for name in systems}
+        found = {name: taken for name in systems if (taken := samples.get((name, operation, block, streams)))}
+        rates = {name: median([sample.rate for sample in taken]) for name, taken in found.items()}
         row = [operation, size_text(block), str(streams)]
         for name in systems:
-            micros = block * streams / found[name] * 1e6
-            row.append(f"{found[name] / 1e9:.2f}" + (f" ({micros:.1f} us)" if block <= 1 << 16 else ""))
+            if name not in found:
+                row.append("-")
+            elif block <= 1 << 16:
+                middle = median([sample.median for sample in found[name]]) * 1e6
+                late = median([sample.percentile99 for sample in found[name]]) * 1e6
+                row.append(f"{middle:.1f} / {late:.1f} us")
+            else:
+                row.append(f"{rates[name] / 1e9:.2f} GB/s")
         if "gpufs" in systems:
-            row += [f"{found['gpufs'] / found[name]:.2f}" for name in others]
+            row += [f"{rates['gpufs'] / rates[name]:.2f}" if name in rates else "-" for name in others]
         rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

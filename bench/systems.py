@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 MIB = 1 << 20
 GPUFS = (sys.executable, "-m", "gpufs")
@@ -102,24 +100,6 @@ def _has_open(process: int, path: str) -> bool:
     with contextlib.suppress(OSError):
         return any(os.readlink(link) == path for link in Path(f"/proc/{process}/fd").iterdir())
     return False
-
-
-def reader_threads(driver: str = "host") -> int:
-    """How many reader threads a mount has by default here."""
-    with gpufs("probe", 64 * MIB, driver=driver) as system:
-        status = json.loads((system.directory.parent / ".gpufs" / "status").read_text())
-        return int(find(status, "readers_limit"))
-
-
-def find(tree: Any, key: str) -> Any:
-    """The value of the first `key` anywhere in nested dicts. KeyError without one."""
-    if isinstance(tree, dict):
-        if key in tree:
-            return tree[key]
-        for value in tree.values():
-            with contextlib.suppress(KeyError):
-                return find(value, key)
-    raise KeyError(key)
 
 
 @contextlib.contextmanager

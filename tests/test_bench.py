@@ -6,16 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from support.mounting import REPOSITORY
 
 
 def test_a_short_run_of_everything(tmp_path: Path) -> None:
-    words = "--trace-rounds 2 --rounds 1 --seconds 0.02 --blocks 4K,1M --streams 1,2 --file-bytes 4M --threads --json"
+    words = "--trace-rounds 2 --rounds 1 --seconds 0.02 --blocks 4K,1M --streams 1,2 --file-bytes 4M --load-bytes 4M"
     mounts = Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-")
     done = subprocess.run(
-        [sys.executable, "-m", "bench", *words.split(), str(tmp_path / "out.json")],
+        [sys.executable, "-m", "bench", *words.split(), "--json", str(tmp_path / "out.json")],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -25,13 +26,21 @@ def test_a_short_run_of_everything(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "out.json").read_text())
     systems = {result["system"] for result in document["results"]}
-    assert {"gpufs", "tmpfs", "pyfuse3"} < systems
-    assert len(systems) == 5
-    assert len(document["results"]) == 5 * 3 * 2 * 2
+    assert systems == {"gpufs", "tmpfs", "pyfuse3"}
+    cases = {(result["system"], result["operation"]) for result in document["results"]}
+    moves, more = {"read", "rewrite", "fresh", "open"}, {"map", "create", "unlink"}
+    loads = {"numpy.memmap", "safetensors", "torch.load"}
+    assert {operation for system, operation in cases if system == "pyfuse3"} == moves
+    for system in systems - {"pyfuse3"}:
+        assert {operation for name, operation in cases if name == system} == moves | more | loads
+    assert sum(result["operation"] == "read" for result in document["results"]) == 3 * 2 * 2
     assert all(min(result["bytes_per_second"]) > 0 for result in document["results"])
     assert document["machine"]["cpus"] == len(os.sched_getaffinity(0))
     assert "gpufs/pyfuse3" in done.stdout
     assert {state: len(values) for state, values in document["trace_seconds_per_read"].items()} == {"off": 2, "on": 2}
+    drawn = find_spec("matplotlib") is not None
+    assert (tmp_path / "out.png").exists() == drawn
+    assert drawn or "no picture" in done.stderr
     assert "while it is recorded" in done.stdout
     assert Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-") <= mounts
 

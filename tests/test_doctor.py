@@ -14,7 +14,9 @@ from support.users import user_gpufs
 
 from gpufs.cli import _doctor_checks as checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
+from gpufs.mounting import MountEntry
 
+URING = "sys/module/fuse/parameters/enable_uring"
 NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
@@ -32,6 +34,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "dev/fuse": "",
             "etc/fuse.conf": "# a comment\nuser_allow_other\n",
             "proc/sys/vm/max_map_count": "65530\n",
+            URING: "Y\n",
             f"{NODES}/0/properties": "cpu_cores_count 64\nsimd_count 0\ncapability 0\n",
             f"{NODES}/1/properties": amd_gpu(0x40),
             **(files or {}),
@@ -49,6 +52,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "limit": lambda kind: (1 << 40, 1 << 40),
             "access": lambda path, mode: True,
             "raises_rights": lambda program: True,
+            "mounts": list,
             "probe": answers({"host": {"devices": ["host memory"], "refusals": []}}),
         }
         return Environment(**{**everything, **facts})
@@ -73,6 +77,11 @@ def answers(drivers: dict[str, Any], paths: dict[str, Any] | None = None) -> Cal
 def one(findings: Sequence[Finding], name: str, group: str | None = None) -> Finding:
     (found,) = [one for one in findings if one.name == name and group in (None, one.group)]
     return found
+
+
+def mounts_at_7() -> list[MountEntry]:
+    """One mount, which is device 0:7."""
+    return [MountEntry("/mnt/gpufs", "/", "0:7", "gpufs", "rw", "fuse.gpufs", 1, frozenset({"rw"}))]
 
 
 CUDA = {"devices": ["NVIDIA H200", "NVIDIA H200"], "refusals": []}
@@ -104,6 +113,10 @@ def test_a_good_machine_has_no_findings(machine: Callable[..., Environment]) -> 
         ({}, {"limit": lambda kind: (-1, -1), "uid": 1000}, "locked memory", OK, "unlimited"),
         ({}, {"limit": lambda kind: (1024, 1024)}, "descriptors", NOTE, "1024"),
         ({}, {"limit": lambda kind: (resource.RLIM_INFINITY,) * 2}, "descriptors", OK, "unlimited"),
+        ({URING: "N\n"}, {}, "io_uring", NOTE, "/dev/fuse"),
+        ({URING: None}, {}, "io_uring", NOTE, "6.18.0"),
+        ({"sys/class/bdi/0:7/read_ahead_kb": "128\n"}, {"mounts": mounts_at_7}, "/mnt/gpufs", NOTE, "128 KiB"),
+        ({"sys/class/bdi/0:7/read_ahead_kb": "4096\n"}, {"mounts": mounts_at_7}, "/mnt/gpufs", OK, "4096 KiB"),
         ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000"),
     ],
 )

@@ -19,7 +19,7 @@ PROGRAM = """
 import errno, os, signal, sys
 import pyfuse3, trio
 from gpufs import engine, mounting, service
-from gpufs.daemon import main as daemon, supervision
+from gpufs.daemon import control_plane, main as daemon, supervision
 
 def fail(*arguments, **named):
     raise OSError(errno.ENOMEM, "planned failure")
@@ -93,8 +93,8 @@ STEPS = {
         "mounting.mount = mount"
     ),
     "data plane": "engine.Mount = crash",
-    "tree": "daemon.Tree = crash",
-    "operations": "daemon.Operations = fail",
+    "tree": "control_plane.Tree = crash",
+    "operations": "control_plane.Operations = fail",
     "pyfuse3": "pyfuse3.init = crash",
     "threads": "engine.Mount.start = fail",
     "main loop": "pyfuse3.main = crash_later",
@@ -114,7 +114,7 @@ def test_a_failure_at_any_step_leaves_nothing(mountpoint: str, step: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "step", ["mounting.mount", "daemon.Tree", "daemon.Operations", "pyfuse3.init", "engine.Mount.start"]
+    "step", ["mounting.mount", "control_plane.Tree", "control_plane.Operations", "pyfuse3.init", "engine.Mount.start"]
 )
 def test_a_signal_during_the_start_unmounts(mountpoint: str, step: str) -> None:
     code, answers, said = start(mountpoint, f"{step} = signalled({step})")

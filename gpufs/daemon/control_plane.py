@@ -1,0 +1,77 @@
+"""Joins the parts of the control plane: the tree of names, the files below .gpufs, and the answers to requests."""
+
+import os
+from collections.abc import Callable
+
+from gpufs import engine
+from gpufs.daemon.serving import Serving
+from gpufs.daemon.startup import MountRequest, StartFailure
+from gpufs.fs.backing import BackingHandler, Share
+from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
+from gpufs.fs.dispatch import Operations
+from gpufs.fs.handles import Handles
+from gpufs.fs.names import NamesHandler
+from gpufs.fs.quotas import Quotas
+from gpufs.fs.replies import Replies
+from gpufs.fs.tree import Tree
+
+
+def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple[Operations, Tree]:
+    """The control plane's answers to requests, and the tree of names that they are about."""
+    values, opened, entry = request.config, mount.engine, serving.entry
+
+    def leases(uid: int) -> list[dict[str, object]]:
+        return serving.service.leases(uid) if serving.service is not None else []
+
+    status = MountStatus(
+        mountpoint=request.mountpoint,
+        driver=opened.driver,
+        devices=opened.devices,
+        knobs=values,
+        statistics=mount.statistics,
+        files=lambda index: tree.files[index],
+        transfers=lambda: serving.service.statistics() if serving.service is not None else {},
+        leases=leases,
+        io=opened.io_statistics,
+        quotas=lambda uid: Quotas(tree, mount).as_list(uid),
+    )
+    activity = MountActivity(
+        status,
+        mount,
+        paths=lambda inos: tree.paths(inos),
+        copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
+    )
+    counted = MountStatistics(opened, request.mountpoint)
+    contents: dict[str, Callable[[int], bytes]] = {  # by the user that opens the file
+        "version": lambda _: version_text(),
+        "status": status.as_bytes,
+        "stats": lambda _: counted.as_bytes(),
+        "metrics": lambda _: counted.as_metrics(),
+        "activity": activity.as_bytes,
+        "socket": lambda _: os.fsencode(serving.socket_path) + b"\n",
+        "leases": lambda uid: leases_text(leases(uid)),
+    }
+    tree = Tree(
+        mount,
+        [device.info.uuid for device in opened.devices],
+        uid=os.geteuid(),
+        gid=os.getegid(),
+        # As on tmpfs: every user who is let in may create files.
+        device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
+        readme=readme_text(request.mountpoint, opened.devices, [share[0] for share in values["backing"] or ()]),
+        control_files=contents,
+        streams={"trace": engine.Trace},
+    )
+    handles = Handles()
+    replies = Replies(values["entry_timeout"], values["attribute_timeout"])
+    names = NamesHandler(tree, mount, handles, replies)
+    if not values["backing"]:
+        return Operations(mount, handles, names), tree
+    shares = [Share(*one) for one in values["backing"]]
+    ids = {"uid": os.geteuid(), "gid": os.getegid()}
+    try:
+        backing = BackingHandler(tree, mount, handles, replies, shares, device=entry.st_dev, **ids)
+    except OSError as failure:
+        path = os.fsdecode(failure.filename) if failure.filename else "backing"
+        raise StartFailure.of(failure, f"backing: {path}: ") from None
+    return Operations(mount, handles, names, backing), tree

@@ -1,0 +1,125 @@
+"""The daemon's mount in the kernel: making it, its settings, and its end."""
+
+import errno
+import fcntl
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import trio
+
+from gpufs import engine, mounting
+from gpufs.daemon import threads
+from gpufs.daemon.startup import MountRequest, StartFailure
+
+log = logging.getLogger("gpufs.daemon")
+
+# Seconds to wait for another daemon that is mounting at the same place.
+_LOCK_PATIENCE = 5.0
+# Seconds until a mount in use is detached instead of unmounted.
+_BUSY_GRACE = 0.5
+_BUSY_PAUSE = 0.05
+
+
+def refuse_itself(path: str, mountpoint: str) -> None:
+    """StartFailure if a directory to show below backing/ will be inside the mount."""
+    if os.path.commonpath((os.path.realpath(path), mountpoint)) == mountpoint:
+        raise StartFailure(errno.EDEADLK, f"backing: {path} is the mountpoint or below it; a mount cannot show itself")
+
+
+@contextmanager
+def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
+    """StartFailure if another daemon mounts here first, also if both were started at the same time."""
+    with ExitStack() as held:
+        with suppress(OSError):  # the directory cannot be opened or locked
+            directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, directory)
+            deadline = time.monotonic() + _LOCK_PATIENCE
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # a lock that stays has nothing to do with gpufs
+                    time.sleep(_BUSY_PAUSE)
+        if mounting.entry_of(mountpoint) is not None:
+            raise StartFailure(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
+        yield
+
+
+@contextmanager
+def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
+    """Mounts; yields the descriptor of the connection and the mount's entry. Always unmounts at the end.
+
+    ``has_ended``: whether the kernel has ended the connection. The mount is dead or gone then, and the kernel may have
+    reused its numbers for another mount.
+    """
+    try:
+        with _nobody_else_mounts(request.mountpoint):
+            fd, entry = mounting.mount(
+                request.mountpoint,
+                source=request.source,
+                allow_other=bool(request.config["allow_other"]),
+                flags=request.flags,
+            )
+    except OSError as failure:
+        raise StartFailure.of(failure) from None
+    try:
+        yield fd, entry
+    finally:
+        if (now := present(entry)) is not None:
+            try:
+                if has_ended():
+                    mounting.unmount_dead(now)
+                else:
+                    mounting.unmount(now.mountpoint, lazy=True)
+            except OSError as failure:
+                if present(entry) is not None:  # else another process has unmounted it
+                    log.warning("%s", failure.strerror or failure)
+
+
+def present(entry: mounting.MountEntry) -> mounting.MountEntry | None:
+    """The mount's present entry, None if it is gone or hidden. The old entry if mountinfo cannot be read."""
+    try:
+        return mounting.entry_with(entry.identity)
+    except OSError:
+        return entry
+
+
+def set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozenset[str] = frozenset()) -> None:
+    """Follows the mount's flags for access times, which the kernel leaves to the daemon for FUSE."""
+    if "noatime" in shown or "ro" in shown:
+        policy = engine.NOATIME
+    elif "relatime" in shown and "strictatime" not in asked:
+        policy = engine.RELATIME
+    else:
+        policy = engine.STRICTATIME
+    mount.set_access_times(policy, not_directories="nodiratime" in shown | asked)
+
+
+def set_read_ahead(device: str, size: int) -> None:
+    """Sets how many bytes the kernel reads ahead on the mount, which it allows root only.
+
+    The kernel takes 128 KiB for every FUSE mount, so a scan through a mapping waits for many small requests.
+    """
+    with suppress(OSError):  # a plain user, or /sys cannot be written
+        Path(f"/sys/class/bdi/{device}/read_ahead_kb").write_text(str(size >> 10))
+
+
+async def unmount(entry: mounting.MountEntry) -> None:
+    """Unmounts, or detaches the mount if it stays in use. Other mounts at the same place stay."""
+    deadline = trio.current_time() + _BUSY_GRACE
+    while (now := present(entry)) is not None:
+        lazy = trio.current_time() >= deadline
+        try:
+            await threads.run(functools.partial(mounting.unmount, now.mountpoint, lazy=lazy), abandon_on_cancel=True)
+            return
+        except OSError as failure:
+            if failure.errno != errno.EBUSY or lazy:
+                if present(entry) is not None:  # else another process has unmounted it
+                    log.warning("%s", failure.strerror or failure)
+                return
+        await trio.sleep(_BUSY_PAUSE)

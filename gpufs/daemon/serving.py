@@ -1,0 +1,262 @@
+"""What the daemon does while its mount answers requests: signals, clients, the launcher's answer, the mount's end."""
+
+import ctypes
+import errno
+import functools
+import logging
+import os
+import signal
+from contextlib import suppress
+
+import pyfuse3
+import trio
+
+from gpufs import engine, mounting, service
+from gpufs.daemon import mountpoint, supervision, threads
+from gpufs.daemon.logs import Log
+from gpufs.daemon.startup import Answer, MountRequest, StartFailure
+from gpufs.fs.quotas import Quotas
+from gpufs.fs.tree import Tree
+
+log = logging.getLogger("gpufs.daemon")
+
+# These signals end the mount or reopen the log file. They are blocked until their handler runs: a default action right
+# after mounting would end the process and leave a dead mount.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+# Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
+# memory are answered even if all of those block. A waiting task takes some 20 KiB.
+_TASKS = 10_000
+# Seconds at the end for cancelled copies.
+_COPIES_GRACE = 6.0
+# Seconds at the end for requests in progress. Those that wait for a server that hangs are abandoned.
+_REQUESTS_GRACE = 2.0
+# Seconds to reopen the log file.
+_REOPEN_GRACE = 5.0
+# Seconds until the daemon watches the mount's flags again after it found no thread or descriptor.
+_FLAGS_PAUSE = 1.0
+# Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
+_TRIM_SECONDS = 5.0
+_TRIM_INODES = 1000
+
+
+class Serving:
+    """One mount while it answers requests.
+
+    Parameters
+    ----------
+    early
+        Signals that came before this object could wait for them.
+    owner
+        A descriptor of the process with which the mount ends; -1 for none.
+    notes
+        What the user is told once the mount answers.
+    """
+
+    def __init__(
+        self,
+        request: MountRequest,
+        answer: Answer,
+        logs: Log,
+        mount: engine.Mount,
+        entry: mounting.MountEntry,
+        *,
+        socket_path: str,
+        early: list[int],
+        owner: int,
+        notes: list[str],
+    ) -> None:
+        self.entry = entry
+        self.socket_path = socket_path
+        self.service: service.Service | None = None
+        self._request = request
+        self._answer = answer
+        self._log = logs
+        self._mount = mount
+        self._early = early
+        self._owner = owner
+        self._notes = notes
+        self._manager = supervision.ServiceManager()
+        self._copies = trio.CancelScope()
+        self._copies_ended = trio.Event()
+        self._requests = trio.CancelScope()  # around the loop that answers requests
+
+    async def run(self, tree: Tree) -> None:
+        """Answers requests until the mount ends. StartFailure if it does not answer at first."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_signals)
+            nursery.start_soon(self._watch_end)
+            if self._owner >= 0:
+                nursery.start_soon(self._watch_owner)
+            nursery.start_soon(self._watch_flags)
+            nursery.start_soon(self._serve_clients, tree)
+            nursery.start_soon(self._answer_launcher)
+            nursery.start_soon(self._publish_statistics)
+            nursery.start_soon(self._trim_heap, tree)
+            nursery.start_soon(self._feed_watchdog)
+            with self._requests:
+                await pyfuse3.main(max_tasks=_TASKS)
+            self._copies.cancel()
+            nursery.cancel_scope.cancel()
+
+    async def _serve_clients(self, tree: Tree) -> None:
+        """Runs the service that copies for other processes and lets them attach files."""
+        config = self._request.config
+        served = service.ServedMount(
+            self._mount, tree, Quotas(tree, self._mount).set, trust_readers=bool(config["trust_readers"])
+        )
+        with self._copies:
+            async with trio.open_nursery() as nursery:
+                try:
+                    self.service = await nursery.start(
+                        functools.partial(
+                            service.serve,
+                            served,
+                            path=self.socket_path,
+                            device=self.entry.st_dev,
+                            allow_other=bool(config["allow_other"]),
+                        )
+                    )
+                except OSError as failure:
+                    # The mount is useful without it.
+                    log.error("no copy service: %s: %s", self.socket_path, failure.strerror)
+        self._copies_ended.set()
+
+    async def _answer_launcher(self) -> None:
+        try:
+            # The kernel's first request is answered only if both planes work.
+            await threads.run(lambda: os.stat(os.path.join(self.entry.mountpoint, "gpu0")), abandon_on_cancel=True)
+        except OSError as failure:
+            if mountpoint.present(self.entry) is None:
+                return  # it was unmounted at the same time: nothing has failed
+            raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
+        transport = self._mount.statistics()["transport"]
+        if self._request.config["transport"] == "uring" and transport["name"] != "io_uring":
+            raise StartFailure(errno.ENOTSUP, f"transport: {transport['reason']}")
+        mountpoint.set_read_ahead(
+            self.entry.device, self._request.config["read_ahead"]
+        )  # after INIT, which sets it too
+        if not self._request.foreground:
+            # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            for number in (0, 1, 2):
+                os.dup2(self._log.fd if number == 2 and self._log.fd >= 0 else null, number)
+            os.close(null)
+        try:
+            self._answer.give(
+                {
+                    "ok": True,
+                    "pid": os.getpid(),
+                    "mountpoint": self._request.mountpoint,
+                    "driver": self._mount.engine.driver,
+                    "identity": self.entry.identity,
+                    "devices": [
+                        {
+                            "name": f"gpu{device.index}",
+                            "description": device.info.name,
+                            "uuid": device.info.uuid or None,
+                            "total_bytes": device.info.total_bytes,
+                        }
+                        for device in self._mount.engine.devices
+                    ],
+                    "transport": transport["name"],
+                    "notes": self._notes,
+                }
+            )
+        except OSError:
+            log.error("the launcher has gone: the mount ends")
+            await mountpoint.unmount(self.entry)
+            return
+        await self._manager.ready(f"serves {self._request.mountpoint}")
+        if self._request.foreground and self._notes:
+            threads.in_background(functools.partial(_print_notes, self._notes))
+
+    async def _publish_statistics(self) -> None:
+        """Writes the gauges to the counters' file from time to time."""
+        while True:
+            self._mount.engine.statistics_publish()
+            await trio.sleep(self._request.config["stats_interval"])
+
+    async def _trim_heap(self, tree: Tree) -> None:
+        """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        most = 0
+        while trim is not None:
+            await trio.sleep(_TRIM_SECONDS)
+            most = max(most, len(tree.nodes))
+            if most >= _TRIM_INODES and len(tree.nodes) < most // 2:
+                most = len(tree.nodes)
+                trim(0)
+
+    async def _feed_watchdog(self) -> None:
+        """Reports to the service manager that the control plane runs, if it wants to know."""
+        while self._manager.watchdog_seconds:
+            await self._manager.alive()
+            await trio.sleep(self._manager.watchdog_seconds / 2)
+
+    async def _watch_signals(self) -> None:
+        with trio.open_signal_receiver(*SIGNALS) as arriving:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            for number in self._early:
+                signal.raise_signal(number)
+            async for number in arriving:
+                if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
+                    await self._manager.reloading()
+                    with trio.move_on_after(_REOPEN_GRACE), suppress(OSError):  # its disk may be frozen
+                        await threads.run(self._log.reopen, abandon_on_cancel=True)
+                    log.info("SIGHUP: the log continues here")
+                    await self._manager.ready(f"serves {self._request.mountpoint}")
+                    continue
+                await self._end(signal.Signals(number).name)
+                return
+
+    async def _watch_owner(self) -> None:
+        await trio.lowlevel.wait_readable(self._owner)
+        await self._end("the program that mounted has ended")
+
+    async def _end(self, why: str) -> None:
+        """Cancels running copies, unmounts, and ends the loop that answers requests."""
+        log.info("%s: the mount ends", why)
+        await self._manager.stopping(f"unmounts {self._request.mountpoint}")
+        self._copies.cancel()
+        # Clients get their results and close their files while the mount answers.
+        with trio.move_on_after(_COPIES_GRACE):
+            await self._copies_ended.wait()
+        await mountpoint.unmount(self.entry)
+        self._stop_serving()
+
+    async def _watch_flags(self) -> None:
+        """Follows remounts, which may change which reads set access times."""
+        changes, entry = mounting.Changes(), self.entry
+        seen = True
+        while True:
+            try:
+                if seen:
+                    # Abandoned at the end: unmounting wakes the thread up.
+                    await threads.run(changes.wait, abandon_on_cancel=True)
+                seen = False
+                now = mounting.entry_with(self.entry.identity)
+            except OSError:  # no thread or descriptor is free: look again later
+                await trio.sleep(_FLAGS_PAUSE)
+                continue
+            seen = True
+            if now is not None and now.flags != entry.flags:
+                entry = now
+                mountpoint.set_access_times(self._mount, entry.flags)
+
+    async def _watch_end(self) -> None:
+        await trio.lowlevel.wait_readable(self._mount.ended_fd)
+        log.info("unmounted")
+        self._copies.cancel()
+        self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        """Ends the loop that answers requests once those in progress are answered, or soon."""
+        pyfuse3.terminate()
+        self._requests.deadline = min(self._requests.deadline, trio.current_time() + _REQUESTS_GRACE)
+
+
+def _print_notes(notes: list[str]) -> None:
+    """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
+    with suppress(OSError):
+        os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
