@@ -1,8 +1,8 @@
 """The rules by which names come and go.
 
 The tree keeps names and link counts, and updates the engine's table. That has a copy of the names: the engine answers
-LOOKUP. The tree raises :class:`OSError` with the errno that the caller of the system call
-gets. A function that raises has changed nothing.
+LOOKUP. The tree raises :class:`OSError` with the errno that the caller of the system call gets. A function that raises
+has changed nothing.
 
 Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there, not even by root
 (EPERM; for other users the mode 0555 forbids it). Below ``gpuN`` everything is as on tmpfs; names do not move or link
