@@ -19,9 +19,9 @@ class Node:
     """What a name leads to.
 
     ``kind`` is the S_IF type. ``device`` is the index of the device whose directory contains the node, -1 for
-    nodes above them. ``names`` counts the directory entries. ``parent`` is the directory of the last name; it stays when
-    the name is removed. ``limiting`` is the directory whose limit counts the node: the node itself or one above it.
-    ``fixed`` nodes belong to the mount: they keep name, owner and mode.
+    nodes above them. ``names`` counts the directory entries. ``parent`` is the directory of the last name; it stays
+    when the name is removed. ``limiting`` is the directory whose limit counts the node: the node itself or one above
+    it. ``fixed`` nodes belong to the mount: they keep name, owner and mode.
     """
 
     __slots__ = ("device", "fixed", "ino", "kind", "limiting", "names", "parent")

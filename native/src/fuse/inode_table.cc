@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <exception>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -426,9 +427,35 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
-  const Executor::Lane lane{Executor::Lane::Kind::kReclaim, inode->device_, 0};
-  executor_.submit(lane, nullptr, 0,
-                   [this, inode = std::move(inode)](int, Cancellation&) mutable { free(std::move(inode)); });
+  const std::int32_t device = inode->device_;
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    Doomed& doomed = doomed_[device];
+    doomed.inodes.push_back(std::move(inode));
+    if (std::exchange(doomed.has_job, true)) return;
+  }
+  try {
+    executor_.submit({Executor::Lane::Kind::kReclaim, device, 0}, nullptr, 0,
+                     [this, device](int, Cancellation&) { free_doomed(device); });
+  } catch (const std::exception&) {
+    const std::lock_guard lock(orphan_mutex_);
+    doomed_[device].has_job = false;  // the next one frees these as well
+    throw;
+  }
+}
+
+void InodeTable::free_doomed(std::int32_t device) {
+  for (;;) {
+    std::vector<std::shared_ptr<Inode>> inodes;
+    {
+      const std::lock_guard lock(orphan_mutex_);
+      Doomed& doomed = doomed_[device];
+      inodes.swap(doomed.inodes);
+      doomed.has_job = !inodes.empty();
+    }
+    if (inodes.empty()) return;
+    for (std::shared_ptr<Inode>& inode : inodes) free(std::move(inode));
+  }
 }
 
 void InodeTable::free(std::shared_ptr<Inode> inode) {

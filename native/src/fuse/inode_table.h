@@ -216,8 +216,9 @@ class InodeTable {
  private:
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
-  // Frees the memory on the executor, since freeing gigabytes takes long.
+  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all that are doomed at a time.
   void free_later(std::shared_ptr<Inode> inode);
+  void free_doomed(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);
   void trim_later(const std::shared_ptr<Inode>& inode);
 
@@ -241,6 +242,11 @@ class InodeTable {
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
   std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
+  struct Doomed {
+    std::vector<std::shared_ptr<Inode>> inodes;
+    bool has_job = false;  // that frees them
+  };
+  std::map<std::int32_t, Doomed> doomed_;          // by device
   std::map<std::int32_t, std::uint64_t> freeing_;  // bytes that the executor is freeing, by device
 };
 
