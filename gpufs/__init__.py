@@ -1,8 +1,9 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`attach`, :func:`copy` and :func:`register` from :mod:`gpufs.client`, and :func:`mount`; the
-native engine is :mod:`gpufs.engine`, and a device's driver is opened with an :class:`gpufs.engine.Engine`.
+first asked for: :func:`attach`, :func:`copy`, :func:`copy_to_each` and :func:`register` from :mod:`gpufs.client`, and
+:func:`mount`; the native engine is :mod:`gpufs.engine`, and a device's driver is opened with an
+:class:`gpufs.engine.Engine`.
 """
 
 import importlib
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         Registration,
         attach,
         copy,
+        copy_to_each,
         register,
     )
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
     "attach",
     "copy",
+    "copy_to_each",
     "mount",
     "register",
 ]

@@ -34,6 +34,7 @@ from typing import Any
 
 import in_place
 import peaks
+import peers
 from libcuda import GIB, MIB, Cuda, CudaError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -724,6 +725,7 @@ def main(arguments: list[str]) -> int:
         with mounted(bench, folder / "mnt", {"data": folder, "shm": tmpfs}) as mount:
             if mount is not None:
                 measure_mount(bench, args, mount, path, tmpfs)
+                peers.measure_peers(bench, path, mount.path, args.size, command, GPUFS)
                 in_place.measure_attach(bench, mount.device)
                 if not args.no_others:
                     in_place.measure_tensors(

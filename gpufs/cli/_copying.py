@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
@@ -34,24 +34,36 @@ _REFRESH: Final = 0.1
 _INTERRUPT_SECONDS: Final = 10.0
 
 
-def copy(names: list[str], options: dict[str, Any]) -> int:
-    """Runs the command and returns its exit code. Raises Failure if no copy can start."""
+def copy(names: list[str], directories: list[str], options: dict[str, Any]) -> int:
+    """Runs the command and returns its exit code. Raises Failure if no copy can start.
+
+    ``directories``: where all names are copied to; without any, the last name is the destination.
+    """
     recursive = options["recursive"] or options["archive"]
     preserve = options["preserve"] or options["archive"]
     show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
     chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
     if STREAM in names:
-        _check_stream(names, options)
+        _check_stream(names, directories, options)
+    elif len(directories) > 1:
+        _check_several(directories, recursive=recursive)
     with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
         run = _Run(copier, options, recursive=recursive, preserve=preserve, show=show)
         if STREAM in names:
             run.copy_stream(*names)
         else:
-            with targets(names[:-1], names[-1], follow=not recursive) as named:
-                if (recursive or len(named) > 1) and not options["partial"]:
-                    run.check_room(named)
+            sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
+            with ExitStack() as opened:
+                named = [
+                    opened.enter_context(targets(sources, end, follow=not recursive, directory=bool(directories)))
+                    for end in ends
+                ]
+                many = recursive or len(sources) > 1 or len(ends) > 1
+                if many and not options["partial"]:
+                    for of_directory in named:
+                        run.check_room(of_directory)
                 if not run.errors:
-                    run.copy(named, 1 if len(named) == 1 and not recursive else options["jobs"])
+                    run.copy(named, options["jobs"] if recursive or len(sources) > 1 else 1)
     if options["json"]:
         from gpufs.cli._output import json_text
 
@@ -66,9 +78,9 @@ def copy(names: list[str], options: dict[str, Any]) -> int:
     return 1 if run.errors else 0
 
 
-def _check_stream(names: list[str], options: dict[str, Any]) -> None:
+def _check_stream(names: list[str], directories: list[str], options: dict[str, Any]) -> None:
     """Failure for names and options that a pipe does not allow."""
-    if len(names) != 2 or names == [STREAM, STREAM]:
+    if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "preserve", "no_clobber", "verify"] + (["json"] if names[1] == STREAM else [])
     for name in unfit:
@@ -76,6 +88,17 @@ def _check_stream(names: list[str], options: dict[str, Any]) -> None:
             raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)
     if options["fastpath"] == "require":
         raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
+
+
+def _check_several(directories: list[str], *, recursive: bool) -> None:
+    """Failure for what cannot be copied to several directories."""
+    if recursive:
+        text = "-r copies to one directory: copy its files to several (DIR/*), or copy the directory from GPU to GPU"
+        raise Failure(f"cp: {text} afterwards", 2)
+    paths = [os.path.realpath(directory) for directory in directories]
+    twice = [directory for place, directory in enumerate(directories) if paths[place] in paths[:place]]
+    if twice:
+        raise Failure(f"cp: {twice[0]}: is given more than once with -t", 2)
 
 
 def _complain(text: str) -> None:
@@ -103,7 +126,9 @@ class _Run:
 
             self._bar = ProgressLine()
         self._cancel = Cancellation()
-        self._queue: SimpleQueue[Item | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[Item] | None] = SimpleQueue()  # items of one source
+        self._items: list[Item] = []  # of the source that the walk is at
+        self._destinations = 1
         self._lock = threading.Lock()  # guards the next four
         self._total = 0  # bytes of the files found so far
         self._done = 0  # bytes of the files that have ended
@@ -136,12 +161,20 @@ class _Run:
         except OSError as error:
             self._error("", os.path.dirname(named[0][1].path) or ".", error.errno or errno.EIO, text_of(error))
 
-    def copy(self, named: list[tuple[str, Entry]], jobs: int) -> None:
-        """Copies everything. Errors are printed and collected."""
+    def copy(self, named: list[list[tuple[str, Entry]]], jobs: int) -> None:
+        """Copies everything. Errors are printed and collected. ``named``: the sources for each destination."""
+        self._destinations = len(named)
         with self._running():
             workers = self._start(jobs)
-            for source, destination in named:
-                self._walk.find(source, destination)
+            for ends in zip(*named, strict=True):
+                before = len(self.errors)
+                for source, destination in ends:
+                    self._walk.find(source, destination)
+                    if len(self.errors) > before and not self._items and len(ends) > 1:
+                        break  # the others would fail alike
+                if self._items:
+                    self._put(self._items)
+                    self._items = []
             for _ in workers:
                 self._put(None)
             self._wait(workers)
@@ -191,7 +224,10 @@ class _Run:
     def _found(self, item: Item) -> None:
         with self._lock:
             self._total += item.size
-        self._put(item)
+        if self._destinations == 1:
+            self._put([item])
+        else:
+            self._items.append(item)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second signal ends the process at once
@@ -214,12 +250,12 @@ class _Run:
                     self._error("", None, errno.ETIMEDOUT, "a copy does not end: its file system does not answer")
                     return
 
-    def _put(self, item: Item | None) -> None:
+    def _put(self, items: list[Item] | None) -> None:
         # After a cancellation the queue may never shrink: all threads can be blocked in a file system.
         while self._queue.qsize() >= _QUEUED_FILES and not self._cancel.cancelled:
             time.sleep(_REFRESH)
             self._refresh()
-        self._queue.put(item)
+        self._queue.put(items)
 
     def _refresh(self) -> None:
         if self._bar is not None:
@@ -230,15 +266,56 @@ class _Run:
     # ---- threads ----
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (items := self._queue.get()) is not None:
+            source = items[0].source
             try:
-                if not self._cancel.cancelled:
-                    copy = partial(self._copier.copy_entry, item.source, item.destination)
-                    self._copy_one(item.source.path, item.destination.path, copy)
+                if self._cancel.cancelled:
+                    continue
+                if len(items) == 1:
+                    copy = partial(self._copier.copy_entry, source, items[0].destination)
+                    self._copy_one(source.path, items[0].destination.path, copy)
+                else:
+                    self._copy_to_each(source, [item.destination for item in items])
             finally:
-                self._walk.release(item.folder)
+                for item in items:
+                    self._walk.release(item.folder)
 
     def _copy_one(self, source: str, destination: str, copy: Callable[..., CopyResult]) -> None:
+        done = 0
+        try:
+            result = copy(progress=self._reporter(source), cancel=self._cancel)
+            done = result.bytes
+            self._copied(result)
+        except CopyError as error:
+            done = error.bytes_done
+            self._failed(source, destination, error)
+        except Exception as error:  # noqa: BLE001 - the other files are still copied
+            self._error(source, destination, errno.EIO, f"{type(error).__name__}: {error}")
+        self._ended(source, done)
+
+    def _copy_to_each(self, source: Entry, destinations: list[Entry]) -> None:
+        done = 0
+        try:
+            outcomes = self._copier.copy_to_each(
+                source, destinations, progress=self._reporter(source.path), cancel=self._cancel
+            )
+            for destination, outcome in zip(destinations, outcomes, strict=True):
+                if isinstance(outcome, CopyError):
+                    done += outcome.bytes_done
+                    self._failed(source.path, destination.path, outcome)
+                else:
+                    done += outcome.bytes
+                    self._copied(outcome)
+        except Exception as error:  # noqa: BLE001 - the other files are still copied
+            names = ", ".join(destination.path for destination in destinations)
+            self._error(source.path, names, errno.EIO, f"{type(error).__name__}: {error}")
+        self._ended(source.path, done)
+
+    def _reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
+        """Takes the progress of a copy for the progress line."""
+        if self._bar is None:
+            return None
+
         def report(progress: CopyProgress) -> None:
             with self._lock:
                 self._current = source if progress.phase == "copy" else f"verifying {source}"
@@ -247,19 +324,11 @@ class _Run:
                 if self._streaming:
                     self._total = progress.total
             if self._streaming:
-                self._refresh()  # nobody else does
+                self._refresh()  # no other thread does
 
-        done = 0
-        try:
-            progress = report if self._bar is not None else None
-            result = copy(progress=progress, cancel=self._cancel)
-            done = result.bytes
-            self._copied(result)
-        except CopyError as error:
-            done = error.bytes_done
-            self._failed(source, destination, error)
-        except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self._error(source, destination, errno.EIO, f"{type(error).__name__}: {error}")
+        return report
+
+    def _ended(self, source: str, done: int) -> None:
         with self._lock:
             self._current = source
             self._moved.pop(source, None)

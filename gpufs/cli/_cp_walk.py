@@ -60,34 +60,39 @@ class Item(NamedTuple):
 
 
 @contextmanager
-def targets(sources: Sequence[str], destination: str, *, follow: bool) -> Iterator[list[tuple[str, Entry]]]:
+def targets(
+    sources: Sequence[str], destination: str, *, follow: bool, directory: bool = False
+) -> Iterator[list[tuple[str, Entry]]]:
     """The destination of each source, by the rules of cp(1). Failure if they allow none.
 
     A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
+    ``directory``: the destination must be a directory.
     """
     if not destination or not all(sources):
         raise Failure("cp: an empty name is given where a file belongs", 2)
-    directory = -1
+    opened = -1
     try:
-        directory = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
+        opened = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if directory:
+            raise Failure(f"cp: {destination}: {text_of(error)}: -t takes a directory") from None
         if len(sources) > 1:
             text = f"cp: {destination}: is not a directory, and there are {len(sources)} sources for it"
             raise Failure(text) from None
     except OSError as error:
         raise Failure(f"cp: {destination}: {text_of(error)}") from None
-    if directory < 0:
+    if opened < 0:
         yield [(sources[0], Entry.of(destination, follow=follow))]
         return
     named = []
     for source in sources:
         name = os.path.basename(source.rstrip("/")) or "."
         name = "." if name == ".." else name
-        named.append((source, Entry(os.path.join(destination, name), name, directory, follow)))
+        named.append((source, Entry(os.path.join(destination, name), name, opened, follow)))
     try:
         yield named
     finally:
-        os.close(directory)
+        os.close(opened)
 
 
 class Walk:
@@ -130,7 +135,7 @@ class Walk:
             return
         copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks these
         if stat.S_ISDIR(status.st_mode) and not self._recursive:
-            self._report(name, None, errno.EISDIR, "is a directory (-r copies it)")
+            self._report(name, None, errno.EISDIR, "is a directory (-r copies it, -t copies into it)")
         elif not copied and not _on_a_mount(status.st_dev, destination):
             self._report(name, destination.path, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
         elif not stat.S_ISDIR(status.st_mode):

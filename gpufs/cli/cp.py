@@ -8,7 +8,15 @@ from gpufs.cli._main import complete_files
 
 
 @click.command(name="cp")
-@click.argument("names", metavar="SOURCE... DEST", nargs=-1, required=True, shell_complete=complete_files)
+@click.argument("names", metavar="SOURCE... [DEST]", nargs=-1, required=True, shell_complete=complete_files)
+@click.option(
+    "-t",
+    "--target-directory",
+    "directories",
+    metavar="DIR",
+    multiple=True,
+    help="Copy all SOURCEs into DIR. Given more than once, copy to each DIR and read each SOURCE once.",
+)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
@@ -28,8 +36,11 @@ from gpufs.cli._main import complete_files
 @click.option(
     "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
 )
-def command(names: tuple[str, ...], **options: Any) -> int:
+def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.
+
+    With -t all names are SOURCEs. Repeat -t to load one file onto several GPUs: the file is read once, and its first
+    copy goes from GPU to GPU. In bash: gpufs cp model.safetensors -t/mnt/gpufs/gpu{0..3}
 
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
     the bytes. - is standard input as SOURCE, or standard output as DEST. Copies that do not fit are refused before
@@ -37,8 +48,8 @@ def command(names: tuple[str, ...], **options: Any) -> int:
     content and holds what was copied. For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all,
     2 wrong options.
     """
-    if len(names) == 1:
+    if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())
     from gpufs.cli._copying import copy
 
-    return copy(list(names), options)
+    return copy(list(names), list(directories), options)

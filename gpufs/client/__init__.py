@@ -1,14 +1,15 @@
 """What other programs import to work with a mount.
 
 :func:`copy` moves a file into or out of device memory at the engine's speed: it opens both ends itself, through the
-kernel, and passes them to the mount's daemon. :func:`attach` maps the memory behind a file into this process, and
-:func:`register` shows memory of this process as a file. Importing this starts nothing and loads no driver.
+kernel, and passes them to the mount's daemon. :func:`copy_to_each` copies a file to several GPUs. :func:`attach` maps
+the memory behind a file into this process, and :func:`register` shows memory of this process as a file. Importing this
+starts nothing and loads no driver.
 """
 
 from typing import TYPE_CHECKING
 
 from gpufs.client._connection import Cancellation
-from gpufs.client._copy import Copier, copy
+from gpufs.client._copy import Copier, copy, copy_to_each
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "Registration",
     "attach",
     "copy",
+    "copy_to_each",
     "register",
 ]
 

@@ -16,7 +16,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -37,6 +37,7 @@ _PROGRESS_SECONDS: Final = 0.1
 # One copy_file_range at a time should take about this long, so that cancellation and progress come soon.
 _KERNEL_SECONDS: Final = 0.2
 _KERNEL_FIRST_BYTES: Final = 64 << 20
+_KERNEL_GROWTH: Final = 16
 _KERNEL_MOST_BYTES: Final = 16 << 30
 _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # The daemon's answers for files without a buffer: control files, files below backing/, and copies whose other end is on
@@ -167,6 +168,25 @@ class Copier:
         finally:
             close_all((source_fd,))
 
+    def copy_to_each(
+        self,
+        source: Entry,
+        destinations: Sequence[Entry],
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> list[CopyResult | CopyError]:
+        """Copies one file to several names; the outcomes are in the order of ``destinations``.
+
+        The source is read once for each mount: its first copy there is the source of the others. A destination that
+        fails does not end the other copies. ``progress`` counts the bytes of all copies, and is called from several
+        threads, one at a time.
+        """
+        from gpufs.client._fan_out import FanOut
+
+        self._after_fork()
+        return FanOut(self, source, destinations, progress, cancel).run()
+
     def copy_from_stream(
         self,
         source_fd: int,
@@ -230,8 +250,9 @@ class Copier:
         mounts: _Mounts,
         *,
         stream: bool = False,
+        readable: bool = False,
     ) -> _CopyJob:
-        """Opens the destination, which is not changed yet."""
+        """Opens the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
 
         def check_device(device: int) -> None:
             if before.st_dev not in mounts and device not in mounts:
@@ -239,7 +260,7 @@ class Copier:
 
         # With its final mode only once it has its final owner.
         mode = 0o666 if stream else stat.S_IMODE(before.st_mode) & (0o700 if self._preserve else 0o777)
-        store = before.st_dev in mounts
+        store = readable or before.st_dev in mounts
         fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
         try:
             return _CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts, stream=stream)
@@ -331,7 +352,7 @@ class Copier:
             _ends.settle_on_mount(job.destination_fd)
         if self._preserve:
             job.whole = True  # without its attributes it still is a copy
-            _ends.preserve(job.destination_fd, job.before)
+            _ends.preserve(job.destination_fd, job.attributes)
             job.whole = False
         if self._fsync and not on_mount:
             directory = job.destination.directory if job.created else None
@@ -427,6 +448,7 @@ class _CopyJob:
         self.source_fd = source_fd
         self.destination_fd = destination_fd
         self.before = before
+        self.attributes = before  # to preserve
         self.after = after
         self.created = created
         self.mounts = mounts
@@ -442,6 +464,13 @@ class _CopyJob:
         self.synced = False
         self._emptied = False
         self._reported = 0.0
+
+    def read_from(self, copy: Entry, copy_fd: int) -> None:
+        """Reads another copy of the source instead of the source itself."""
+        self.source = copy
+        self.source_fd = copy_fd
+        self.before = os.fstat(copy_fd)
+        self.total = self.before.st_size
 
     def empty(self) -> None:
         """Truncates the destination."""
@@ -566,7 +595,7 @@ class _CopyJob:
                 break
             self._count("kernel", count)
             seconds = max(time.monotonic() - began, 1e-6)
-            step = int(min(max(count * min(_KERNEL_SECONDS / seconds, 4), 1 << 20), _KERNEL_MOST_BYTES))
+            step = int(min(max(count * min(_KERNEL_SECONDS / seconds, _KERNEL_GROWTH), 1 << 20), _KERNEL_MOST_BYTES))
         # Copies what the kernel or the mount could not; at the end of the file that is nothing.
         self.through_mount()
 
@@ -668,13 +697,77 @@ def copy(
     CopyError, an OSError, reports any failure, with the bytes that the destination holds. Several files at once: a
     :class:`gpufs.client.Copier`, or this function, from several threads.
     """
-    source, destination = os.fsdecode(source), os.fsdecode(destination)
-    if os.path.isdir(destination):
-        destination = os.path.join(destination, os.path.basename(source))
+    source = os.fsdecode(source)
+    destination = _file_in(os.fsdecode(destination), source)
     with Copier(
         fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warn
     ) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
+
+
+def copy_to_each(
+    source: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+    destinations: Sequence[str | bytes | os.PathLike[str] | os.PathLike[bytes]],
+    *,
+    fastpath: Fastpath = "auto",
+    fsync: bool = False,
+    verify: bool = False,
+    preserve: bool = False,
+    partial: bool = False,
+    progress: Callable[[CopyProgress], None] | None = None,
+    cancel: Cancellation | None = None,
+) -> list[CopyResult]:
+    """Copies one file to several GPUs and reads it once.
+
+    The first copy on a mount is read from the source. The others are copied from it, between the GPUs.
+
+    Parameters
+    ----------
+    source : path
+        The file to copy.
+    destinations : sequence of paths
+        Names of files, or directories, which get a file of the source's name.
+    fastpath, fsync, verify, preserve, partial, cancel
+        As for :func:`copy`.
+    progress : callable, optional
+        Called with a :class:`CopyProgress` about ten times a second. It counts the bytes of all copies. It is called
+        from several threads, one at a time.
+
+    Returns
+    -------
+    list of CopyResult
+        One for each destination, in their order.
+
+    Raises
+    ------
+    ExceptionGroup
+        With a :class:`CopyError` for each destination that failed. The other copies are complete.
+    ValueError
+        There are no destinations.
+
+    Examples
+    --------
+    >>> gpufs.copy_to_each("model.safetensors", ["/mnt/gpufs/gpu0", "/mnt/gpufs/gpu1"])  # doctest: +SKIP
+    """
+    source = os.fsdecode(source)
+    names = [_file_in(os.fsdecode(destination), source) for destination in destinations]
+    if not names:
+        raise ValueError("destinations: there are none")
+    with Copier(
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warn
+    ) as copier:
+        outcomes = copier.copy_to_each(
+            Entry.of(source), [Entry.of(name) for name in names], progress=progress, cancel=cancel
+        )
+    errors = [outcome for outcome in outcomes if isinstance(outcome, CopyError)]
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(names)} copies of {source} failed", errors)
+    return [outcome for outcome in outcomes if isinstance(outcome, CopyResult)]
+
+
+def _file_in(destination: str, source: str) -> str:
+    """The file that a copy to a name creates: in a directory, one of the source's name."""
+    return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
 
 
 def _warn(text: str) -> None:

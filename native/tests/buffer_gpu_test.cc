@@ -216,5 +216,53 @@ TEST_F(BufferGpuTest, CopiesBetweenDevicesDirectlyAndStaged) {
   }
 }
 
+// Memory for the next chunk is taken while one is copied.
+TEST_F(BufferGpuTest, ACopyBetweenDevicesTakesMemoryForDataOnly) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  start(setup);
+  const auto data = pattern(3 * kGranule, 1);
+  const auto from = filled(data, 0);
+  ASSERT_EQ(must(from->write(9 * kGranule, data)), data.size());
+  const auto to = make(1);
+  EXPECT_EQ(must(to->copy_from(*from, 0, 0, ~std::uint64_t{0}, nullptr)), 12 * kGranule);
+  EXPECT_EQ(to->bytes_held(), from->bytes_held());
+  EXPECT_TRUE(testing::same_bytes(contents(*to), contents(*from)));
+}
+
+TEST_F(BufferGpuTest, ACopyBetweenDevicesThatEndsEarlyReleasesMemoryThatItDidNotUse) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  start(setup);
+  const auto data = pattern(8 * kGranule, 1);
+  const auto from = filled(data, 0);
+  const auto to = make(1);
+  const std::atomic<bool> cancelled{true};
+  EXPECT_EQ(to->copy_from(*from, 0, 0, data.size(), &cancelled).error(), ECANCELED);
+  EXPECT_EQ(to->bytes_held(), 0U);
+  // The fifth chunk fails, when memory for the sixth has been taken.
+  fake().fail("cuMemcpyPeerAsync", 5, kInvalidValue, 1);
+  EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), 4 * kChunk);
+  EXPECT_EQ(to->size(), 4 * kChunk);
+  EXPECT_EQ(to->bytes_held(), 4 * kChunk);
+  EXPECT_TRUE(contents(*to) == front(data, 4 * kChunk));
+}
+
+TEST_F(BufferGpuTest, ACopyToAFullDeviceCopiesWhatFits) {
+  FakeGpuSetup setup;
+  setup.devices = 2;
+  setup.memory_bytes = 16 * kMiB;
+  start(setup);
+  const auto data = pattern(5 * kGranule, 1);
+  const auto from = filled(data, 0);
+  const auto filler = make(1);
+  ASSERT_OK(filler->allocate(0, 10 * kMiB, true));
+  const auto to = make(1);
+  const std::uint64_t copied = must(to->copy_from(*from, 0, 0, data.size(), nullptr));
+  EXPECT_EQ(copied, 3 * kGranule);
+  EXPECT_TRUE(contents(*to) == front(data, copied));
+  EXPECT_EQ(to->bytes_held(), copied);
+}
+
 }  // namespace
 }  // namespace gpufs::cuda_test

@@ -170,6 +170,10 @@ class ExtentBuffer : public Buffer {
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                      const std::atomic<bool>* cancelled, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
+  Status copy_chunks_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+                           const std::atomic<bool>* cancelled, std::uint64_t* done,
+                           const std::function<void()>& advanced);
+  Status populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,

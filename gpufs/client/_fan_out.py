@@ -1,0 +1,185 @@
+"""Copies one file to several destinations and reads it once: the first copy on a mount is the source of the others."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from gpufs.client import _ends, _find
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
+from gpufs.protocol import close_all
+
+if TYPE_CHECKING:
+    from gpufs.client._connection import Cancellation
+    from gpufs.client._copy import Copier, _CopyJob
+    from gpufs.client._ends import Entry
+
+Outcome: TypeAlias = CopyResult | CopyError
+
+
+class _Copy(NamedTuple):
+    """A complete copy of the source, open for reading."""
+
+    entry: Entry
+    fd: int
+
+
+class FanOut:
+    """One such copy.
+
+    Between two GPUs a copy is much faster than reading a file, and each finished copy can be read while others are
+    read: with N destinations the source is read once, and then about log2(N) rounds of copies run.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        source: Entry,
+        destinations: Sequence[Entry],
+        progress: Callable[[CopyProgress], None] | None,
+        cancel: Cancellation | None,
+    ) -> None:
+        self._copier = copier
+        self._source = source
+        self._destinations = destinations
+        self._progress = progress
+        self._cancel = cancel
+        self._outcomes: dict[int, Outcome] = {}  # by the place in destinations
+        self._lock = threading.Lock()  # guards the next two, and calls of progress
+        self._moved: dict[int, int] = {}
+        self._verified: dict[int, int] = {}
+
+    def run(self) -> list[Outcome]:
+        """Copies to all destinations. Their outcomes, in order."""
+        try:
+            source_fd, before = _ends.open_source(self._source)
+        except CopyError as error:
+            return [error] * len(self._destinations)
+        with ExitStack() as opened:
+            opened.callback(close_all, (source_fd,))
+            mounts = _find.mounts_by_device()
+            groups: dict[int, list[tuple[int, _CopyJob]]] = defaultdict(list)
+            seen: set[tuple[int, int]] = set()
+            for place, destination in enumerate(self._destinations):
+                try:
+                    located = opened.enter_context(destination.located())
+                    job = self._copier._open(self._source, located, source_fd, before, mounts, readable=True)
+                except CopyError as error:
+                    self._outcomes[place] = error
+                    continue
+                except OSError as error:  # of the destination's directory
+                    self._outcomes[place] = _ends.open_failure(error, destination.path)
+                    continue
+                opened.callback(_close, job)
+                if (job.after.st_dev, job.after.st_ino) in seen:
+                    text = "is given more than once as a destination"
+                    self._outcomes[place] = CopyError(errno.EINVAL, text, destination.path)
+                    continue
+                seen.add((job.after.st_dev, job.after.st_ino))
+                job.cancel = self._cancel
+                if self._progress is not None:
+                    job.progress = partial(self._report, place)
+                groups[job.after.st_dev].append((place, job))
+            for device, jobs in groups.items():
+                copies = [_Copy(self._source, source_fd)] if device in mounts and device == before.st_dev else []
+                self._copy_group(jobs, copies, opened, shares=device in mounts)
+        return [self._outcomes[place] for place in range(len(self._destinations))]
+
+    def _copy_group(
+        self, jobs: list[tuple[int, _CopyJob]], copies: list[_Copy], opened: ExitStack, *, shares: bool
+    ) -> None:
+        """Copies to destinations of one file system. ``copies``: what can be read there."""
+        attributes = jobs[0][1].attributes
+        ours = len(copies)
+        while jobs:
+            count = max(min(len(copies), len(jobs)), 1)
+            batch, jobs = jobs[:count], jobs[count:]
+            for (_, job), copy in zip(batch, copies, strict=False):
+                job.read_from(*copy)
+            for copied in self._copy_at_once(batch, opened):
+                # One that may be written only is not a source.
+                if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                    copies.append(copied)
+        if self._copier._preserve and len(copies) > ours:
+            for copy in copies[ours:]:
+                with suppress(OSError):  # this worked before
+                    _ends.preserve(copy.fd, attributes)  # they have been read since
+
+    def _copy_at_once(self, batch: list[tuple[int, _CopyJob]], opened: ExitStack) -> list[_Copy]:
+        """Makes copies, the first on this thread; returns those that are complete."""
+        copied: list[_Copy] = []
+        failures: list[BaseException] = []
+
+        def work(one: tuple[int, _CopyJob]) -> None:
+            try:
+                if (copy := self._copy(one)) is not None:
+                    copied.append(copy)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        threads = []
+        for one in batch[1:]:
+            thread = threading.Thread(target=work, args=(one,))
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: one after the other
+                work(one)
+            else:
+                threads.append(thread)
+        work(batch[0])
+        for thread in threads:
+            thread.join()
+        for copy in copied:
+            opened.callback(close_all, (copy.fd,))
+        if failures:
+            raise failures[0]
+        return copied
+
+    def _copy(self, one: tuple[int, _CopyJob]) -> _Copy | None:
+        """Makes one copy; returns it, with a descriptor of its own, unless it fails."""
+        place, job = one
+        names = (job.source.path, job.destination.path)
+        if job.cancel is not None and job.cancel.cancelled:
+            self._outcomes[place] = CopyError(errno.ECANCELED, "", *names)
+            return None
+        fd = os.dup(job.destination_fd)
+        try:
+            self._outcomes[place] = self._copier._run(job, time.monotonic())
+        except OSError as error:
+            close_all((fd,))
+            failure = (
+                error if isinstance(error, CopyError) else CopyError(error.errno or errno.EIO, text_of(error), *names)
+            )
+            self._outcomes[place] = failure
+            return None
+        except BaseException:
+            close_all((fd,))
+            raise
+        finally:
+            job.destination_fd = -1  # closed
+        return _Copy(job.destination, fd)
+
+    def _report(self, place: int, progress: CopyProgress) -> None:
+        """Adds up the progress of all copies."""
+        assert self._progress is not None
+        with self._lock:
+            counts = self._moved if progress.phase == "copy" else self._verified
+            counts[place] = progress.moved
+            total = progress.total * len(self._destinations)
+            self._progress(CopyProgress(sum(counts.values()), total, progress.paths, progress.phase))
+
+
+def _close(job: _CopyJob) -> None:
+    """Closes a destination that was opened and never copied to, and removes it if this created it."""
+    if job.destination_fd < 0:
+        return
+    job.clean_up(partial=False)
+    close_all((job.destination_fd,))

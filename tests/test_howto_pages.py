@@ -1,0 +1,204 @@
+"""The commands and programs of the how-to pages run as they are shown, on mounts of host memory.
+
+Other tests run those of inspect-files.md (test_inspect.py), troubleshooting.md and slurm-prolog.md
+(test_howto_operators.py), share-weights.md and restart.md (test_examples.py), containers.md (test_containers.py);
+`scripts/check install` those of fstab-and-systemd.md, `scripts/check servers` those of model-servers.md, and
+`make test-gpu` the pool of build-a-model-in-gpufs.md, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from support.mounting import GpufsMount
+from support.processes import run
+from test_documentation import options_of
+from torch import nn
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PROGRAMS = "gpufs|df|ls|mkdir|cat|cp|mv|xxd|sha256sum|cmp|printf"
+MNT = "/mnt/gpufs"
+
+
+def blocks(page: str) -> list[str]:
+    """The indented blocks of a page, also those in lists."""
+    found = re.findall(r"(?:^(?: {4,}\S.*)?\n)+", (DOCS / page).read_text(), re.M)
+    return [textwrap.dedent(text).strip("\n") + "\n" for text in found if text.strip()]
+
+
+def commands(page: str) -> list[str]:
+    """The lines of a page that are commands for a shell, without the remarks behind them."""
+    lines = [line.strip().removeprefix("$ ") for text in blocks(page) for line in text.splitlines()]
+    return [re.split(" {3,}", line)[0] for line in lines if re.match(rf"(?:{PROGRAMS}) ", line)]
+
+
+def python(page: str, containing: str) -> str:
+    """The block of a page that has this text."""
+    (found,) = [text for text in blocks(page) if containing in text]
+    return found
+
+
+class Shell:
+    """Runs a page's commands where the page says /mnt/gpufs, and keeps what they print."""
+
+    def __init__(self, mountpoint: Path, directory: Path, **names: str) -> None:
+        self.names = {MNT: str(mountpoint), "/data/": f"{directory}/", **names}
+        self.directory = directory
+        self.environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def here(self, text: str) -> str:
+        for name, real in self.names.items():
+            text = text.replace(name, real)
+        return text
+
+    def __call__(self, command: str) -> str:
+        return run("bash", "-euc", self.here(command), cwd=self.directory, env=self.environment).stdout
+
+
+@pytest.fixture
+def mounted(mount: object, driver: str) -> GpufsMount:
+    if driver != "host":
+        pytest.skip("the pages run on host memory")
+    return mount("--devices", "3", "--memory", "64M", "--allow-other")  # type: ignore[operator,no-any-return]
+
+
+def test_limits(mounted: GpufsMount, tmp_path: Path) -> None:
+    user = "nobody"
+    shell = Shell(mounted.path, tmp_path, alice=user)
+    first, *others = commands("howto/limits.md")
+    assert first.startswith("gpufs mount")
+    assert len(others) >= 8
+    for command in others:
+        shell(command)
+        if "40G" in command:
+            rules = json.loads(shell("gpufs quota list --json"))
+            (rule,) = [rule for rule in rules if rule["path"] == str(mounted.device) and rule["user"] == user]
+            assert rule["limit_bytes"] == 40 << 30
+
+
+def test_see_gpu_memory(mounted: GpufsMount, tmp_path: Path) -> None:
+    shell = Shell(mounted.path, tmp_path, **{"top /mnt": "top --once /mnt"})
+    (mounted.device / "llama.safetensors").write_bytes(b"x" * 4096)
+    printed = {command: shell(command) for command in commands("howto/see-gpu-memory.md")}
+    assert len(printed) >= 8
+    for command, text in printed.items():
+        assert str(mounted.path) in text or "stats" in command, command
+    assert f"{mounted.device}/llama.safetensors" in printed["gpufs ls -r /mnt/gpufs"]
+    (largest_first,) = [text for text in printed if text.startswith("gpufs ls -r --json")]
+    assert f"4096 {mounted.device}/llama.safetensors" in printed[largest_first]
+
+
+def test_upgrade(mounted: GpufsMount, tmp_path: Path) -> None:
+    """Results are copied out, the mount ends, and a new one answers."""
+    shell = Shell(mounted.path, tmp_path)
+    (mounted.device / "results").mkdir()
+    (mounted.device / "results/a").write_bytes(b"a" * 100_000)
+    shown = [command for command in commands("howto/upgrade.md") if not command.startswith("cp ")]
+    end = shown.index("gpufs umount /mnt/gpufs")
+    for command in shown[: end + 1]:
+        shell(command)
+    assert (tmp_path / "results/a").read_bytes() == b"a" * 100_000
+    assert not os.path.ismount(mounted.path)
+    try:
+        shell("gpufs mount /mnt/gpufs --driver host --memory 64M")
+        for command in shown[end + 1 :]:
+            shell(command)
+    finally:
+        shell("! mountpoint -q /mnt/gpufs || gpufs umount /mnt/gpufs")
+
+
+def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
+    """The page's shell looks into an array of the page's program, which lies in shared memory here."""
+    shell = Shell(mounted.path, tmp_path)
+    page = "howto/inspect-a-live-tensor.md"
+    program = shell.here(blocks(page)[0])
+    shared = "torch.frombuffer(memory, dtype=torch.float32)"
+    program = re.sub(r"= torch\.randn\(.*\)", f"= {shared}", program)
+    assert shared in program
+    program = (
+        "import mmap, os\nfd = os.memfd_create('x')\nos.truncate(fd, 4096)\nmemory = mmap.mmap(fd, 4096)\n" + program
+    )
+    looks = "; ".join(shell.here(command) for command in commands(page))
+    assert looks.count(";") == 4
+    program += (
+        "import subprocess\nactivations[1] = 1\nactivations[32] = 1\n"
+        f"print(subprocess.run(['bash', '-euc', {looks!r}], check=True, capture_output=True, text=True).stdout)\n"
+        "print(activations[32].item())\n"
+    )
+    printed = shell(f"python - <<'END'\n{program}\nEND")
+    assert "0000 803f" in printed.splitlines()[0]
+    assert printed.splitlines()[-1] == "0.0"
+
+
+def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
+    shell = Shell(mounted.path, tmp_path)
+    device = mounted.device
+    for name in ("weights", "buffer", "new-weights"):
+        target = tmp_path / name if name.startswith("new") else device / name
+        target.write_bytes(os.urandom(4096 * 16))
+    save_file({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    program = python("howto/attach.md", 'gpufs.attach("/mnt/gpufs/gpu0/weights")')
+    shell(f"python - <<'END'\n{program.replace('torch.cuda.synchronize()', '')}\nassert weights.shape[0] == 4096\nEND")
+    assert (device / "buffer").read_bytes() == bytes(4096 * 16)
+    for command in commands("howto/attach.md"):
+        shell(command)
+    assert (device / "weights").read_bytes() == (tmp_path / "new-weights").read_bytes()
+    (copy,) = [command for command in commands("howto/load-into-torch.md") if command.startswith("cp ")]
+    shell(copy)
+    load = python("howto/load-into-torch.md", "gpufs.torch.load_file(")
+    attach = python("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
+    program = f"{load}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
+    shell(f"python - <<'END'\n{program}assert model.weight.sum() == 9\nEND")
+    assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
+
+
+def test_mount_from_python(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"model")
+    (tmp_path / "mnt").mkdir()
+    shell = Shell(tmp_path / "mnt", tmp_path)
+    program = python("howto/mount-from-python.md", "with gpufs.mount").replace('devices=["GPU-4f3e"]', 'driver="host"')
+    program = program.replace('memory="40G"', 'memory="64M"')
+    shell(f"python - <<'END'\n{program}    print((directory / 'model.safetensors').read_bytes())\nEND")
+    assert not os.path.ismount(tmp_path / "mnt")
+
+
+def test_prometheus_and_fast(mounted: GpufsMount, tmp_path: Path) -> None:
+    shell = Shell(mounted.path, tmp_path)
+    assert 'device="gpu2"' in shell("gpufs metrics | grep held")
+    for command in commands("howto/prometheus.md"):
+        if "--listen" not in command:  # test_metrics.py asks it over HTTP
+            assert "gpufs" in shell(command)
+    (scrape,) = [text for text in blocks("howto/prometheus.md") if "scrape_configs" in text]
+    assert yaml.safe_load(scrape)["scrape_configs"][0]["job_name"] == "gpufs"
+
+
+def test_manifests_of_kubernetes() -> None:
+    """They are YAML, and the commands in them have these options."""
+    manifests = [text for text in blocks("containers.md") if "containers:" in text]
+    assert len(manifests) >= 2
+    words: list[list[str]] = []
+    for text in manifests:
+        document = yaml.safe_load(text)
+        words += [list(found) for found in _command_lists(document)]
+    assert any(command[:2] == ["gpufs", "mount"] and "--driver" in command for command in words)
+    for program, command, *options in words:
+        assert program == "gpufs"
+        assert {word for word in options if word.startswith("-")} <= options_of(command)
+
+
+def _command_lists(tree: object) -> list[list[str]]:
+    if isinstance(tree, dict):
+        own = [tree["command"]] if "command" in tree else []
+        return own + [found for value in tree.values() for found in _command_lists(value)]
+    if isinstance(tree, list):
+        return [found for value in tree for found in _command_lists(value)]
+    return []
