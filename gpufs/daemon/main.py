@@ -120,6 +120,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
                 reader_spin=values["reader_spin"],
                 max_write=values["max_write"],
                 mask_flags=values["mask_flags"],
+                entry_timeout=values["entry_timeout"],
                 attribute_timeout=values["attribute_timeout"],
                 metadata_bytes=config.metadata_memory(values["metadata"]),
                 rings=values["transport"] == "uring",

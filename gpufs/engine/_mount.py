@@ -1,6 +1,7 @@
 """A mount's data plane and the inode table that both planes share."""
 
 from dataclasses import dataclass
+from errno import EBUSY
 from typing import Any, Final, Literal
 
 from gpufs.engine._binding import Handle, check, failure, json_of
@@ -8,17 +9,6 @@ from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
-SET_MODE: Final[int] = lib.GPUFS_SET_MODE
-SET_UID: Final[int] = lib.GPUFS_SET_UID
-SET_GID: Final[int] = lib.GPUFS_SET_GID
-SET_SIZE: Final[int] = lib.GPUFS_SET_SIZE
-SET_ATIME: Final[int] = lib.GPUFS_SET_ATIME
-SET_MTIME: Final[int] = lib.GPUFS_SET_MTIME
-SET_CTIME: Final[int] = lib.GPUFS_SET_CTIME
-SET_ATIME_NOW: Final[int] = lib.GPUFS_SET_ATIME_NOW
-SET_MTIME_NOW: Final[int] = lib.GPUFS_SET_MTIME_NOW
-SET_CTIME_NOW: Final[int] = lib.GPUFS_SET_CTIME_NOW
-SET_NLINK: Final[int] = lib.GPUFS_SET_NLINK
 RELATIME: Final[int] = lib.GPUFS_RELATIME
 STRICTATIME: Final[int] = lib.GPUFS_STRICTATIME
 NOATIME: Final[int] = lib.GPUFS_NOATIME
@@ -32,6 +22,10 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "descriptor": lib.GPUFS_SHARE_DESCRIPTOR,
     "ipc": lib.GPUFS_SHARE_IPC,
 }
+
+# Handles that the engine gives to directories: a bit, and the inode below (native/src/fuse/open_files.h).
+_DIRECTORY_HANDLE: Final = 1 << 60
+_DIRECTORY_INODE: Final = (1 << 48) - 1
 
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
@@ -125,10 +119,11 @@ class Mount(Handle):
     ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
     has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
-    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``attribute_timeout`` is in seconds, for the
-    GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take before
-    new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring where the kernel allows it.
-    ``user_bytes``: device memory on each device for each user except root and this process's, 0 for no limit.
+    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``entry_timeout`` and ``attribute_timeout`` are
+    in seconds, for the LOOKUP and GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names
+    and attributes may take before new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring
+    where the kernel allows it. ``user_bytes``: device memory on each device for each user except root and this
+    process's, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -146,6 +141,7 @@ class Mount(Handle):
         reader_spin: float = 0.0,
         max_write: int = 0,
         mask_flags: int = 0,
+        entry_timeout: float = 1.0,
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
         rings: bool = False,
@@ -161,6 +157,7 @@ class Mount(Handle):
                 "reader_spin": reader_spin,
                 "max_write": max_write,
                 "mask_flags": mask_flags,
+                "entry_timeout": entry_timeout,
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
                 "rings": rings,
@@ -234,9 +231,39 @@ class Mount(Handle):
         if status.error:
             raise failure(status)
 
-    def inode_remove(self, ino: int) -> None:
-        """Removes an inode; its buffer lives until the last open file on it ends. EngineError ENOENT if unknown."""
+    def inode_remove(self, ino: int) -> bool:
+        """Removes an inode that has no references; False if it has. EngineError ENOENT if unknown.
+
+        Its buffer lives until the last open file on it ends.
+        """
         status = lib.gpufs_inode_remove(self._handle, ino)
+        if status.error == EBUSY:
+            return False
+        if status.error:
+            raise failure(status)
+        return True
+
+    def inode_hold(self, ino: int) -> None:
+        """Adds a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
+        status = lib.gpufs_inode_hold(self._handle, ino)
+        if status.error:
+            raise failure(status)
+
+    def inode_drop(self, ino: int, count: int) -> None:
+        """Drops references. EngineError ENOENT if unknown."""
+        status = lib.gpufs_inode_drop(self._handle, ino, count)
+        if status.error:
+            raise failure(status)
+
+    def name_set(self, directory: int, name: bytes, ino: int) -> None:
+        """Gives an inode a name in a directory, whose times become now. Lookups find it from now on."""
+        status = lib.gpufs_name_set(self._handle, directory, name, len(name), ino)
+        if status.error:
+            raise failure(status)
+
+    def name_remove(self, directory: int, name: bytes) -> None:
+        """Removes a name from a directory, whose times become now."""
+        status = lib.gpufs_name_remove(self._handle, directory, name, len(name))
         if status.error:
             raise failure(status)
 
@@ -248,13 +275,11 @@ class Mount(Handle):
             raise failure(status)
         return _unpack(attributes)
 
-    def inode_set(self, ino: int, set: int, attributes: Attributes) -> Attributes:  # noqa: A002
-        """Sets what the SET_ bits in ``set`` name, all or nothing; returns the new attributes."""
-        changed = _pack(attributes)
-        status = lib.gpufs_inode_set(self._handle, ino, set, changed)
+    def inode_links(self, ino: int, links: int) -> None:
+        """Sets the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
+        status = lib.gpufs_inode_links(self._handle, ino, links)
         if status.error:
             raise failure(status)
-        return _unpack(changed)
 
     def inode_read(self, ino: int) -> None:
         """Sets the access time, if that is due, after a read by other means than the mount's native operations."""
@@ -270,12 +295,20 @@ class Mount(Handle):
         check(lib.gpufs_inode_written(self._handle, ino))
 
     def file_open(self, ino: int, flags: int) -> int:
-        """Opens a regular file, ``flags`` as for open(2); the result is pyfuse3's file handle."""
+        """Opens a regular file that open(2) creates, with its ``flags``; the result is pyfuse3's file handle.
+
+        The engine itself answers the kernel when a file is opened that exists.
+        """
         fh = ffi.new(_FH)
         status = lib.gpufs_file_open(self._handle, ino, flags, fh)
         if status.error:
             raise failure(status)
         return int(fh[0])
+
+    @staticmethod
+    def directory_of(fh: int) -> int | None:
+        """The inode of a directory that the engine has opened; None for another file handle."""
+        return fh & _DIRECTORY_INODE if fh & _DIRECTORY_HANDLE else None
 
     def backing_file_open(self, fd: int) -> int:
         """Opens a file of the host below backing/ by a descriptor, which the caller keeps.

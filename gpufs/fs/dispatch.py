@@ -1,8 +1,9 @@
 """Hands each request that the native data plane leaves to Python to the one that answers it.
 
-Native code answers READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FSYNC and IOCTL of buffers, and GETATTR, STATX,
-SETATTR, STATFS and the operations on extended attributes of everything in its inode table. In the replies given here it
-fills in the attributes from that table: Python sets only the inode number, the type and the time-outs.
+Native code answers OPEN, READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FSYNC and IOCTL of buffers, LOOKUP and OPENDIR
+of directories except those of the host, and GETATTR, STATX, SETATTR, STATFS and the operations on extended attributes
+of everything in its inode table. In the replies given here it fills in the attributes from that table: Python sets only
+the inode number, the type and the time-outs.
 
 Requests about an inode go to :class:`~gpufs.fs.names.NamesHandler`, or for inodes of the host to
 :class:`~gpufs.fs.backing.BackingHandler`; requests about an open file go to what its handle leads to
@@ -25,7 +26,7 @@ from gpufs.engine import Mount
 from gpufs.fs.backing import BackingHandler
 from gpufs.fs.backing.inodes import FIRST_INODE
 from gpufs.fs.errors import error
-from gpufs.fs.handles import Handles
+from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.names import NamesHandler
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,14 @@ class Operations(pyfuse3.Operations):
         self._names = names
         self._backing = backing
 
+    def _directory(self, fh: int) -> Opened:
+        """An open directory. The engine opens all but those of the host; Python learns of them when they are read."""
+        opened = self._handles.get(fh)
+        if opened is None and (inode := self._table.directory_of(fh)) is not None:
+            opened = self._names.listing(inode)
+            self._handles.add(opened, fh)
+        return opened or self._handles.existing(fh)
+
     def _handler(self, inode: int) -> Handler:
         return self._names if self._backing is None or inode < FIRST_INODE else self._backing
 
@@ -123,7 +132,7 @@ class Operations(pyfuse3.Operations):
 
     @_request
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        await self._handles.existing(fh).readdir(start_id, token)
+        await self._directory(fh).readdir(start_id, token)
 
     @_request
     async def fsyncdir(self, fh: int, datasync: bool) -> None:

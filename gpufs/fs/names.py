@@ -26,6 +26,7 @@ class _Listing(Opened):
     """
 
     directory: Directory
+    table: Mount
     reply: pyfuse3.EntryAttributes
     last: int
 
@@ -45,7 +46,7 @@ class _Listing(Opened):
             reply.st_mode = child.kind
             if not add(token, name, reply, cookie):
                 return
-            child.lookups += 1
+            self.table.inode_hold(child.ino)
 
 
 class NamesHandler:
@@ -141,13 +142,15 @@ class NamesHandler:
     # ---- opening ----
 
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        raise error(ESTALE)  # the engine opens directories: this one has just gone from its table
+
+    def listing(self, inode: int) -> Opened:
+        """What a program sees of a directory that it has opened."""
         directory = self._tree.directory(inode)
-        return self._handles.add(_Listing(directory, self._reply, directory.last_cookie))
+        return _Listing(directory, self._table, self._reply, directory.last_cookie)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         node = self._tree.node(inode)
-        if isinstance(node, BufferFile):
-            return self._open_buffer(node, flags)
         if isinstance(node, (ControlFile, StreamFile)):
             if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
                 raise error(EACCES)
@@ -160,7 +163,7 @@ class NamesHandler:
 
     def _referenced(self, node: Node) -> pyfuse3.EntryAttributes:
         """The reply that gives the kernel one more reference to a node."""
-        node.lookups += 1
+        self._table.inode_hold(node.ino)
         self._reply.st_ino = node.ino
         self._reply.st_mode = node.kind
         return self._reply

@@ -1,6 +1,6 @@
 """The kinds of nodes in the tree, and the order in which a directory lists them.
 
-The tree's table of inodes owns the nodes; directory entries, open files and the kernel's references keep them there.
+The tree's table of inodes owns the nodes; directory entries and references in the engine's table keep them there.
 Only the trio thread uses nodes.
 """
 
@@ -19,19 +19,17 @@ class Node:
     """What a name leads to.
 
     ``kind`` is the S_IF type. ``device`` is the index of the device whose directory contains the node, -1 for
-    nodes above them. ``names`` counts the directory entries, ``lookups`` the kernel's references. ``parent`` is the
-    directory of the last name; it stays when the name is removed. ``limiting`` is the directory whose limit counts the
-    node: the node itself or one above it.
-    ``fixed`` nodes belong to the mount: they keep name, owner and mode.
+    nodes above them. ``names`` counts the directory entries. ``parent`` is the directory of the last name; it stays
+    when the name is removed. ``limiting`` is the directory whose limit counts the node: the node itself or one above
+    it. ``fixed`` nodes belong to the mount: they keep name, owner and mode.
     """
 
-    __slots__ = ("device", "fixed", "ino", "kind", "limiting", "lookups", "names", "parent")
+    __slots__ = ("device", "fixed", "ino", "kind", "limiting", "names", "parent")
 
     def __init__(self, ino: int, kind: int, device: int) -> None:
         self.ino = ino
         self.kind = kind
         self.device = device
-        self.lookups = 0
         self.names = 0
         self.parent: Directory | None = None
         self.limiting: Directory | None = None

@@ -1,7 +1,8 @@
 """The rules by which names come and go.
 
-The tree keeps names, link counts and the kernel's references, and updates the attributes in the inode table. It raises
-:class:`OSError` with the errno that the caller of the system call gets. A function that raises has changed nothing.
+The tree keeps names and link counts, and updates the engine's table. That has a copy of the names: the engine answers
+LOOKUP. The tree raises :class:`OSError` with the errno that the caller of the system call gets. A function that raises
+has changed nothing.
 
 Policy: the root and ``.gpufs`` belong to the mount. Nothing can be created, renamed or removed there, not even by root
 (EPERM; for other users the mode 0555 forbids it). Below ``gpuN`` everything is as on tmpfs; names do not move or link
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from gpufs.engine import NO_LIMIT, SET_CTIME_NOW, SET_MTIME_NOW, SET_NLINK, Attributes, Mount
+from gpufs.engine import NO_LIMIT, Attributes, Mount
 from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
@@ -27,7 +28,6 @@ RENAME_WHITEOUT = 4
 BUFFER_BLOCK_SIZE = 1 << 20  # what programs read at once: larger only makes small reads slow
 BLOCK_SIZE = 4096
 
-_NOTHING = Attributes()
 _SECOND = 1_000_000_000
 _RENAME_FLAGS = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
@@ -89,7 +89,7 @@ class Tree:
         text = ControlFile(self._take_ino(), lambda _: readme)
         self.place(self.root, b"README", text, 0o444, uid, gid, size=len(readme))
         self.place(control, b"by-uuid", by_uuid, 0o555, uid, gid)
-        self._touch(control, links=True)
+        self._count_subdirectories(control)
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
             uuid = uuids[index].encode()
@@ -131,14 +131,14 @@ class Tree:
 
     def hold(self, ino: int) -> None:
         """Keeps a node until :meth:`forget`, as a reference of the kernel does. ESTALE for one that is gone."""
-        self.node(ino).lookups += 1
+        self._table.inode_hold(self.node(ino).ino)
 
     def forget(self, ino: int, count: int) -> None:
-        """Drops ``count`` of the kernel's references; a node without names goes with the last one."""
+        """Drops ``count`` references; a node without names goes with the last one."""
         node = self.nodes.get(ino)
         if node is None:
             return
-        node.lookups = max(0, node.lookups - count)
+        self._table.inode_drop(ino, count)
         self._drop_if_unused(node)
 
     def paths(self, inos: Iterable[int]) -> dict[int, bytes]:
@@ -226,10 +226,9 @@ class Tree:
         except OSError:
             node.names -= 1
             raise
-        directory.attach(name, node)
+        self._attach(directory, name, node)
         if isinstance(node, BufferFile):
             node.unnamed = False
-        self._touch(directory)
         return node
 
     # ---- unmaking ----
@@ -240,10 +239,9 @@ class Tree:
         node = self._existing(directory, name)
         if isinstance(node, Directory):
             raise error(errno.EISDIR)
-        directory.detach(name)
+        self._detach(directory, name)
         node.names -= 1
         self._update_links(node)
-        self._touch(directory)
         self._drop_if_unused(node)
         return node
 
@@ -278,9 +276,9 @@ class Tree:
             raise error(errno.ENOTDIR)
         if node.entries:
             raise error(errno.ENOTEMPTY)
-        directory.detach(name)
+        self._detach(directory, name)
         self._close_directory(node)
-        self._touch(directory, links=True)
+        self._count_subdirectories(directory)
         self._drop_if_unused(node)
         return node
 
@@ -338,24 +336,24 @@ class Tree:
             self._add(whiteout, 0, uid, gid, nlink=1, parent=source_directory.ino)
         in_place = target is None and target_directory is source_directory and not flags & RENAME_WHITEOUT
         if in_place:
+            self._table.name_set(source_directory.ino, new_name, node.ino)
             source_directory.rename(old_name, new_name)
+            self._table.name_remove(source_directory.ino, old_name)
         else:
-            target_directory.attach(new_name, node)
+            self._attach(target_directory, new_name, node)
         if whiteout is not None:
-            source_directory.attach(old_name, whiteout)
+            self._attach(source_directory, old_name, whiteout)
             whiteout.names = 1
         elif not in_place:
-            source_directory.detach(old_name)
+            self._detach(source_directory, old_name)
         if isinstance(target, Directory):
             self._close_directory(target)
         elif target is not None:
             target.names -= 1
             self._update_links(target)
-        self._changed(node)
-        moved_directory = isinstance(node, Directory)
-        self._touch(source_directory, links=moved_directory)
-        if target_directory is not source_directory:
-            self._touch(target_directory, links=moved_directory)
+        self._update_links(node)
+        if isinstance(node, Directory):
+            self._count_subdirectories(source_directory, target_directory)
         if target is not None:
             self._drop_if_unused(target)
         return target
@@ -432,14 +430,12 @@ class Tree:
     ) -> None:
         if one is other:
             return
-        one_directory.attach(one_name, other)
-        other_directory.attach(other_name, one)
-        self._changed(one)
-        self._changed(other)
-        crossing = isinstance(one, Directory) != isinstance(other, Directory)
-        self._touch(one_directory, links=crossing)
-        if other_directory is not one_directory:
-            self._touch(other_directory, links=crossing)
+        self._attach(one_directory, one_name, other)
+        self._attach(other_directory, other_name, one)
+        self._update_links(one)
+        self._update_links(other)
+        if isinstance(one, Directory) != isinstance(other, Directory):
+            self._count_subdirectories(one_directory, other_directory)
 
     def _make(
         self,
@@ -457,9 +453,10 @@ class Tree:
         """Adds a new node as a user asked for it."""
         nlink = 2 if isinstance(node, Directory) else 1
         self._add(node, mode, uid, gid, nlink=nlink, size=size, rdev=rdev, parent=directory.ino, umask=umask)
-        directory.attach(name, node)
+        self._attach(directory, name, node)
         node.names = 1
-        self._touch(directory, links=isinstance(node, Directory))
+        if isinstance(node, Directory):
+            self._count_subdirectories(directory)
 
     def place(
         self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int, size: int = 0
@@ -468,7 +465,7 @@ class Tree:
         if isinstance(node, Symlink):
             size = len(node.target)
         self._add(node, mode, uid, gid, nlink=2 if isinstance(node, Directory) else 1, size=size)
-        directory.attach(name, node)
+        self._attach(directory, name, node)
         node.names = 1
 
     def _add(
@@ -516,29 +513,32 @@ class Tree:
         if parent:
             node.limiting = self.directory(parent).limiting
 
-    def _touch(self, directory: Directory, *, links: bool = False) -> None:
-        """A name came or went: the directory's times, and its link count when that was a directory's name."""
-        if links:
-            changed = Attributes(nlink=2 + directory.subdirectories)
-            self._table.inode_set(directory.ino, SET_MTIME_NOW | SET_CTIME_NOW | SET_NLINK, changed)
-        else:
-            self._table.inode_set(directory.ino, SET_MTIME_NOW | SET_CTIME_NOW, _NOTHING)
+    def _attach(self, directory: Directory, name: bytes, node: Node) -> None:
+        self._table.name_set(directory.ino, name, node.ino)
+        directory.attach(name, node)
 
-    def _changed(self, node: Node) -> None:
-        self._table.inode_set(node.ino, SET_CTIME_NOW, _NOTHING)
+    def _detach(self, directory: Directory, name: bytes) -> None:
+        directory.detach(name)
+        self._table.name_remove(directory.ino, name)
+
+    def _count_subdirectories(self, *directories: Directory) -> None:
+        """The names of directories came or went: sets the link counts."""
+        for directory in directories:
+            self._update_links(directory)
 
     def _update_links(self, node: Node) -> None:
-        self._table.inode_set(node.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=node.names))
+        """Sets the link count, and the change time to now."""
+        self._table.inode_links(node.ino, 2 + node.subdirectories if isinstance(node, Directory) else node.names)
 
     def _close_directory(self, directory: Directory) -> None:
         directory.names = 0
         directory.closed = True
         if directory.limiting is directory:
             self._table.limit_directory(directory.ino, NO_LIMIT)
-        self._table.inode_set(directory.ino, SET_NLINK | SET_CTIME_NOW, Attributes(nlink=0))
+        self._table.inode_links(directory.ino, 0)
 
     def _drop_if_unused(self, node: Node) -> None:
-        if node.lookups == 0 and node.names == 0 and self.nodes.pop(node.ino, None) is not None:
+        if node.names == 0 and node.ino in self.nodes and self._table.inode_remove(node.ino):
+            del self.nodes[node.ino]
             if isinstance(node, BufferFile):
                 self.files[node.device] -= 1
-            self._table.inode_remove(node.ino)

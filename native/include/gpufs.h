@@ -263,7 +263,8 @@ typedef struct {
   double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
   uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
-  double attribute_timeout; /* seconds, for natively answered GETATTR */
+  double entry_timeout;     /* seconds, for natively answered LOOKUP */
+  double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   int32_t rings;            /* requests through io_uring where the kernel allows it; 0: never */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
@@ -316,31 +317,27 @@ typedef struct {
   int32_t device; /* where a regular file has its buffer and where STATFS looks; -1: no device */
 } gpufs_attributes;
 
-enum {
-  GPUFS_SET_MODE = 1,
-  GPUFS_SET_UID = 2,
-  GPUFS_SET_GID = 4,
-  GPUFS_SET_SIZE = 8, /* regular files: resizes the buffer; others: sets the number */
-  GPUFS_SET_ATIME = 16,
-  GPUFS_SET_MTIME = 32,
-  GPUFS_SET_CTIME = 64,
-  GPUFS_SET_ATIME_NOW = 128,
-  GPUFS_SET_MTIME_NOW = 256,
-  GPUFS_SET_CTIME_NOW = 512,
-  GPUFS_SET_NLINK = 1024
-};
-
 /* Adds an inode. A regular file with device >= 0 gets an empty buffer there (size is ignored). EEXIST if known.
  * parent: the directory that a user makes it in. It hands down its group (set-gid) and access control lists; mode is
  * what the user asked for, from which `umask` is taken unless a list stands in for it. 0: attributes are as they shall
  * be. */
 gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask);
-/* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown. */
+/* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown, EBUSY while
+ * it has references. */
 gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
+/* References keep an inode. The control plane adds one for each time that a reply of its own gives the kernel the
+ * inode, and drops those of the FORGETs that it gets. The engine counts those of LOOKUPs that it answers itself, and of
+ * all FORGETs except the last one of an inode without a name. ENOENT if unknown. */
+gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
+gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count);
+/* The names in a directory, so that the engine can answer LOOKUP in directories below 2^48. Each change sets the
+ * directory's modification and change time. ENOENT if the directory is unknown. */
+gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
+                            uint64_t ino);
+gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
-/* Sets what `set` names, all or nothing, and returns the attributes as they are afterwards (attributes is in and out).
- * Of a mode only the permission bits are set. No time changes that `set` does not name. */
-gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes);
+/* Sets its link count, and its change time to now. ENOSPC if names may not take more memory. */
+gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links);
 
 /* It was read by other means than the mount's native operations: its access time follows gpufs_mount_access_times(). */
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);

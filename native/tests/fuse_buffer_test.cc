@@ -49,7 +49,7 @@ class BufferOperationsTest : public MountTest {
     filler = fill_device(0);
     ASSERT_TRUE(table->release(old).ok());
     gpufs_attributes gone{};
-    ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+    ASSERT_TRUE(table->set(2, kSetNlink, &gone).ok());
   }
 
   std::uint64_t from = 0;
@@ -196,7 +196,7 @@ TEST_F(BufferOperationsTest, WaitingAtALimitEndsWithItsError) {
   kernel->write(2, old, 0, pattern(1 << 20, 1));
   ASSERT_TRUE(table->release(old).ok());
   gpufs_attributes gone{};
-  ASSERT_TRUE(table->set(2, GPUFS_SET_NLINK, &gone).ok());
+  ASSERT_TRUE(table->set(2, kSetNlink, &gone).ok());
   EXPECT_EQ(kernel->write(3, fresh, 0, pattern(10, 1)).error(), EDQUOT);
   const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, pattern(10, 1)));
   ASSERT_TRUE(table->remove(2).ok());

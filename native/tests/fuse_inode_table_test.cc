@@ -20,7 +20,7 @@ class InodeTableTest : public DevicesTest {
   void set_links(std::uint64_t ino, std::uint32_t links) {
     gpufs_attributes attributes{};
     attributes.nlink = links;
-    ASSERT_TRUE(table.set(ino, GPUFS_SET_NLINK, &attributes).ok());
+    ASSERT_TRUE(table.set(ino, kSetNlink, &attributes).ok());
   }
 
   Executor executor{Executor::Limits{}};
@@ -32,7 +32,7 @@ TEST_F(InodeTableTest, AFailedSizeChangesNothing) {
   gpufs_attributes attributes{};
   attributes.size = Buffer::kMaximumBytes + 1;
   attributes.mode = 0;
-  EXPECT_EQ(table.set(2, GPUFS_SET_SIZE | GPUFS_SET_MODE, &attributes).error(), EFBIG);
+  EXPECT_EQ(table.set(2, kSetSize | kSetMode, &attributes).error(), EFBIG);
   EXPECT_EQ(table.find(2)->attributes().mode, S_IFREG | 0644U);
 }
 
@@ -66,7 +66,7 @@ TEST_F(InodeTableTest, MemoryIsChargedToTheOwner) {
   EXPECT_EQ(used(1000), 3 * kGranule);
   ASSERT_TRUE(table.limit_user(0, 1001, kGranule).ok());
   attributes.uid = 1001;
-  ASSERT_TRUE(table.set(2, GPUFS_SET_UID, &attributes).ok());
+  ASSERT_TRUE(table.set(2, kSetUid, &attributes).ok());
   EXPECT_EQ(used(1000), 0U);
   EXPECT_EQ(used(1001), 3 * kGranule);
   EXPECT_EQ(table.find(2)->buffer()->write(3 * kGranule, pattern(1, 1)).error(), EDQUOT);
@@ -139,7 +139,7 @@ TEST_F(InodeTableTest, ManyThreads) {
         }
         gpufs_attributes attributes{};
         attributes.nlink = i % 2 == 0 ? 0 : 1;
-        static_cast<void>(table.set(ino, GPUFS_SET_NLINK, &attributes));
+        static_cast<void>(table.set(ino, kSetNlink, &attributes));
         static_cast<void>(table.orphan_bytes(-1));
         if (i % 3 == 0) static_cast<void>(table.remove(ino));
         if (fh.ok()) {

@@ -109,13 +109,12 @@ TEST_F(RelayTest, StatfsOfAnUnknownInodeIsRelayedAsGetxattrWithoutAName) {
 }
 
 TEST_F(RelayTest, BuffersOpenForDirectIo) {
-  const std::uint64_t fh = add_file(2);
   fuse_open_out open{};
-  open.fh = fh;
+  open.fh = add_file(2);
   open.open_flags = kOpenKeepCache;
-  const Reply opened = relay_reply(FUSE_OPEN, 2, bytes_of(fuse_open_in{}), bytes_of(open));
-  EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
-  EXPECT_EQ(opened.as<fuse_open_out>().fh, fh);
+  const auto opened = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  EXPECT_EQ(opened.open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
+  EXPECT_NE(opened.fh, open.fh);
 
   Bytes create = bytes_of(entry_of(2));
   append(create, open);
@@ -145,13 +144,102 @@ TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
 TEST_F(MountTest, BuffersOpenCachedWhereDirectIoCannotBeMapped) {
   open();
   initialize(kKernelFlags & ~kInitDirectIoAllowMmap);
-  fuse_open_out out{};
-  out.fh = add_file(2);
-  out.open_flags = kOpenKeepCache | kOpenDirectIo;
-  const std::uint64_t unique = kernel->send(FUSE_OPEN, 2, bytes_of(fuse_open_in{}));
+  add_file(2);
+  EXPECT_EQ(kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>().open_flags, kOpenNoFlush);
+}
+
+TEST_F(RelayTest, NamesAreFoundWithoutTheControlPlane) {
+  add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(table->add(file_attributes(kFirstHostInode, S_IFDIR | 0755, -1)).ok());
+  ASSERT_TRUE(table->set_name(3, "some", 2).ok());
+  const auto look_up = [&](std::string_view text) {
+    Bytes body;
+    append_text(body, text);
+    return kernel->call(FUSE_LOOKUP, 3, body);
+  };
+  const auto found = look_up("some").as<fuse_entry_out>();
+  EXPECT_EQ(found.nodeid, 2U);
+  EXPECT_EQ(found.attr.ino, 2U);
+  EXPECT_EQ(found.attr.mode, S_IFREG | 0644U);
+  EXPECT_EQ(found.entry_valid, 1U);
+  EXPECT_EQ(found.attr_valid, 1U);
+  const auto missing = look_up("other").as<fuse_entry_out>();
+  EXPECT_EQ(missing.nodeid, 0U);
+  EXPECT_EQ(missing.entry_valid, 1U);
+  ASSERT_TRUE(table->remove_name(3, "some").ok());
+  EXPECT_EQ(look_up("some").as<fuse_entry_out>().nodeid, 0U);
+
+  // Of the control plane: special names, impossible ones, and those in directories of the host.
+  for (const std::string& text : {std::string("."), std::string(".."), std::string(256, 'x'), std::string()}) {
+    Bytes body;
+    append_text(body, text);
+    kernel->send(FUSE_LOOKUP, 3, body);
+    control->expect(FUSE_LOOKUP);
+  }
+  kernel->send(FUSE_LOOKUP, 3, Bytes(4, std::byte{'x'}));
+  control->expect(FUSE_LOOKUP);
+  kernel->send(FUSE_LOOKUP, kFirstHostInode, name());
+  control->expect(FUSE_LOOKUP);
+}
+
+TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
+  ASSERT_TRUE(table->add(file_attributes(2)).ok());
+  ASSERT_TRUE(table->hold(2).ok());
+  ASSERT_TRUE(table->hold(2).ok());
+  ASSERT_TRUE(table->hold(2).ok());
+  EXPECT_EQ(table->remove(2).error(), EBUSY);
+  kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
+  gpufs_attributes attributes{};
+  ASSERT_TRUE(table->set(2, kSetNlink, &attributes).ok());
+  Bytes body = bytes_of(fuse_batch_forget_in{2, 0});
+  append(body, fuse_forget_one{2, 1});
+  append(body, fuse_forget_one{2, 1});
+  EXPECT_FALSE(control->receive(kQuiet));
+  kernel->send(FUSE_BATCH_FORGET, 0, body);
+  const RelayedRequest relayed = control->expect(FUSE_BATCH_FORGET);
+  EXPECT_EQ(relayed.as<fuse_batch_forget_in>().count, 1U);
+  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nodeid, 2U);
+  EXPECT_EQ(table->remove(2).error(), EBUSY);
+  ASSERT_TRUE(table->drop(2, 1).ok());
+  EXPECT_TRUE(table->remove(2).ok());
+  EXPECT_EQ(table->hold(2).error(), ENOENT);
+}
+
+TEST_F(RelayTest, FilesOnDevicesAndDirectoriesOpenWithoutTheControlPlane) {
+  add_file(2);
+  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
+  ASSERT_TRUE(table->add(file_attributes(4, S_IFREG | 0444, -1)).ok());
+  ASSERT_TRUE(table->add(file_attributes(kFirstHostInode, S_IFDIR | 0555, -1)).ok());
+  const std::size_t files = table->counts().files;
+  const auto file = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  EXPECT_TRUE(is_buffer(file.fh));
+  EXPECT_EQ(table->counts().files, files + 1);
+  EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(fuse_release_in{file.fh, 0, 0, 0})).error(), 0);
+  EXPECT_EQ(table->counts().files, files);
+
+  const auto one = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  const auto other = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
+  EXPECT_NE(one.fh, other.fh);
+  EXPECT_EQ(one.fh & kDirectoryHandle, kDirectoryHandle);
+  EXPECT_EQ(one.fh & (kFirstHostInode - 1), 3U);
+  EXPECT_FALSE(is_buffer(one.fh) || is_backing(one.fh));
+  EXPECT_EQ(kernel->call(FUSE_FSYNCDIR, 3, bytes_of(fuse_fsync_in{one.fh, 0, 0})).error(), 0);
+  EXPECT_EQ(kernel->call(FUSE_RELEASEDIR, 3, bytes_of(fuse_release_in{one.fh, 0, 0, 0})).error(), 0);
+  fuse_read_in listing{};
+  listing.fh = other.fh;
+  relay_reply(FUSE_READDIR, 3, bytes_of(listing), {});
+  relay_reply(FUSE_RELEASEDIR, 3, bytes_of(fuse_release_in{other.fh, 0, 0, 0}), {});  // the control plane has listed it
+
+  // Of the control plane: its own files, directories of the host, inodes that it alone knows, and short messages.
+  kernel->send(FUSE_OPEN, 4, bytes_of(fuse_open_in{}));
   control->expect(FUSE_OPEN);
-  control->reply(unique, 0, bytes_of(out));
-  EXPECT_EQ(kernel->wait(unique).as<fuse_open_out>().open_flags, kOpenNoFlush);
+  kernel->send(FUSE_OPENDIR, kFirstHostInode, bytes_of(fuse_open_in{}));
+  control->expect(FUSE_OPENDIR);
+  kernel->send(FUSE_OPEN, 99, bytes_of(fuse_open_in{}));
+  control->expect(FUSE_OPEN);
+  kernel->send(FUSE_OPEN, 2, {});
+  control->expect(FUSE_OPEN);
 }
 
 TEST_F(RelayTest, DirectoriesWithAttributes) {
@@ -197,7 +285,10 @@ TEST_F(RelayTest, ShortRepliesAreLeftToTheKernel) {
 
 TEST_F(RelayTest, ForgetsHaveNoReply) {
   kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{5}));
-  EXPECT_EQ(control->expect(FUSE_FORGET).as<fuse_forget_in>().nlookup, 5U);
+  const RelayedRequest relayed = control->expect(FUSE_BATCH_FORGET);
+  EXPECT_EQ(relayed.as<fuse_batch_forget_in>().count, 1U);
+  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nodeid, 2U);
+  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nlookup, 5U);
   EXPECT_FALSE(kernel->receive(kQuiet));
   EXPECT_TRUE(counted("\"pending\": 0"));
 }

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import pyfuse3
 
-from gpufs.engine import SET_NLINK, Attributes
 from gpufs.fs.backing.calls import HostCalls
 from gpufs.fs.backing.identity import administers, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
@@ -135,7 +134,7 @@ class BackingHandler:
         directory = Directory(FIRST_INODE, -1)
         directory.fixed = True
         tree.place(tree.root, DIRECTORY_NAME, directory, 0o555, uid, gid)
-        engine.inode_set(tree.root.ino, SET_NLINK, Attributes(nlink=2 + tree.root.subdirectories))
+        engine.inode_links(tree.root.ino, 2 + tree.root.subdirectories)
         self.shares: dict[bytes, tuple[BackingNode, os.stat_result]] = {}
         try:
             for share in shares:
@@ -209,7 +208,7 @@ class BackingHandler:
         if parent_inode == FIRST_INODE:
             if name in (b".", b".."):
                 node = self._tree.lookup(parent_inode, name)
-                node.lookups += 1
+                self._tree.hold(node.ino)
                 return self.replies.entry(node.ino, node.kind)
             if name not in self.shares:
                 return self.replies.no_entry

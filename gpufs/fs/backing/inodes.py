@@ -19,7 +19,7 @@ from typing import Final
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import Node
 
-FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below
+FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below (native/src/fuse/open_files.h)
 _MANY: Final = 100_000  # inodes, of half a KiB each, above which the kernel is asked to forget some
 _TRIED: Final = 8  # inodes that are considered for each new one
 _FEWEST: Final = 16  # descriptors of files that are kept in any case
@@ -43,18 +43,20 @@ class Share:
 
 class BackingNode(Node):
     """An inode of the host; ``fd`` is an O_PATH descriptor of it, -1 while it has none.
+    ``lookups`` counts the kernel's references.
 
     ``users`` counts its open handles and the calls in progress; while there are any it keeps its descriptor. ``entry``:
     the directory's number and the name by which the kernel last looked it up. ``nameless``: an open has already failed
     because the inode has no name any more.
     """
 
-    __slots__ = ("asked_to_forget", "entry", "fd", "key", "nameless", "share", "users")
+    __slots__ = ("asked_to_forget", "entry", "fd", "key", "lookups", "nameless", "share", "users")
 
     def __init__(self, ino: int, kind: int, fd: int, key: _Key, share: Share) -> None:
         super().__init__(ino, kind, -1)
         self.fd = fd
         self.key = key
+        self.lookups = 0
         self.share = share
         self.entry: tuple[int, bytes] | None = None
         self.users = 0

@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
+#include "fuse/attributes.h"
 #include "fuse/buffer_source.h"
 #include "fuse/inode_table.h"
 #include "fuse/mount.h"
@@ -124,6 +125,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
     chosen.max_write = options->max_write;
     chosen.mask_flags = options->mask_flags;
+    chosen.entry_timeout = options->entry_timeout;
     chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
     chosen.rings = options->rings != 0;
@@ -216,6 +218,29 @@ gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().remove(ino); });
 }
 
+gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().hold(ino); });
+}
+
+gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.table().drop(ino, count); });
+}
+
+gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
+                            uint64_t ino) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (name == nullptr) return gpufs::null_argument();
+    return found.table().set_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)), ino);
+  });
+}
+
+gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes) {
+  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
+    if (name == nullptr) return gpufs::null_argument();
+    return found.table().remove_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)));
+  });
+}
+
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes) {
   return gpufs::with_inode(mount, ino, [&](Mount&, Inode& inode) -> Status {
     if (attributes == nullptr) return gpufs::null_argument();
@@ -224,10 +249,11 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes*
   });
 }
 
-gpufs_status gpufs_inode_set(gpufs_handle mount, uint64_t ino, uint32_t set, gpufs_attributes* attributes) {
+gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
-    if (attributes == nullptr) return gpufs::null_argument();
-    return found.table().set(ino, set, attributes);
+    gpufs_attributes wanted{};
+    wanted.nlink = links;
+    return found.table().set(ino, gpufs::fuse::kSetNlink | gpufs::fuse::kSetCtimeNow, &wanted);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -85,10 +84,8 @@ void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder
 template <typename T>
 void AttributeOperations::fill_validity(std::uint32_t mode, T& out) const {
   if (!may_be_cached(mode)) return;
-  double whole = 0;
-  const double fraction = std::modf(timeout_, &whole);
-  out.attr_valid = static_cast<std::uint64_t>(whole);
-  out.attr_valid_nsec = static_cast<std::uint32_t>(fraction * 1e9);
+  out.attr_valid = validity_.seconds;
+  out.attr_valid_nsec = validity_.nanoseconds;
 }
 
 void AttributeOperations::reply_attributes(const Inode& inode, Responder& responder) const {
@@ -117,17 +114,17 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   const bool owner = (in.valid & (FATTR_UID | FATTR_GID)) != 0;
   const bool size = (in.valid & FATTR_SIZE) != 0;
   gpufs_attributes wanted{};
-  std::uint32_t changes = GPUFS_SET_CTIME_NOW;
+  std::uint32_t changes = kSetCtimeNow;
   const auto want = [&](std::uint32_t asked, std::uint32_t change) {
     if ((in.valid & asked) != 0) changes |= change;
   };
-  want(FATTR_MODE, GPUFS_SET_MODE);
-  want(FATTR_UID, GPUFS_SET_UID);
-  want(FATTR_GID, GPUFS_SET_GID);
-  want(FATTR_SIZE, GPUFS_SET_SIZE);
-  want(FATTR_ATIME, (in.valid & FATTR_ATIME_NOW) != 0 ? GPUFS_SET_ATIME_NOW : GPUFS_SET_ATIME);
-  want(FATTR_MTIME, (in.valid & FATTR_MTIME_NOW) != 0 ? GPUFS_SET_MTIME_NOW : GPUFS_SET_MTIME);
-  if (size && (in.valid & FATTR_MTIME) == 0) changes |= GPUFS_SET_MTIME_NOW;  // even where the size stays
+  want(FATTR_MODE, kSetMode);
+  want(FATTR_UID, kSetUid);
+  want(FATTR_GID, kSetGid);
+  want(FATTR_SIZE, kSetSize);
+  want(FATTR_ATIME, (in.valid & FATTR_ATIME_NOW) != 0 ? kSetAtimeNow : kSetAtime);
+  want(FATTR_MTIME, (in.valid & FATTR_MTIME_NOW) != 0 ? kSetMtimeNow : kSetMtime);
+  if (size && (in.valid & FATTR_MTIME) == 0) changes |= kSetMtimeNow;  // even where the size stays
   wanted.mode = (in.valid & FATTR_MODE) != 0 ? in.mode : now.mode;
   wanted.uid = in.uid;
   wanted.gid = in.gid;
@@ -142,7 +139,7 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
     loss = SetIdLoss::kAll;
   }
   wanted.mode = mode_without_set_id(wanted.mode, loss);
-  if (wanted.mode != now.mode) changes |= GPUFS_SET_MODE;
+  if (wanted.mode != now.mode) changes |= kSetMode;
 
   if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
   const uid_t user = request.header.uid;

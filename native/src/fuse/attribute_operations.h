@@ -7,6 +7,7 @@
 #include <memory>
 #include <string_view>
 
+#include "fuse/attributes.h"
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
@@ -20,7 +21,7 @@ class AttributeOperations {
 
   // timeout: how long the kernel may cache attributes, in seconds.
   AttributeOperations(InodeTable& table, LongRequests& long_requests, const InitNegotiation& init, double timeout)
-      : table_(table), long_requests_(long_requests), init_(init), timeout_(timeout) {}
+      : table_(table), long_requests_(long_requests), init_(init), validity_(Validity::of(timeout)) {}
 
   void getattr(const Target& inode, Request& request, Responder responder);
   void statx(const Target& inode, Request& request, Responder responder);
@@ -42,7 +43,7 @@ class AttributeOperations {
   InodeTable& table_;
   LongRequests& long_requests_;
   const InitNegotiation& init_;
-  const double timeout_;
+  const Validity validity_;
 };
 
 }  // namespace gpufs::fuse

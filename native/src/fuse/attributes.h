@@ -20,6 +20,19 @@ struct Timestamp {
   friend auto operator<=>(const Timestamp&, const Timestamp&) = default;  // NOLINT(modernize-use-nullptr): no pointer
 };
 
+// What InodeTable::set() sets, as bits.
+inline constexpr std::uint32_t kSetMode = 1U << 0;
+inline constexpr std::uint32_t kSetUid = 1U << 1;
+inline constexpr std::uint32_t kSetGid = 1U << 2;
+inline constexpr std::uint32_t kSetSize = 1U << 3;  // regular files: resizes the buffer; others: sets the number
+inline constexpr std::uint32_t kSetAtime = 1U << 4;
+inline constexpr std::uint32_t kSetMtime = 1U << 5;
+inline constexpr std::uint32_t kSetCtime = 1U << 6;
+inline constexpr std::uint32_t kSetAtimeNow = 1U << 7;
+inline constexpr std::uint32_t kSetMtimeNow = 1U << 8;
+inline constexpr std::uint32_t kSetCtimeNow = 1U << 9;
+inline constexpr std::uint32_t kSetNlink = 1U << 10;
+
 // Which reads set the access time (mount options).
 enum class AccessTimes : std::uint8_t {
   kRelative,  // if it is not later than the last change, or a day old
@@ -47,6 +60,14 @@ enum class SetIdLoss : std::uint8_t {
 // False for a regular file with a set-id bit: writing to it clears the bit without the kernel's knowledge, so the
 // kernel must ask for its attributes each time.
 [[nodiscard]] bool may_be_cached(std::uint32_t mode);
+
+// For how long the kernel may cache something, as replies have it.
+struct Validity {
+  std::uint64_t seconds = 0;
+  std::uint32_t nanoseconds = 0;
+
+  static Validity of(double seconds);
+};
 
 // Fills in all fields except the inode number and the flags.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);

@@ -12,7 +12,7 @@
 
 #include "base/log.h"
 #include "fuse/attributes.h"
-#include "fuse/backing_table.h"
+#include "fuse/open_files.h"
 
 namespace gpufs::fuse {
 
@@ -143,16 +143,18 @@ void fill_entry(std::span<std::byte> message, std::size_t at, const InodeTable& 
   write_struct(message, at, entry);
 }
 
-void set_open_flags(std::span<std::byte> message, std::size_t at, const InodeTable& table, bool direct_io) {
+std::uint32_t direct_flags(const InitNegotiation& init) {
+  return init.direct_io() ? kOpenDirectIo | kOpenParallelDirectWrites : 0;
+}
+
+void set_open_flags(std::span<std::byte> message, std::size_t at, const InitNegotiation& init) {
   fuse_open_out out{};
   if (!read_struct(message, at, &out)) return;
-  const std::uint32_t direct = direct_io ? kOpenDirectIo | kOpenParallelDirectWrites : 0;
-  if (table.file(out.fh)) {
-    // Opening a buffer shows its present content, never pages that an earlier open left in the cache.
-    out.open_flags = kOpenNoFlush | direct;
+  if (is_buffer(out.fh)) {
+    out.open_flags = buffer_open_flags(init);
   } else if (is_backing(out.fh)) {
     // Changes of the host's file by others must show here at once.
-    out.open_flags = direct;
+    out.open_flags = direct_flags(init);
   } else {
     out.open_flags &= ~kOpenKeepCache;
   }
@@ -197,9 +199,14 @@ std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte
   const HandedOut handed_out = handed_out_by(opcode);
   for_each_entry(handed_out, message, [&](std::size_t at, std::string_view) { fill_entry(message, at, table); });
   if (handed_out.open_at != 0 && opcode != FUSE_OPENDIR) {
-    set_open_flags(message, handed_out.open_at, table, init.direct_io());
+    set_open_flags(message, handed_out.open_at, init);
   }
   return message.subspan(kOut);
+}
+
+std::uint32_t buffer_open_flags(const InitNegotiation& init) {
+  // Opening a buffer shows its present content, never pages that an earlier open left in the cache.
+  return kOpenNoFlush | direct_flags(init);
 }
 
 void take_back(std::uint32_t opcode, std::span<const std::byte> reply,

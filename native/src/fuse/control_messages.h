@@ -24,6 +24,9 @@ int adapt_request(Request& request, InitNegotiation& init, std::vector<std::byte
 std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte> message, const InodeTable& table,
                                        InitNegotiation& init, StatxOut& memory);
 
+// With these flags the kernel opens a buffer.
+[[nodiscard]] std::uint32_t buffer_open_flags(const InitNegotiation& init);
+
 // The messages by which the control plane takes back what a successful reply handed out, for a reply that the kernel
 // never got. `needs_reply`: it will answer the message.
 void take_back(std::uint32_t opcode, std::span<const std::byte> reply,

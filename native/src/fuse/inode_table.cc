@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <exception>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,9 +17,8 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kAllSetFlags = GPUFS_SET_MODE | GPUFS_SET_UID | GPUFS_SET_GID | GPUFS_SET_SIZE |
-                                       GPUFS_SET_ATIME | GPUFS_SET_MTIME | GPUFS_SET_CTIME | GPUFS_SET_ATIME_NOW |
-                                       GPUFS_SET_MTIME_NOW | GPUFS_SET_CTIME_NOW | GPUFS_SET_NLINK;
+constexpr std::uint32_t kAllSetFlags = kSetMode | kSetUid | kSetGid | kSetSize | kSetAtime | kSetMtime | kSetCtime |
+                                       kSetAtimeNow | kSetMtimeNow | kSetCtimeNow | kSetNlink;
 constexpr std::uint32_t kPermissions = 07777;
 constexpr std::uint32_t kSecond = 1'000'000'000;
 
@@ -120,6 +120,12 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
+void Inode::touch_names_locked() {
+  const Timestamp now = Timestamp::now();
+  set_mtime(attributes_, now);
+  set_ctime(attributes_, now);
+}
+
 std::uint64_t Inode::metadata_locked() const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
@@ -174,23 +180,83 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
 }
 
 Status InodeTable::remove(std::uint64_t ino) {
-  std::shared_ptr<Inode> inode;
-  {
-    const std::unique_lock lock(inodes_mutex_);
-    const auto found = inodes_.find(ino);
-    if (found == inodes_.end()) return unknown_inode(ino);
-    inode = std::move(found->second);
-    inodes_.erase(found);
-  }
+  std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
   bool doomed = false;
   {
     const std::lock_guard lock(inode->mutex_);
+    if (inode->removed_) return unknown_inode(ino);
+    if (inode->references_ != 0) return Status(EBUSY, "the inode is in use");
     inode->removed_ = true;
     metadata_.fetch_sub(std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
+  {
+    const std::unique_lock lock(inodes_mutex_);
+    inodes_.erase(ino);
+  }
   if (doomed) free_later(std::move(inode));
   return {};
+}
+
+Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino) {
+  const std::shared_ptr<Inode> inode = find(directory);
+  if (!inode) return unknown_inode(directory);
+  const std::lock_guard lock(inode->mutex_);
+  inode->names_.insert_or_assign(std::string(name), ino);
+  inode->touch_names_locked();
+  return {};
+}
+
+Status InodeTable::remove_name(std::uint64_t directory, std::string_view name) {
+  const std::shared_ptr<Inode> inode = find(directory);
+  if (!inode) return unknown_inode(directory);
+  const std::lock_guard lock(inode->mutex_);
+  if (const auto found = inode->names_.find(name); found != inode->names_.end()) inode->names_.erase(found);
+  inode->touch_names_locked();
+  return {};
+}
+
+std::shared_ptr<Inode> InodeTable::look_up(Inode& directory, std::string_view name) {
+  std::uint64_t ino = 0;
+  {
+    const std::lock_guard lock(directory.mutex_);
+    const auto found = directory.names_.find(name);
+    if (found == directory.names_.end()) return nullptr;
+    ino = found->second;
+  }
+  std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return nullptr;
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->removed_) return nullptr;  // at the same time
+  ++inode->references_;
+  return inode;
+}
+
+Status InodeTable::hold(std::uint64_t ino) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->removed_) return unknown_inode(ino);
+  ++inode->references_;
+  return {};
+}
+
+Status InodeTable::drop(std::uint64_t ino, std::uint64_t count) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return unknown_inode(ino);
+  const std::lock_guard lock(inode->mutex_);
+  inode->references_ -= std::min(count, inode->references_);
+  return {};
+}
+
+bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
+  const std::shared_ptr<Inode> inode = find(ino);
+  if (!inode) return false;
+  const std::lock_guard lock(inode->mutex_);
+  if (inode->references_ <= count && inode->attributes_.nlink == 0) return false;
+  inode->references_ -= std::min(count, inode->references_);
+  return true;
 }
 
 std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
@@ -208,7 +274,7 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
   if (!inode) return unknown_inode(ino);
 
   // The parts that can fail come first: a new name, and the size, which takes the buffer's locks and none of ours.
-  if ((set & GPUFS_SET_NLINK) != 0) {
+  if ((set & kSetNlink) != 0) {
     const std::uint32_t links = inode->attributes().nlink;
     const std::uint64_t more = S_ISDIR(inode->kind_) || attributes->nlink <= links ? 0 : attributes->nlink - links;
     const auto change = [&](gpufs_attributes& ours, const auto&) {
@@ -218,33 +284,33 @@ Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* a
     if (change_metadata(*inode, more * kNameBytes, change) != 0)
       return Status(ENOSPC, "the mount's limit for metadata");
   }
-  if ((set & GPUFS_SET_SIZE) != 0 && inode->buffer_) {
+  if ((set & kSetSize) != 0 && inode->buffer_) {
     if (Status status = inode->buffer()->resize(attributes->size); !status.ok()) return status;
   }
-  const bool pays = (set & GPUFS_SET_UID) != 0 && inode->buffer_;
+  const bool pays = (set & kSetUid) != 0 && inode->buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode->device_, attributes->uid) : nullptr;
   bool doomed = false;
   {
     const Timestamp now = Timestamp::now();
     const std::lock_guard lock(inode->mutex_);
     gpufs_attributes& ours = inode->attributes_;
-    if ((set & GPUFS_SET_MODE) != 0) {
+    if ((set & kSetMode) != 0) {
       ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
       ExtendedAttributes::Value* const acl = inode->extended_ ? inode->extended_->find(kAccessAcl) : nullptr;
       if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
     }
-    if ((set & GPUFS_SET_UID) != 0) ours.uid = attributes->uid;
+    if ((set & kSetUid) != 0) ours.uid = attributes->uid;
     if (pays) inode->buffer_->charge().move(Charge::kOwner, std::move(payer));
-    if ((set & GPUFS_SET_GID) != 0) ours.gid = attributes->gid;
-    if ((set & GPUFS_SET_SIZE) != 0 && !inode->buffer_) ours.size = attributes->size;
-    if ((set & GPUFS_SET_ATIME) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
-    if ((set & GPUFS_SET_MTIME) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
-    if ((set & GPUFS_SET_ATIME_NOW) != 0) set_atime(ours, now);
-    if ((set & GPUFS_SET_MTIME_NOW) != 0) set_mtime(ours, now);
-    doomed = (set & GPUFS_SET_NLINK) != 0 && update_orphan_locked(inode);  // removed at the same time
-    if ((set & GPUFS_SET_CTIME) != 0) {
+    if ((set & kSetGid) != 0) ours.gid = attributes->gid;
+    if ((set & kSetSize) != 0 && !inode->buffer_) ours.size = attributes->size;
+    if ((set & kSetAtime) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
+    if ((set & kSetMtime) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
+    if ((set & kSetAtimeNow) != 0) set_atime(ours, now);
+    if ((set & kSetMtimeNow) != 0) set_mtime(ours, now);
+    doomed = (set & kSetNlink) != 0 && update_orphan_locked(inode);  // removed at the same time
+    if ((set & kSetCtime) != 0) {
       set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
-    } else if ((set & GPUFS_SET_CTIME_NOW) != 0) {
+    } else if ((set & kSetCtimeNow) != 0) {
       set_ctime(ours, now);
     }
   }
@@ -361,9 +427,35 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
-  const Executor::Lane lane{Executor::Lane::Kind::kReclaim, inode->device_, 0};
-  executor_.submit(lane, nullptr, 0,
-                   [this, inode = std::move(inode)](int, Cancellation&) mutable { free(std::move(inode)); });
+  const std::int32_t device = inode->device_;
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    Doomed& doomed = doomed_[device];
+    doomed.inodes.push_back(std::move(inode));
+    if (std::exchange(doomed.has_job, true)) return;
+  }
+  try {
+    executor_.submit({Executor::Lane::Kind::kReclaim, device, 0}, nullptr, 0,
+                     [this, device](int, Cancellation&) { free_doomed(device); });
+  } catch (const std::exception&) {
+    const std::lock_guard lock(orphan_mutex_);
+    doomed_[device].has_job = false;  // the next one frees these as well
+    throw;
+  }
+}
+
+void InodeTable::free_doomed(std::int32_t device) {
+  for (;;) {
+    std::vector<std::shared_ptr<Inode>> inodes;
+    {
+      const std::lock_guard lock(orphan_mutex_);
+      Doomed& doomed = doomed_[device];
+      inodes.swap(doomed.inodes);
+      doomed.has_job = !inodes.empty();
+    }
+    if (inodes.empty()) return;
+    for (std::shared_ptr<Inode>& inode : inodes) free(std::move(inode));
+  }
 }
 
 void InodeTable::free(std::shared_ptr<Inode> inode) {

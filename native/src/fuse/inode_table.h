@@ -1,18 +1,20 @@
-// The attributes of every inode of a mount and its open buffers, shared by both planes: Python decides what exists,
-// READ and WRITE change times and sizes.
-// Ownership: the Mount's; inodes and open files are shared with the requests that use them.
-// Thread-safe.
+// The attributes of every inode of a mount, the names in directories and the open buffers, shared by both planes:
+// Python decides what exists, READ and WRITE change times and sizes. Ownership: the Mount's; inodes and open files are
+// shared with the requests that use them. Thread-safe.
 #pragma once
 
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -74,6 +76,9 @@ class Inode {
   // The memory that names and attributes take in both planes, at most. With the mutex held.
   [[nodiscard]] std::uint64_t metadata_locked() const;
 
+  // A name in this directory has changed. With the mutex held.
+  void touch_names_locked();
+
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool marks_group_without(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.
@@ -91,7 +96,9 @@ class Inode {
   // Guards all below. InodeTable::orphan_mutex_ and the mutex of a Charge may be taken under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
-  std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
+  std::unique_ptr<ExtendedAttributes> extended_;             // null until the first one
+  std::map<std::string, std::uint64_t, std::less<>> names_;  // in a directory, with the inodes that they lead to
+  std::uint64_t references_ = 0;                             // the kernel's, and what hold() adds
   std::shared_ptr<Account> directory_account_;
   std::uint64_t charged_ = 0;  // of the table's metadata
   std::uint32_t open_files_ = 0;
@@ -111,7 +118,7 @@ class InodeTable {
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
   // Memory that an inode takes in both planes, and each of its names, however long that is: measured, and rounded up.
   static constexpr std::uint64_t kInodeBytes = 1536;
-  static constexpr std::uint64_t kNameBytes = 512;
+  static constexpr std::uint64_t kNameBytes = 1024;
 
   // metadata_limit: bytes of memory that names and attributes may take together; above that is ENOSPC.
   // executor: frees memory, and is stopped before the table goes. user_limit: as Quotas().
@@ -125,15 +132,31 @@ class InodeTable {
   // parent: the directory in which a user creates it, which determines its group (set-gid) and its access control
   // lists; its mode is then what the user asked for before `umask`. 0: as in the attributes. ENOENT if unknown.
   Status add(const gpufs_attributes& attributes, std::uint64_t parent = 0, std::uint32_t umask = 0);
-  // The executor frees the memory once nothing uses it. ENOENT if unknown.
+  // The executor frees the memory once nothing uses it. ENOENT if unknown, EBUSY while there are references.
   Status remove(std::uint64_t ino);
+
+  // Gives a directory a name for an inode, or another inode for the name; its times become now. ENOENT without it.
+  Status set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino);
+  // Removes a name, which may be unknown.
+  Status remove_name(std::uint64_t directory, std::string_view name);
+  // What a name leads to, with one more reference; null: there is no such name.
+  [[nodiscard]] std::shared_ptr<Inode> look_up(Inode& directory, std::string_view name);
+
+  // References keep an inode in the table. The control plane adds one for each that its replies hand out.
+  Status hold(std::uint64_t ino);
+  // Drops references. ENOENT if unknown.
+  Status drop(std::uint64_t ino, std::uint64_t count);
+  // Drops references of the kernel, unless the control plane must do it: it alone knows the inode, or this drops the
+  // last reference to an inode without a name, which it then removes.
+  [[nodiscard]] bool forget(std::uint64_t ino, std::uint64_t count);
+
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<Inode> find(std::uint64_t ino) const;
   // Sets the access time according to the mount's options.
   void was_read(Inode& inode) const;
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
-  // Sets what `set` (GPUFS_SET_*) names, all or nothing, and returns the new attributes in `attributes`. Times that it
+  // Sets what `set` (kSet...) names, all or nothing, and returns the new attributes in `attributes`. Times that it
   // does not name stay. An access control list follows the mode.
   Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
 
@@ -193,8 +216,9 @@ class InodeTable {
  private:
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
-  // Frees the memory on the executor, since freeing gigabytes takes long.
+  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all that are doomed at a time.
   void free_later(std::shared_ptr<Inode> inode);
+  void free_doomed(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);
   void trim_later(const std::shared_ptr<Inode>& inode);
 
@@ -218,6 +242,11 @@ class InodeTable {
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
   std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
+  struct Doomed {
+    std::vector<std::shared_ptr<Inode>> inodes;
+    bool has_job = false;  // that frees them
+  };
+  std::map<std::int32_t, Doomed> doomed_;          // by device
   std::map<std::int32_t, std::uint64_t> freeing_;  // bytes that the executor is freeing, by device
 };
 

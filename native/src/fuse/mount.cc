@@ -115,15 +115,16 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
       buffers_(table_, long_requests_, statistics_),
-      attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout) {}
+      attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
+      names_(table_, relay_, options.entry_timeout, options.attribute_timeout, statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
                                              const MountOptions& options) {
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
   }
-  if (!(options.attribute_timeout >= 0 && options.attribute_timeout <= 1e9)) {
-    return Status(EINVAL, "the attribute timeout must be 0 or more seconds");
+  for (const double timeout : {options.entry_timeout, options.attribute_timeout}) {
+    if (!(timeout >= 0 && timeout <= 1e9)) return Status(EINVAL, "a timeout must be 0 or more seconds");
   }
   if (options.worker_threads > kLargestWorkers) return Status(EINVAL, "too many worker threads");
   if (!device.valid() || !relay.valid()) return Status(EBADF, "a mount needs a FUSE device and a relay socket");
@@ -174,7 +175,7 @@ void Mount::handle(Request& request) {
   switch (opcode) {  // those without a reply
     case FUSE_FORGET:
     case FUSE_BATCH_FORGET:
-      return relay_.forward_forget(request);
+      return names_.forget(request);
     case FUSE_INTERRUPT:
       return interrupt(request);
     case FUSE_NOTIFY_REPLY:  // to a notification that is never sent
@@ -197,6 +198,21 @@ void Mount::handle(Request& request) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
       return copy_file_range(request, std::move(responder));
+    case FUSE_LOOKUP:
+      if (names_.lookup(request, responder)) return;
+      break;
+    case FUSE_OPEN:
+      if (names_.open(request, responder)) return;
+      break;
+    case FUSE_OPENDIR:
+      if (names_.opendir(request, responder)) return;
+      break;
+    case FUSE_FSYNCDIR:
+      if (names_.fsyncdir(request, responder)) return;
+      break;
+    case FUSE_RELEASEDIR:
+      if (names_.releasedir(request, responder)) return;
+      break;
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_IOCTL:
@@ -204,7 +220,7 @@ void Mount::handle(Request& request) {
       return responder.error(ENOTTY);
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
-      note_listing(request);
+      names_.note_listing(request);
       break;
     default:
       break;
@@ -289,13 +305,6 @@ void Mount::release(Request& request, Responder responder) {
   }
   count(statistics_.of(FUSE_RELEASE).native);
   responder.ok();
-}
-
-void Mount::note_listing(const Request& request) {
-  // The control plane lists, but its library does not report O_NOATIME.
-  const auto in = request.arguments<fuse_read_in>();
-  if (in.offset != 0 || (in.flags & O_NOATIME) != 0) return;
-  if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) table_.was_read(*inode);
 }
 
 void Mount::interrupt(const Request& request) {

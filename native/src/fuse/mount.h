@@ -19,6 +19,7 @@
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/name_operations.h"
 #include "fuse/notifier.h"
 #include "fuse/payload_memory.h"
 #include "fuse/relay.h"
@@ -36,6 +37,7 @@ struct MountOptions {
   std::uint32_t max_write = 0;       // page multiple; 0: default
   std::uint64_t mask_flags = 0;      // INIT flags treated as not offered
   bool rings = false;                // FUSE over io_uring where the kernel allows it
+  double entry_timeout = 1.0;        // seconds
   double attribute_timeout = 1.0;    // seconds
   std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit
   std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
@@ -88,7 +90,6 @@ class Mount final : private RequestHandler {
   // A copy is about two files.
   void copy_file_range(Request& request, Responder responder);
   void release(Request& request, Responder responder);
-  void note_listing(const Request& request);
 
   UniqueFd ended_;
   mutable Statistics statistics_;
@@ -102,6 +103,7 @@ class Mount final : private RequestHandler {
   Relay relay_;
   BufferOperations buffers_;
   AttributeOperations attributes_;
+  NameOperations names_;
 
   std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
   bool closed_ = false;

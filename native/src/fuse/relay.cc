@@ -39,6 +39,8 @@ constexpr std::chrono::milliseconds kMemoryPause{5};
 // Between an INTERRUPT and the answer EINTR. Few programs expect EINTR from calls such as mkdir(2), and many get
 // signals that do not end them: so it is given only if the control plane waits for something.
 constexpr std::chrono::seconds kInterruptGrace{2};
+// How long FORGETs wait for others: the control plane takes about as long for one message with many as for one FORGET.
+constexpr std::chrono::milliseconds kForgetPause{5};
 // FORGETs in one relayed message: the control plane works through a message without a pause.
 constexpr std::size_t kForgetsTogether = 1024;
 
@@ -175,26 +177,35 @@ void Relay::forward(Request& request, Responder responder) {
   }
 }
 
-void Relay::forward_forget(const Request& request) {
-  if (request.header.opcode == FUSE_FORGET) return forward_one_way(request.message);
-  fuse_batch_forget_in in{};
-  constexpr std::size_t kFirst = sizeof(fuse_in_header) + sizeof(fuse_batch_forget_in);
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in) ||
-      (request.message.size() - kFirst) / sizeof(fuse_forget_one) < in.count) {
-    count(statistics_.bad_requests);
-    return;
+void Relay::forget(std::span<const fuse_forget_one> dropped) {
+  if (dropped.empty()) return;
+  const std::lock_guard lock(forget_mutex_);
+  if (forgotten_.empty()) {
+    executor_.submit_at(std::chrono::steady_clock::now() + kForgetPause, [this](int refusal, Cancellation&) {
+      if (refusal == 0) forward_forgotten();
+    });
   }
-  std::vector<std::byte> part;
-  for (std::size_t done = 0; done < in.count;) {
-    const std::size_t count = std::min<std::size_t>(kForgetsTogether, in.count - done);
-    part.resize(kFirst + count * sizeof(fuse_forget_one));
-    fuse_in_header header = request.header;
-    header.len = static_cast<std::uint32_t>(part.size());
-    write_struct(part, 0, header);
-    write_struct(part, sizeof(header), fuse_batch_forget_in{static_cast<std::uint32_t>(count), 0});
-    std::memcpy(part.data() + kFirst, request.message.data() + kFirst + done * sizeof(fuse_forget_one),
-                count * sizeof(fuse_forget_one));
-    forward_one_way(part);
+  forgotten_.insert(forgotten_.end(), dropped.begin(), dropped.end());
+}
+
+void Relay::forward_forgotten() {
+  std::vector<fuse_forget_one> forgotten;
+  {
+    const std::lock_guard lock(forget_mutex_);
+    forgotten.swap(forgotten_);
+  }
+  constexpr std::size_t kFirst = sizeof(fuse_in_header) + sizeof(fuse_batch_forget_in);
+  std::vector<std::byte> message;
+  for (std::size_t done = 0; done < forgotten.size();) {
+    const std::size_t count = std::min(kForgetsTogether, forgotten.size() - done);
+    message.assign(kFirst + count * sizeof(fuse_forget_one), std::byte{0});
+    fuse_in_header header{};
+    header.opcode = FUSE_BATCH_FORGET;
+    header.len = static_cast<std::uint32_t>(message.size());
+    write_struct(message, 0, header);
+    write_struct(message, sizeof(header), fuse_batch_forget_in{static_cast<std::uint32_t>(count), 0});
+    std::memcpy(message.data() + kFirst, forgotten.data() + done, count * sizeof(fuse_forget_one));
+    forward_one_way(message);
     done += count;
   }
 }

@@ -10,6 +10,7 @@
 #include <span>
 #include <thread>
 #include <unordered_map>
+#include <vector>
 
 #include "base/status.h"
 #include "base/unique_fd.h"
@@ -17,6 +18,7 @@
 #include "fuse/executor.h"
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
+#include "fuse/protocol.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
@@ -49,8 +51,8 @@ class Relay {
 
   // A request that will have a reply. Shortened if its reply or payload would not fit into a message.
   void forward(Request& request, Responder responder);
-  // FORGET and BATCH_FORGET, which have no reply; dropped when the control plane is gone.
-  void forward_forget(const Request& request);
+  // References that the kernel drops. They are forwarded soon, many together; dropped when the control plane is gone.
+  void forget(std::span<const fuse_forget_one> dropped);
   // An INTERRUPT: if the control plane does not answer the request soon, it is answered EINTR, because a killed client
   // cannot end before. False if the request is not pending here.
   [[nodiscard]] bool interrupt(std::uint64_t unique);
@@ -63,6 +65,7 @@ class Relay {
   Admission admit(std::uint64_t unique, Responder& responder);
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
+  void forward_forgotten();
   void forward_one_way(std::span<const std::byte> message);
   // 0, or why it could be neither sent nor queued.
   int send(std::span<const std::byte> message);
@@ -92,6 +95,9 @@ class Relay {
   mutable std::mutex pending_mutex_;
   std::unordered_map<std::uint64_t, Responder> pending_;  // one that is not pending has been answered EINTR
   bool dead_ = false;
+
+  std::mutex forget_mutex_;  // guards what is below; the executor's mutex is taken under it
+  std::vector<fuse_forget_one> forgotten_;
 
   // Guards the order of messages and all below; only sends that do not block are made under it. The executor's mutex is
   // taken under it.
