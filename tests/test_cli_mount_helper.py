@@ -49,7 +49,7 @@ def test_options_that_are_refused(option: str) -> None:
 def with_helpers(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Runs a script in a mount namespace where /sbin and PATH have our helpers.
 
-    mount(8) looks for helpers in /sbin alone and cleans PATH: both are shown it by an overlay. What the script leaves
+    mount(8) looks for helpers in /sbin alone and cleans PATH: an overlay puts ours into both. What the script leaves
     mounted is gone with the namespace; its daemons end by that.
     """
     gpufs = tmp_path / "gpufs"

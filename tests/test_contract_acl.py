@@ -33,7 +33,7 @@ def acl(*entries: tuple[int, int] | tuple[int, int, int]) -> bytes:
 
 
 def lists(path: Path) -> list[str]:
-    """All lists below a directory, as getfacl tells them."""
+    """All lists below a directory, as getfacl prints them."""
     return sorted(run("getfacl", "-R", "-p", ".", cwd=path).stdout.split("\n\n"))
 
 

@@ -273,7 +273,7 @@ def test_closing_gives_preallocated_memory_back(mount: Mounter) -> None:
 
 
 def test_racing_writers_on_a_full_device_keep_whole_blocks(small: GpufsMount) -> None:
-    """Two writers race for the last memory: every block of either file is whole, and sizes tell what was written."""
+    """Two writers race for the last memory: every block of either file is whole, and sizes match what was written."""
     children = []
     for index in range(2):
         child = os.fork()

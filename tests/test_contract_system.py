@@ -96,7 +96,7 @@ def test_bind_mounts_work(root: Path) -> None:
     assert apart(use) == ("bound", "bound", EXDEV, EXDEV, EBUSY)
     assert (root / "source/new").read_text() == "x"
     assert os.listdir(root / "target") == []
-    os.rmdir(root / "target")  # a mount in another namespace is no hindrance here
+    os.rmdir(root / "target")  # a mount in another namespace does not prevent it
 
 
 def mount_overlay(place: Path, **directories: Path) -> None:

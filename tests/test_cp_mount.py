@@ -138,7 +138,7 @@ def test_a_full_device(mount: Mounter, host: Path) -> None:
     assert not (small.device / "file").exists()
     assert (small.device / "there").read_bytes() == b"precious"
     (host / "source").write_bytes(noise(20 * MIB))
-    wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "memory given back")
+    wait_until(lambda: cp(host / "source", small.device / "f", check=False).returncode == 0, 10, "released memory")
 
 
 def test_a_full_disk(root: Path) -> None:

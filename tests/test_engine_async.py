@@ -388,4 +388,4 @@ def test_exceptions_of_host_calls_go_to_the_hook(host: engine.Engine, monkeypatc
     assert seen == ["list index out of range"]
 
 
-# ---- the thread that tells futures ----
+# ---- the thread that completes futures ----

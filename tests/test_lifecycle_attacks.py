@@ -112,7 +112,7 @@ def test_killed_clients_leave_nothing_held(mount: Mounter, reference: Path, roun
                 time.sleep(0.3 + 0.037 * (round_ % 11))
             assert_same(read_all(mounted.device / "source"), noise(40 * MIB))
             empty(mounted.device)
-        wait_until(lambda: is_empty(mounted), 20, "all of it to be given back")
+        wait_until(lambda: is_empty(mounted), 20, "all memory to be released")
         if before is None:
             before = Snapshot.of(mounted.pid)
     assert before is not None
@@ -188,7 +188,7 @@ def test_a_daemon_without_free_descriptors_keeps_its_files(mount: Mounter, refer
         run(*GPUFS, "cp", mounted.device / "kept", reference / "out")
         assert_same((reference / "out").read_bytes(), noise(4 * MIB))
     empty(mounted.device)
-    wait_until(lambda: is_empty(mounted), 20, "all of it to be given back")
+    wait_until(lambda: is_empty(mounted), 20, "all memory to be released")
     run(*GPUFS, "cp", reference / "source", mounted.device / "again")
     mounted.unmount()
 

@@ -104,7 +104,7 @@ def test_the_metadata_limit_holds(mount: Mounter, kind: Callable[[Path, int], No
             os.rmdir(place / name)
         else:
             os.unlink(place / name)
-    wait_until(lambda: metadata(mounted)[0] <= used, 20, "all of it to be given back")
+    wait_until(lambda: metadata(mounted)[0] <= used, 20, "all memory to be released")
     kind(place, 0)
     mounted.close()
 

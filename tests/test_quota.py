@@ -1,4 +1,4 @@
-"""Limits on the memory of users and directories: what fails at one, who may set them, exact books."""
+"""Limits on the memory of users and directories: what fails at a limit, who may set one, exact accounts."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _connect(path: str, *, trusting: bool) -> socket.socket:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
         peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if not trusting and not _trusted(peer[1]):
-            raise OSError(errno.EPERM, f"it belongs to user {peer[1]}, who must not have our descriptors")
+            raise OSError(errno.EPERM, f"it belongs to user {peer[1]}, which is not trusted with our descriptors")
         return sock
     except BaseException:
         sock.close()

@@ -28,8 +28,7 @@ class Opened:
 
 
 class Handles:
-    """The open files by handle. Handles made here count from 1; those of the engine have bit 62 (buffers) or
-    61 (files below backing/) set."""
+    """The open files by handle. Handles made here count from 1; the engine's have one of the bits 60 to 62 set."""
 
     def __init__(self) -> None:
         self._opened: dict[int, Opened] = {}

@@ -169,7 +169,7 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
 def sweep(folder: str) -> None:
     """Removes the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
 
-    If its daemon's counters are not beside it, and it is not new, a connection attempt tells whether anybody listens.
+    If its daemon's counters are not beside it, and it is not new, a connection attempt shows whether anybody listens.
     """
     try:
         names = set(os.listdir(folder))

@@ -98,7 +98,7 @@ def _allocator() -> Any:
 
 
 def release_unused() -> None:
-    """Gives back the memory of pools that are gone and whose tensors are gone as well."""
+    """Releases the memory of pools that are gone and whose tensors are gone as well."""
     if _released:
         torch.cuda.empty_cache()
     for memory in list(_released):

@@ -343,7 +343,7 @@ gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links)
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
 
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
- * become now, set-id bits go, and the kernel is told as by gpufs_mount_invalidate_inode(). ENOENT if unknown. */
+ * become now, set-id bits are cleared, and gpufs_mount_invalidate_inode() follows. ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
 
 /* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
@@ -373,7 +373,7 @@ gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t lim
  * `directory`; 0: to no directory. */
 gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
 /* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
- * which is missing where there is no limit. As gpufs_mount_statistics(). */
+ * which is absent if no limit is set. As gpufs_mount_statistics(). */
 gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
 
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
@@ -401,8 +401,8 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
  * not a registered one. Threads as above. */
 gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms);
 
-/* Tells the kernel, on the notification thread: contents and attributes, or a name, are not what it has cached.
- * Returns once queued; never blocks. */
+/* Makes the kernel drop what it has cached of an inode (contents and attributes) or of a name, on the notification
+ * thread. Returns once queued; never blocks. */
 gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes);
 
@@ -532,8 +532,8 @@ typedef struct {
 
 /* A stream of the engine's own on a device. */
 gpufs_status gpufs_stream_create(gpufs_handle engine, int32_t device, uint32_t flags, gpufs_handle* stream);
-/* The program's own, which must live until its operations are over. device: -1 where the runtime is to tell; the
- * runtime's default streams are then those of the device that is current on the calling thread. */
+/* The program's own, which must live until its operations are over. device: -1 to ask
+ * the runtime; its default streams are then those of the device that is current on the calling thread. */
 gpufs_status gpufs_stream_register(gpufs_handle engine, int32_t device, uint64_t native, uint32_t flags,
                                    gpufs_handle* stream);
 gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info);
@@ -585,7 +585,7 @@ typedef struct {
 
 /* A queue of operations: a batch. capacity: under way or not collected, at most; 0: as many as the engine has. */
 gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue);
-/* All of them or none: *bad is the first that cannot be; EAGAIN when there is no room for all. An operation on a stream
+/* All of them or none: *bad is the first that cannot be; EAGAIN if there is no space for all. An operation on a stream
  * starts when the stream comes to it and holds the stream until it is over; one without starts at once. Should a stream
  * fail when others have been queued, the operation ends with that failure. ids: room for count, or NULL. */
 gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* operations, uint64_t count, uint64_t* ids,

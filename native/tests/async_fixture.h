@@ -68,7 +68,7 @@ struct ProgramStream {
 };
 
 class Rig {
-  // Goes last: the fakes count anew what is open, without what tests leave behind on purpose.
+  // Destroyed last: the fakes count again what is open, without what tests leave behind on purpose.
   struct Recount {
     ~Recount() {
       const FakeGpuSetup cuda;

@@ -200,7 +200,7 @@ TEST_P(AsyncOperations, WithMemoryOnAnotherDeviceAreRefused) {
   EXPECT_NE(status.message().find("the memory is on gpu 0 ("), std::string::npos) << status.message();
   EXPECT_NE(status.message().find("the stream on gpu 1 ("), std::string::npos) << status.message();
   EXPECT_EQ(rig.engine->register_stream(own.program->native(), 0, {}).error(), EINVAL);
-  // The runtime tells whose it is.
+  // The runtime knows its device.
   EXPECT_EQ(must(rig.engine->register_stream(own.program->native(), -1, {}))->device(), rig.device(1));
   EXPECT_EQ(rig.engine->register_stream(own.program->native(), 2, {}).error(), EINVAL);
 }

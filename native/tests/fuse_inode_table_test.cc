@@ -133,7 +133,7 @@ TEST_F(InodeTableTest, ManyThreads) {
         Result<std::uint64_t> fh = table.open(ino, O_RDWR);
         if (fh.ok()) {
           const std::shared_ptr<OpenFile> file = table.file(fh.value());
-          EXPECT_TRUE(file->inode->buffer()->write(0, pattern(100, t)).ok());
+          EXPECT_TRUE(file->inode->buffer()->write(std::uint64_t{100} * t, pattern(100, t)).ok());
           file->inode->was_written(SetIdLoss::kExecutable);
           file->inode->was_read(AccessTimes::kRelative);
         }

@@ -52,7 +52,7 @@ TEST_F(HipFiles, BothCallsAndTheKernelsDriverAreNeeded) {
 }
 
 TEST_F(HipFiles, TheDriversNameLeadsToIt) {
-  // Whichever runtime is installed here, or none: there is no GPU of AMD's where the unit tests run.
+  // Holds with any runtime and without one: the unit tests run where there is no AMD GPU.
   if (::access("/dev/kfd", F_OK) == 0) GTEST_SKIP() << "there may be one";
   EXPECT_NE(make_direct_path("hip")->refusals() & mask_of(Refusal::kNoKernelSupport), 0U);
 }
@@ -118,7 +118,7 @@ TEST_F(HipFiles, WhatIsMadeOfEachAnswer) {
           {"a call that it does not support", early(api::kNotSupported), 0, EOPNOTSUPP, api::kNotSupported},
           {"a device that has failed", early(api::kIllegalAddress), 0, EIO, api::kIllegalAddress},
           {"a result alone, after progress", answer(api::kUnknown, 0, 0, 8192), 8192, EIO, api::kUnknown},
-          {"a status that is no errno", answer(api::kUnknown, -4000, 0, 4096), 0, EREMOTEIO, api::kUnknown},
+          {"a status that is not an errno", answer(api::kUnknown, -4000, 0, 4096), 0, EREMOTEIO, api::kUnknown},
           {"a positive status", answer(api::kSuccess, 5, 0, 4096), 0, EREMOTEIO, 0},
           {"more bytes than were asked for", answer(api::kSuccess, 0, 0, kBytes, kBytes + 1), 0, EREMOTEIO, 0},
           {"garbage everywhere", answer(api::kUnknown, 0x7f3c, 0, 0, 0xdeadbeefdeadbeef), 0, EREMOTEIO, api::kUnknown},

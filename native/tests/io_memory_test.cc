@@ -37,7 +37,7 @@ class LoadMemoryTest : public BufferFixture {
     Result<std::shared_ptr<TransferEngine>> made = TransferEngine::create(options, make_direct_path("none"));
     ASSERT_TRUE(made.ok()) << made.status().message();
     engine = made.take();
-    // Sparse: a mark in each granule is enough to tell them apart.
+    // Sparse: a mark in each granule is enough to distinguish them.
     std::string path = "/tmp/gpufs-load-memory-XXXXXX";
     fd = UniqueFd(::mkostemp(path.data(), O_CLOEXEC));
     ASSERT_TRUE(fd.valid());
@@ -205,7 +205,7 @@ TEST_F(LoadMemoryTest, ATruncationBesideItCountsAsLater) {
     truncating.join();
     operations.on_read = nullptr;
     EXPECT_TRUE(done.status.ok()) << done.status.message();
-    // Before it, all of it is there but for the hole; after it, or beside it, nothing but zeros.
+    // If the load came first, all of the file is there except the hole; otherwise the buffer has only zeros.
     const std::uint64_t size = buffer->size();
     EXPECT_TRUE(size == 0 || size == kFileBytes) << size;
     if (size == 0) {

@@ -143,7 +143,7 @@ def run_campaign(session: Session, name: str, campaign: Campaign, *, quick: bool
             detail = campaign(Place(root, host, quick))
             for entry in os.scandir(root):
                 run("rm", "-rf", entry.path, timeout=600)
-            # That a user's lines were left out is no complaint.
+            # The log says that it left out a user's lines: not a complaint.
             complaints = [one for one in mount.complaints() if "gpufs.daemon.logs" not in one]
             if complaints:
                 raise AssertionError("the daemon logged:\n" + "\n".join(complaints[:20]))

@@ -75,7 +75,7 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def link_descriptor(fd: int, target: str | bytes | os.PathLike[str]) -> None:
-    """A name for the file behind a descriptor. os.link() does not follow symbolic links whatever it is told."""
+    """A name for the file behind a descriptor. os.link() never follows symbolic links, even if asked to."""
     _checked(_libc.linkat(AT_FDCWD, b"/proc/self/fd/%d" % fd, AT_FDCWD, os.fsencode(target), AT_SYMLINK_FOLLOW))
 
 

@@ -104,7 +104,7 @@ def start_children(count: int, action: Callable[[int], Any]) -> list[int]:
             try:
                 action(index)
                 code = 0
-            except BaseException:  # noqa: BLE001 - shown, and the exit code tells
+            except BaseException:  # noqa: BLE001 - shown, and the exit code reports it
                 traceback.print_exc()
                 sys.stderr.flush()
             finally:

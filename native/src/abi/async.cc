@@ -63,11 +63,18 @@ struct QueueEntry {
 };
 
 // Pinned memory that the program uses until its handle is closed.
-struct PinnedCells {
-  std::shared_ptr<DeviceContext> device;
-  PinnedBlock block;
+class PinnedCells {
+ public:
+  PinnedCells(std::shared_ptr<DeviceContext> device, const PinnedBlock& block)
+      : device_(std::move(device)), block_(block) {}
+  ~PinnedCells() { device_->pinned().release(block_); }
 
-  ~PinnedCells() { device->pinned().release(block); }
+  PinnedCells(const PinnedCells&) = delete;
+  PinnedCells& operator=(const PinnedCells&) = delete;
+
+ private:
+  std::shared_ptr<DeviceContext> device_;
+  PinnedBlock block_;
 };
 
 Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_operation& given) {

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 namespace gpufs {
@@ -50,7 +49,7 @@ struct Exported {
 };
 
 template <typename Managed>
-Managed* make(const gpufs_tensor& tensor, std::shared_ptr<void> keep) {
+Managed* make(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep) {
   auto exported = std::make_unique<Exported<Managed>>();
   const auto dimensions = static_cast<std::size_t>(tensor.dimensions);
   exported->shape.assign(tensor.shape, tensor.shape + dimensions);
@@ -60,7 +59,7 @@ Managed* make(const gpufs_tensor& tensor, std::shared_ptr<void> keep) {
     exported->strides[axis] = tensor.strides == nullptr ? stride : tensor.strides[axis];
     stride *= exported->shape[axis];
   }
-  exported->keep = std::move(keep);
+  exported->keep = keep;
   Managed& managed = exported->managed;
   managed.tensor = {reinterpret_cast<void*>(tensor.address),
                     tensor.device_type,
@@ -79,9 +78,9 @@ Managed* make(const gpufs_tensor& tensor, std::shared_ptr<void> keep) {
 
 }  // namespace
 
-void* export_tensor(const gpufs_tensor& tensor, std::shared_ptr<void> keep) {
-  if (tensor.versioned == 0) return make<Legacy>(tensor, std::move(keep));
-  Versioned* const managed = make<Versioned>(tensor, std::move(keep));
+void* export_tensor(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep) {
+  if (tensor.versioned == 0) return make<Legacy>(tensor, keep);
+  Versioned* const managed = make<Versioned>(tensor, keep);
   managed->major = 1;
   managed->flags = tensor.read_only != 0 ? kReadOnly : 0;
   return managed;

@@ -10,7 +10,7 @@
 namespace gpufs {
 
 // A DLManagedTensor or DLManagedTensorVersioned, which holds `keep` until its deleter is called.
-void* export_tensor(const gpufs_tensor& tensor, std::shared_ptr<void> keep);
+void* export_tensor(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep);
 
 void release_tensor(void* managed, bool versioned);
 

@@ -241,7 +241,7 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
     found.publish_gauges();
     const std::string_view bytes = found.counters().bytes();
     *needed = bytes.size();
-    if (capacity < bytes.size()) return Status(ERANGE, "the statistics need more space");
+    if (data == nullptr || capacity < bytes.size()) return Status(ERANGE, "the statistics need more space");
     std::memcpy(data, bytes.data(), bytes.size());
     return {};
   });

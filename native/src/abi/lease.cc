@@ -172,7 +172,7 @@ gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*releas
       if (!mapping.ok()) return mapping.status();
       keep = mapping.take();
     }
-    *managed = gpufs::export_tensor(*tensor, std::move(keep));
+    *managed = gpufs::export_tensor(*tensor, keep);
     return {};
   });
 }

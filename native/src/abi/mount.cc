@@ -67,7 +67,8 @@ fuse::PinHooks pin_hooks(const Engine& engine) {
 Status hand_out(const std::string& json, char* text, std::uint64_t capacity, std::uint64_t* needed) {
   if (needed == nullptr || (text == nullptr && capacity > 0)) return null_argument();
   *needed = json.size() + 1;
-  if (capacity < *needed) return Status(ERANGE, "the text needs " + std::to_string(*needed) + " bytes");
+  if (text == nullptr || capacity < *needed)
+    return Status(ERANGE, "the text needs " + std::to_string(*needed) + " bytes");
   std::memcpy(text, json.c_str(), json.size() + 1);
   return {};
 }
@@ -178,10 +179,10 @@ gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files,
     if (count == nullptr || (files == nullptr && *count > 0)) return gpufs::null_argument();
     const auto busiest = found.table().busiest(*count);
     *count = busiest.size();
-    for (const auto& inode : busiest) {
+    std::transform(busiest.begin(), busiest.end(), files, [](const auto& inode) -> gpufs_file_activity {
       const gpufs::observe::FileActivity& activity = inode->buffer()->activity();
-      *files++ = {inode->ino(), activity.bytes(gpufs::observe::Flow::kOut), activity.bytes(gpufs::observe::Flow::kIn)};
-    }
+      return {inode->ino(), activity.bytes(gpufs::observe::Flow::kOut), activity.bytes(gpufs::observe::Flow::kIn)};
+    });
     return {};
   });
 }

@@ -21,9 +21,9 @@ class DevicePool {
   using Create = Result<std::unique_ptr<T>> (Device::*)();
 
   // capacity: how many idle objects are kept. Any number may be in use.
-  DevicePool(std::shared_ptr<Driver> driver, Device& device, Create create, std::size_t capacity)
+  DevicePool(const std::shared_ptr<Driver>& driver, Device& device, Create create, std::size_t capacity)
       : device_(device), create_(create), list_(std::make_shared<FreeList>()) {
-    list_->driver = std::move(driver);
+    list_->driver = driver;
     list_->capacity = capacity;
   }
 

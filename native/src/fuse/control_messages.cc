@@ -224,7 +224,7 @@ void take_back(std::uint32_t opcode, std::span<const std::byte> reply,
   for_each_entry(handed_out, reply, [&](std::size_t at, std::string_view name) {
     fuse_entry_out entry{};
     if (!read_struct(reply, at, &entry) || entry.nodeid == 0) return;
-    if (name == "." || name == "..") return;  // these are no references
+    if (name == "." || name == "..") return;  // these are not references
     struct {
       fuse_in_header header;
       fuse_forget_in in;

@@ -475,16 +475,16 @@ bool CopyLoop::cached(const Chunk& chunk) {
   if (file_.facts().always_hot) return true;
   const std::uint64_t bytes = chunk.bytes - chunk.done;
   std::uint64_t found = 0;
-  // If the kernel cannot tell, reading through the page cache is right either way.
+  // If the kernel does not report it, reading through the page cache is right either way.
   if (file_.operations().cached_bytes(file_.buffered_fd(), file_offset(chunk), bytes, &found) != 0) return true;
   return found >= bytes / kCachedDenominator * kCachedNumerator;
 }
 
 Moved CopyLoop::write_out(const std::byte* memory, std::uint64_t bytes, std::uint64_t offset, bool direct) {
   observe::Span span(observe::TraceKind::kFileWrite, device_index_, offset, bytes, trace_id_);
-  const Moved moved = direct                ? write_split(file_, memory, bytes, offset)
-                      : transfer_.by_pages_ ? write_pages(file_, memory, bytes, offset)
-                                            : write_buffered(file_, memory, bytes, offset);
+  Moved moved = direct                ? write_split(file_, memory, bytes, offset)
+                : transfer_.by_pages_ ? write_pages(file_, memory, bytes, offset)
+                                      : write_buffered(file_, memory, bytes, offset);
   count_file_bytes(direct, moved.bytes);
   return moved;
 }

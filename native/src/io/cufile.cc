@@ -19,8 +19,8 @@ namespace gpufs {
 namespace {
 
 constexpr int kDescriptorType = 1;
-// cuFile's own errors start here. They do not tell a bad file from a bad setup, and the fallback reports what is wrong
-// with a file by errno: so all of them mean "not by this path".
+// cuFile's own errors start here. They do not distinguish a bad file from a bad setup, and the fallback reports what is
+// wrong with a file by errno: so all of them mean "not by this path".
 constexpr int kFirstLibraryError = 5000;
 constexpr const char* kLibrary = "libcufile.so.0";
 constexpr const char* kModuleVersion = "/proc/driver/nvidia-fs/version";

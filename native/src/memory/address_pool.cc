@@ -77,7 +77,7 @@ struct List {
   std::vector<std::shared_ptr<AddressPool>> pools;  // guarded by the mutex
 };
 
-// Never destroyed: memory is given back until the process has ended.
+// Never destroyed: memory is released until the process has ended.
 List& list() {
   static List* const pools = new List;
   return *pools;

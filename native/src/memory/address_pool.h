@@ -44,7 +44,7 @@ class AddressPool {
 };
 
 // The pools of this process, for allocation functions that have no argument for one. Memory is taken from the pool that
-// the calling thread has entered, and given back to the pool that its address is in.
+// the calling thread has entered, and returned to the pool that contains its address.
 namespace address_pools {
 
 void add(std::shared_ptr<AddressPool> pool);

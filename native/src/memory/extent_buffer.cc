@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
 
-// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null if there
-// are no addresses for it.
+// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null if it
+// cannot be mapped.
 void* zeros() {
   static std::atomic<void*> area{nullptr};
   void* known = area.load(std::memory_order_acquire);

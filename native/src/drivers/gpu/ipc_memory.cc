@@ -10,7 +10,7 @@
 
 namespace gpufs::gpu {
 
-Result<std::unique_ptr<ForeignMapping>> IpcMemory::open(std::shared_ptr<GpuDevice> device,
+Result<std::unique_ptr<ForeignMapping>> IpcMemory::open(const std::shared_ptr<GpuDevice>& device,
                                                         const ForeignMemory& memory) {
   const Functions& functions = device->functions();
   for (const char* missing : {functions.ipc_open ? nullptr : functions.ipc_open.symbol(),

@@ -15,7 +15,8 @@ namespace gpufs::gpu {
 class IpcMemory : public ForeignMapping {
  public:
   // EINVAL: the handle stands for nothing, or for less than the caller says. EXDEV: for memory of another device.
-  static Result<std::unique_ptr<ForeignMapping>> open(std::shared_ptr<GpuDevice> device, const ForeignMemory& memory);
+  static Result<std::unique_ptr<ForeignMapping>> open(const std::shared_ptr<GpuDevice>& device,
+                                                      const ForeignMemory& memory);
   ~IpcMemory() override;
   IpcMemory(const IpcMemory&) = delete;
   IpcMemory& operator=(const IpcMemory&) = delete;

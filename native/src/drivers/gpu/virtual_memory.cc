@@ -322,7 +322,7 @@ Status VirtualMemory::split(Pieces::iterator piece) {
   Pieces fresh = copied.take();
   Pieces old;
   old.emplace(piece->first, piece->second);
-  const Status failure = swap(old, fresh);
+  Status failure = swap(old, fresh);
   if (failure.ok()) {
     pieces_.erase(piece);
     pieces_.merge(fresh);

@@ -36,7 +36,7 @@ class HostEvent : public Event {
   const std::shared_ptr<Recordings> recordings_ = std::make_shared<Recordings>();
 };
 
-class HostStream : public Stream {
+class HostStream final : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(int device);
   // By native() of a stream that exists.
