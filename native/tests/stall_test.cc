@@ -21,7 +21,7 @@ constexpr std::size_t kTheirs = std::size_t{64} << 10;
 
 IoOptions hasty() {
   IoOptions io;
-  io.shutdown_grace = 1500ms;
+  io.shutdown_grace = 300ms;
   io.workers = kQueues;
   return io;
 }

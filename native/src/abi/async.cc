@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -25,12 +24,6 @@ constexpr std::uint32_t kKnownFlags =
     GPUFS_STREAM_FIXED_BUFFER_OFFSET | GPUFS_STREAM_FIXED_FILE_OFFSET | GPUFS_STREAM_FIXED_SIZE | GPUFS_STREAM_ALIGNED;
 // Of an engine at most: one fails, and not the system, when something submits for ever.
 constexpr std::uint64_t kMostOperations = std::uint64_t{1} << 22;
-
-// A wait that overflowed the clock would end at once.
-std::chrono::milliseconds patience_of(std::int64_t milliseconds) {
-  constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
-  return std::chrono::milliseconds(milliseconds < 0 ? kLongest : std::min(milliseconds, kLongest));
-}
 
 Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {
   Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
@@ -314,9 +307,7 @@ gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_
 gpufs_status gpufs_queue_event_fd(gpufs_handle queue, int* fd) {
   return gpufs::with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     if (fd == nullptr) return gpufs::null_argument();
-    Result<int> event = found.queue->event_fd();
-    if (event.ok()) *fd = event.value();
-    return event.status();
+    return gpufs::give(found.queue->event_fd(), fd);
   });
 }
 

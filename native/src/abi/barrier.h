@@ -1,9 +1,12 @@
-// Runs the body of each C function: turns exceptions into error codes and keeps the text of a failure.
+// Runs the body of each C function: turns exceptions into error codes, keeps the text of a failure, stores results.
 // Ownership: the text belongs to the calling thread.
 // Thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <new>
@@ -35,6 +38,20 @@ gpufs_status guarded(Body&& body) noexcept {
 
 // The failure of a call whose required pointer is null.
 inline Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
+
+// Stores a result where the caller wants it. A failure stores nothing.
+template <typename T, typename Output>
+Status give(Result<T> result, Output* output) {
+  if (result.ok()) *output = result.take();
+  return result.status();
+}
+
+// How long a call with this timeout waits: a negative one for a year, since a longer wait would overflow the clock and
+// end at once.
+inline std::chrono::milliseconds patience_of(std::int64_t milliseconds) {
+  constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
+  return std::chrono::milliseconds(milliseconds < 0 ? kLongest : std::min(milliseconds, kLongest));
+}
 
 // Calls body(T&), which returns a Status, with the object of a handle. EBADF if the handle does not name a T.
 template <typename T, typename Body>

@@ -29,9 +29,7 @@ gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_hand
     if (!context.ok()) return context.status();
     Result<std::shared_ptr<Buffer>> created = Buffer::create(context.take());
     if (!created.ok()) return created.status();
-    Result<gpufs_handle> handle = HandleTable::instance().put<Buffer>(created.take(), engine);
-    if (handle.ok()) *buffer = handle.value();
-    return handle.status();
+    return gpufs::give(HandleTable::instance().put<Buffer>(created.take(), engine), buffer);
   });
 }
 
@@ -72,9 +70,7 @@ gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t off
   return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (position == nullptr) return gpufs::null_argument();
     if (whence != GPUFS_SEEK_DATA && whence != GPUFS_SEEK_HOLE) return Status(EINVAL, "not SEEK_DATA or SEEK_HOLE");
-    const Result<std::uint64_t> result = whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset);
-    if (result.ok()) *position = result.value();
-    return result.status();
+    return gpufs::give(whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset), position);
   });
 }
 
@@ -83,10 +79,8 @@ gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* desti
   return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (done == nullptr || (destination == nullptr && bytes > 0)) return gpufs::null_argument();
     *done = 0;
-    const Result<std::size_t> count =
-        gpufs::read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes));
-    if (count.ok()) *done = count.value();
-    return count.status();
+    return gpufs::give(gpufs::read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes)),
+                       done);
   });
 }
 
@@ -95,10 +89,8 @@ gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void
   return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (done == nullptr || (source == nullptr && bytes > 0)) return gpufs::null_argument();
     *done = 0;
-    const Result<std::size_t> count =
-        gpufs::write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes));
-    if (count.ok()) *done = count.value();
-    return count.status();
+    return gpufs::give(gpufs::write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes)),
+                       done);
   });
 }
 
@@ -109,9 +101,7 @@ gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpuf
     *done = 0;
     const Result<std::shared_ptr<Buffer>> from = HandleTable::instance().get<Buffer>(source);
     if (!from.ok()) return from.status();
-    const Result<std::uint64_t> copied = found.copy_from(*from.value(), source_offset, offset, bytes, nullptr);
-    if (copied.ok()) *done = copied.value();
-    return copied.status();
+    return gpufs::give(found.copy_from(*from.value(), source_offset, offset, bytes, nullptr), done);
   });
 }
 }

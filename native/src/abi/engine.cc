@@ -203,9 +203,7 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     opening.lock_policy = static_cast<gpufs::LockPolicy>(options->lock_policy);
     Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
     if (!opened.ok()) return opened.status();
-    Result<gpufs_handle> handle = HandleTable::instance().put<Engine>(opened.take());
-    if (handle.ok()) *engine = handle.value();
-    return handle.status();
+    return gpufs::give(HandleTable::instance().put<Engine>(opened.take()), engine);
   });
 }
 

@@ -72,9 +72,7 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     Result<std::shared_ptr<Buffer::Lease>> opened =
         found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
-    Result<gpufs_handle> handle = HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value());
-    if (handle.ok()) *lease = handle.value();
-    return handle.status();
+    return gpufs::give(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
   });
 }
 
@@ -119,9 +117,7 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
         device.value()->create_import(reserve_bytes, (flags & GPUFS_LEASE_WRITE) != 0);
     if (!range.ok()) return range.status();
     auto opened = std::make_shared<gpufs::Mapping>(device.take(), range.take());
-    Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Mapping>(std::move(opened));
-    if (handle.ok()) *mapping = handle.value();
-    return handle.status();
+    return gpufs::give(HandleTable::instance().put<gpufs::Mapping>(std::move(opened)), mapping);
   });
 }
 

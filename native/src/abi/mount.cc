@@ -275,18 +275,14 @@ gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::uint64_t> opened = found.table().open(ino, flags);
-    if (opened.ok()) *fh = opened.value();
-    return opened.status();
+    return gpufs::give(found.table().open(ino, flags), fh);
   });
 }
 
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (fh == nullptr) return gpufs::null_argument();
-    Result<std::uint64_t> opened = found.backing_files().open(fd);
-    if (opened.ok()) *fh = opened.value();
-    return opened.status();
+    return gpufs::give(found.backing_files().open(fd), fh);
   });
 }
 
@@ -304,9 +300,7 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
       const bool directory = (inode.attributes().mode & 0170000) == 0040000;
       return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     }
-    Result<gpufs_handle> handle = HandleTable::instance().put<gpufs::Buffer>(inode.buffer(), mount);
-    if (handle.ok()) *buffer = handle.value();
-    return handle.status();
+    return gpufs::give(HandleTable::instance().put<gpufs::Buffer>(inode.buffer(), mount), buffer);
   });
 }
 

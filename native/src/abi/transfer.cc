@@ -169,10 +169,7 @@ gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* b
     if (backing == nullptr) return gpufs::null_argument();
     Result<std::shared_ptr<BackingFile>> file = BackingFile::open(fd);
     if (!file.ok()) return file.status();
-    Result<gpufs_handle> handle = HandleTable::instance().put<BackingFile>(file.take(), engine);
-    if (!handle.ok()) return handle.status();
-    *backing = handle.value();
-    return {};
+    return gpufs::give(HandleTable::instance().put<BackingFile>(file.take(), engine), backing);
   });
 }
 
@@ -199,7 +196,7 @@ gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* in
 
 gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals) {
   return guarded([&]() -> Status {
-    if (driver == nullptr || refusals == nullptr) return Status(EFAULT, "a required pointer is null");
+    if (driver == nullptr || refusals == nullptr) return gpufs::null_argument();
     *refusals = gpufs::make_direct_path(driver)->refusals();
     return {};
   });
@@ -218,7 +215,7 @@ gpufs_status gpufs_trace_stop(void) {
 
 gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
   return guarded([&]() -> Status {
-    if (data == nullptr || bytes == nullptr) return Status(EFAULT, "a required pointer is null");
+    if (data == nullptr || bytes == nullptr) return gpufs::null_argument();
     *bytes = gpufs::observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
     return {};
   });
@@ -252,14 +249,7 @@ gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_requ
 
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
   return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    bool ended = true;
-    if (timeout_ms < 0) {
-      found.wait();
-    } else {
-      // A longer wait would overflow the clock and end at once.
-      constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
-      ended = found.wait(std::chrono::milliseconds(std::min(timeout_ms, kLongest)));
-    }
+    const bool ended = found.wait(gpufs::patience_of(timeout_ms));
     if (done != nullptr) *done = ended ? 1 : 0;
     return {};
   });
@@ -291,10 +281,7 @@ gpufs_status gpufs_transfer_cancel(gpufs_handle transfer) {
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
   return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
     if (fd == nullptr) return gpufs::null_argument();
-    Result<int> event = found.event_fd();
-    if (!event.ok()) return event.status();
-    *fd = event.value();
-    return {};
+    return gpufs::give(found.event_fd(), fd);
   });
 }
 
