@@ -65,13 +65,13 @@ def test_two_listings_of_a_directory_do_not_disturb_each_other(root: Path) -> No
     with linux.DirectoryStream(root) as one, linux.DirectoryStream(root) as other:
         for _ in range(300):
             found[0].append(one.read() or b"")
-        while (name := other.read()) is not None:
-            found[1].append(name)
+        while (entry := other.read()) is not None:
+            found[1].append(entry)
         (root / "late").touch()
         other.rewind()
         assert other.read() is not None
-        while (name := one.read()) is not None:
-            found[0].append(name)
+        while (entry := one.read()) is not None:
+            found[0].append(entry)
     for each in found:
         assert sorted(set(each) - {b".", b"..", b"late"}) == wanted
         assert len(each) == len(set(each))
