@@ -1,6 +1,6 @@
 // A buffer: the contents of one file, as a virtual range on a device with extents of memory mapped into it.
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
-// Any thread may call any function, except callbacks on a device's worker. Readers wait only
+// Any thread may call any function, except a driver's own threads. Readers wait only
 // while the driver moves a piece of memory that they want. Writers wait for growth, and for calls that take memory
 // away, which wait until nobody uses that memory any more. On a thread that must not wait (forbid_waiting()), read(),
 // write(), gather(), copy_from() and resize() change nothing and return EAGAIN where they would have to wait for others
