@@ -175,7 +175,7 @@ def test_prometheus_and_fast(mounted: GpufsMount, tmp_path: Path) -> None:
     shell = Shell(mounted.path, tmp_path)
     assert 'device="gpu2"' in shell("gpufs metrics | grep held")
     for command in commands("howto/prometheus.md"):
-        if "--listen" not in command:  # test_metrics.py asks it over HTTP
+        if "--listen" not in command:  # test_statistics.py asks it over HTTP
             assert "gpufs" in shell(command)
     (scrape,) = [text for text in blocks("howto/prometheus.md") if "scrape_configs" in text]
     assert yaml.safe_load(scrape)["scrape_configs"][0]["job_name"] == "gpufs"
