@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -48,6 +49,22 @@ def test_without_the_switch_mounting_fails_with_the_remedy(switch: Path, tmp_pat
     assert done.returncode == 1
     assert str(switch) in done.stderr
     assert not os.path.ismount(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["Y", "N"])
+def test_auto_uses_it_where_the_kernel_allows_it(switch: Path, mount: Mounter, value: str) -> None:
+    switch.write_text(value)
+    mounted = mount(memory=64 * MIB)
+    status = json.loads(run(*GPUFS, "status", "--json", mounted.path).stdout)
+    shown = run(*GPUFS, "status", mounted.path).stdout
+    if value == "Y":
+        assert status["transport"] == "io_uring"
+        assert str(switch) not in shown
+    else:
+        assert status["transport"] == "device"
+        assert str(switch) in shown
+    (mounted.device / "file").write_bytes(noise(MIB))
+    assert (mounted.device / "file").read_bytes() == noise(MIB)
 
 
 def test_data_and_names(ringed: GpufsMount) -> None:

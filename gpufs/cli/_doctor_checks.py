@@ -229,7 +229,7 @@ def speed(environment: Environment) -> Iterator[Finding]:
         yield Finding("speed", "io_uring", OK, "the kernel allows it for FUSE")
     elif value is None:
         text = f"Linux {environment.release} has none for FUSE: requests come through /dev/fuse"
-        yield Finding("speed", "io_uring", NOTE, text, "Linux 6.14 or newer has it; many streams gain 5 to 15 %")
+        yield Finding("speed", "io_uring", NOTE, text, "Linux 6.14 or newer has it")
     else:
         text = "the kernel does not allow it for FUSE: requests come through /dev/fuse"
         advice = f"echo Y > /{switch}, and at each boot: options fuse enable_uring=1 in /etc/modprobe.d/gpufs.conf"

@@ -96,6 +96,8 @@ def _print_list(mounts: list[dict[str, Any]]) -> None:
 
 def _print_one(status: dict[str, Any]) -> None:
     facts = [(key, _text(status[key])) for key in ("mountpoint", "state", "pid", "driver", "transport")]
+    if why := status.get("statistics", {}).get("transport", {}).get("reason"):
+        facts[-1] = ("transport", f"{status['transport']}: {why}")
     if "version" in status:
         facts.append(("version", str(status["version"])))
     if "started" in status:

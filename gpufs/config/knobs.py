@@ -192,11 +192,11 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob(
         "transport",
-        kinds.choice("device", "uring"),
-        "device",
-        "How requests come from the kernel. device: by reads of /dev/fuse. uring: through io_uring, which moves more "
-        "with many streams and less with one. It takes Linux 6.14, and Y in "
-        "/sys/module/fuse/parameters/enable_uring.",
+        kinds.choice("auto", "uring", "device"),
+        "auto",
+        "How requests come from the kernel. uring: through io_uring, which is faster. It takes Linux 6.14, and Y in "
+        "/sys/module/fuse/parameters/enable_uring. device: by reads of /dev/fuse. auto: uring where the kernel allows "
+        "it, else device.",
     ),
     Knob(
         "reader_spin",

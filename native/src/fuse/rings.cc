@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -27,7 +28,8 @@ namespace gpufs::fuse {
 
 namespace {
 
-// Entries that a queue has from the start. Their memory is populated and pinned; that of further ones is not.
+// Entries that a queue has from the start. Those of the CPUs that this process may use are populated and pinned;
+// further ones are not.
 constexpr unsigned kFirstEntries = 2;
 // Entries of one queue. Beyond it requests wait in the kernel, as they would on the device.
 constexpr unsigned kMostEntries = 1024;
@@ -81,15 +83,13 @@ struct RingEntry {
 // One ring, and the queues that it serves.
 class RingThread {
  public:
-  RingThread(int device, unsigned cpu, std::vector<std::uint16_t> queues, std::size_t payload_bytes,
-             const PinHooks& hooks, Statistics& statistics)
-      : device_(device), cpu_(cpu), payload_bytes_(payload_bytes), hooks_(hooks), statistics_(statistics) {
-    for (const std::uint16_t queue : queues) queues_.push_back({queue, 0, 0});
-  }
+  RingThread(Rings& rings, std::size_t index) : rings_(rings), index_(index) {}
   ~RingThread() { stop(); }
   RingThread(const RingThread&) = delete;
   RingThread& operator=(const RingThread&) = delete;
 
+  // Before start(). pinned: the memory of its first entries is populated and pinned.
+  void add_queue(std::uint16_t number, bool pinned) { queues_.push_back({number, pinned, 0, 0}); }
   Status start();
   void serve(RequestHandler& handler) { begin_.set_value(&handler); }
   void stop();
@@ -99,26 +99,28 @@ class RingThread {
  private:
   struct Queue {
     std::uint16_t number;
+    bool pinned;
     unsigned entries;  // registered
     unsigned kept;     // with a request that is not answered
   };
 
   Status prepare();
-  Status add_memory(std::size_t queue, bool populated);
+  Status add_memory(std::size_t queue, bool pinned);
   void run(RequestHandler& handler);
   io_uring_sqe* submission();
   void command(RingEntry& entry, std::uint32_t command);
   void wait_for_wake();
+  // Until something has happened, or it did not pay.
+  void spin();
+  // Returns when the kernel or another thread has something for this one. False: the ring has failed.
+  bool wait();
   void complete(RequestHandler& handler, RingEntry& entry, int outcome);
   void dispatch(RequestHandler& handler, RingEntry& entry);
   void commit_replies();
   void grow();
 
-  const int device_;
-  const unsigned cpu_;
-  const std::size_t payload_bytes_;
-  const PinHooks& hooks_;
-  Statistics& statistics_;
+  Rings& rings_;
+  const std::size_t index_;
 
   // The thread's own after start().
   io_uring ring_{};
@@ -127,6 +129,7 @@ class RingThread {
   std::vector<RingEntry*> own_replies_;
   std::size_t living_ = 0;   // entries that the kernel has or will get back
   std::uint64_t wakes_ = 0;  // what the eventfd is read into
+  unsigned long_waits_ = kLongWaits;
 
   std::atomic<std::size_t> entry_count_{0};
   std::promise<RequestHandler*> begin_;  // null: end at once
@@ -134,7 +137,8 @@ class RingThread {
   std::thread thread_;
   std::thread::id id_;
 
-  std::mutex mutex_;  // guards all below
+  std::atomic<bool> handed_{false};  // handed_replies_ has some, or the thread is to stop
+  std::mutex mutex_;                 // guards all below
   std::vector<RingEntry*> handed_replies_;
   bool asleep_ = false;
   bool stopping_ = false;
@@ -147,12 +151,8 @@ Status RingThread::start() {
   std::promise<Status> prepared;
   std::future<Status> outcome = prepared.get_future();
   Result<std::thread> thread =
-      start_thread("gpufs-ring-" + std::to_string(cpu_),
+      start_thread("gpufs-ring-" + std::to_string(index_),
                    [this, prepared = std::make_shared<std::promise<Status>>(std::move(prepared))] {
-                     cpu_set_t cpu;
-                     CPU_ZERO(&cpu);
-                     CPU_SET(cpu_, &cpu);
-                     static_cast<void>(::sched_setaffinity(0, sizeof(cpu), &cpu));  // only speed is lost
                      std::future<RequestHandler*> begin = begin_.get_future();
                      const Status status = prepare();
                      prepared->set_value(status);
@@ -168,15 +168,16 @@ Status RingThread::start() {
 
 Status RingThread::prepare() {
   io_uring_params parameters{};
-  parameters.flags =
-      IORING_SETUP_SQE128 | IORING_SETUP_CQSIZE | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+  // The last flag spares spin() a system call for each look.
+  parameters.flags = IORING_SETUP_SQE128 | IORING_SETUP_CQSIZE | IORING_SETUP_SINGLE_ISSUER |
+                     IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
   parameters.cq_entries = kCompletions;
   if (const int error = ::io_uring_queue_init_params(kSubmissions, &ring_, &parameters); error != 0) {
     return Status::from_errno(-error, "io_uring_setup");
   }
   for (std::size_t queue = 0; queue < queues_.size(); ++queue) {
     for (unsigned i = 0; i < kFirstEntries; ++i) {
-      if (Status status = add_memory(queue, queues_[queue].number == cpu_); !status.ok()) {
+      if (Status status = add_memory(queue, queues_[queue].pinned); !status.ok()) {
         ::io_uring_queue_exit(&ring_);
         return status;
       }
@@ -185,8 +186,9 @@ Status RingThread::prepare() {
   return {};
 }
 
-Status RingThread::add_memory(std::size_t queue, bool populated) {
-  Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, populated ? &hooks_ : nullptr, populated);
+Status RingThread::add_memory(std::size_t queue, bool pinned) {
+  Result<PayloadMemory> memory =
+      PayloadMemory::create(rings_.payload_bytes_, pinned ? &rings_.pin_hooks_ : nullptr, pinned);
   if (!memory.ok()) return memory.status();
   entries_.push_back(std::make_unique<RingEntry>(memory.take(), *this, queue));
   RingEntry& entry = *entries_.back();
@@ -199,6 +201,7 @@ Status RingThread::add_memory(std::size_t queue, bool populated) {
 void RingThread::stop() {
   {
     const std::lock_guard lock(mutex_);
+    handed_.store(true);
     if (!std::exchange(stopping_, true)) {
       try {
         begin_.set_value(nullptr);
@@ -218,21 +221,7 @@ void RingThread::run(RequestHandler& handler) {
   for (;;) {
     commit_replies();
     grow();
-    bool wait = false;
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopping_) break;
-      wait = asleep_ = handed_replies_.empty();
-    }
-    const int outcome = ::io_uring_submit_and_wait(&ring_, wait ? 1 : 0);
-    if (wait) {
-      const std::lock_guard lock(mutex_);
-      asleep_ = false;
-    }
-    if (outcome < 0 && outcome != -EINTR && outcome != -EAGAIN && outcome != -EBUSY) {
-      log_error("io_uring failed (errno ", -outcome, "); the mount ends");
-      break;
-    }
+    if (!wait()) break;
     io_uring_cqe* completion = nullptr;
     while (::io_uring_peek_cqe(&ring_, &completion) == 0) {
       auto* const entry = static_cast<RingEntry*>(::io_uring_cqe_get_data(completion));
@@ -255,6 +244,43 @@ void RingThread::run(RequestHandler& handler) {
   if (ended) handler.connection_ended();
 }
 
+bool RingThread::wait() {
+  spin();
+  bool sleeps = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return false;
+    sleeps = asleep_ = handed_replies_.empty();
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const int outcome = ::io_uring_submit_and_wait(&ring_, sleeps ? 1 : 0);
+  if (sleeps) {
+    const bool was_long = std::chrono::steady_clock::now() - start > rings_.spin_;
+    long_waits_ = was_long ? std::min(long_waits_ + 1, kLongWaits) : 0;
+    const std::lock_guard lock(mutex_);
+    asleep_ = false;
+  }
+  if (outcome >= 0 || outcome == -EINTR || outcome == -EAGAIN || outcome == -EBUSY) return true;
+  log_error("io_uring failed (errno ", -outcome, "); the mount ends");
+  return false;
+}
+
+void RingThread::spin() {
+  if (rings_.spin_.count() == 0 || long_waits_ >= kLongWaits || rings_.spinning_.exchange(true)) return;
+  count(rings_.statistics_.spins);
+  ::io_uring_submit(&ring_);
+  const auto until = std::chrono::steady_clock::now() + rings_.spin_;
+  do {
+    io_uring_cqe* completion = nullptr;
+    if (::io_uring_peek_cqe(&ring_, &completion) == 0 || handed_.load()) {
+      count(rings_.statistics_.spins_won);
+      break;
+    }
+    ::sched_yield();  // other threads on this CPU go first
+  } while (std::chrono::steady_clock::now() < until);
+  rings_.spinning_.store(false);
+}
+
 io_uring_sqe* RingThread::submission() {
   io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
   while (sqe == nullptr) {
@@ -267,7 +293,7 @@ io_uring_sqe* RingThread::submission() {
 void RingThread::command(RingEntry& entry, std::uint32_t command) {
   io_uring_sqe* const sqe = submission();
   const bool registers = command == kUringRegister;
-  ::io_uring_prep_rw(IORING_OP_URING_CMD, sqe, device_, registers ? entry.parts : nullptr, registers ? 2 : 0, 0);
+  ::io_uring_prep_rw(IORING_OP_URING_CMD, sqe, rings_.device_, registers ? entry.parts : nullptr, registers ? 2 : 0, 0);
   sqe->cmd_op = command;
   // The command's arguments are the last 16 bytes of the submission and the 64 bytes after it: flags, which request the
   // reply is for, and the queue.
@@ -307,7 +333,7 @@ void RingThread::dispatch(RequestHandler& handler, RingEntry& entry) {
   const std::size_t arguments = whole - sizeof(fuse_in_header) - payload;
   const std::span<std::byte> memory = entry.memory.payload();
   if (whole < sizeof(fuse_in_header) + payload || arguments > sizeof(headers.operation) || payload > memory.size()) {
-    count(statistics_.bad_requests);
+    count(rings_.statistics_.bad_requests);
     log_error("a request of ", whole, " bytes from the kernel has a wrong length");
     static_cast<void>(reply(entry, request.header.unique, EIO, {}));
     return;
@@ -349,6 +375,7 @@ int RingThread::reply(RingEntry& entry, std::uint64_t unique, int error, std::sp
     const std::lock_guard lock(mutex_);
     if (closed_) return ENODEV;
     handed_replies_.push_back(&entry);
+    handed_.store(true);
     wake = std::exchange(asleep_, false);
   }
   const std::uint64_t one = 1;
@@ -361,6 +388,7 @@ void RingThread::commit_replies() {
   {
     const std::lock_guard lock(mutex_);
     handed.swap(handed_replies_);
+    handed_.store(stopping_);
   }
   own_replies_.insert(own_replies_.end(), handed.begin(), handed.end());
   for (RingEntry* const entry : own_replies_) {
@@ -379,27 +407,27 @@ void RingThread::grow() {
   }
 }
 
-Rings::Rings(Statistics& statistics) : statistics_(statistics) {}
+Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const PinHooks& hooks,
+             Statistics& statistics)
+    : device_(device), payload_bytes_(payload_bytes), spin_(spin), pin_hooks_(hooks), statistics_(statistics) {}
 
 Rings::~Rings() { stop(); }
 
-Result<std::unique_ptr<Rings>> Rings::create(int device, std::size_t payload_bytes, const PinHooks& hooks,
-                                             Statistics& statistics) {
-  std::unique_ptr<Rings> rings(new Rings(statistics));
+Result<std::unique_ptr<Rings>> Rings::create(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin,
+                                             const PinHooks& hooks, Statistics& statistics) {
+  std::unique_ptr<Rings> rings(new Rings(device, payload_bytes, spin, hooks, statistics));
+  std::vector<std::unique_ptr<RingThread>>& threads = rings->threads_;
   const std::vector<unsigned> cpus = allowed_cpus();
-  std::vector<std::vector<std::uint16_t>> queues(cpus.size());
+  for (std::size_t i = 0; i < cpus.size(); ++i) threads.push_back(std::make_unique<RingThread>(*rings, i));
   const unsigned count = std::min(possible_cpus(), 65536U);
   for (unsigned queue = 0; queue < count; ++queue) {
-    // Each CPU's thread serves its queue. Those of CPUs that this process may not use are spread.
     const auto own = std::ranges::find(cpus, queue);
-    const std::size_t at = own != cpus.end() ? static_cast<std::size_t>(own - cpus.begin()) : queue % cpus.size();
-    queues[at].push_back(static_cast<std::uint16_t>(queue));
+    const bool ours = own != cpus.end();  // or few clients will use it
+    const std::size_t at = ours ? static_cast<std::size_t>(own - cpus.begin()) : queue % cpus.size();
+    threads[at]->add_queue(static_cast<std::uint16_t>(queue), ours);
   }
-  for (std::size_t i = 0; i < cpus.size(); ++i) {
-    if (queues[i].empty()) continue;
-    rings->threads_.push_back(
-        std::make_unique<RingThread>(device, cpus[i], std::move(queues[i]), payload_bytes, hooks, statistics));
-    if (Status status = rings->threads_.back()->start(); !status.ok()) return status;
+  for (const auto& thread : threads) {
+    if (Status status = thread->start(); !status.ok()) return status;
   }
   return rings;
 }

@@ -58,11 +58,14 @@ int kick_signal() {
 }
 
 constexpr const char* kNotOffered =
-    "the kernel does not offer io_uring for FUSE (write Y to /sys/module/fuse/parameters/enable_uring)";
+    "the kernel does not offer io_uring for FUSE (it takes Linux 6.14, and Y in "
+    "/sys/module/fuse/parameters/enable_uring)";
 
 // Whether INIT may offer it. True if that cannot be read, as in some containers.
 bool kernel_offers_rings() {
-  std::ifstream file("/sys/module/fuse/parameters/enable_uring");
+  constexpr const char* kParameters = "/sys/module/fuse/parameters";
+  std::ifstream file(std::string(kParameters) + "/enable_uring");
+  if (!file.is_open()) return ::access(kParameters, F_OK) != 0;  // an older kernel has the others
   return file.get() != 'N';
 }
 
@@ -94,7 +97,7 @@ Status Transport::start(RequestHandler& handler) {
   if (wants_rings_ && !kernel_offers_rings()) {
     why_no_rings_.store(kNotOffered);
   } else if (wants_rings_) {
-    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, pin_hooks_, statistics_);
+    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, spin_, pin_hooks_, statistics_);
     if (rings.ok()) {
       rings_ = rings.take();
     } else {

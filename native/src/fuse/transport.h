@@ -80,8 +80,6 @@ class Transport {
   void write_statistics(JsonWriter& json) const;
 
  private:
-  static constexpr unsigned kLongWaits = 2;  // in a row: a reader no longer spins
-
   struct Reader {
     explicit Reader(PayloadMemory payload) : memory(std::move(payload)) {}
     PayloadMemory memory;
