@@ -1,12 +1,4 @@
-"""Copies between files, at least one of them on a mount.
-
-How the bytes are copied:
-
-- Between the host and a mount, the mount's daemon copies them ("transfer"). Small files are read and written through
-  the mount ("mount"), and so are all files if the daemon's socket cannot be reached.
-- Inside one mount, the kernel passes whole ranges to the mount ("kernel").
-- Pipes are read and written here ("mount").
-"""
+"""Copies between files, at least one of them on a mount: opening both ends, the room, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -14,40 +6,21 @@ import errno
 import os
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 from gpufs.client import _ends, _find, _room
-from gpufs.client._connection import Cancellation, Connection, IdleError
+from gpufs.client._connection import Cancellation, IdleError
+from gpufs.client._connections import Connections
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
-from gpufs.mounting import MountEntry
-from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
-from gpufs.units import bytes_text
-
-Fastpath = Literal["auto", "off", "require"]
+from gpufs.client._job import CopyJob, Fastpath, Mounts
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
+from gpufs.protocol import LOAD, STORE, close_all
 
 # Up to this size one read and one write are faster than a request to the daemon.
 _SMALL_BYTES: Final = 128 << 10
-_STREAM_BYTES: Final = 4 << 20
-_PROGRESS_SECONDS: Final = 0.1
-# One copy_file_range at a time should take about this long, so that cancellation and progress come soon.
-_KERNEL_SECONDS: Final = 0.2
-_KERNEL_FIRST_BYTES: Final = 64 << 20
-_KERNEL_GROWTH: Final = 16
-_KERNEL_MOST_BYTES: Final = 16 << 30
-_NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# The daemon's answers for files without a buffer: control files, files below backing/, and copies whose other end is on
-# a gpufs as well. All of them can be read and written as files.
-_NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
-# Failures of the destination alone.
-_DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
-# An unreachable daemon is tried again after this many seconds, plus this many times the duration of the failed try.
-_RETRY_SECONDS: Final = 1.0
-_RETRY_FACTOR: Final = 10.0
 # How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
 _SPACE_SECONDS: Final = 3.0
 _SPACE_RETRY_SECONDS: Final = 0.02
@@ -83,33 +56,12 @@ class Copier:
         self._verify = verify
         self._preserve = preserve
         self._partial = partial
-        self._notice = notice
-        self._process = os.getpid()
         self._patience = _SPACE_SECONDS  # in all: if many files do not fit, only the first ones wait
-        self._lock = threading.Lock()  # guards all below
-        self._idle: dict[int, list[Connection]] = {}  # by the mount's st_dev
-        self._unreachable: dict[int, tuple[float, OSError]] = {}  # until when, and why
-        self._noticed: set[int] = set()
+        self._connections = Connections(required=fastpath == "require", notice=notice)
 
     def close(self) -> None:
         """Ends the connections."""
-        self._after_fork()
-        with self._lock:
-            idle, self._idle = self._idle, {}
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
-
-    def _after_fork(self) -> None:
-        """In a forked child: the connections are the parent's, and its threads may have held the lock."""
-        if self._process == os.getpid():
-            return
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.close()
-        self._idle = {}
+        self._connections.close()
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +96,7 @@ class Copier:
     ) -> CopyResult:
         """As :meth:`copy_file`, for names in directories that are open."""
         began = time.monotonic()
-        self._after_fork()
+        self._connections.after_fork()
         if progress is not None and not callable(progress):
             raise TypeError(f"progress: {progress!r} cannot be called")
         if cancel is not None:
@@ -184,7 +136,7 @@ class Copier:
         """
         from gpufs.client._fan_out import FanOut
 
-        self._after_fork()
+        self._connections.after_fork()
         return FanOut(self, source, destinations, progress, cancel).run()
 
     def copy_from_stream(
@@ -226,7 +178,7 @@ class Copier:
             mounts = _find.mounts_by_device()
             if before.st_dev not in mounts:
                 raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
-            job = _CopyJob(
+            job = CopyJob(
                 source, Entry.of(STREAM), source_fd, destination_fd, before, os.fstat(destination_fd), False, mounts
             )
             job.progress, job.cancel = progress, cancel
@@ -247,11 +199,11 @@ class Copier:
         destination: Entry,
         source_fd: int,
         before: os.stat_result,
-        mounts: _Mounts,
+        mounts: Mounts,
         *,
         stream: bool = False,
         readable: bool = False,
-    ) -> _CopyJob:
+    ) -> CopyJob:
         """Opens the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
 
         def check_device(device: int) -> None:
@@ -263,12 +215,12 @@ class Copier:
         store = readable or before.st_dev in mounts
         fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
         try:
-            return _CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts, stream=stream)
+            return CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts, stream=stream)
         except BaseException:
             os.close(fd)
             raise
 
-    def _run(self, job: _CopyJob, began: float) -> CopyResult:
+    def _run(self, job: CopyJob, began: float) -> CopyResult:
         """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
         try:
             self._check_room_of(job)
@@ -294,7 +246,7 @@ class Copier:
         return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
 
     def check_room(
-        self, fd: int, needed: int, *, mounts: _Mounts | None = None, cancel: Cancellation | None = None
+        self, fd: int, needed: int, *, mounts: Mounts | None = None, cancel: Cancellation | None = None
     ) -> None:
         """Raises OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
@@ -314,7 +266,7 @@ class Copier:
         if waited:
             self._patience = _SPACE_SECONDS
 
-    def _check_room_of(self, job: _CopyJob) -> None:
+    def _check_room_of(self, job: CopyJob) -> None:
         if job.total <= _SMALL_BYTES or not stat.S_ISREG(job.after.st_mode):
             return
         needed = _room.data_bytes(job.before, job.total)
@@ -324,7 +276,7 @@ class Copier:
             if error.errno != errno.ENOSPC or not self._partial:  # which wants as much as fits
                 raise
 
-    def _move(self, job: _CopyJob) -> None:
+    def _move(self, job: CopyJob) -> None:
         source, destination = job.before.st_dev, job.after.st_dev
         if job.stream:
             job.from_stream()
@@ -345,7 +297,7 @@ class Copier:
         else:  # a directory was replaced after it was opened
             raise OSError(errno.EXDEV, _NEITHER)
 
-    def _complete(self, job: _CopyJob) -> str | None:
+    def _complete(self, job: CopyJob) -> str | None:
         """Finishes a copy whose bytes are in place; returns the checksum if one was asked for."""
         on_mount = job.after.st_dev in job.mounts
         if on_mount:
@@ -359,8 +311,8 @@ class Copier:
             _ends.make_durable(job.destination_fd, directory, synced=job.synced)
         return job.verify() if self._verify else None
 
-    def _by_daemon(self, job: _CopyJob, direction: str, device: int) -> None:
-        connection = self._connection(device, job.mounts[device])
+    def _by_daemon(self, job: CopyJob, direction: str, device: int) -> None:
+        connection = self._connections.take(device, job.mounts[device])
         if connection is None:
             job.through_mount()
             return
@@ -377,301 +329,9 @@ class Copier:
         except BaseException:
             connection.close()
             raise
-        with self._lock:
-            self._idle.setdefault(device, []).append(connection)
+        self._connections.give_back(device, connection)
         if not answered:
             job.through_mount()
-
-    def _connection(self, device: int, mounts: list[MountEntry]) -> Connection | None:
-        """A connection to a mount's daemon; None if there is none and the mount is used without it."""
-        with self._lock:
-            idle = self._idle.get(device, [])
-            while idle:
-                connection = idle.pop()
-                if connection.usable():
-                    return connection
-                connection.close()
-            until, failure = self._unreachable.get(device, (0.0, None))
-        began = time.monotonic()
-        if failure is None or began >= until or self._fastpath == "require":
-            try:
-                return Connection(_find.connect(device, mounts))
-            except OSError as error:
-                failure = error
-            if self._fastpath == "require":
-                raise failure
-            now = time.monotonic()
-            with self._lock:
-                self._unreachable[device] = (now + _RETRY_SECONDS + _RETRY_FACTOR * (now - began), failure)
-        with self._lock:
-            known = device in self._noticed
-            self._noticed.add(device)
-        if not known and self._notice is not None:
-            why = failure.strerror or str(failure)
-            self._notice(
-                f"{mounts[0].mountpoint}: its copy service cannot be reached ({why}): copying through the mount instead"
-            )
-        return None
-
-
-class _DeviceError(OSError):
-    """A failure that the daemon reported."""
-
-    def __init__(self, error: int, message: str, device_code: int) -> None:
-        super().__init__(error, message or os.strerror(error))
-        self.device_code = device_code
-
-
-_Mounts = dict[int, list[MountEntry]]  # by st_dev
-
-
-class _CopyJob:
-    """One copy: both ends open, and what has been moved. ``before``, ``after``: attributes of source and destination
-    when they were opened. ``created``: the destination did not exist.
-    """
-
-    def __init__(
-        self,
-        source: Entry,
-        destination: Entry,
-        source_fd: int,
-        destination_fd: int,
-        before: os.stat_result,
-        after: os.stat_result,
-        created: bool,
-        mounts: _Mounts,
-        *,
-        stream: bool = False,
-    ) -> None:
-        self.source = source
-        self.destination = destination
-        self.source_fd = source_fd
-        self.destination_fd = destination_fd
-        self.before = before
-        self.attributes = before  # to preserve
-        self.after = after
-        self.created = created
-        self.mounts = mounts
-        self.stream = stream  # the source is read from where it is to its end
-        self.progress: Callable[[CopyProgress], None] | None = None
-        self.cancel: Cancellation | None = None
-        self.whole = False  # everything has been copied, and stays whatever fails
-        self.total = 0 if stream else _ends.size_of(source_fd, before)
-        self.done = 0
-        self.method = "mount"
-        self.paths: dict[str, int] = {}
-        self.refusals: tuple[str, ...] = ()
-        self.synced = False
-        self._emptied = False
-        self._reported = 0.0
-
-    def read_from(self, copy: Entry, copy_fd: int) -> None:
-        """Reads another copy of the source instead of the source itself."""
-        self.source = copy
-        self.source_fd = copy_fd
-        self.before = os.fstat(copy_fd)
-        self.total = self.before.st_size
-
-    def empty(self) -> None:
-        """Truncates the destination."""
-        if stat.S_ISREG(self.after.st_mode):
-            os.ftruncate(self.destination_fd, 0)
-        self._emptied = True
-
-    def clean_up(self, *, partial: bool) -> str:
-        """After a failure: what becomes of the destination, also in words."""
-        if self.whole or not stat.S_ISREG(self.after.st_mode):
-            return f"{self._amount()} were copied" if self.done else ""
-        if self.created and not (partial and self._emptied) and _ends.remove(self.destination, self.destination_fd):
-            self.done = 0
-            return ""
-        if not self._emptied:
-            return ""
-        try:
-            if statx.refresh(self.destination_fd) > self.done:
-                os.ftruncate(self.destination_fd, self.done)
-        except OSError:
-            return ""  # its mount has died: there is nothing left to keep consistent
-        if self.created:
-            return f"{self._amount()} are kept"
-        return f"the old content is gone, {self._amount()} were copied"
-
-    def _amount(self) -> str:
-        return f"{self.done} bytes" if self.stream else f"{self.done} of {self.total} bytes"
-
-    def failure(self, error: OSError, left: str) -> CopyError:
-        """The error for the user."""
-        code = error.errno or errno.EIO
-        text = text_of(error)
-        if code == errno.ENOSPC and self._emptied and not self.stream:
-            needed = _room.data_bytes(self.before, self.total)
-            lack = _room.shortage(self.destination_fd, needed, self.mounts.get(self.after.st_dev, []))
-            text = f"{text}: {lack}" if lack else text
-        names = (self.destination.path, None) if code in _DESTINATIONS else (self.source.path, self.destination.path)
-        return CopyError(
-            code,
-            text,
-            *names,
-            bytes_done=self.done,
-            bytes_total=self.total,
-            device_code=getattr(error, "device_code", 0),
-            left=left,
-        )
-
-    def verify(self) -> str:
-        """The checksum that both files have. CopyError when they differ, or cannot be read."""
-        from gpufs.client._verify import checksums
-
-        # A block device continues behind the copy.
-        end = self.done if stat.S_ISBLK(self.after.st_mode) else None
-        found = checksums(
-            self.source_fd,
-            self.destination_fd,
-            end,
-            stopped=lambda: self.cancel is not None and self.cancel.cancelled,
-            report=lambda offset: self.report(offset, "verify"),
-        )
-        for entry, outcome in zip((self.source, self.destination), found, strict=True):
-            if isinstance(outcome, OSError):
-                text = f"verifying: {outcome.strerror or outcome}"
-                raise CopyError(outcome.errno or errno.EIO, text, entry.path, bytes_total=self.total)
-        ours, theirs = found
-        if ours != theirs:
-            text = f"the copy differs: SHA-256 {ours} was copied, {theirs} was read back"
-            raise CopyError(errno.EIO, text, self.source.path, self.destination.path, bytes_total=self.total)
-        return str(ours)
-
-    def by_daemon(self, connection: Connection, direction: str, fastpath: Fastpath, *, fsync: bool) -> bool:
-        """False when the daemon has no buffer for these files and nothing was moved."""
-        host, mount = self.source_fd, self.destination_fd
-        if direction == STORE:
-            host, mount = mount, host
-
-        def report(progress: Progress) -> None:
-            self.total = max(self.total, progress.total)
-            if self.progress is not None:
-                self.progress(CopyProgress(progress.moved, self.total, progress.paths))
-
-        try:
-            result = connection.copy(
-                direction,
-                host,
-                mount,
-                fastpath=None if fastpath == "auto" else fastpath,
-                sync="full" if fsync and direction == STORE else "none",
-                interval=_PROGRESS_SECONDS,
-                progress=report if self.progress is not None else None,
-                cancel=self.cancel,
-            )
-        except BaseException:
-            if connection.last is not None:
-                self.done = connection.last.done
-            raise
-        if result.error in _NOT_BY_DAEMON and not result.done and fastpath != "require":
-            return False
-        self.method = "transfer"
-        self.done = result.done
-        self.paths = result.paths
-        self.refusals = tuple(result.refusals)
-        self.synced = fsync
-        if result.error:
-            raise _DeviceError(result.error, result.message, result.device_code)
-        return True
-
-    def by_kernel(self) -> None:
-        """Inside one mount."""
-        self.method = "kernel"
-        step = _KERNEL_FIRST_BYTES
-        while True:
-            self.check_cancelled()
-            began = time.monotonic()
-            try:
-                count = os.copy_file_range(self.source_fd, self.destination_fd, step, self.done, self.done)
-            except OSError as error:
-                if error.errno not in _NOT_BY_KERNEL:
-                    raise
-                count = 0
-            if not count:
-                break
-            self._count("kernel", count)
-            seconds = max(time.monotonic() - began, 1e-6)
-            step = int(min(max(count * min(_KERNEL_SECONDS / seconds, _KERNEL_GROWTH), 1 << 20), _KERNEL_MOST_BYTES))
-        # Copies what the kernel or the mount could not; at the end of the file that is nothing.
-        self.through_mount()
-
-    def through_mount(self) -> None:
-        """Reads and writes, from where the copy is up to the end of the source; its holes stay holes."""
-        buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.total - self.done, 4096))))
-        holes = _ends.may_have_holes(self.source_fd, self.destination_fd)
-        data_end = self.done
-        while True:
-            self.check_cancelled()
-            if holes and self.done == data_end:
-                start, data_end = _ends.next_data(self.source_fd, self.done)
-                if start > self.done:
-                    # Its size is as far as it was copied, also where nothing follows.
-                    os.ftruncate(self.destination_fd, start)
-                    self._count("hole", start - self.done)
-                    continue
-            room = buffer[: data_end - self.done] if holes else buffer
-            count = os.preadv(self.source_fd, [room], self.done)
-            if not count:
-                return
-            written = 0
-            while written < count:
-                step = os.pwrite(self.destination_fd, buffer[written:count], self.done)
-                written += step
-                self._count("mount", step)
-
-    def from_stream(self) -> None:
-        """Reads the source, whose size is not known, to its end."""
-        from gpufs.client._pipes import read_full
-
-        buffer = memoryview(bytearray(_STREAM_BYTES))
-        while filled := read_full(self.source_fd, buffer):
-            self.check_cancelled()
-            written = 0
-            while written < filled:
-                try:
-                    step = os.pwrite(self.destination_fd, buffer[written:filled], self.done)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    place = _room.place_of(self.destination_fd, self.mounts.get(self.after.st_dev, []))
-                    text = f"{error.strerror}: the first {bytes_text(self.done)} have filled {place or 'it'}"
-                    raise OSError(errno.ENOSPC, text) from None
-                written += step
-                self._count("mount", step)
-
-    def to_stream(self) -> None:
-        """Writes the source to a destination that has no offsets."""
-        from gpufs.client._pipes import write_some
-
-        buffer = memoryview(bytearray(_STREAM_BYTES))
-        while count := os.preadv(self.source_fd, [buffer], self.done):
-            self.check_cancelled()
-            written = 0
-            while written < count:
-                step = write_some(self.destination_fd, buffer[written:count])
-                written += step
-                self._count("mount", step)
-
-    def check_cancelled(self) -> None:
-        if self.cancel is not None and self.cancel.cancelled:
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-
-    def _count(self, path: str, count: int) -> None:
-        self.done += count
-        self.total = max(self.total, self.done)
-        self.paths[path] = self.paths.get(path, 0) + count
-        self.report(self.done)
-
-    def report(self, moved: int, phase: str = "copy") -> None:
-        """Reports progress, but not too often."""
-        now = time.monotonic()
-        if self.progress is not None and now - self._reported >= _PROGRESS_SECONDS:
-            self._reported = now
-            self.progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 
 
 def copy(

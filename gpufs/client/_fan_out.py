@@ -19,8 +19,9 @@ from gpufs.protocol import close_all
 
 if TYPE_CHECKING:
     from gpufs.client._connection import Cancellation
-    from gpufs.client._copy import Copier, _CopyJob
+    from gpufs.client._copy import Copier
     from gpufs.client._ends import Entry
+    from gpufs.client._job import CopyJob
 
 Outcome: TypeAlias = CopyResult | CopyError
 
@@ -66,7 +67,7 @@ class FanOut:
         with ExitStack() as opened:
             opened.callback(close_all, (source_fd,))
             mounts = _find.mounts_by_device()
-            groups: dict[int, list[tuple[int, _CopyJob]]] = defaultdict(list)
+            groups: dict[int, list[tuple[int, CopyJob]]] = defaultdict(list)
             seen: set[tuple[int, int]] = set()
             for place, destination in enumerate(self._destinations):
                 try:
@@ -94,7 +95,7 @@ class FanOut:
         return [self._outcomes[place] for place in range(len(self._destinations))]
 
     def _copy_group(
-        self, jobs: list[tuple[int, _CopyJob]], copies: list[_Copy], opened: ExitStack, *, shares: bool
+        self, jobs: list[tuple[int, CopyJob]], copies: list[_Copy], opened: ExitStack, *, shares: bool
     ) -> None:
         """Copies to destinations of one file system. ``copies``: what can be read there."""
         attributes = jobs[0][1].attributes
@@ -113,12 +114,12 @@ class FanOut:
                 with suppress(OSError):  # this worked before
                     _ends.preserve(copy.fd, attributes)  # they have been read since
 
-    def _copy_at_once(self, batch: list[tuple[int, _CopyJob]], opened: ExitStack) -> list[_Copy]:
+    def _copy_at_once(self, batch: list[tuple[int, CopyJob]], opened: ExitStack) -> list[_Copy]:
         """Makes copies, the first on this thread; returns those that are complete."""
         copied: list[_Copy] = []
         failures: list[BaseException] = []
 
-        def work(one: tuple[int, _CopyJob]) -> None:
+        def work(one: tuple[int, CopyJob]) -> None:
             try:
                 if (copy := self._copy(one)) is not None:
                     copied.append(copy)
@@ -143,7 +144,7 @@ class FanOut:
             raise failures[0]
         return copied
 
-    def _copy(self, one: tuple[int, _CopyJob]) -> _Copy | None:
+    def _copy(self, one: tuple[int, CopyJob]) -> _Copy | None:
         """Makes one copy; returns it, with a descriptor of its own, unless it fails."""
         place, job = one
         names = (job.source.path, job.destination.path)
@@ -177,7 +178,7 @@ class FanOut:
             self._progress(CopyProgress(sum(counts.values()), total, progress.paths, progress.phase))
 
 
-def _close(job: _CopyJob) -> None:
+def _close(job: CopyJob) -> None:
     """Closes a destination that was opened and never copied to, and removes it if this created it."""
     if job.destination_fd < 0:
         return

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import trio
 
@@ -21,10 +21,10 @@ from gpufs.service import _checks
 from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._limits import Limits
 from gpufs.service._mount import MountLease, ServedMount
+from gpufs.service._peer import Client, path_of
 from gpufs.units import bytes_text
 
 T = TypeVar("T")
-_COMMAND_BYTES: Final = 15  # of a process's name, as the kernel keeps it
 
 
 @dataclass(eq=False, slots=True)
@@ -110,18 +110,6 @@ class LeaseTable:
         return [one.as_dict() for one in sorted(seen, key=lambda one: one.since)]
 
 
-class LeaseClient(Protocol):
-    """What the leases of a connection need of it."""
-
-    async def send(self, message: protocol.ServerMessage, descriptors: list[int]) -> None: ...
-
-    async def in_thread(self, work: Callable[[], T], holdings: Holdings) -> T: ...
-
-    def log(self, level: int, text: str, *arguments: object) -> None: ...
-
-    def hang_up(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Attachment:
     """A lease of a connection. ``busy``: a request for it is being served."""
@@ -154,7 +142,7 @@ class ClientLeases:
     """Serves the leases of one connection."""
 
     def __init__(
-        self, client: LeaseClient, peer: Holder, mount: ServedMount, device: int, limits: Limits, table: LeaseTable
+        self, client: Client, peer: Holder, mount: ServedMount, device: int, limits: Limits, table: LeaseTable
     ) -> None:
         """``peer``: the program at the other end; ``device``: the st_dev of the mount."""
         self._client = client
@@ -340,20 +328,3 @@ class ClientLeases:
                 await self._client.send(message, descriptors or [])
         except (OSError, trio.TooSlowError):
             self._client.hang_up()
-
-
-def path_of(fd: int) -> str:
-    """The path of an open file as this process sees it, "" if it cannot be found."""
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
-
-
-def program_of(pid: int) -> str:
-    """The name of a process, "" if it cannot be seen."""
-    try:
-        with open(f"/proc/{pid}/comm", "rb") as file:
-            return file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip()
-    except OSError:
-        return ""

@@ -17,9 +17,10 @@ import trio
 from gpufs import protocol, threads
 from gpufs.protocol import Register
 from gpufs.protocol.statx import identity, open_flags
-from gpufs.service._leases import Holder, path_of
+from gpufs.service._leases import Holder
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
+from gpufs.service._peer import path_of
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,12 @@ from typing import Any
 import trio
 
 from gpufs import protocol
-from gpufs.service._client import ClientConnection, Counters, Peer
+from gpufs.service._client import ClientConnection
+from gpufs.service._copies import Counters
 from gpufs.service._leases import LeaseTable
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
+from gpufs.service._peer import Peer
 from gpufs.service._register import Registry
 
 log = logging.getLogger(__name__)

@@ -73,7 +73,7 @@ SetIdLoss Inode::loss_by(const Caller& caller) const {
   return marks_group_without(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
 }
 
-SetIdLoss Inode::bare_loss_by(const Caller& caller) const {
+SetIdLoss Inode::bare_set_gid_loss_by(const Caller& caller) const {
   return marks_group_without(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
 }
 

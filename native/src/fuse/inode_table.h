@@ -61,7 +61,7 @@ class Inode {
   // What a change of contents takes away if its caller may not keep set-id bits, as the kernel has found.
   [[nodiscard]] SetIdLoss loss_by(const Caller& caller) const;
   // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
-  [[nodiscard]] SetIdLoss bare_loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss bare_set_gid_loss_by(const Caller& caller) const;
 
   // Runs change(attributes, extended attributes) with the inode locked.
   template <typename Change>

@@ -80,13 +80,13 @@ ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
 
 std::uint64_t ExtentBuffer::highest_locked() const {
   std::uint64_t highest = size_.load(std::memory_order_relaxed);
-  for (const WriteLease* writer : writers_) highest = std::max(highest, writer->end_);
+  for (const WritePin* writer : writers_) highest = std::max(highest, writer->end_);
   return highest;
 }
 
 // ---- pins ----
 
-ExtentBuffer::WriteLease::~WriteLease() {
+ExtentBuffer::WritePin::~WritePin() {
   if (buffer_ == nullptr) return;
   {
     const std::lock_guard lock(buffer_->state_mutex_);
@@ -95,62 +95,62 @@ ExtentBuffer::WriteLease::~WriteLease() {
   buffer_->state_changed_.notify_all();
 }
 
-Buffer::Pin ExtentBuffer::pin(ReadLease lease) {
+Buffer::Pin ExtentBuffer::pin(ReadPin held) {
   Pin pin;
-  const Snapshot& snapshot = *lease.snapshot;
-  std::uint64_t offset = lease.offset;
+  const Snapshot& snapshot = *held.snapshot;
+  std::uint64_t offset = held.offset;
   auto extent = first_above(snapshot.extents, offset);
-  while (offset < lease.end) {
+  while (offset < held.end) {
     const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
-    std::uint64_t stop = lease.end;
+    std::uint64_t stop = held.end;
     if (extent != snapshot.extents.end()) {
-      stop = std::min(lease.end, hole ? extent->offset : extent->offset + extent->bytes);
+      stop = std::min(held.end, hole ? extent->offset : extent->offset + extent->bytes);
     }
     pin.pieces.push_back({hole ? 0 : snapshot.base + offset, offset, stop - offset});
     if (!hole) ++extent;
     offset = stop;
   }
   struct Kept {
-    std::shared_ptr<Buffer> buffer;  // destroyed after the lease
-    ReadLease lease;
+    std::shared_ptr<Buffer> buffer;  // destroyed after the pin
+    ReadPin held;
   };
-  pin.keep = std::make_shared<Kept>(Kept{shared_from_this(), std::move(lease)});
+  pin.keep = std::make_shared<Kept>(Kept{shared_from_this(), std::move(held)});
   return pin;
 }
 
-bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) {
+bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) {
   std::unique_lock lock(state_mutex_);
-  while (!try_read_locked(offset, bytes, lease)) {
+  while (!try_read_locked(offset, bytes, held)) {
     if (!this_thread_may_wait()) return false;
     state_changed_.wait(lock);
   }
   return true;
 }
 
-bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const {
+bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) const {
   const std::uint64_t size = size_.load(std::memory_order_relaxed);
   const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
   if (end > gate_offset_ && gate_end_ > offset) return false;
-  *lease = {snapshot_, offset, end};
+  *held = {snapshot_, offset, end};
   return true;
 }
 
-bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease) {
+bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {
   if (end > write_limit_) return false;
   if (end > gate_offset_ && gate_end_ > offset) return false;
   if (!covered(snapshot_->extents, offset, end)) return false;
-  writers_.push_back(lease);
-  lease->buffer_ = this;
-  lease->snapshot_ = snapshot_;
-  lease->offset_ = offset;
-  lease->end_ = end;
+  writers_.push_back(held);
+  held->buffer_ = this;
+  held->snapshot_ = snapshot_;
+  held->offset_ = offset;
+  held->end_ = end;
   return true;
 }
 
-Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease, bool speculative) {
+Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, bool speculative) {
   {
     const std::lock_guard lock(state_mutex_);
-    if (try_write_locked(offset, end, lease)) return {};
+    if (try_write_locked(offset, end, held)) return {};
   }
   return retry_when_full([&]() -> Status {
     std::unique_lock mutation(mutation_mutex_, std::defer_lock);
@@ -163,7 +163,7 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
     if (!status.ok()) return status;
     const std::lock_guard lock(state_mutex_);
     // Only the holder of the mutation's mutex can take it away again or close the way.
-    if (!try_write_locked(offset, end, lease)) return Status(EIO, "memory that was just populated is not there");
+    if (!try_write_locked(offset, end, held)) return Status(EIO, "memory that was just populated is not there");
     return {};
   });
 }
@@ -176,9 +176,9 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
 }
 
 Result<Buffer::Pin> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
-  ReadLease lease;
-  if (!acquire_read(offset, bytes, &lease)) return would_wait();
-  return pin(std::move(lease));
+  ReadPin held;
+  if (!acquire_read(offset, bytes, &held)) return would_wait();
+  return pin(std::move(held));
 }
 
 Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
@@ -186,16 +186,16 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   struct Kept {
-    std::shared_ptr<Buffer> buffer;  // destroyed after the lease
-    WriteLease lease;
+    std::shared_ptr<Buffer> buffer;  // destroyed after the pin
+    WritePin held;
   };
   const auto kept = std::make_shared<Kept>();
   kept->buffer = shared_from_this();
   Pin pin{{}, kept};
   if (bytes != 0) {
-    status = acquire_write(offset, end, &kept->lease);
+    status = acquire_write(offset, end, &kept->held);
     if (!status.ok()) return status;
-    pin.pieces.push_back({kept->lease.address(), offset, bytes});
+    pin.pieces.push_back({kept->held.address(), offset, bytes});
   }
   return pin;
 }
@@ -225,27 +225,27 @@ void ExtentBuffer::publish_locked(std::uint64_t end) {
 // ---- copies by the calling thread ----
 
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
-  ReadLease lease;
-  if (!acquire_read(offset, destination.size(), &lease)) return would_wait();
-  const Extents& extents = lease.snapshot->extents;
+  ReadPin held;
+  if (!acquire_read(offset, destination.size(), &held)) return would_wait();
+  const Extents& extents = held.snapshot->extents;
   std::byte* out = destination.data();
-  std::uint64_t at = lease.offset;
-  for (auto extent = first_above(extents, at); at < lease.end; ++extent) {
-    const bool last = extent == extents.end() || extent->offset >= lease.end;
-    const std::uint64_t hole_end = last ? lease.end : extent->offset;
+  std::uint64_t at = held.offset;
+  for (auto extent = first_above(extents, at); at < held.end; ++extent) {
+    const bool last = extent == extents.end() || extent->offset >= held.end;
+    const std::uint64_t hole_end = last ? held.end : extent->offset;
     if (hole_end > at) {
       std::memset(out, 0, hole_end - at);
       out += hole_end - at;
       at = hole_end;
     }
     if (last) break;
-    const std::uint64_t bytes = std::min(lease.end, extent->offset + extent->bytes) - at;
-    Status status = context_->device().copy_out(out, lease.snapshot->base + at, bytes);
+    const std::uint64_t bytes = std::min(held.end, extent->offset + extent->bytes) - at;
+    Status status = context_->device().copy_out(out, held.snapshot->base + at, bytes);
     if (!status.ok()) return status;
     out += bytes;
     at += bytes;
   }
-  return static_cast<std::size_t>(lease.end - lease.offset);
+  return static_cast<std::size_t>(held.end - held.offset);
 }
 
 Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
@@ -254,10 +254,10 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   if (!status.ok()) return status;
   if (source.empty()) return std::size_t{0};
   {
-    WriteLease lease;
-    status = acquire_write(offset, end, &lease, /*speculative=*/true);
+    WritePin held;
+    status = acquire_write(offset, end, &held, /*speculative=*/true);
     if (!status.ok()) return status;
-    status = context_->device().copy_in(lease.address(), source.data(), source.size());
+    status = context_->device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {
       publish(end);
       return source.size();
@@ -272,9 +272,9 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
   void* const hole = zeros();
   if (hole == nullptr) return Status(ENOMEM, "no address space for a page of zeros");
-  ReadLease lease;
-  if (!acquire_read(offset, bytes, &lease)) return would_wait();
-  Pin pinned = pin(std::move(lease));
+  ReadPin held;
+  if (!acquire_read(offset, bytes, &held)) return would_wait();
+  Pin pinned = pin(std::move(held));
   Gathered gathered;
   gathered.pieces.reserve(pinned.pieces.size());
   for (const Piece& piece : pinned.pieces) {
@@ -296,13 +296,13 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
 // ---- where data is ----
 
 // Regardless of the gate: the memory itself is not used.
-ExtentBuffer::ReadLease ExtentBuffer::whole() const {
+ExtentBuffer::ReadPin ExtentBuffer::whole() const {
   const std::lock_guard lock(state_mutex_);
   return {snapshot_, 0, size_.load(std::memory_order_relaxed)};
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
-  const ReadLease all = whole();
+  const ReadPin all = whole();
   const auto extent = first_above(all.snapshot->extents, offset);
   if (offset < all.end && extent != all.snapshot->extents.end()) {
     const std::uint64_t found = std::max(offset, extent->offset);
@@ -312,7 +312,7 @@ Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
-  const ReadLease all = whole();
+  const ReadPin all = whole();
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const auto extent = first_above(all.snapshot->extents, offset);
   if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;

@@ -90,18 +90,18 @@ class ExtentBuffer : public Buffer {
   using SnapshotPointer = std::shared_ptr<const Snapshot>;
 
   // [offset, end) of one snapshot, held for reading. Destroyed before its buffer.
-  struct ReadLease {
+  struct ReadPin {
     SnapshotPointer snapshot;
     std::uint64_t offset = 0;
     std::uint64_t end = 0;
   };
   // The same for writing, listed in writers_ from acquire_write() until it is destroyed.
-  class WriteLease {
+  class WritePin {
    public:
-    WriteLease() = default;
-    ~WriteLease();
-    WriteLease(const WriteLease&) = delete;
-    WriteLease& operator=(const WriteLease&) = delete;
+    WritePin() = default;
+    ~WritePin();
+    WritePin(const WritePin&) = delete;
+    WritePin& operator=(const WritePin&) = delete;
     [[nodiscard]] DeviceAddress address() const { return snapshot_->base + offset_; }  // of the first byte
 
    private:
@@ -118,14 +118,14 @@ class ExtentBuffer : public Buffer {
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
-  Pin pin(ReadLease lease);
+  Pin pin(ReadPin held);
   // False: it would have to wait, on a thread that must not.
-  bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease);
-  [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadLease* lease) const;
+  bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held);
+  [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) const;
   // speculative: the file is likely to go on growing, so memory may be preallocated.
-  Status acquire_write(std::uint64_t offset, std::uint64_t end, WriteLease* lease, bool speculative = false);
-  [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WriteLease* lease);
-  [[nodiscard]] ReadLease whole() const;
+  Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, bool speculative = false);
+  [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
+  [[nodiscard]] ReadPin whole() const;
   void publish_locked(std::uint64_t end);
   // Nothing lies above this, neither published nor being written.
   [[nodiscard]] std::uint64_t highest_locked() const;
@@ -210,14 +210,14 @@ class ExtentBuffer : public Buffer {
   // replaces.
   SnapshotPointer snapshot_;                // never null
   std::uint64_t snapshots_ = 0;             // that exist, with those which only pins still hold
-  std::vector<WriteLease*> writers_;        // all pins for writing
+  std::vector<WritePin*> writers_;          // all pins for writing
   std::vector<const SharedLease*> leases_;  // added by holders of mutation_mutex_
   std::uint64_t write_limit_ = kNoLimit;    // writes that end above it take the slow path
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is in progress: no size above it
   std::uint64_t shrinks_ = 0;               // begun so far
   std::uint64_t gate_offset_ = 0;           // [gate_offset_, gate_end_): the driver moves it, nobody may use it
   std::uint64_t gate_end_ = 0;
-  int keepers_ = 0;  // of keep_unpublished()
+  int unpublished_keepers_ = 0;  // of keep_unpublished()
   // Atomics: read without a lock.
   std::atomic<std::uint64_t> size_{0};          // written under state_mutex_
   std::atomic<std::uint64_t> held_{0};          // written under mutation_mutex_

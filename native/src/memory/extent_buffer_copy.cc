@@ -189,7 +189,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
   Status status;
   std::uint64_t copied = 0;
   {
-    WriteLease target;
+    WritePin target;
     Pin pinned;
     for (;;) {
       // The source may have changed since its pieces were listed: list them again.
@@ -202,7 +202,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       }
       // Waits without the pin.
       pinned = {};
-      WriteLease grown;
+      WritePin grown;
       status = acquire_write(offset, offset + bytes, &grown);
       if (!status.ok()) return status;
     }
@@ -224,7 +224,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
 // A hole of the source: what exists here becomes zeros, what does not stays a hole.
 Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end) {
   for (const Extent& extent : inside(current()->extents, offset, end)) {
-    WriteLease target;
+    WritePin target;
     Status status = acquire_write(extent.offset, extent.offset + extent.bytes, &target);
     if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
     if (!status.ok()) return status;

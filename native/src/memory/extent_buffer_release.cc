@@ -60,11 +60,11 @@ bool ExtentBuffer::trim(std::chrono::milliseconds patience) {
 std::shared_ptr<void> ExtentBuffer::keep_unpublished() {
   {
     const std::lock_guard lock(state_mutex_);
-    ++keepers_;
+    ++unpublished_keepers_;
   }
   return {this, [keep = shared_from_this()](ExtentBuffer* buffer) {
             const std::lock_guard lock(buffer->state_mutex_);
-            --buffer->keepers_;
+            --buffer->unpublished_keepers_;
           }};
 }
 
@@ -77,13 +77,13 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
   bool writing = false;
   {
     const std::lock_guard lock(state_mutex_);
-    if (keepers_ > 0) return true;
+    if (unpublished_keepers_ > 0) return true;
     kept = snapshot_->extents;
     writing = !writers_.empty();
     if (snapshot_->slot == nullptr) {
       const std::uint64_t above = round_up(size_.load(std::memory_order_relaxed), granule_);
       Extents unused = without(inside(kept, above, kNoLimit), fallocated_);
-      for (const WriteLease* writer : writers_) {
+      for (const WritePin* writer : writers_) {
         unused = without(unused, round_down(writer->offset_, granule_), round_up(writer->end_, granule_));
       }
       kept = without(kept, unused);
@@ -242,7 +242,7 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
     if (start >= end) return {};
     exclusion.limit_writers_locked(size);
     regions.assign(1, {start, end - start});
-    for (const WriteLease* writer : writers_) regions = without(regions, writer->offset_, writer->end_);
+    for (const WritePin* writer : writers_) regions = without(regions, writer->offset_, writer->end_);
   }
   for (const Extent& region : regions) {
     if (status.ok()) status = zero_existing(region.offset, region.offset + region.bytes);
