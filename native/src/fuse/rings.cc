@@ -28,11 +28,13 @@ namespace gpufs::fuse {
 
 namespace {
 
-// Entries that a queue has from the start. Those of the CPUs that this process may use are populated and pinned;
-// further ones are not.
-constexpr unsigned kFirstEntries = 2;
-// Entries of one queue. Beyond it requests wait in the kernel, as they would on the device.
-constexpr unsigned kMostEntries = 1024;
+// Entries of all queues together. Each is an address range of a request's size, whose memory comes at its first use.
+constexpr std::size_t kAllEntries = 8192;
+constexpr std::size_t kFewestEntries = 32;  // of a queue
+constexpr std::size_t kMostEntries = 1024;  // of a queue
+// Entries with populated and pinned memory, of each queue of a CPU that this process may use.
+constexpr unsigned kPinnedEntries = 2;
+constexpr std::size_t kHeadBytes = 4096;  // of an entry, before its payload
 constexpr unsigned kSubmissions = 64;
 constexpr unsigned kCompletions = 1024;
 
@@ -67,15 +69,12 @@ std::vector<unsigned> allowed_cpus() {
 
 // Memory for one request, which the kernel fills, and the reply to it.
 struct RingEntry {
-  RingEntry(PayloadMemory given, RingThread& owner, std::size_t of)
-      : memory(std::move(given)), thread(owner), queue(of) {}
+  // The kernel's headers are at the start of the page before the payload.
+  [[nodiscard]] UringHeaders& headers() const { return *reinterpret_cast<UringHeaders*>(payload.data() - kHeadBytes); }
 
-  // The kernel's headers are at the start of the memory before the payload.
-  [[nodiscard]] UringHeaders& headers() const { return *reinterpret_cast<UringHeaders*>(memory.head().data()); }
-
-  PayloadMemory memory;
-  RingThread& thread;
-  const std::size_t queue;  // of the thread's
+  std::span<std::byte> payload;
+  RingThread* thread;
+  std::uint16_t queue;
   std::uint64_t commit = 0;
   iovec parts[2] = {};
 };
@@ -88,24 +87,17 @@ class RingThread {
   RingThread(const RingThread&) = delete;
   RingThread& operator=(const RingThread&) = delete;
 
-  // Before start(). pinned: the memory of its first entries is populated and pinned.
-  void add_queue(std::uint16_t number, bool pinned) { queues_.push_back({number, pinned, 0, 0}); }
+  // Before start().
+  Status add_queue(std::uint16_t number, std::size_t entries, unsigned pinned);
   Status start();
   void serve(RequestHandler& handler) { begin_.set_value(&handler); }
   void stop();
   int reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body);
-  [[nodiscard]] std::size_t entries() const { return entry_count_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t entries() const { return entries_.size(); }
 
  private:
-  struct Queue {
-    std::uint16_t number;
-    bool pinned;
-    unsigned entries;  // registered
-    unsigned kept;     // with a request that is not answered
-  };
-
   Status prepare();
-  Status add_memory(std::size_t queue, bool pinned);
+  Status add_memory(std::uint16_t queue, std::size_t entries, bool pinned);
   void run(RequestHandler& handler);
   io_uring_sqe* submission();
   void command(RingEntry& entry, std::uint32_t command);
@@ -117,21 +109,19 @@ class RingThread {
   void complete(RequestHandler& handler, RingEntry& entry, int outcome);
   void dispatch(RequestHandler& handler, RingEntry& entry);
   void commit_replies();
-  void grow();
 
   Rings& rings_;
   const std::size_t index_;
 
   // The thread's own after start().
   io_uring ring_{};
-  std::vector<Queue> queues_;
-  std::vector<std::unique_ptr<RingEntry>> entries_;  // never shrinks: a reply may come late
+  std::vector<PayloadMemory> memory_;
+  std::vector<RingEntry> entries_;  // constant: a reply may come late
   std::vector<RingEntry*> own_replies_;
   std::size_t living_ = 0;   // entries that the kernel has or will get back
   std::uint64_t wakes_ = 0;  // what the eventfd is read into
   unsigned long_waits_ = kLongWaits;
 
-  std::atomic<std::size_t> entry_count_{0};
   std::promise<RequestHandler*> begin_;  // null: end at once
   UniqueFd wake_;
   std::thread thread_;
@@ -175,26 +165,27 @@ Status RingThread::prepare() {
   if (const int error = ::io_uring_queue_init_params(kSubmissions, &ring_, &parameters); error != 0) {
     return Status::from_errno(-error, "io_uring_setup");
   }
-  for (std::size_t queue = 0; queue < queues_.size(); ++queue) {
-    for (unsigned i = 0; i < kFirstEntries; ++i) {
-      if (Status status = add_memory(queue, queues_[queue].pinned); !status.ok()) {
-        ::io_uring_queue_exit(&ring_);
-        return status;
-      }
-    }
+  return {};
+}
+
+Status RingThread::add_queue(std::uint16_t number, std::size_t entries, unsigned pinned) {
+  // The kernel takes the entry that was free last, first of all the last registered one.
+  if (Status status = add_memory(number, entries - pinned, false); !status.ok()) return status;
+  for (unsigned i = 0; i < pinned; ++i) {
+    if (Status status = add_memory(number, 1, true); !status.ok()) return status;
   }
   return {};
 }
 
-Status RingThread::add_memory(std::size_t queue, bool pinned) {
+Status RingThread::add_memory(std::uint16_t queue, std::size_t entries, bool pinned) {
+  const std::size_t stride = kHeadBytes + rings_.payload_bytes_;
   Result<PayloadMemory> memory =
-      PayloadMemory::create(rings_.payload_bytes_, pinned ? &rings_.pin_hooks_ : nullptr, pinned);
+      PayloadMemory::create(entries * stride - kHeadBytes, pinned ? &rings_.pin_hooks_ : nullptr, pinned);
   if (!memory.ok()) return memory.status();
-  entries_.push_back(std::make_unique<RingEntry>(memory.take(), *this, queue));
-  RingEntry& entry = *entries_.back();
-  entry.parts[0] = {&entry.headers(), sizeof(UringHeaders)};
-  entry.parts[1] = {entry.memory.payload().data(), entry.memory.payload().size()};
-  entry_count_.fetch_add(1, std::memory_order_relaxed);
+  memory_.push_back(memory.take());
+  for (std::size_t i = 0; i < entries; ++i) {
+    entries_.push_back({{memory_.back().payload().data() + i * stride, rings_.payload_bytes_}, this, queue});
+  }
   return {};
 }
 
@@ -216,11 +207,14 @@ void RingThread::stop() {
 
 void RingThread::run(RequestHandler& handler) {
   forbid_waiting();
-  for (const auto& entry : entries_) command(*entry, kUringRegister);
+  for (RingEntry& entry : entries_) {
+    entry.parts[0] = {&entry.headers(), sizeof(UringHeaders)};
+    entry.parts[1] = {entry.payload.data(), entry.payload.size()};
+    command(entry, kUringRegister);
+  }
   wait_for_wake();
   for (;;) {
     commit_replies();
-    grow();
     if (!wait()) break;
     io_uring_cqe* completion = nullptr;
     while (::io_uring_peek_cqe(&ring_, &completion) == 0) {
@@ -300,12 +294,9 @@ void RingThread::command(RingEntry& entry, std::uint32_t command) {
   sqe->addr3 = 0;
   sqe->__pad2[0] = registers ? 0 : entry.commit;
   std::memset(&sqe[1], 0, sizeof(sqe[1]));
-  std::memcpy(&sqe[1], &queues_[entry.queue].number, sizeof(std::uint16_t));
+  std::memcpy(&sqe[1], &entry.queue, sizeof(entry.queue));
   ::io_uring_sqe_set_data(sqe, &entry);
-  if (registers) {
-    ++queues_[entry.queue].entries;
-    ++living_;
-  }
+  if (registers) ++living_;
 }
 
 void RingThread::wait_for_wake() {
@@ -317,13 +308,11 @@ void RingThread::wait_for_wake() {
 void RingThread::complete(RequestHandler& handler, RingEntry& entry, int outcome) {
   if (outcome == 0) return dispatch(handler, entry);
   --living_;
-  --queues_[entry.queue].entries;
   if (outcome == -ENOTCONN || outcome == -ECONNABORTED || outcome == -ENODEV) return;  // the connection has ended
   log_error("a ring of the FUSE connection failed (errno ", -outcome, ")");
 }
 
 void RingThread::dispatch(RequestHandler& handler, RingEntry& entry) {
-  ++queues_[entry.queue].kept;
   const UringHeaders& headers = entry.headers();
   entry.commit = headers.entry.commit_id;
   Request request;
@@ -331,7 +320,7 @@ void RingThread::dispatch(RequestHandler& handler, RingEntry& entry) {
   const std::size_t payload = headers.entry.payload_bytes;
   const std::size_t whole = request.header.len;
   const std::size_t arguments = whole - sizeof(fuse_in_header) - payload;
-  const std::span<std::byte> memory = entry.memory.payload();
+  const std::span<std::byte> memory = entry.payload;
   if (whole < sizeof(fuse_in_header) + payload || arguments > sizeof(headers.operation) || payload > memory.size()) {
     count(rings_.statistics_.bad_requests);
     log_error("a request of ", whole, " bytes from the kernel has a wrong length");
@@ -354,7 +343,7 @@ void RingThread::dispatch(RequestHandler& handler, RingEntry& entry) {
 }
 
 int RingThread::reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body) {
-  const std::span<std::byte> memory = entry.memory.payload();
+  const std::span<std::byte> memory = entry.payload;
   std::size_t total = 0;
   for (const iovec& part : body) {
     if (part.iov_len > memory.size() - total) return EMSGSIZE;
@@ -391,20 +380,8 @@ void RingThread::commit_replies() {
     handed_.store(stopping_);
   }
   own_replies_.insert(own_replies_.end(), handed.begin(), handed.end());
-  for (RingEntry* const entry : own_replies_) {
-    --queues_[entry->queue].kept;
-    command(*entry, kUringCommitAndFetch);
-  }
+  for (RingEntry* const entry : own_replies_) command(*entry, kUringCommitAndFetch);
   own_replies_.clear();
-}
-
-void RingThread::grow() {
-  for (std::size_t i = 0; i < queues_.size(); ++i) {
-    const Queue& queue = queues_[i];
-    if (queue.entries == 0 || queue.kept < queue.entries || queue.entries >= kMostEntries) continue;
-    if (!add_memory(i, false).ok()) continue;  // the queue goes on when a reply comes
-    command(*entries_.back(), kUringRegister);
-  }
 }
 
 Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const PinHooks& hooks,
@@ -420,11 +397,13 @@ Result<std::unique_ptr<Rings>> Rings::create(int device, std::size_t payload_byt
   const std::vector<unsigned> cpus = allowed_cpus();
   for (std::size_t i = 0; i < cpus.size(); ++i) threads.push_back(std::make_unique<RingThread>(*rings, i));
   const unsigned count = std::min(possible_cpus(), 65536U);
+  const std::size_t entries = std::clamp(kAllEntries / count, kFewestEntries, kMostEntries);
   for (unsigned queue = 0; queue < count; ++queue) {
     const auto own = std::ranges::find(cpus, queue);
     const bool ours = own != cpus.end();  // or few clients will use it
     const std::size_t at = ours ? static_cast<std::size_t>(own - cpus.begin()) : queue % cpus.size();
-    threads[at]->add_queue(static_cast<std::uint16_t>(queue), ours);
+    Status status = threads[at]->add_queue(static_cast<std::uint16_t>(queue), entries, ours ? kPinnedEntries : 0);
+    if (!status.ok()) return status;
   }
   for (const auto& thread : threads) {
     if (Status status = thread->start(); !status.ok()) return status;
@@ -441,7 +420,7 @@ void Rings::stop() {
 }
 
 int Rings::reply(RingEntry& entry, std::uint64_t unique, int error, std::span<const iovec> body) {
-  return entry.thread.reply(entry, unique, error, body);
+  return entry.thread->reply(entry, unique, error, body);
 }
 
 void Rings::write_statistics(JsonWriter& json) const {
