@@ -9,11 +9,19 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from support.mounting import REPOSITORY
 
 
-def test_a_short_run_of_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "loads",
+    [["numpy.memmap"], pytest.param(["numpy.memmap", "safetensors", "torch.load"], marks=pytest.mark.slow)],
+    ids=["without torch", "all"],
+)
+def test_a_short_run_of_everything(tmp_path: Path, loads: list[str]) -> None:
+    kinds = ["read", "rewrite", "fresh", "open", "map", "create", "unlink", *loads]
     words = "--trace-rounds 2 --rounds 1 --seconds 0.02 --blocks 4K,1M --streams 1,2 --file-bytes 4M --load-bytes 4M"
+    words += f" --operations {','.join(kinds)}"
     mounts = Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-")
     done = subprocess.run(
         [sys.executable, "-m", "bench", *words.split(), "--json", str(tmp_path / "out.json")],
@@ -29,10 +37,9 @@ def test_a_short_run_of_everything(tmp_path: Path) -> None:
     assert systems == {"gpufs", "tmpfs", "pyfuse3"}
     cases = {(result["system"], result["operation"]) for result in document["results"]}
     moves, more = {"read", "rewrite", "fresh", "open"}, {"map", "create", "unlink"}
-    loads = {"numpy.memmap", "safetensors", "torch.load"}
     assert {operation for system, operation in cases if system == "pyfuse3"} == moves
     for system in systems - {"pyfuse3"}:
-        assert {operation for name, operation in cases if name == system} == moves | more | loads
+        assert {operation for name, operation in cases if name == system} == moves | more | set(loads)
     assert sum(result["operation"] == "read" for result in document["results"]) == 3 * 2 * 2
     assert all(min(result["bytes_per_second"]) > 0 for result in document["results"])
     assert document["machine"]["cpus"] == len(os.sched_getaffinity(0))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import fails
-from support.mounting import GPUFS, Mounter
+from support.mounting import Mounter
 from support.processes import NOBODY, plain_user, run
 from support.users import user_gpufs
 
@@ -96,16 +96,6 @@ def user_fails(*arguments: str) -> str:
 
 def test_a_plain_user_cannot_mount_on_a_directory_of_root() -> None:
     assert user_fails("mount", "/var", "--driver", "host").startswith("/var: Permission denied")
-
-
-def test_a_missing_fuse_device_is_reported(mountpoint: Path) -> None:
-    """In a mount namespace of its own, where /dev is empty."""
-    script = 'mount -t tmpfs none /dev && mknod /dev/null c 1 3 && exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", script, "sh", *GPUFS, "mount", str(mountpoint), "--driver", "host"]
-    done = run(*command, check=False)
-    assert done.returncode == 1
-    assert "/dev/fuse is missing" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("driver", ["cuda", "hip"])

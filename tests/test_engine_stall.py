@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from support import fake_gpu
 from support.mounting import REPOSITORY
 from support.processes import PATIENCE
@@ -124,6 +125,7 @@ def test_closing_times_out_and_keeps_the_memory(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow  # it waits half a minute
 def test_a_process_ends_while_a_device_is_stalled(tmp_path: Path) -> None:
     over_fake(
         tmp_path,

@@ -28,6 +28,17 @@ def fails_with_one_line(*words: object) -> str:
     return done.stderr
 
 
+@AS_ROOT
+def test_a_missing_fuse_device_is_reported(mountpoint: Path) -> None:
+    """In a mount namespace of its own, where /dev is empty."""
+    script = 'mount -t tmpfs none /dev && mknod /dev/null c 1 3 && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", *GPUFS, "mount", str(mountpoint), "--driver", "host"]
+    done = run(*command, check=False)
+    assert done.returncode == 1
+    assert "/dev/fuse is missing" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("what", ["full", "read-only", "removed", "unmounted"])
 @AS_ROOT
 def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path, what: str) -> None:
