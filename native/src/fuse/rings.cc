@@ -34,7 +34,8 @@ constexpr std::size_t kFewestEntries = 32;  // of a queue
 constexpr std::size_t kMostEntries = 1024;  // of a queue
 // Entries with populated and pinned memory, of each queue of a CPU that this process may use.
 constexpr unsigned kPinnedEntries = 2;
-constexpr std::size_t kHeadBytes = 4096;  // of an entry, before its payload
+constexpr std::size_t kHeadBytes = 4096;     // of an entry, before its payload
+constexpr std::size_t kLeastPayload = 8192;  // FUSE_MIN_READ_BUFFER: the kernel refuses smaller ones
 constexpr unsigned kSubmissions = 64;
 constexpr unsigned kCompletions = 1024;
 
@@ -386,7 +387,11 @@ void RingThread::commit_replies() {
 
 Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const PinHooks& hooks,
              Statistics& statistics)
-    : device_(device), payload_bytes_(payload_bytes), spin_(spin), pin_hooks_(hooks), statistics_(statistics) {}
+    : device_(device),
+      payload_bytes_(std::max(payload_bytes, kLeastPayload)),
+      spin_(spin),
+      pin_hooks_(hooks),
+      statistics_(statistics) {}
 
 Rings::~Rings() { stop(); }
 
