@@ -219,6 +219,10 @@ void RingThread::run(RequestHandler& handler) {
     if (!wait()) break;
     io_uring_cqe* completion = nullptr;
     while (::io_uring_peek_cqe(&ring_, &completion) == 0) {
+      if (!own_replies_.empty()) {  // these clients need not wait for the next request
+        commit_replies();
+        ::io_uring_submit(&ring_);
+      }
       auto* const entry = static_cast<RingEntry*>(::io_uring_cqe_get_data(completion));
       const int result = completion->res;
       ::io_uring_cqe_seen(&ring_, completion);
