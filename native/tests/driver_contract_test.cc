@@ -385,16 +385,17 @@ TEST_P(DriverContract, WorkGoesOnBesideBlockedStreams) {
   auto [memory, range] = take(*device_, 32 * kMiB, 64 * kMiB);
   PinnedPool pool(*device_);
   const PinnedBlock host = must(pool.take(2 * kBytes));
-  const PinnedBlock gate = must(pool.take(8));
+  const PinnedBlock gate = must(pool.take(4 + 4 * BlockedStreams::kMost));
   if (!real() && !on_host()) fake().share_queues();
   const DeviceAddress base = range->base();
   std::vector<std::unique_ptr<Stream>> blocked;
   for (int number = 0; number < BlockedStreams::kMost; ++number) {
     blocked.push_back(must(device_->create_stream()));
     Stream& stream = *blocked.back();
-    ASSERT_OK(number % 2 == 0 ? stream.copy_to_device(base + 24 * kMiB, host.data, kMiB)
-                              : stream.copy_to_host(host.data + kBytes + 2 * kMiB, base + 24 * kMiB, kMiB));
-    ASSERT_OK(stream.fill_zero(gate.address + 4, 4));
+    const DeviceAddress own = base + (24 + number) * kMiB;
+    ASSERT_OK(number % 2 == 0 ? stream.copy_to_device(own, host.data + 2 * kMiB, kMiB)
+                              : stream.copy_to_host(host.data + kBytes + number * kMiB, own, kMiB));
+    ASSERT_OK(stream.fill_zero(gate.address + 4 + 4 * number, 4));
     ASSERT_OK(stream.wait_for_value(gate.address, 1));
   }
   std::promise<void> over;
