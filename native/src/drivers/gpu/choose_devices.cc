@@ -59,10 +59,13 @@ Result<std::vector<int>> choose_devices(const char* driver, const VendorLibrary&
   }
   for (const std::string& word : options.chosen) {
     const std::vector<int> fitting = matches(library, found, word);
-    if (fitting.empty()) return Status{ENXIO, prefix + "there is no GPU \"" + word + "\"" + exist()};
-    if (fitting.size() > 1) return Status{EINVAL, prefix + "several GPUs begin with \"" + word + "\"" + exist()};
+    const auto refusal = [&](int error, const char* before, const char* after) {
+      return Status(error, std::string(prefix).append(before).append(word).append(after).append(exist()));
+    };
+    if (fitting.empty()) return refusal(ENXIO, "there is no GPU \"", "\"");
+    if (fitting.size() > 1) return refusal(EINVAL, "several GPUs begin with \"", "\"");
     if (std::find(ordinals.begin(), ordinals.end(), fitting.front()) != ordinals.end()) {
-      return Status{EINVAL, prefix + "the GPU \"" + word + "\" is chosen twice" + exist()};
+      return refusal(EINVAL, "the GPU \"", "\" is chosen twice");
     }
     ordinals.push_back(fitting.front());
   }
