@@ -30,7 +30,7 @@ class BufferOperations {
   void copy(const File& from, const File& to, const Request& request, const CopyRequest& copy, Responder responder);
 
  private:
-  // Host memory: the kernel copies the bytes straight out of it. False if another thread has to serve the request.
+  // Host memory: the reply is made of pieces of the buffer itself. False if another thread has to serve the request.
   bool reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes, Responder& responder);
   // Device memory, through host memory. An error if nothing was read; EAGAIN: another thread has to serve the request.
   int reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);

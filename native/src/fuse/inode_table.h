@@ -93,7 +93,8 @@ class Inode {
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
 
-  // Guards all below. InodeTable::orphan_mutex_ and the mutex of a Charge may be taken under it, nothing else.
+  // Guards all below. InodeTable::orphan_mutex_, the mutex of a Charge and ExtentBuffer::state_mutex_ may be taken
+  // under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;             // null until the first one

@@ -50,6 +50,4 @@ std::span<std::byte> PayloadMemory::message() const {
 
 std::span<std::byte> PayloadMemory::payload() const { return {base_ + kPage, bytes_ - kPage}; }
 
-std::span<std::byte> PayloadMemory::head() const { return {base_, kPage}; }
-
 }  // namespace gpufs::fuse

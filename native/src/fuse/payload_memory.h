@@ -1,5 +1,5 @@
 // Memory that requests are read into: a header part, and after it a page-aligned payload.
-// Ownership: one reader thread of a transport, which alone uses it.
+// Ownership: a reader thread of a transport, which alone uses it, or a thread of its rings, whose entries lie in it.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,6 @@ class PayloadMemory {
   // For a whole message: a WRITE's payload then starts on a page.
   [[nodiscard]] std::span<std::byte> message() const;
   [[nodiscard]] std::span<std::byte> payload() const;
-  // The memory before the payload.
-  [[nodiscard]] std::span<std::byte> head() const;
 
  private:
   PayloadMemory(std::byte* base, std::size_t bytes, const PinHooks* hooks)

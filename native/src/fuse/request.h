@@ -21,8 +21,8 @@ struct Request {
   fuse_in_header header{};
   // The whole message with its header, header.len bytes. Writable: what is relayed is changed in place.
   std::span<std::byte> message;
-  // Page-aligned memory of the transport, max_write bytes, locked and pinned for devices if possible. The payload of a
-  // WRITE is at its start; once the message is no longer needed, a reply can be built here.
+  // Page-aligned memory of the transport, max_write bytes, mostly locked and pinned for devices. The payload of a WRITE
+  // is at its start; once the message is no longer needed, a reply can be built here.
   std::span<std::byte> payload;
   RingEntry* entry = nullptr;  // in which it came; null: it was read from the device
 

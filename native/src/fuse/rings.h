@@ -6,8 +6,8 @@
 // The kernel has a queue for each CPU and puts a request into the queue of the client's CPU. A thread serves it:
 // threads that share queues delay each other's requests. An entry is memory for one request, in which it stays until it
 // is answered. Requests that wait (for a directory of the host, or for free memory) keep their entries, so a queue has
-// hundreds. It has them from the start, because the kernel gives a request that waits for an entry only one that has
-// been answered, not one that was added. It takes the entry that was free last, so few of them ever use memory.
+// many. It has them from the start, because the kernel gives a request that waits for an entry only one that has
+// been answered, not one that was added. It takes the entry that has become free last, so few of them ever use memory.
 //
 // One thread at a time spins before it sleeps, as the Transport's readers do. The threads are not bound to CPUs: on its
 // client's CPU, a thread moved 1 MiB blocks at three quarters of the rate (one stream, H200).

@@ -203,7 +203,7 @@ class ExtentBuffer : public Buffer {
   bool preallocates_ = false;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
 
-  // Innermost: nothing is called and no snapshot destroyed under it.
+  // Innermost: nothing that waits is called, and no snapshot destroyed, under it.
   mutable std::mutex state_mutex_;
   std::condition_variable state_changed_;  // a writer or a snapshot is gone, or the gate has opened
   // Guarded by state_mutex_. A buffer's extents are those of snapshot_, which only the holder of mutation_mutex_
