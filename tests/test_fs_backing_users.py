@@ -84,11 +84,6 @@ def test_a_hung_server_blocks_no_other_calls(mount: Mounter, host: Path, operati
         mounted.wait_ended()
 
 
-def interrupts(mount: GpufsMount) -> bool:
-    """Whether killed processes always stop waiting. With io_uring the kernel loses the news of some of them."""
-    return bool(mount.status()["transport"] == "device")
-
-
 def under_way(mount: GpufsMount) -> int:
     """Requests that native threads serve, or that wait for one."""
     pool = mount.status()["statistics"]["pool"]
@@ -128,7 +123,7 @@ def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path,
             wait_until(lambda: under_way(mounted) > 0 and hung.waiting() > 0, 60, "a request that hangs")
             for child in children:
                 os.kill(child, signal.SIGKILL)
-            if interrupts(mounted):
+            if mounted.frees_killed_clients():
                 for child in children:
                     wait_until(functools.partial(gone, child), 60, "the end of a killed process")
             assert hung.waiting() > 0

@@ -95,9 +95,9 @@ def _print_list(mounts: list[dict[str, Any]]) -> None:
 
 
 def _print_one(status: dict[str, Any]) -> None:
-    facts = [(key, _text(status[key])) for key in ("mountpoint", "state", "pid", "driver", "transport")]
-    if why := status.get("statistics", {}).get("transport", {}).get("reason"):
-        facts[-1] = ("transport", f"{status['transport']}: {why}")
+    facts = [(key, _text(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
+    why = status.get("statistics", {}).get("transport", {}).get("reason")
+    facts.append(("transport", f"{status['transport']}: {why}" if why else _text(status["transport"])))
     if "version" in status:
         facts.append(("version", str(status["version"])))
     if "started" in status:
