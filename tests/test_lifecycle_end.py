@@ -207,7 +207,9 @@ def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter, driver: st
     assert after.memfds <= 2
     # Pools start their threads as they are needed, four readers and four workers at most; a leak would be one a round.
     assert after.threads <= before.threads + 8
-    assert after.resident_bytes <= before.resident_bytes + 12 * MIB, (before, after)
+    # With io_uring each CPU's queue takes memory for a request at its first use, which may come late.
+    queues = 2 * MIB * (os.cpu_count() or 1) if "uring" in mounted.status()["transport"] else 0
+    assert after.resident_bytes <= before.resident_bytes + 12 * MIB + queues, (before, after)
 
     def given_back() -> bool:  # which runs behind the last close
         free = os.statvfs(mounted.device)
