@@ -202,3 +202,16 @@ def _command_lists(tree: object) -> list[list[str]]:
     if isinstance(tree, list):
         return [found for value in tree for found in _command_lists(value)]
     return []
+
+
+def test_tutorial_in_place(driver: str, tmp_path: Path) -> None:
+    if driver != "host":
+        pytest.skip("numpy reaches host memory only")
+    (tmp_path / "mnt").mkdir()
+    shell = Shell(tmp_path / "mnt", tmp_path)
+    (block,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount mnt\n")]
+    block = block.replace(
+        "gpufs mount mnt", "trap 'mountpoint -q mnt && gpufs umount mnt' EXIT\ngpufs mount mnt --driver host"
+    )
+    assert "0000 c03f 0000 c03f" in shell(block)
+    assert not os.path.ismount(tmp_path / "mnt")
