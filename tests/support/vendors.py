@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -87,11 +86,11 @@ class Vendor(ABC):
 
     @abstractmethod
     def environment(
-        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
+        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: bool = True, **more: str
     ) -> dict[str, str]:
         """That of a program over the fakes, whose files lie below `at`: the first calls end as planned.
 
-        kernel: as if the vendor's part of the kernel were there. library: which of its fakes is found; "" is none.
+        kernel: as if the vendor's part of the kernel were there. library: whether its own library for files is found.
         more: variables for it.
         """
 
@@ -101,23 +100,18 @@ class Cufile(Vendor):
 
     driver, read, write = "cuda", "cuFileRead", "cuFileWrite"
     partial = False
-    own_failure = 5030
 
     def answer(self, error: int = 0, count: int = WHOLE) -> str:
-        """EREMOTEIO is the library's own failure: it has numbers of its own for them."""
-        if error == errno.EREMOTEIO:
-            return f"{-self.own_failure}:0:{count}"
         return f"{-1 if error else 0}:{error}:{count}"
 
     def environment(
-        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
+        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: bool = True, **more: str
     ) -> dict[str, str]:
         libraries = at / "libraries"
         libraries.mkdir(exist_ok=True)
         (libraries / "libcuda.so.1").symlink_to(BUILT / "fake_cuda" / "libgpufs_fake_cuda.so")
-        if library != "":
-            fake = BUILT / "fake_cufile" / (library or "gpufs_fake_cufile")
-            (libraries / "libcufile.so.0").symlink_to(fake / "libcufile.so.0")
+        if library:
+            (libraries / "libcufile.so.0").symlink_to(BUILT / "fake_cufile/gpufs_fake_cufile/libcufile.so.0")
         module = ("/proc/driver/nvidia-fs/version", "/dev/nvidia-fs0") if kernel else ()
         return {
             **kernel_shows(at / "kernel", *module),
@@ -149,22 +143,19 @@ class HipFile(Vendor):
     unknown = 999  # hipErrorUnknown
 
     def answer(self, error: int = 0, count: int = WHOLE) -> str:
-        """ENOTTY is a kernel without the interface: garbage is where it should say how much it has moved."""
-        if error == errno.ENOTTY:
-            return f"{self.unknown}:1234567:{error}:0"
         return f"{self.unknown if error else 0}:{-error}:0:{count}"
 
     def environment(
-        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: str | None = None, **more: str
+        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: bool = True, **more: str
     ) -> dict[str, str]:
-        """moves_files="": the kernel's driver is there, and not set up to move files."""
+        """moves_files="": the kernel's driver is there, and not set up to move files. HIP itself has the calls."""
         if kernel:
             kernel_shows_amd_gpus(
                 at / "kernel", int(more.get("FAKE_HIP_DEVICES", "1")), bool(more.get("moves_files", "1"))
             )
         return {
             **kernel_shows(at / "kernel", *(["/dev/kfd"] if kernel else [])),
-            "LD_LIBRARY_PATH": str(BUILT / "fake_hip" / (library or "rocm7")),
+            "LD_LIBRARY_PATH": str(BUILT / "fake_hip" / "rocm7"),
             "FAKE_HIP_DEVICES": "1",
             "FAKE_HIP_RECORDS": str(at / "records"),
             "FAKE_HIP_FILE_PLANS": ",".join(plans),
