@@ -31,7 +31,7 @@ from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, Snapshot, in_child, wait_until
 
 from gpufs import protocol
-from gpufs.protocol import Cancel, Copy, Goodbye, Hello, Result
+from gpufs.protocol import Cancel, Copy, Goodbye, Hello
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server and acts as another user")
 
@@ -108,17 +108,6 @@ def test_a_message_that_is_not_understood_ends_its_connection_alone(
     still_serves(shared_mount, files)
 
 
-def test_a_message_is_decoded_as_it_was_encoded() -> None:
-    copy = Copy(7, "store", 4096, 1 << 40, 10, "require", "full", 0.5)
-    for sent in (Hello([1, 2], "a program"), copy, Cancel(7)):
-        assert protocol.decode_client(protocol.encode(sent)) == sent
-    result = Result(7, 5, -3, "failed", 12, {"fallback": 12}, ["file_system"], 0.25)
-    for told in (protocol.Welcome(1, "gpufs", 16), protocol.Progress(7, 100, 50, {"fastpath": 50}), result):
-        assert protocol.decode_server(protocol.encode(told)) == told
-        with pytest.raises(protocol.ProtocolError):
-            protocol.decode_client(protocol.encode(told))
-
-
 @pytest.mark.parametrize("count", [0, 1, 3, 250])
 def test_a_copy_with_the_wrong_number_of_descriptors_is_refused(
     shared_mount: GpufsMount, files: tuple[Path, Path], count: int
@@ -162,34 +151,6 @@ def test_progress_is_sent_and_a_cancelled_copy_keeps_what_it_copied(
     assert seen == sorted(seen)
     assert result.error == errno.ECANCELED
     assert files[1].stat().st_size == result.done < 1 << 30
-
-
-def test_only_files_can_be_copied(shared_mount: GpufsMount, files: tuple[Path, Path], root: Path) -> None:
-    os.mkfifo(root / "fifo")
-    read_end, write_end = os.pipe()
-    ours, theirs = socket.socketpair()
-    with (
-        ours,
-        theirs,
-        opened(files[0]) as host,
-        opened(files[1], WRITE) as buffer,
-        connection(shared_mount.path) as sock,
-    ):
-
-        def refused(source: int, target: int) -> int:
-            result = sock.copy("load", source, target)
-            assert result.done == 0
-            return result.error
-
-        for path in ("/dev/zero", "/proc/self/status", "/sys/kernel/uevent_seqnum"):
-            with opened(Path(path)) as special:
-                assert refused(special, buffer) == errno.EINVAL, path
-        assert refused(read_end, buffer) == refused(ours.fileno(), buffer) == errno.EINVAL
-        with opened(files[0].parent, os.O_DIRECTORY) as directory, opened(root / "fifo", BOTH) as fifo:
-            assert refused(directory, buffer) == errno.EISDIR
-            assert refused(host, fifo) == errno.EINVAL
-    os.close(read_end)
-    os.close(write_end)
 
 
 # ---- limits ----

@@ -52,9 +52,13 @@ def refused(needed: str, free_on: str, *words: str | Path) -> subprocess.Complet
     return done
 
 
-def test_a_tree_that_does_not_fit_leaves_nothing(small: GpufsMount, tree: Path) -> None:
+def test_what_does_not_fit_changes_nothing(small: GpufsMount, tree: Path) -> None:
     refused("60.0 MiB", "gpu0", "-r", tree, small.device)
     assert os.listdir(small.device) == []
+    (tree / "large").write_bytes(noise(40 * MIB))
+    (small.device / "there").write_bytes(b"precious")
+    refused("40.0 MiB", "gpu0", tree / "large", small.device / "there")
+    assert (small.device / "there").read_bytes() == b"precious"
 
 
 def test_partial_copies_what_fits(small: GpufsMount, tree: Path) -> None:

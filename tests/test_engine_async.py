@@ -23,11 +23,9 @@ from gpufs import engine
 DATA = noise(MIB)
 
 
-@pytest.fixture(params=["waits", "calls"])
-def host(request: pytest.FixtureRequest) -> Iterator[engine.Engine]:
-    """An engine whose streams wait for values, and one whose streams are held by calls of the host."""
+@pytest.fixture
+def host() -> Iterator[engine.Engine]:
     with engine.Engine("host", devices=2, memory_bytes=256 * MIB) as opened:
-        engine.configure_operations(opened, stream_waits="auto" if request.param == "waits" else "off")
         yield opened
 
 
@@ -180,28 +178,6 @@ def test_only_whole_numbers_are_accepted(host: engine.Engine, file: engine.Backi
         assert buffer.info.size == 0
 
 
-def test_many_in_flight(host: engine.Engine, file: engine.BackingFile) -> None:
-    """Without a stream, and on blocked streams."""
-    with engine.Buffer(host) as buffer:
-        futures = [
-            file.read_async(buffer, 4 * KIB, number % 256 * 4 * KIB, number % 256 * 4 * KIB) for number in range(10_000)
-        ]
-        assert {future.result(100) for future in futures} == {4 * KIB}
-        assert_same(buffer.read_bytes(0, len(DATA)), DATA)
-    with engine.Buffer(host) as buffer:
-        streams = [engine.Stream(host) for _ in range(4)]
-        gates = [Gate(stream) for stream in streams]
-        futures = [
-            file.read_async(buffer, 4 * KIB, number % 256 * 4 * KIB, number % 256 * 4 * KIB, stream=streams[number % 4])
-            for number in range(1000)
-        ]
-        assert sum(stream.outstanding for stream in streams) == 1000
-        for gate in gates:
-            gate.open()
-        assert {future.result(100) for future in futures} == {4 * KIB}
-        assert_same(buffer.read_bytes(0, len(DATA)), DATA)
-
-
 def test_too_many_operations_are_eagain(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)
@@ -252,22 +228,6 @@ def test_cancelling_and_closing_with_work_outstanding(host: engine.Engine, file:
     gate.open()
     assert kept.result(60) == 200
     assert not kept.cancel()
-
-
-def test_closing_the_engine_cancels_what_is_outstanding(host: engine.Engine, file: engine.BackingFile) -> None:
-    stream, buffer = engine.Stream(host), engine.Buffer(host)
-    gate = Gate(stream)
-    futures = [file.read_async(buffer, 100, stream=stream) for _ in range(50)]
-    closing = threading.Thread(target=host.close)
-    closing.start()
-    for future in futures:
-        with pytest.raises(concurrent.futures.CancelledError):
-            future.result(60)
-    gate.open()
-    closing.join(60)
-    assert not closing.is_alive()
-    with pytest.raises(engine.EngineError):
-        file.read_async(buffer, 100)
 
 
 async def test_futures_are_awaited_in_trio(host: engine.Engine, file: engine.BackingFile) -> None:
@@ -386,6 +346,3 @@ def test_exceptions_of_host_calls_go_to_the_hook(host: engine.Engine, monkeypatc
         stream.call(lambda: [][0])
         stream.synchronize()
     assert seen == ["list index out of range"]
-
-
-# ---- the thread that completes futures ----

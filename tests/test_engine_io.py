@@ -1,4 +1,4 @@
-"""Files and device memory from a program: reading, writing, futures, arrays, and which path served them."""
+"""Files and device memory from a program: reading, writing, futures, arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -34,24 +33,6 @@ def opened(driver: str) -> Iterator[engine.Engine]:
         yield made
 
 
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    path = Path(f"/dev/shm/gpufs-io-{os.getpid()}")
-    yield path
-    path.unlink(missing_ok=True)
-
-
-def has_fastpath(opened: engine.Engine, path: Path) -> bool:
-    """Whether the fastpath should work there."""
-    with engine.BackingFile.open(opened, path) as backing:
-        return not backing.info.fastpath_refusals and not engine.fastpath_probe(opened.driver)
-
-
-def counters(host: engine.Engine, direction: str) -> dict[str, Any]:
-    found: dict[str, Any] = host.io_statistics()["devices"][0][direction]
-    return found
-
-
 @pytest.mark.driver
 def test_read_and_write_move_what_is_asked_for(opened: engine.Engine, tmp_path: Path) -> None:
     data = noise(9 * MIB + 77)
@@ -74,62 +55,6 @@ def test_read_and_write_move_what_is_asked_for(opened: engine.Engine, tmp_path: 
             assert_same(copy.read_bytes(), data)
             assert target.write(buffer, 10, file_offset=len(data) + 90, buffer_offset=20) == 10
         assert_same(copy.read_bytes(), data + bytes(90) + data[20:30])
-
-
-@pytest.mark.driver
-def test_the_path_is_chosen_and_counted(opened: engine.Engine, tmp_path: Path, shm: Path) -> None:
-    path = tmp_path / "file"
-    data = noise(8 * MIB)
-    path.write_bytes(data)
-    if not has_fastpath(opened, path):
-        pytest.skip("no file system for the fastpath here")
-    with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path, "r+") as file:
-        assert file.read(buffer) == len(data)
-        load = counters(opened, "load")
-        assert load["fastpath"]["bytes"] == len(data)
-        assert load["fallback"]["bytes"] == 0
-
-        # Head and tail of an unaligned request take the other way.
-        assert file.read(buffer, 4 * MIB, file_offset=100, buffer_offset=100) == 4 * MIB
-        load = counters(opened, "load")
-        body = 4 * MIB - 4096
-        assert load["fastpath"]["bytes"] == len(data) + body
-        assert load["fallback"]["bytes"] == 4096
-        assert load["refusals"] == {"offset_unaligned": 1}
-        assert_same(buffer.read_bytes(0, len(data)), data)
-
-        assert file.write(buffer) == len(data)
-        assert counters(opened, "store")["fastpath"]["bytes"] == len(data)
-
-        shm.write_bytes(data[: 3 * MIB])
-        with engine.BackingFile.open(opened, shm) as memory_file:
-            assert memory_file.read(buffer) == 3 * MIB
-            after = counters(opened, "load")
-            assert after["fallback"]["bytes"] == load["fallback"]["bytes"] + 3 * MIB
-            assert after["fastpath"]["bytes"] == load["fastpath"]["bytes"]
-            assert after["refusals"]["file_system"] == 1
-
-
-@pytest.mark.driver
-def test_a_required_fastpath_reports_its_refusal(opened: engine.Engine, tmp_path: Path, shm: Path) -> None:
-    shm.write_bytes(noise(MIB))
-    path = tmp_path / "file"
-    path.write_bytes(noise(MIB + 100))
-    with engine.Buffer(opened) as buffer:
-        with engine.BackingFile.open(opened, shm) as file, pytest.raises(engine.TransferError) as refused:
-            file.read(buffer, fastpath="require")
-        assert refused.value.errno == errno.EOPNOTSUPP
-        assert "file_system" in str(refused.value)
-        assert refused.value.transferred == 0
-        assert buffer.info.size == 0
-        if not has_fastpath(opened, path):
-            return
-        with engine.BackingFile.open(opened, path) as file:
-            assert file.read(buffer, fastpath="require") == MIB + 100  # the tail is below one unit
-            with pytest.raises(engine.TransferError, match="too_small"):
-                file.read(buffer, 100, fastpath="require")
-            with pytest.raises(engine.TransferError, match="fallback is off"):
-                file.read(buffer, fallback="off")
 
 
 @pytest.mark.driver
