@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import stat
 from pathlib import Path
 
-from support.processes import start_children, wait_children
+from support.mounting import GpufsMount, Mounter
+from support.processes import start_children, wait_children, wait_until
 
 
 def check_tree(root: Path) -> int:
@@ -27,9 +29,18 @@ def check_tree(root: Path) -> int:
     return count
 
 
-def test_racing_changes_of_names_leave_a_consistent_tree(root: Path) -> None:
+def in_table(mounted: GpufsMount) -> tuple[int, int, int, int]:
+    """Inodes, open files, removed files that still have memory, and bytes of names and attributes."""
+    table = mounted.status()["statistics"]["table"]
+    return table["inodes"], table["open_files"], table["orphans"], table["metadata_bytes"]
+
+
+def test_racing_changes_of_names_leave_a_consistent_tree_and_nothing_in_the_tables(mount: Mounter) -> None:
     """Four processes do everything to the same few names; only the errors that such races allow come up."""
-    folders = [root / "one", root / "two", root / "one" / "three"]
+    mounted = mount("--entry-timeout", "0")
+    place = mounted.device
+    before = in_table(mounted)
+    folders = [place / "one", place / "two", place / "one" / "three"]
     for folder in folders:
         folder.mkdir()
 
@@ -39,7 +50,7 @@ def test_racing_changes_of_names_leave_a_consistent_tree(root: Path) -> None:
         for step in range(500):
             here, there = (chance.choice(folders) / f"n{chance.randrange(6)}" for _ in range(2))
             try:
-                match step % 8:
+                match step % 10:
                     case 0 | 1:
                         here.write_bytes(b"x" * chance.randrange(5000))
                     case 2:
@@ -47,13 +58,20 @@ def test_racing_changes_of_names_leave_a_consistent_tree(root: Path) -> None:
                     case 3:
                         os.rename(here, there)
                     case 4:
-                        os.unlink(here)
+                        with here.open("rb") as file:
+                            here.unlink()
+                            assert not file.read().strip(b"x")
                     case 5:
                         os.link(here, there)
                     case 6:
                         os.symlink("somewhere", here)
                     case 7:
                         os.rmdir(here)
+                    case 8:
+                        assert not here.read_bytes().strip(b"x")
+                    case 9:
+                        for entry in os.scandir(here.parent):
+                            entry.stat(follow_symlinks=False)
             except allowed:
                 pass
             except OSError as error:
@@ -61,7 +79,11 @@ def test_racing_changes_of_names_leave_a_consistent_tree(root: Path) -> None:
                     raise
 
     wait_children(start_children(4, storm))
-    check_tree(root)
+    check_tree(place)
+    for folder in folders[:2]:
+        shutil.rmtree(folder)
+    wait_until(lambda: in_table(mounted) == before, 30, "inodes, handles and their memory to be gone")
+    mounted.close()
 
 
 def test_racing_renames_never_make_a_directory_its_own_ancestor(root: Path) -> None:

@@ -156,6 +156,8 @@ def test_blocks_count_allocated_memory(root: Path) -> None:
     assert 4096 <= path.stat().st_blksize <= MIB
     assert int(shell(f"du -k {root}/file | cut -f1").stdout) * 1024 == held()
     assert int(shell(f"du -k --apparent-size {root}/file | cut -f1").stdout) * 1024 == 400 * MIB
+    os.truncate(path, 200 * MIB)
+    assert held() == 2 * MIB
 
 
 # ---- extended attributes ----

@@ -1,10 +1,10 @@
-"""Sparse files: fallocate in every mode, SEEK_DATA and SEEK_HOLE, copy_file_range."""
+"""Sparse files: fallocate in every mode, SEEK_DATA and SEEK_HOLE."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from errno import EBADF, EFBIG, EINVAL, EISDIR, EOPNOTSUPP, EXDEV
+from errno import EBADF, EINVAL, EOPNOTSUPP
 from pathlib import Path
 
 import pytest
@@ -113,45 +113,3 @@ def test_allocated_memory_is_data_on_a_device(fd: int, on_gpufs: bool) -> None:
     """A device does not track which of its memory was written."""
     linux.fallocate(fd, 0, 0, 4096)
     assert extents(fd) == ([(0, 4096)] if on_gpufs else [])
-
-
-# ---- copy_file_range ----
-
-
-@pytest.fixture
-def pair(root: Path) -> Iterator[tuple[int, int]]:
-    """Two new files with descriptors for reading and writing; the first has 5 MiB and a bit of noise."""
-    source = os.open(root / "source", os.O_RDWR | os.O_CREAT, 0o644)
-    target = os.open(root / "target", os.O_RDWR | os.O_CREAT, 0o644)
-    write_all(source, noise(5 * MIB + 123, 3), 0)
-    yield source, target
-    os.close(source)
-    os.close(target)
-
-
-def test_copy_file_range_refuses_wrong_descriptors(
-    pair: tuple[int, int], root: Path, reference: Path, on_gpufs: bool
-) -> None:
-    source, target = pair
-    directory = os.open(root, os.O_RDONLY)
-    reader = os.open(root / "target", os.O_RDONLY)
-    writer = os.open(root / "source", os.O_WRONLY)
-    appender = os.open(root / "target", os.O_WRONLY | os.O_APPEND)
-    pipe, other = os.pipe()
-    assert errno_of(os.copy_file_range, directory, target, 10, 0, 0) == EISDIR
-    assert errno_of(os.copy_file_range, source, directory, 10, 0, 0) in (EISDIR, EBADF)
-    assert errno_of(os.copy_file_range, source, reader, 10, 0, 0) == EBADF
-    assert errno_of(os.copy_file_range, writer, target, 10, 0, 0) == EBADF
-    assert errno_of(os.copy_file_range, source, appender, 10, 0, 0) == EBADF
-    assert errno_of(os.copy_file_range, pipe, target, 10) == EINVAL
-    assert errno_of(linux.copy_file_range_flags, source, target, 10, 1) == EINVAL
-    # another file system: the kernel refuses (or copies through the page cache, on some kernels for one type)
-    with open(reference / "elsewhere", "w+b") as elsewhere:
-        assert errno_of(os.copy_file_range, source, elsewhere.fileno(), 10, 0, 0) in (0, EXDEV)
-    assert os.fstat(target).st_size == 0
-    if on_gpufs:  # tmpfs has sizes up to the end of the number line, a buffer has not
-        assert errno_of(os.copy_file_range, source, target, 10, 0, 2**63 - 5) == EFBIG
-        assert errno_of(os.copy_file_range, source, target, 10, 0, 2**46) == EFBIG
-        assert os.fstat(target).st_size == 0
-    for fd in (directory, reader, writer, appender, pipe, other):
-        os.close(fd)

@@ -1,40 +1,19 @@
-"""FIFOs, sockets, locks, leases and notifications, which the kernel provides on top of a file system."""
+"""Locks, leases and ioctls, which the kernel provides on top of a file system."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
-import stat
 import struct
-import threading
-from errno import EACCES, EAGAIN, EINVAL, ENOSYS, ENXIO, EOPNOTSUPP, EWOULDBLOCK
+from errno import EACCES, EAGAIN, EINVAL, ENOSYS, EOPNOTSUPP, EWOULDBLOCK
 from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import noise
-from support.processes import errno_of, in_child, start_children, wait_children, wait_until
+from support.processes import errno_of, in_child, wait_until
 
 F_OFD_SETLK = 37
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def test_fifos_pass_data(root: Path) -> None:
-    fifo = root / "fifo"
-    os.mkfifo(fifo, 0o640)
-    assert stat.S_ISFIFO(fifo.stat().st_mode)
-    assert errno_of(os.open, fifo, os.O_WRONLY | os.O_NONBLOCK) == ENXIO
-    received: list[bytes] = []
-    reader = threading.Thread(target=lambda: received.append(fifo.read_bytes()))
-    reader.start()
-    fifo.write_bytes(noise(300_000))
-    reader.join()
-    assert received == [noise(300_000)]
-    assert fifo.stat().st_size == 0
-    os.rename(fifo, root / "moved")
-    os.unlink(root / "moved")
 
 
 def test_flock_locks_exclude_each_other(root: Path) -> None:
@@ -76,32 +55,6 @@ def test_a_range_lock_excludes_other_processes(root: Path, command: int) -> None
     assert in_child(probe) == [0, 0, 0]
 
 
-def test_a_lock_ends_with_its_process(root: Path) -> None:
-    """A killed holder releases its lock, and the process that waits for the lock continues."""
-    path = root / "file"
-    path.touch()
-    ready, tell = os.pipe()
-
-    def hold() -> None:
-        fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
-        os.write(tell, b"x")
-        signal.pause()
-
-    holder = os.fork()
-    if holder == 0:
-        try:
-            hold()
-        finally:
-            os._exit(1)
-    os.read(ready, 1)
-    waiter = start_children(1, lambda _: fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX))
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    wait_children(waiter)
-    os.close(ready)
-    os.close(tell)
-
-
 def test_opening_breaks_a_lease(root: Path) -> None:
     got: list[int] = []
     number = signal.SIGRTMIN + 3
@@ -120,31 +73,6 @@ def test_opening_breaks_a_lease(root: Path) -> None:
         os.close(fd)
     finally:
         signal.signal(number, before)
-
-
-def test_inotify_reports_changes(root: Path) -> None:
-    fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-    assert libc.inotify_add_watch(fd, os.fsencode(root), 0xFFF) > 0
-    (root / "file").write_bytes(b"x")
-    os.rename(root / "file", root / "moved")
-    os.unlink(root / "moved")
-    (root / "dir").mkdir()
-    events, data, at = [], os.read(fd, 65536), 0
-    while at < len(data):
-        _, mask, _, length = struct.unpack_from("iIII", data, at)
-        events.append((mask & 0xFFF, data[at + 16 : at + 16 + length].rstrip(b"\0")))
-        at += 16 + length
-    os.close(fd)
-    create, modify, moved_from, moved_to, delete = 0x100, 0x2, 0x40, 0x80, 0x200
-    for wanted in (
-        (create, b"file"),
-        (modify, b"file"),
-        (moved_from, b"file"),
-        (moved_to, b"moved"),
-        (delete, b"moved"),
-        (create, b"dir"),
-    ):
-        assert wanted in events
 
 
 def test_ioctls_are_refused(root: Path, on_gpufs: bool) -> None:

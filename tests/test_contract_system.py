@@ -1,4 +1,4 @@
-"""What the system itself does with files: run them, mount them, watch them, make them a root directory."""
+"""What the system itself does with files: run them, put overlays over them, mount images, keep handles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Callable
-from errno import EBUSY, EINVAL, ENOSYS, ESRCH, ESTALE, EXDEV
+from errno import EINVAL, ENOSYS, ESRCH, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from support.processes import errno_of, in_child, run, wait_until
 
 privileged = pytest.mark.skipif(os.geteuid() != 0, reason="mounts take root")
 CLONE_NEWNS = 0x20000
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_REC, MS_PRIVATE = 16384, 1 << 18
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,10 +39,6 @@ def apart(action: Callable[[], Any]) -> Any:
         return action()
 
     return in_child(run_it)
-
-
-def bind(source: Path, target: Path) -> None:
-    checked(libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND), None))
 
 
 # ---- programs ----
@@ -72,31 +68,6 @@ def test_programs_and_scripts_run(root: Path, program: Path) -> None:
 
 
 # ---- mounts ----
-
-
-@privileged
-def test_bind_mounts_work(root: Path) -> None:
-    for name in ("source", "target"):
-        (root / name).mkdir()
-    (root / "source/file").write_text("bound")
-    (root / "over").touch()
-
-    def use() -> tuple[str, str, int, int, int]:
-        bind(root / "source", root / "target")
-        bind(root / "source/file", root / "over")
-        (root / "target/new").write_text("x")
-        return (
-            (root / "target/file").read_text(),
-            (root / "over").read_text(),
-            errno_of(os.rename, root / "target/file", root / "moved"),
-            errno_of(os.link, root / "target/file", root / "linked"),
-            errno_of(os.rmdir, root / "target"),
-        )
-
-    assert apart(use) == ("bound", "bound", EXDEV, EXDEV, EBUSY)
-    assert (root / "source/new").read_text() == "x"
-    assert os.listdir(root / "target") == []
-    os.rmdir(root / "target")  # a mount in another namespace does not prevent it
 
 
 def mount_overlay(place: Path, **directories: Path) -> None:
@@ -167,28 +138,6 @@ def test_a_loop_device_works(root: Path, reference: Path) -> None:
     lines = run("unshare", "-m", "bash", "-euo", "pipefail", "-c", script).stdout.splitlines()
     assert len(lines) == 2
     assert lines[0] == lines[1]
-
-
-@privileged
-def test_chroot_and_pivot_root(root: Path) -> None:
-    (root / "inside").mkdir()
-    (root / "file").write_text("here")
-
-    def change() -> tuple[list[str], str, str]:
-        os.chroot(root)
-        os.chdir("/inside")
-        return sorted(os.listdir("/")), Path("../../../file").read_text(), os.getcwd()
-
-    assert in_child(change) == (["file", "inside"], "here", "/inside")
-
-    def pivot() -> list[str]:
-        bind(root, root)
-        os.chdir(root)
-        pivot_root = 155 if os.uname().machine == "x86_64" else 41
-        checked(libc.syscall(pivot_root, b".", b"inside"))
-        return sorted(os.listdir("/"))
-
-    assert apart(pivot) == ["file", "inside"]
 
 
 @privileged

@@ -41,14 +41,16 @@ def test_the_mount_of_a_killed_daemon_is_removed(mount: Mounter) -> None:
     assert any("has died: its mount at" in line and str(mounted.path) in line for line in mounted.complaints())
 
 
-@pytest.mark.parametrize("how", ["umount", "terminate", "lazy", "abort"])
+@pytest.mark.parametrize("how", ["umount", "terminate", "interrupt", "lazy", "abort"])
 def test_nothing_is_left_after_other_ends(mount: Mounter, how: str) -> None:
     mounted = mount()
     assert len(guards(mounted)) == 1
     if how == "umount":
         mounted.unmount()
-    elif how == "terminate":
-        mounted.signal(signal.SIGTERM)
+    elif how in ("terminate", "interrupt"):
+        (mounted.device / "file").write_bytes(noise(MIB))
+        mounted.signal(signal.SIGTERM if how == "terminate" else signal.SIGINT)
+        assert mounted.daemon.wait(PATIENCE) == 0
     elif how == "lazy":
         run("umount", "-l", mounted.path)
     else:

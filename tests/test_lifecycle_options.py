@@ -83,7 +83,6 @@ def atime_moves(path: Path, access: Callable[[], object], *, behind: bool) -> bo
 @pytest.mark.parametrize(
     ("options", "file_moves", "directory_moves"),
     [
-        ("rw", (True, False), (True, False)),
         ("relatime", (True, False), (True, False)),
         ("strictatime", (True, True), (True, True)),
         ("noatime", (False, False), (False, False)),

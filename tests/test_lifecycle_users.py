@@ -196,17 +196,3 @@ def test_a_plain_user_in_a_user_namespace_of_his_own(user: User, mountpoint: Pat
     assert done.returncode == 0, done
     assert done.stdout.splitlines() == ["inside", "0"]
     assert not mounted_at(str(mountpoint))
-
-
-def test_with_allow_other_modes_decide(mount: Mounter) -> None:
-    mounted = mount(allow_other=True)
-    (mounted.device / "file").write_bytes(b"x")
-    os.chmod(mounted.device / "file", 0o640)
-    assert as_nobody(lambda: errno_of(os.open, mounted.device / "file", os.O_RDONLY)) == EACCES
-    os.chmod(mounted.device / "file", 0o644)
-    assert as_nobody(lambda: (mounted.device / "file").read_bytes()) == b"x"
-    assert as_nobody(lambda: errno_of(os.open, mounted.device / "file", os.O_WRONLY)) == EACCES
-    (mounted.device / "open").mkdir()
-    os.chmod(mounted.device / "open", 0o1777)
-    as_nobody(lambda: (mounted.device / "open" / "mine").write_bytes(b"y"))
-    assert (mounted.device / "open" / "mine").stat().st_uid == NOBODY

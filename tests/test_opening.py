@@ -1,17 +1,15 @@
-"""Names are found and opened without the control plane, and nothing is left of files that are gone."""
+"""Names are found and opened without the control plane; listings of a directory."""
 
 from __future__ import annotations
 
 import os
-import signal
 from errno import EACCES, ENOENT
 from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import MIB
 from support.mounting import GpufsMount, Mounter
-from support.processes import as_nobody, errno_of, start_children, wait_children, wait_until
+from support.processes import as_nobody, errno_of
 
 _USERS = pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
 
@@ -20,12 +18,6 @@ def relayed(mounted: GpufsMount, operation: str) -> int:
     """How many of these requests the control plane has got."""
     found = mounted.status()["statistics"]["operations"].get(operation, {"relayed": 0})
     return int(found["relayed"])
-
-
-def in_table(mounted: GpufsMount) -> tuple[int, int, int, int]:
-    """Inodes, open files, removed files that still have memory, and bytes of names and attributes."""
-    table = mounted.status()["statistics"]["table"]
-    return table["inodes"], table["open_files"], table["orphans"], table["metadata_bytes"]
 
 
 def test_the_control_plane_hears_of_no_lookup_and_no_open(mount: Mounter) -> None:
@@ -83,72 +75,3 @@ def test_a_directory_that_was_never_read_can_be_synchronized(root: Path) -> None
     os.mkdir("below", dir_fd=fd)
     assert os.listdir(fd) == ["below"]
     os.close(fd)
-
-
-def test_racing_processes_leave_nothing_in_the_tables(mount: Mounter) -> None:
-    """Create, open, link, rename, unlink and list the same names; at the end all inodes and handles are gone."""
-    mounted = mount("--entry-timeout", "0")
-    place = mounted.device
-    before = in_table(mounted)
-
-    def storm(index: int) -> None:
-        for step in range(250):
-            name, other = place / f"n{(step + index) % 5}", place / f"n{(step * 3 + index) % 5}"
-            try:
-                match step % 6:
-                    case 0:
-                        name.write_bytes(b"x" * 100)
-                    case 1:
-                        assert name.read_bytes() in (b"", b"x" * 100)
-                    case 2:
-                        os.rename(name, other)
-                    case 3:
-                        os.link(name, other)
-                    case 4:
-                        with name.open("rb") as file:
-                            name.unlink()
-                            assert file.read(100) in (b"", b"x" * 100)
-                    case 5:
-                        for entry in os.scandir(place):
-                            entry.stat()
-            except (FileNotFoundError, FileExistsError):
-                pass
-
-    wait_children(start_children(4, storm))
-    for name in os.listdir(place):
-        os.unlink(place / name)
-    assert os.listdir(place) == []
-    wait_until(lambda: in_table(mounted) == before, 30, "inodes, handles and their memory to be gone")
-    mounted.close()
-
-
-def test_files_of_a_killed_program_are_closed(mount: Mounter) -> None:
-    mounted = mount()
-    before = in_table(mounted)
-    free = os.statvfs(mounted.device).f_bfree
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            for number in range(300):
-                os.open(mounted.device / f"kept{number}", os.O_CREAT | os.O_RDWR)
-                os.open(mounted.device, os.O_RDONLY | os.O_DIRECTORY)
-            fd = os.open(mounted.device / "removed", os.O_CREAT | os.O_RDWR)
-            os.write(fd, bytes(4 * MIB))
-            os.unlink(mounted.device / "removed")
-            os.write(tell, b"x")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(tell)
-    assert os.read(ready, 1) == b"x"
-    os.close(ready)
-    assert in_table(mounted)[1] == before[1] + 301
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    wait_until(lambda: in_table(mounted)[1] == before[1], 30, "the files to be closed")
-    for number in range(300):
-        os.unlink(mounted.device / f"kept{number}")
-    wait_until(lambda: in_table(mounted) == before, 30, "inodes and handles to be gone")
-    wait_until(lambda: os.statvfs(mounted.device).f_bfree == free, 30, "the memory of the removed file")
-    mounted.close()

@@ -46,15 +46,6 @@ _libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.
 _libc.pwrite.restype = ctypes.c_ssize_t
 _libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _libc.pread.restype = ctypes.c_ssize_t
-_libc.copy_file_range.argtypes = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_uint,
-)
-_libc.copy_file_range.restype = ctypes.c_ssize_t
 
 
 def kernel_version() -> tuple[int, int]:
@@ -93,10 +84,6 @@ def write_from_address(fd: int, address: int, length: int, offset: int) -> int:
 
 def read_to_address(fd: int, address: int, length: int, offset: int) -> int:
     return _checked(_libc.pread(fd, address, length, offset))
-
-
-def copy_file_range_flags(source: int, target: int, length: int, flags: int) -> int:
-    return _checked(_libc.copy_file_range(source, None, target, None, length, flags))
 
 
 def find_data(fd: int, at: int) -> int | None:
