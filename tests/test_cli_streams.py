@@ -21,12 +21,12 @@ def last_words(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
     return done.returncode, done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [("status",), ("df",), ("stats",), ("doctor",), ("--help",), ("cp", "--help")])
+@pytest.mark.parametrize("words", [("status",), ("cp", "--help")])
 def test_closed_standard_output_is_a_failure(words: tuple[str, ...]) -> None:
     assert last_words(shell('exec "$@" >&-', *words)) == (1, "gpufs: standard output: Bad file descriptor")
 
 
-@pytest.mark.parametrize("words", [("status",), ("df",), ("stats",), ("cp", "--help")])
+@pytest.mark.parametrize("words", [("status",), ("cp", "--help")])
 def test_full_standard_output_is_a_failure(words: tuple[str, ...]) -> None:
     assert last_words(shell('exec "$@" >/dev/full', *words)) == (1, "gpufs: standard output: No space left on device")
 
@@ -74,7 +74,7 @@ def test_a_log_pipe_that_is_full_does_not_block_the_mount(mountpoint: Path, tmp_
         os.close(writer)
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_mounting_works_with_closed_standard_streams(mountpoint: Path, closed: str) -> None:
     """Files that the daemon opens must not get the numbers of the standard streams."""
     words = ("mount", mountpoint, "--driver", "host", "--memory", "64M")

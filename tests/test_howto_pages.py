@@ -1,7 +1,6 @@
 """The commands and programs of the how-to pages run as they are shown, on mounts of host memory.
 
-Other tests run those of inspect-files.md (test_inspect.py), troubleshooting.md and slurm-prolog.md
-(test_howto_operators.py), share-weights.md and restart.md (test_examples.py), containers.md (test_containers.py);
+Other tests run those of inspect-files.md (test_inspect.py), share-weights.md and restart.md (test_examples.py), containers.md (test_containers.py);
 `scripts/check install` those of fstab-and-systemd.md, `scripts/check servers` those of model-servers.md, and
 `make test-gpu` the pool of build-a-model-in-gpufs.md, which needs a GPU.
 """
@@ -86,7 +85,7 @@ def test_limits(mounted: GpufsMount, tmp_path: Path) -> None:
 
 
 def test_see_gpu_memory(mounted: GpufsMount, tmp_path: Path) -> None:
-    shell = Shell(mounted.path, tmp_path, **{"top /mnt": "top --once /mnt"})
+    shell = Shell(mounted.path, tmp_path, **{"--interval 5": "--interval 0.1"})
     (mounted.device / "llama.safetensors").write_bytes(b"x" * 4096)
     printed = {command: shell(command) for command in commands("howto/see-gpu-memory.md")}
     assert len(printed) >= 8

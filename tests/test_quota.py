@@ -313,18 +313,12 @@ def test_the_owner_of_a_mount_sets_limits(mount: Mounter) -> None:
     ("words", "code"),
     [
         (["gpu0/file", "4M"], 1),
-        (["", "4M"], 1),
         ([".gpufs", "4M"], 1),
         (["gpu0/deep", "4M", "--user", "0"], 1),
-        ([".gpufs", "4M", "--user", "0"], 1),
         (["gpu0", "much"], 2),
-        (["gpu0", "none"], 2),
-        (["gpu0", "-1"], 2),
         (["gpu0", "9999999T"], 2),
         (["gpu0", "4M", "--user", "no such user"], 2),
-        (["gpu0", "4M", "--user", "4294967295"], 2),
         (["missing", "4M"], 1),
-        (["/", "4M"], 1),
     ],
 )
 def test_wrong_arguments(shared_mount: GpufsMount, words: list[str], code: int) -> None:
