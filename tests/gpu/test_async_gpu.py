@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,35 +188,6 @@ def test_a_write_behind_a_kernel(cuda: Cuda, gpu: engine.Engine, file: engine.Ba
         assert (tmp_path / "file").read_bytes()[1000:1008] == (0x1122334455667788).to_bytes(8, "little")
     cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
     cuda.destroy(stream)
-
-
-@pytest.mark.parametrize("registered", [True, False])
-def test_fixed_and_late_numbers(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, registered: bool) -> None:
-    names: tuple[Any, ...] = ("buffer_offset", "file_offset", "size")
-    before, after = (100, 200, 3000), (5000, 7000, 1234)
-    native = cuda.stream()
-    for late, fixed in itertools.product((0, 5, 7), (0, 4) if registered else [0]):
-        chosen = [name for bit, name in enumerate(names) if fixed >> bit & 1]
-        stream: Any = engine.Stream(gpu, native, fixed=chosen) if registered else native
-        with engine.Buffer(gpu) as buffer, engine.Cells(gpu, 4) as cells:
-            given: dict[str, Any] = {}
-            for bit, name in enumerate(names):
-                cells[bit] = before[bit]
-                given[name] = cells.late(bit) if late >> bit & 1 else before[bit]
-            cuda.launch("pause", native, cells.device_address + 24)
-            future = file.read_async(buffer, stream=stream, **given)
-            for bit in range(3):
-                cells[bit] = after[bit]
-            cells[3] = 1
-            start, offset, size = (
-                after[bit] if late >> bit & 1 and not fixed >> bit & 1 else before[bit] for bit in range(3)
-            )
-            assert future.result(60) == size
-            assert buffer.info.size == start + size
-            assert_same(buffer.read_bytes(start, size), DATA[offset : offset + size])
-        if registered:
-            stream.close()
-    cuda.destroy(native)
 
 
 def test_many_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -45,50 +44,6 @@ def run(*words: str | Path) -> str:
 def used(mount: GpufsMount) -> int:
     system = os.statvfs(mount.device)
     return (system.f_blocks - system.f_bfree) * system.f_frsize
-
-
-def pattern(path: Path, size: int) -> str:
-    """Writes a file of random bytes; its SHA-256."""
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for start in range(0, size, 16 * MIB):
-            block = os.urandom(min(16 * MIB, size - start))
-            digest.update(block)
-            file.write(block)
-    return digest.hexdigest()
-
-
-def test_ordinary_tools(gpu: GpufsMount, tmp_path: Path) -> None:
-    """cp, cmp, sha256sum, xxd, dd, truncate, df and rm on device memory."""
-    size = 300 * MIB + 12345
-    source, file = tmp_path / "source", gpu.device / "file"
-    digest = pattern(source, size)
-    before = used(gpu)
-    run("cp", source, file)
-    assert file.stat().st_size == size
-    run("cmp", source, file)
-    assert run("sha256sum", file).split()[0] == digest
-    assert run("xxd", "-l", "64", "-s", "1000000", file) == run("xxd", "-l", "64", "-s", "1000000", source)
-    part = tmp_path / "part"
-    run("dd", f"if={file}", f"of={part}", "bs=1M", "skip=10", "count=4", "status=none")
-    run("cmp", "-n", str(4 * MIB), part, source, "0", str(10 * MIB))
-    run("dd", f"if={source}", f"of={file}", "bs=77777", "seek=3", "count=9", "conv=notrunc", "status=none")
-    with open(source, "rb") as original, open(file, "rb") as changed:
-        original_bytes = original.read(9 * 77777)
-        changed.seek(3 * 77777)
-        assert changed.read(9 * 77777) == original_bytes
-    assert size <= used(gpu) - before < size + 64 * MIB
-    run("truncate", "-s", "1000000", file)
-    run("truncate", "-s", "2000000", file)
-    data = file.read_bytes()
-    assert len(data) == 2000000
-    assert data[1000000:] == bytes(1000000)
-    assert used(gpu) - before < 64 * MIB
-    assert "gpu0" in run("df", "-h", gpu.device) or "gpufs" in run("df", "-h", gpu.device)
-    run("cp", file, gpu.device / "copy")
-    run("cmp", file, gpu.device / "copy")
-    run("rm", file, gpu.device / "copy")
-    assert used(gpu) - before < 16 * MIB
 
 
 def test_memory_goes_back_to_other_programs(gpu: GpufsMount) -> None:
