@@ -158,9 +158,10 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
     assert (device / "weights").read_bytes() == (tmp_path / "new-weights").read_bytes()
     (copy,) = [command for command in commands("howto/load-into-torch.md") if command.startswith("cp ")]
     shell(copy)
-    load = block("howto/load-into-torch.md", "gpufs.torch.load_file(")
+    load = block("howto/load-into-torch.md", "weights = gpufs.torch.load_file(")
     attach = block("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
-    program = f"{load}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
+    aligned = block("howto/load-into-torch.md", "aligned.safetensors")
+    program = f"{load}\n{aligned}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
     shell(f"python - <<'END'\n{program}assert model.weight.sum() == 9\nEND")
     assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
 
