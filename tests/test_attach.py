@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from errno import EBUSY, EINVAL, EISDIR, ENODATA, ENOENT, ENOTCONN, EXDEV
+from errno import EBUSY, EINVAL, EISDIR, ENODATA, ENOENT, ENOSPC, ENOTCONN, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,17 @@ import pytest
 from support.attaching import HOLD, kill_programs, leases, program, wait_for_leases
 from support.cli import gpufs as command
 from support.data import MIB, noise
+from support.linux import FALLOC_KEEP_SIZE as KEEP_SIZE
+from support.linux import FALLOC_PUNCH_HOLE as PUNCH_HOLE
+from support.linux import FALLOC_ZERO_RANGE as ZERO_RANGE
 from support.linux import fallocate
 from support.mounting import GpufsMount, Mounter
 from support.processes import PATIENCE, Snapshot, errno_of, run, wait_until
 
 import gpufs
 from gpufs import protocol
-from gpufs.engine import PUNCH_HOLE
 
 SIZE = 5 * MIB + 12345
-KEEP_SIZE = 1
 
 
 @pytest.fixture
@@ -263,6 +264,11 @@ def test_holes_are_allocated_for_writers_and_refused_for_readers(file: Path) -> 
         memory[-1] = 1
     assert file.read_bytes()[-1] == 1
     gpufs.attach(file).close()
+    del memory
+    os.truncate(file, 0)
+    os.truncate(file, 1 << 40)
+    assert errno_of(gpufs.attach, file, "r+") == ENOSPC
+    assert file.stat().st_blocks == 0
 
 
 def test_a_small_file_is_attached(file: Path) -> None:
@@ -297,6 +303,9 @@ def test_attached_memory_cannot_be_cut_off(file: Path, shared_mount: GpufsMount)
         os.truncate(file, SIZE)
         opened.seek(0)
         opened.write(b"contents may change")
+        opened.flush()
+        fallocate(opened.fileno(), ZERO_RANGE | KEEP_SIZE, 0, 10)
+        assert file.read_bytes()[:20] == bytes(10) + b"ay change" + noise(SIZE)[19:20]
         wait_until(lambda: f"PID {os.getpid()} " in shared_mount.log.read_text(), 5, "the holder in the log")
     os.truncate(file, 0)
     assert file.stat().st_size == 0

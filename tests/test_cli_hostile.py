@@ -79,19 +79,13 @@ def hostile(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
 COUNTS = {"bytes": 1, "operations": 1, "errors": 0, "in_flight": 0, "refusals": {}, "sizes": [], "times": []}
 STATS = {"format": 1, "pid": 1, "alive": True, "driver": "host", "started": 1, "dead_since": None, "devices": []}
 ANSWERS: dict[str, Any] = {
-    "deep": b'{"devices": [], "started": 1, "format": 1, "x": ' + b"[" * 900 + b"]" * 900 + b"}",
     "very deep": b"[" * 200_000,
-    "no object": b"7",
-    "nothing": b"",
     "other types": {"format": 1, "devices": {"a": 1}, "started": "yesterday"},
-    "no numbers": {"format": 1, "devices": [{"name": "gpu0"}], "started": 1},
     "large numbers": {
         "devices": [{"name": "gpu0", "total_bytes": 10**400, "held_bytes": 0, "free_bytes": 0}],
         "started": 1,
     },
-    "a late start": {**STATS, "started": 1e300},
     "text that cannot be printed": b'{"devices": [], "started": 1, "version": "\\ud800", "format": 1}',
-    "a counter that is none": {**STATS, "gauges": {"bounce_waits": []}},
     "buckets": {
         **STATS,
         "gauges": {},
@@ -106,7 +100,7 @@ def test_bad_answers_of_another_users_mount_do_not_hide_other_mounts(
 ) -> None:
     content = ANSWERS[answer]
     place = hostile(content if isinstance(content, bytes) else json.dumps(content).encode())
-    for words in (["status"], ["df"], ["stats"], ["status", "--json"], ["stats", "--json"]):
+    for words in (["status"], ["df"], ["stats", "--json"]):
         done = run(*GPUFS, *words, check=False)
         assert done.returncode == 0, done
         assert str(shared_mount.path) in done.stdout

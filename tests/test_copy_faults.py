@@ -61,16 +61,15 @@ def expect_nothing_left(mount: GpufsMount, before: Snapshot) -> None:
 
 @root_only
 @pytest.mark.driver
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_source_that_fails_in_the_middle_ends_the_copy(mount: Mounter, program: str, error: int) -> None:
+def test_a_source_that_fails_in_the_middle_ends_the_copy(mount: Mounter, program: str) -> None:
     good = 5 * MIB + 384 * KIB  # in whole reads of the kernel's
-    with HangingMount(size=16 * MIB, good=good, operations=(), failure=error) as server:
+    with HangingMount(size=16 * MIB, good=good, operations=(), failure=errno.EIO) as server:
         one = mount("--backing", f"server={server.path}", environment=ONE_THREAD)
         before = Snapshot.of(one.pid)
         for _ in range(3):
             done = copy(program, one, server.path, "server", "file", "buffer")
-            expect_failure(done, program, error, one.device / "buffer", good)
+            expect_failure(done, program, errno.EIO, one.device / "buffer", good)
             assert (one.device / "buffer").read_bytes() == bytes(good)
         expect_nothing_left(one, before)
         (one.device / "buffer").unlink()
@@ -93,8 +92,6 @@ class Fault:
 HTOD, DTOH = "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"
 FAULTS = {
     "nothing is pinned": Fault("cuMemHostRegister_v2", "cuMemHostRegister_v2", 1, OUT_OF_MEMORY, errno.ENOMEM, 0),
-    "no event": Fault("cuEventCreate", "cuEventCreate", 1, OUT_OF_MEMORY, errno.ENOMEM, 0),
-    "no stream": Fault("cuStreamCreate", "cuStreamCreate", 2, OUT_OF_MEMORY, errno.ENOMEM, 0),
     "a copy is refused": Fault(HTOD, DTOH, 4, INVALID_VALUE, errno.EIO, 3 * CHUNK),
     "the context is lost": Fault(HTOD, DTOH, 4, ILLEGAL_ADDRESS, errno.EIO, 3 * CHUNK),
 }
@@ -102,8 +99,7 @@ FAULTS = {
 
 @root_only
 @pytest.mark.complains
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "direction"), [("cp", "load"), ("gpufs cp", "store")])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failing_driver_ends_the_copy(
     mount: Mounter, tmp_path: Path, host: Path, name: str, program: str, direction: str

@@ -3,14 +3,11 @@
 import errno
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 
 import pytest
 from support.data import MIB
-from support.processes import PATIENCE
 
 from gpufs import engine
 
@@ -67,25 +64,3 @@ def test_buffer_keeps_its_engine_alive() -> None:
     del buffer
     gc.collect()
     assert kept() is None
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "b = e.Buffer(host); b.write(0, b'x')",
-        "import os; pid = os.fork(); os.waitpid(pid, 0) if pid else None",
-        "import threading; threading.Thread(target=lambda: e.Buffer(host).write(0, bytes(1 << 20))).start()",
-        "raise SystemExit(0)",
-    ],
-)
-def test_exit_without_closing(script: str) -> None:
-    """The interpreter ends cleanly, with threads of the engine running and in a forked child."""
-    code = f"import gpufs.engine as e\nhost = e.Engine('host', devices=2, memory_bytes=8 << 20)\n{script}\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")

@@ -78,38 +78,8 @@ def test_numbers_are_named(
                 move(buffer, **{name: value})
 
 
-def test_errors_name_the_argument(host: engine.Engine, file: engine.BackingFile) -> None:
-    wrong: Any = "x"
-    nothing = float("nan")
+def test_waiting_takes_very_long_times(host: engine.Engine, file: engine.BackingFile) -> None:
     with engine.Buffer(host) as buffer, engine.Batch(host) as batch:
-        calls: list[tuple[str, Callable[[], object]]] = [
-            ("operations: str is not Operation", lambda: batch.submit([wrong])),
-            ("fewest: -1 is negative", lambda: batch.wait(-1)),
-            ("most: -1 is negative", lambda: batch.wait(most=-1)),
-            ("timeout: nan is not a time", lambda: batch.wait(timeout=nothing)),
-            ("timeout: 'x' is not a time", lambda: batch.wait(timeout=wrong)),
-            ("timeout: nan is not a time", lambda: engine.Transfer("load", file, buffer).wait(nothing)),
-            ("engine: str is not Engine", lambda: engine.io_configure(wrong)),
-            ("engine: str is not Engine", lambda: engine.configure_operations(wrong)),
-            ("patience: nan is not a time", lambda: engine.configure_operations(host, patience=nothing)),
-            ("whence: .* is out of range", lambda: buffer.seek(0, 1 << 40)),
-            ("mask: 'x' is not a whole number", lambda: engine.refusal_names(wrong)),
-            ("mask: -1 is negative", lambda: engine.refusal_names(-1)),
-            ("fastpath: 'x' is not one of ", lambda: engine.Transfer("load", file, buffer, fastpath=wrong)),
-            ("fallback: 'x' is not one of ", lambda: engine.Transfer("load", file, buffer, fallback=wrong)),
-            ("sync: 'x' is not one of ", lambda: engine.Transfer("load", file, buffer, sync=wrong)),
-            ("offset: -1 is negative", lambda: buffer.read(-1, bytearray(1))),
-            ("size: -1 is negative", lambda: buffer.read_bytes(0, -1)),
-            ("offset: -1 is negative", lambda: buffer.write(-1, b"x")),
-            ("size: -1 is negative", lambda: buffer.resize(-1)),
-            ("size: -1 is negative", lambda: buffer.allocate(0, -1)),
-            ("offset: -1 is negative", lambda: buffer.punch(-1, 1)),
-            ("offset: -1 is negative", lambda: buffer.zero(-1, 1)),
-            ("offset: -1 is negative", lambda: buffer.seek(-1, engine.SEEK_DATA)),
-        ]
-        for said, call in calls:
-            with pytest.raises((TypeError, ValueError), match=f"^{said}"):
-                call()
         assert batch.wait(fewest=1 << 60, timeout=float("inf")) == []  # nothing is in progress
         for timeout in (float("inf"), 1e300, 1 << 70):
             with engine.Transfer("load", file, buffer) as transfer:
@@ -225,9 +195,8 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
         "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
         "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n" + EXITS[how]
     )
-    for _ in range(3):
-        done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
-        assert (done.returncode, done.stderr) == (0, "")
+    done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
@@ -236,13 +205,13 @@ def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
     path.write_bytes(bytes(64 * MIB))
     script = (
         "import atexit, sys, threading, time\n"
-        "atexit.register(time.sleep, 1.5)\n"  # called last: the thread of the callbacks goes on behind all others
+        "atexit.register(time.sleep, 0.6)\n"  # called last: the thread of the callbacks goes on behind all others
         "from gpufs import engine\n"
         "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
         "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
         "begun = threading.Event()\n"
         "def go_on(_):\n"
-        "    begun.set(); time.sleep(0.5); file.read_future(buffer).add_done_callback(late)\n"
+        "    begun.set(); time.sleep(0.2); file.read_future(buffer).add_done_callback(late)\n"
         "def late(_):\n"
         "    print('late')\n"
         "file.read_future(buffer).add_done_callback(go_on); begun.wait()"

@@ -20,8 +20,8 @@ def run_example(name: str, *arguments: str | Path) -> str:
 def test_restart(mount: Mounter) -> None:
     """A program that starts again loads nothing: not one byte is read from the file."""
     device = mount(memory=256 * MIB).device
-    lines = run_example("restart.py", device, "4").splitlines()
-    assert len(lines) == 5
+    lines = run_example("restart.py", device, "2").splitlines()
+    assert len(lines) == 3
     found = re.search(r"(\d+) bytes of (\d+)", lines[-1])
     assert found is not None
     assert int(found[1]) == 0
@@ -30,10 +30,12 @@ def test_restart(mount: Mounter) -> None:
 
 def test_transformers(mount: Mounter) -> None:
     device = mount(memory=256 * MIB).device
-    first, second = (run_example("transformers_model.py", device).splitlines() for _ in range(2))
-    assert first[0].startswith("published")
-    assert len(second) == 2
-    assert first[-1] == second[-1]
+    path = EXAMPLES / "transformers_model.py"
+    twice = f"import runpy\nfor _ in range(2): runpy.run_path({str(path)!r}, run_name='__main__')"
+    lines = run(sys.executable, "-c", twice, device).stdout.splitlines()  # in one process: importing takes longest
+    published, _, first, _, second = lines
+    assert published.startswith("published")
+    assert first == second
 
 
 def test_two_programs(mount: Mounter) -> None:

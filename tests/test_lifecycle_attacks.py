@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +18,12 @@ import pytest
 from support.data import MIB, assert_same, noise, read_all
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
-    NOBODY,
     PATIENCE,
     Snapshot,
     errno_of,
-    in_child,
     run,
     wait_until,
 )
-
-from gpufs.client._connection import Connection
 
 pytestmark = [pytest.mark.complains]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="makes mount namespaces, which takes root")
@@ -101,14 +96,15 @@ def empty(directory: Path) -> None:
 @pytest.mark.parametrize("rounds", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed_clients_leave_nothing_held(mount: Mounter, reference: Path, rounds: int) -> None:
     host, mounted = reference, mount(memory=512 * MIB)
-    (host / "source").write_bytes(noise(40 * MIB))
+    content = noise(8 * MIB)
+    (host / "source").write_bytes(content)
     before: Snapshot | None = None
     for round_ in range(rounds):
         for name in PROGRAMS:
             shutil.copy(host / "source", mounted.device / "source")
             with running(name, mounted, host):
                 time.sleep(0.3 + 0.037 * (round_ % 11))
-            assert_same(read_all(mounted.device / "source"), noise(40 * MIB))
+            assert_same(read_all(mounted.device / "source"), content)
             empty(mounted.device)
         wait_until(lambda: is_empty(mounted), 20, "all memory to be released")
         if before is None:
@@ -119,9 +115,8 @@ def test_killed_clients_leave_nothing_held(mount: Mounter, reference: Path, roun
     mounted.unmount()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_killed_daemon_ends_all_its_clients(mount: Mounter, reference: Path, stopped: bool) -> None:
-    """Every program gets an error or a signal and can be killed."""
+def test_a_killed_daemon_ends_all_its_clients(mount: Mounter, reference: Path) -> None:
+    """Every program gets an error or a signal and can be killed, also if the daemon had been stopped before."""
     mounted = mount(memory=512 * MIB)
     (reference / "source").write_bytes(noise(40 * MIB))
     shutil.copy(reference / "source", mounted.device / "source")
@@ -129,9 +124,8 @@ def test_a_killed_daemon_ends_all_its_clients(mount: Mounter, reference: Path, s
     processes = [one.__enter__() for one in running_now]
     try:
         time.sleep(1)
-        if stopped:
-            mounted.signal(signal.SIGSTOP)
-            time.sleep(0.3)
+        mounted.signal(signal.SIGSTOP)
+        time.sleep(0.3)
         mounted.signal(signal.SIGKILL)
         assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
         wait_until(lambda: not mounted.mounted(), 30, "the guard to take the mount away")
@@ -208,27 +202,3 @@ def test_a_full_disk_of_the_log_does_not_end_the_mount(mount: Mounter, reference
         mounted.unmount()
     finally:
         run("umount", "-l", full)
-
-
-@AS_ROOT
-def test_a_user_cannot_fill_the_log(mount: Mounter, reference: Path) -> None:
-    mounted = mount(allow_other=True)
-    path = (mounted.path / ".gpufs/socket").read_text().strip()
-
-    def ask(times: int) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect(path)
-        null = os.open(os.devnull, os.O_RDWR)
-        with Connection(sock) as connection:
-            for _ in range(times):
-                assert connection.copy("load", null, null).error != 0
-
-    in_child(lambda: ask(400), uid=NOBODY, gid=NOBODY)
-    assert mounted.log.read_text().count(f"of user {NOBODY}") < 200
-
-    def counted() -> bool:
-        ask(1)
-        return f" more lines about user {NOBODY} left out" in mounted.log.read_text()
-
-    wait_until(counted, 30, "what was left out to be counted")
-    mounted.log.write_text("")  # these warnings are expected

@@ -19,13 +19,8 @@ from support.processes import run, start_children, wait_children
 
 pytestmark = [pytest.mark.driver]
 
-ASYNC_DIO, READDIRPLUS = 1 << 15, 3 << 13
-PARALLEL_DIROPS, MAX_PAGES, HANDLE_KILLPRIV_V2 = 1 << 18, 1 << 22, 1 << 28
-DIRECT_IO_ALLOW_MMAP = 1 << 36
+READDIRPLUS, HANDLE_KILLPRIV_V2 = 3 << 13, 1 << 28
 KERNELS = {
-    "no direct mappings": DIRECT_IO_ALLOW_MMAP,
-    "no large requests": MAX_PAGES,
-    "no parallel lookups": PARALLEL_DIROPS | ASYNC_DIO,
     "linux 6.1": 0xFFFF_FFFE_0000_0000,
     "linux 5.15": 0xFFFF_FFFF_0000_0000 | HANDLE_KILLPRIV_V2,
     "no more than is needed": 0xFFFF_FFFF_FFFF_FFFF & ~READDIRPLUS,  # without which pyfuse3 does not start
@@ -33,15 +28,10 @@ KERNELS = {
 
 
 KNOBS = {
-    "one reader": "--reader-threads 1",
-    "many readers": "--reader-threads 16",
-    "one worker": "--worker-threads 1",
-    "small requests": "--max-write 4K",
-    "large requests": "--max-write 16M",
-    "nothing kept": "--attribute-timeout 0 --entry-timeout 0",
-    "kept for long": "--attribute-timeout 1h --entry-timeout 1h",
-    "no slabs": "--slab-file-bytes 0",
-    "large slab files": "--slab-file-bytes 1M",
+    "one of each": "--reader-threads 1 --worker-threads 1",
+    "small and nothing kept": "--max-write 4K --attribute-timeout 0 --entry-timeout 0",
+    "large and kept for long": "--max-write 16M --attribute-timeout 1h --entry-timeout 1h --slab-file-bytes 1M",
+    "many readers, no slabs": "--reader-threads 16 --slab-file-bytes 0",
 }
 
 
@@ -108,7 +98,7 @@ def use(mounted: GpufsMount) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kernel", ["no direct mappings", "linux 6.1", "no large requests"])
+@pytest.mark.parametrize("kernel", ["linux 6.1", "no more than is needed"])
 def test_the_contract_holds_on_older_kernels(kernel: str) -> None:
     """The whole contract, in a pytest of its own whose mounts have the flags masked."""
     tests = [str(path) for path in sorted(Path(__file__).parent.glob("test_contract_*.py"))]
