@@ -33,10 +33,10 @@ using namespace std::chrono_literals;
 inline constexpr std::chrono::milliseconds kPatience = 60s;  // which only a hang exceeds
 
 // The drivers; where a device's streams are held by calls of the host, the name says so.
-enum class Kind { kHost, kHostCalls, kCuda, kCudaCalls, kHip, kHipCalls };
+enum class Kind { kHost, kHostCalls, kCuda, kCudaCalls, kHip };
 
 inline std::string name_of(const ::testing::TestParamInfo<Kind>& info) {
-  static constexpr const char* kNames[] = {"Host", "HostCalls", "Cuda", "CudaCalls", "Hip", "HipCalls"};
+  static constexpr const char* kNames[] = {"Host", "HostCalls", "Cuda", "CudaCalls", "Hip"};
   return kNames[static_cast<int>(info.param)];
 }
 
@@ -82,7 +82,7 @@ class Rig {
  public:
   explicit Rig(Kind kind, AsyncOptions options = {}, int devices = 1, IoOptions io = {})
       : recount_(), plan(std::make_shared<testing::FaultPlan>()) {
-    if (kind == Kind::kHostCalls || kind == Kind::kCudaCalls || kind == Kind::kHipCalls) {
+    if (kind == Kind::kHostCalls || kind == Kind::kCudaCalls) {
       options.stream_waits = Switch::kOff;
     }
     if (kind == Kind::kHost || kind == Kind::kHostCalls) {

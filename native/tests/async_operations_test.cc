@@ -14,8 +14,7 @@ namespace {
 
 class AsyncOperations : public ::testing::TestWithParam<Kind> {};
 INSTANTIATE_TEST_SUITE_P(Drivers, AsyncOperations,
-                         ::testing::Values(Kind::kHost, Kind::kHostCalls, Kind::kCuda, Kind::kCudaCalls, Kind::kHip,
-                                           Kind::kHipCalls),
+                         ::testing::Values(Kind::kHost, Kind::kHostCalls, Kind::kCuda, Kind::kCudaCalls, Kind::kHip),
                          name_of);
 
 TEST_P(AsyncOperations, RunBetweenWorkQueuedBeforeAndAfter) {

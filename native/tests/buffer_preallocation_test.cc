@@ -143,11 +143,11 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
       [&](Buffer& late) { return late.allocate(0, kMiB, false); },
       [&](Buffer& late) { return late.zero_range(0, kMiB, false); },
   };
-  start(256 * kMiB, /*slab_file_bytes=*/65536);
+  start(64 * kMiB, /*slab_file_bytes=*/65536);
   for (const Call& call : calls) {
-    const auto growing = grown(17);
+    const auto growing = grown(4);
     ASSERT_GT(preallocated(*growing), 0U);
-    const auto filler = fill_device(256 * kMiB);
+    const auto filler = fill_device(64 * kMiB);
     const auto late = make();
     EXPECT_TRUE(call(*late).ok());
     EXPECT_EQ(preallocated(*growing), 0U);
@@ -156,8 +156,8 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
   for (const bool exports : {false, true}) {
     const auto small = make();
     write(*small, 0, pattern(100, 1));
-    const auto growing = grown(17);
-    const auto filler = fill_device(256 * kMiB);
+    const auto growing = grown(4);
+    const auto filler = fill_device(64 * kMiB);
     EXPECT_EQ(small->lease(true, exports, "").error(), 0);
     EXPECT_EQ(preallocated(*growing), 0U);
     EXPECT_TRUE(contents(*small) == pattern(100, 1));

@@ -29,8 +29,8 @@ namespace gpufs::gpu_test {
 namespace {
 
 constexpr int kSteps = 150;
-constexpr std::uint64_t kLargest = 24 * kMiB;  // of a file whose bytes are compared
-constexpr std::uint64_t kMemory = 40 * kMiB;
+constexpr std::uint64_t kLargest = 12 * kMiB;  // of a file whose bytes are compared
+constexpr std::uint64_t kMemory = 20 * kMiB;
 constexpr std::uint64_t kAddresses = 1024 * kMiB;
 constexpr std::chrono::milliseconds kNoPatience{0};
 
@@ -341,7 +341,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
       step();
       check_accounts();
       if (number % 16 != 0) continue;
-      for (File& file : files_) check(file, 0, kLargest);
+      check(files_[static_cast<std::size_t>(number) / 16 % files_.size()], 0, kLargest);
     }
     for (File& file : files_) check(file, 0, kLargest);
     files_.clear();
@@ -368,7 +368,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
 
 TEST_P(BufferRandomTest, MatchesAPlainModel) {
   const int first = number_in_environment("GPUFS_TEST_SEED", 1);
-  const int seeds = number_in_environment("GPUFS_TEST_SEEDS", 6);
+  const int seeds = number_in_environment("GPUFS_TEST_SEEDS", 3);
   for (int seed = first; seed < first + seeds && !HasFailure(); ++seed) {
     SCOPED_TRACE("GPUFS_TEST_SEED=" + std::to_string(seed));
     run(static_cast<unsigned>(seed));

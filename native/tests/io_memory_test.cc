@@ -158,37 +158,27 @@ TEST_F(LoadMemoryTest, AFullDeviceGetsAllThatFits) {
 
 TEST_F(LoadMemoryTest, NoRoomAtEachStep) {
   begin(512 * kMiB);
-  for (int step = 1; step <= 4; ++step) {
-    plan->populate.at(step, 1, ENOSPC);
-    TransferProgress done = load();
+  struct Plan {
+    int step;
+    int times;
+    int code;
+    int error;
+  };
+  for (const auto& [step, times, code, error] :
+       {Plan{1, 1, ENOSPC, 0}, Plan{3, 1, ENOSPC, 0}, Plan{2, 1000, ENOSPC, ENOSPC}, Plan{2, 1000, EIO, EIO}}) {
+    SCOPED_TRACE(std::to_string(step) + ": " + std::to_string(code) + " " + std::to_string(times) + " times");
+    plan->populate.at(step, times, code);
+    const TransferProgress done = load();
     plan->populate.clear();
-    EXPECT_TRUE(done.status.ok()) << done.status.message();
-    expect_front(kFileBytes);
-    ASSERT_TRUE(buffer->resize(0).ok());
-
-    plan->populate.at(step, 1000, ENOSPC);
-    done = load();
-    plan->populate.clear();
-    if (step < 4) {
-      EXPECT_EQ(done.status.error(), ENOSPC);
-    }
-    expect_front(done.prefix);
-    ASSERT_TRUE(buffer->resize(0).ok());
-
-    plan->populate.at(step, 1000, EIO);
-    done = load();
-    plan->populate.clear();
-    if (step < 4) {
-      EXPECT_EQ(done.status.error(), EIO);
-    }
-    expect_front(done.prefix);
+    EXPECT_EQ(done.status.error(), error) << done.status.message();
+    expect_front(error == 0 ? kFileBytes : done.prefix);
     ASSERT_TRUE(buffer->resize(0).ok());
   }
 }
 
 TEST_F(LoadMemoryTest, ATruncationBesideItCountsAsLater) {
   begin(512 * kMiB);
-  for (int round = 0; round < 4; ++round) {
+  for (const int round : {0, 2}) {
     std::atomic<bool> end{false};
     std::atomic<int> reads{0};
     operations.on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {

@@ -192,7 +192,7 @@ TEST_P(RegisteredGpuTest, EndsWhenItIsRevoked) {
 }
 
 TEST_P(RegisteredGpuTest, IsRevokedWhileItIsUsed) {
-  for (int turn = 0; turn < 20; ++turn) {
+  for (int turn = 0; turn < 6; ++turn) {
     const auto buffer = registered(kInside, kMiB);
     std::vector<std::thread> users;
     users.reserve(3);

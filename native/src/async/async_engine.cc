@@ -18,7 +18,7 @@ constexpr std::size_t kRunning = 64;
 constexpr std::chrono::milliseconds kCheckInterval{50};
 // How long an implied stream is remembered after its last operation.
 constexpr std::chrono::milliseconds kMemory{1000};
-// How long shutdown() waits for streams that do not reach their operations.
+// How long shutdown() waits at most for streams that do not reach their operations.
 constexpr std::chrono::milliseconds kStreamGrace{1000};
 constexpr std::chrono::milliseconds kStep{2};
 
@@ -389,9 +389,11 @@ void AsyncEngine::shutdown() {
     closed_ = true;
     transfers = transfers_;
   }
-  cancel_until(Clock::now() + transfers->options().shutdown_grace);
+  const std::chrono::milliseconds grace = transfers->options().shutdown_grace;
+  const std::chrono::milliseconds stream_grace = std::min(kStreamGrace, grace);
+  cancel_until(Clock::now() + grace);
   // The device may be waiting for the very streams that wait for it. One that goes on may block again at once.
-  const Clock::time_point last = Clock::now() + 2 * kStreamGrace;
+  const Clock::time_point last = Clock::now() + 2 * stream_grace;
   while (outstanding_ > 0 && Clock::now() < last) {
     for (const std::shared_ptr<Operation>& operation : all_under_way()) {
       if (!operation->release_stream_early()) continue;
@@ -419,7 +421,7 @@ void AsyncEngine::shutdown() {
     transfers_.reset();
   }
   for (const std::shared_ptr<OperationStream>& stream : streams) stream->close();
-  for (const Clock::time_point end = Clock::now() + kStreamGrace;; std::this_thread::sleep_for(kStep)) {
+  for (const Clock::time_point end = Clock::now() + stream_grace;; std::this_thread::sleep_for(kStep)) {
     std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
     if (streams.empty()) return;
     if (Clock::now() >= end) break;
