@@ -87,6 +87,7 @@ def at_the_limit(folder: Path, host: Path) -> dict[str, int]:
         "write": lambda: os.write(fd, b"x" * MIB),
         "small": lambda: os.write(fd, b"x"),
         "fallocate": lambda: os.posix_fallocate(fd, 0, 4 * MIB),
+        "zero": lambda: linux.fallocate(fd, linux.FALLOC_ZERO_RANGE, 0, 4 * MIB),
         "copy_file_range": lambda: os.copy_file_range(source, fd, MIB, 0, 0),
         "load": lambda: library.copy(host, folder / "loaded"),
         "kernel": lambda: shutil.copyfile(host, folder / "copied"),

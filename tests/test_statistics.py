@@ -79,6 +79,7 @@ def test_the_file_has_what_the_engine_counts(tmp_path: Path) -> None:
         copy = statistics.parse(opened.statistics_read())
         alive = statistics.read(path)
     dead = statistics.read(path)
+    assert path.stat().st_mode & 0o7777 == 0o600
     assert (copy["devices"], copy["gauges"]) == (alive["devices"], alive["gauges"])
     assert [device["description"] for device in alive["devices"]] == ["one", "two"]
     assert alive["pid"] == os.getpid()

@@ -1,4 +1,5 @@
-// Threads that read, write, grow, shrink, punch and move a buffer at the same time.
+// Threads that read, write, grow, shrink, punch and move a buffer, and take slots and shares of a limit, at the same
+// time.
 
 #include <gtest/gtest.h>
 
@@ -6,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -14,6 +16,8 @@
 #include "base/thread.h"
 #include "buffer_fixture.h"
 #include "bytes.h"
+#include "memory/account.h"
+#include "memory/slab_pool.h"
 
 namespace gpufs::testing {
 namespace {
@@ -202,6 +206,65 @@ TEST_P(BufferConcurrencyTest, CopiesInBothDirections) {
   end = true;
   threads[2].join();
   threads[3].join();
+}
+
+class SharedMemoryTest : public BufferFixture {
+ protected:
+  void TearDown() override { expect_nothing_left(); }
+};
+
+TEST_F(SharedMemoryTest, ThreadsNeverExceedALimitTogether) {
+  start(256 * kGranule);
+  const auto account = std::make_shared<Account>("somebody", 20 * kGranule);
+  std::atomic<bool> exceeded{false};
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  for (int number = 0; number < 6; ++number) {
+    buffers.push_back(make());
+    buffers.back()->charge().move(Charge::kOwner, account);
+  }
+  std::vector<std::jthread> threads;
+  for (const auto& buffer : buffers) {
+    threads.emplace_back([&] {
+      for (unsigned round = 0; round < 300; ++round) {
+        const Status status = buffer->allocate((round % 7) * kGranule, 2 * kGranule, true);
+        if (!status.ok() && status.error() != EDQUOT) exceeded = true;
+        if (account->used() > account->limit()) exceeded = true;
+        if (round % 3 == 0 && !buffer->punch(0, 5 * kGranule).ok()) exceeded = true;
+      }
+    });
+  }
+  threads.clear();
+  EXPECT_FALSE(exceeded);
+  std::uint64_t held = 0;
+  for (const auto& buffer : buffers) held += buffer->bytes_held();
+  EXPECT_EQ(account->used(), held);
+  buffers.clear();
+  EXPECT_EQ(account->used(), 0U);
+}
+
+TEST_F(SharedMemoryTest, NoTwoThreadsGetTheSameSlot) {
+  start(16 * kMiB, 65536);
+  SlabPool& slabs = *contexts[0]->slabs();
+  std::vector<std::thread> threads;
+  for (unsigned thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::mt19937 random(thread);
+      std::vector<std::shared_ptr<SlabPool::Slot>> held;
+      for (int step = 0; step < 2000; ++step) {
+        if (held.size() < 20 && random() % 2 == 0) {
+          held.push_back(slabs.take(1 + random() % 4096).take());
+          const std::uint64_t mark = (std::uint64_t{thread} << 32) + static_cast<std::uint64_t>(step);
+          std::uint64_t seen = 1;
+          ASSERT_TRUE(contexts[0]->device().copy_out(&seen, held.back()->address(), sizeof seen).ok());
+          ASSERT_EQ(seen, 0U);
+          ASSERT_TRUE(contexts[0]->device().copy_in(held.back()->address(), &mark, sizeof mark).ok());
+        } else if (!held.empty()) {
+          held.erase(held.begin() + static_cast<std::ptrdiff_t>(random() % held.size()));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, BufferConcurrencyTest,

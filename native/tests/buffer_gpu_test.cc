@@ -198,38 +198,6 @@ TEST_F(BufferGpuTest, PreallocatedMemoryIsReleasedFromAFullDevice) {
     ASSERT_TRUE(testing::same_bytes(contents(*buffer, at, kMiB), data)) << at;
 }
 
-TEST_F(BufferGpuTest, CopiesBetweenDevicesDirectlyAndStaged) {
-  for (const bool peers : {true, false}) {
-    FakeGpuSetup setup;
-    setup.devices = 2;
-    setup.peers = peers;
-    start(setup);
-    {
-      const auto data = pattern(5 * kChunk + 3, 1);
-      const auto from = filled(data, 0);
-      const auto to = make(1);
-      EXPECT_EQ(must(to->copy_from(*from, 0, 0, data.size(), nullptr)), data.size());
-      EXPECT_TRUE(testing::same_bytes(contents(*to), data));
-      EXPECT_EQ(fake().calls("cuMemcpyPeerAsync") > 0, peers);
-    }
-    stop();
-  }
-}
-
-// Memory for the next chunk is taken while one is copied.
-TEST_F(BufferGpuTest, ACopyBetweenDevicesTakesMemoryForDataOnly) {
-  FakeGpuSetup setup;
-  setup.devices = 2;
-  start(setup);
-  const auto data = pattern(3 * kGranule, 1);
-  const auto from = filled(data, 0);
-  ASSERT_EQ(must(from->write(9 * kGranule, data)), data.size());
-  const auto to = make(1);
-  EXPECT_EQ(must(to->copy_from(*from, 0, 0, ~std::uint64_t{0}, nullptr)), 12 * kGranule);
-  EXPECT_EQ(to->bytes_held(), from->bytes_held());
-  EXPECT_TRUE(testing::same_bytes(contents(*to), contents(*from)));
-}
-
 TEST_F(BufferGpuTest, ACopyBetweenDevicesThatEndsEarlyReleasesMemoryThatItDidNotUse) {
   FakeGpuSetup setup;
   setup.devices = 2;

@@ -2,17 +2,22 @@
 
 #include "memory/buffer.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <future>
+#include <memory>
 #include <thread>
 
 #include "buffer_fixture.h"
+#include "drivers/driver.h"
 
 namespace gpufs::testing {
 namespace {
@@ -200,6 +205,39 @@ TEST_F(BufferTest, MovingOutWaitsForWritersAndLosesNothing) {
   growing.join();
   EXPECT_EQ(contents(*buffer, 0, 100), fresh);
   EXPECT_EQ(contents(*buffer, 70'000, 1000), data);
+}
+
+TEST_F(BufferTest, ReadersGetDescriptorsThatCannotBeWrittenTo) {
+  start(16 * kMiB);
+  const auto buffer = make();
+  write(*buffer, 0, pattern(10, 1));
+  const auto held = buffer->lease(false, true, "").take();
+  const std::vector<ExportedMemory> pieces = held->pieces(0, 10).take();
+  ASSERT_EQ(pieces.size(), 1U);
+  const int fd = pieces[0].descriptor.get();
+  EXPECT_EQ(::fcntl(fd, F_GETFD), FD_CLOEXEC);
+  EXPECT_EQ(::fcntl(fd, F_GETFL) & O_ACCMODE, O_RDONLY);
+  EXPECT_EQ(::mmap(nullptr, kGranule, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), MAP_FAILED);
+  EXPECT_EQ(::ftruncate(fd, 0), -1);
+  const std::shared_ptr<Device> device = open_device("host", "").take();
+  const std::unique_ptr<ImportedRange> writable = device->create_import(kGranule, true).take();
+  EXPECT_EQ(writable->add(pieces[0]).error(), EACCES);
+  const std::unique_ptr<ImportedRange> read_only = device->create_import(kGranule, false).take();
+  EXPECT_TRUE(read_only->add(pieces[0]).ok());
+  struct stat file {};
+  ASSERT_EQ(::fstat(fd, &file), 0);
+  EXPECT_EQ(file.st_mode & 0777, 0400U);  // other users cannot open it for writing
+}
+
+TEST_F(BufferTest, WritersCannotShrinkTheMemoryOfOthers) {
+  start(16 * kMiB);
+  const auto buffer = make();
+  write(*buffer, 0, pattern(10, 1));
+  const auto held = buffer->lease(true, true, "").take();
+  const std::vector<ExportedMemory> pieces = held->pieces(0, 10).take();
+  EXPECT_EQ(::ftruncate(pieces.at(0).descriptor.get(), 0), -1);
+  EXPECT_EQ(::fcntl(pieces.at(0).descriptor.get(), F_ADD_SEALS, F_SEAL_GROW), -1);
+  EXPECT_TRUE(contents(*buffer) == pattern(10, 1));
 }
 
 }  // namespace

@@ -70,44 +70,6 @@ TYPED_TEST(VendorFiles, AlignedRequestsTakeIt) {
   EXPECT_EQ(std::count_if(calls.begin(), calls.end(), [](const auto& call) { return call.write; }), 16);
 }
 
-TYPED_TEST(VendorFiles, UnalignedRequestsAreSplit) {
-  const auto data = pattern(4 * kMiB + 5000, 3);
-  START_OR_SKIP(data);
-  DirectRig& rig = *this->rig_;
-  TransferRequest wanted = rig.load();
-  wanted.file_offset = wanted.target_offset = 100;
-  const TransferProgress done = rig.finish(wanted);
-  ASSERT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_EQ(done.prefix, data.size() - 100);
-  EXPECT_EQ(done.path_bytes[0], 4 * kMiB);
-  EXPECT_EQ(done.path_bytes[1], (4096U - 100U) + (5000U - 4096U));
-  std::uint64_t expected = 4096;
-  for (const FileCall& call : this->calls()) {
-    EXPECT_EQ(call.offset, static_cast<std::int64_t>(expected));
-    EXPECT_EQ(call.bytes % 4096, 0U);
-    expected += call.bytes;
-  }
-  EXPECT_EQ(expected, 4096 + 4 * kMiB);
-  EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kOffsetUnaligned), 1U);
-  EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kSizeUnaligned), 1U);
-  const auto there = rig.buffer_contents();
-  EXPECT_TRUE(std::equal(there.begin() + 100, there.end(), data.begin() + 100, data.end()));
-
-  // Where offsets in file and memory do not agree no cut helps.
-  wanted.target_offset = 101;
-  EXPECT_EQ(rig.finish(wanted).path_bytes[0], 0U);
-  EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kMemoryUnaligned), 1U);
-  // Nor is there anything to call for where no whole unit lies within, or nothing at all.
-  const std::size_t before = this->calls().size();
-  wanted.file_offset = wanted.target_offset = 4095;
-  wanted.bytes = 4096;
-  EXPECT_EQ(rig.finish(wanted).prefix, 4096U);
-  EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kTooSmall), 1U);
-  wanted.bytes = 0;
-  EXPECT_TRUE(rig.finish(wanted).status.ok());
-  EXPECT_EQ(this->calls().size(), before);
-}
-
 TYPED_TEST(VendorFiles, NoCallIsLargerThanTheKernelsLimit) {
   START_OR_SKIP(pattern(4096, 4));
   this->plan(EIO, 0);
@@ -188,44 +150,6 @@ TYPED_TEST(VendorFiles, HolesOfTheBufferGoByFallback) {
 }
 
 // ---- when it fails in the middle ----
-
-TYPED_TEST(VendorFiles, TheRestGoesByFallback) {
-  for (const int error : {ENODEV, EREMOTEIO, ENOTTY, EOPNOTSUPP}) {
-    for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
-      const auto data = pattern(4 * kMiB, static_cast<unsigned>(error));
-      START_OR_SKIP(direction == Direction::kLoad ? data : std::vector<std::byte>(1));
-      DirectRig& rig = *this->rig_;
-      if (direction == Direction::kStore) rig.fill_buffer(data);
-      this->plan_good(4);
-      this->plan(error, kChunk / 2);
-      const TransferProgress done = rig.finish_in_order(rig.request(direction));
-      ASSERT_TRUE(done.status.ok()) << done.status.message();
-      EXPECT_EQ(done.prefix, data.size());
-      // After ENOTTY nothing of what the call says can be believed.
-      EXPECT_EQ(done.path_bytes[0], 4 * kChunk + (this->kFailuresMove && error != ENOTTY ? kChunk / 2 : 0));
-      EXPECT_EQ(done.path_bytes[0] + done.path_bytes[1], data.size());
-      EXPECT_EQ(this->calls().size(), 5U);
-      EXPECT_EQ(rig.refused(direction, Refusal::kFailedBefore), 1U);
-      EXPECT_EQ(rig.counted(direction, Path::kFastpath, &observe::Block::errors), 1U);
-      EXPECT_EQ(rig.counted(direction, Path::kFastpath, &observe::Block::bytes), done.path_bytes[0]);
-      EXPECT_EQ(rig.counted(direction, Path::kFallback, &observe::Block::bytes), done.path_bytes[1]);
-      EXPECT_EQ(direction == Direction::kLoad ? rig.buffer_contents() : rig.file_contents(), data);
-    }
-  }
-}
-
-TYPED_TEST(VendorFiles, OtherFailuresAreReportedWithTheProgress) {
-  START_OR_SKIP(pattern(4 * kMiB, 9));
-  DirectRig& rig = *this->rig_;
-  this->plan_good(4);
-  this->plan(EIO, kChunk / 2);
-  const TransferProgress done = rig.finish_in_order(rig.load());
-  EXPECT_EQ(done.status.error(), EIO);
-  EXPECT_EQ(done.prefix, 4 * kChunk + (this->kFailuresMove ? kChunk / 2 : 0));
-  EXPECT_EQ(rig.buffer->size(), done.prefix);
-  EXPECT_EQ(done.path_bytes[1], 0U);
-  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFastpath, &observe::Block::errors), 1U);
-}
 
 TYPED_TEST(VendorFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
   for (const bool required : {true, false}) {

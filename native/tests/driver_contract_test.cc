@@ -495,22 +495,6 @@ TEST_P(DriverContract, ReachingTheCapIsNotSticky) {
   EXPECT_OK(other->populate(0, 32 * kMiB));
 }
 
-TEST_P(DriverContract, MoreThanTheDeviceHasIsReportedAsFull) {
-  auto memory = must(device_->create_memory());
-  const std::uint64_t too_much = must(device_->memory()).total_bytes + 4 * granule_;
-  const std::uint64_t before = must(device_->memory()).free_bytes;
-  Result<std::shared_ptr<AddressRange>> range = memory->reserve(too_much / granule_ * granule_);
-  if (plain()) {
-    EXPECT_EQ(range.error(), ENOSPC);
-  } else {
-    ASSERT_OK(range.status());
-    EXPECT_EQ(memory->populate(0, too_much / granule_ * granule_).error(), ENOSPC);
-  }
-  EXPECT_OK(device_->health());
-  EXPECT_GE(must(device_->memory()).free_bytes + 64 * kMiB, before);
-  auto [small, place] = take(*device_, granule_);
-}
-
 TEST_P(DriverContract, CopiesToPeers) {
   if (driver_->devices().size() < 2) GTEST_SKIP() << "one device only";
   Device& peer = *driver_->devices().at(1);

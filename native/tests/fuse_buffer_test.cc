@@ -179,33 +179,5 @@ TEST_F(BufferOperationsTest, WaitingForMemoryEnds) {
   EXPECT_TRUE(counted("\"space_waits\": 1"));
 }
 
-TEST_F(BufferOperationsTest, AUserAtALimit) {
-  const std::uint64_t fh = add_file(2);
-  ASSERT_TRUE(table->limit_user(0, table->find(2)->attributes().uid, kGranule).ok());
-  // What fits is written.
-  const std::uint64_t half = 512 << 10;
-  const Bytes data = pattern(2 * half, 5);
-  EXPECT_EQ(kernel->write(2, fh, kGranule - half, data).as<fuse_write_out>().size, half);
-  EXPECT_EQ(kernel->write(2, fh, kGranule, data).error(), EDQUOT);
-  EXPECT_EQ(fallocate(fh, 0, 0, 2 * kGranule).error(), EDQUOT);
-  EXPECT_EQ(table->find(2)->attributes().size, kGranule);
-}
-
-TEST_F(BufferOperationsTest, WaitingAtALimitEndsWithItsError) {
-  TearDown();
-  start(200ms);
-  const std::uint64_t old = add_file(2);
-  const std::uint64_t fresh = add_file(3);
-  ASSERT_TRUE(table->limit_user(0, table->find(2)->attributes().uid, kGranule).ok());
-  kernel->write(2, old, 0, pattern(1 << 20, 1));
-  ASSERT_TRUE(table->release(old).ok());
-  gpufs_attributes gone{};
-  ASSERT_TRUE(table->set(2, kSetNlink, &gone).ok());
-  EXPECT_EQ(kernel->write(3, fresh, 0, pattern(10, 1)).error(), EDQUOT);
-  const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(fresh, 0, pattern(10, 1)));
-  ASSERT_TRUE(table->remove(2).ok());
-  EXPECT_EQ(kernel->wait(write).as<fuse_write_out>().size, 10U);
-}
-
 }  // namespace
 }  // namespace gpufs::fuse

@@ -16,39 +16,6 @@ namespace gpufs::fuse {
 namespace {
 
 const Executor::Lane kFirst{Executor::Lane::Kind::kBuffers, 0, 0};
-const Executor::Lane kSecond{Executor::Lane::Kind::kBuffers, 1, 0};
-
-TEST(ExecutorTest, EveryJobRunsOnce) {
-  Executor executor(Executor::Limits{.buffers = 3});
-  std::atomic<int> ran{0};
-  std::atomic<int> discarded{0};
-  Gate gate;
-  gate.close();
-  for (std::uint64_t i = 1; i <= 20; ++i) {
-    executor.submit(kFirst, nullptr, i, [&](int refusal, Cancellation&) {
-      if (refusal != 0) {
-        ++discarded;
-        return;
-      }
-      gate.pass();
-      ++ran;
-    });
-  }
-  ASSERT_TRUE(gate.wait_for_visitors(3));
-  EXPECT_EQ(executor.counts().running, 3U);
-  EXPECT_EQ(executor.cancel(20), Executor::Cancelled::kEnded);
-  EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
-  EXPECT_EQ(discarded, 1);
-  std::thread opener([&] {
-    std::this_thread::sleep_for(20ms);
-    gate.open();
-  });
-  EXPECT_EQ(executor.stop(0ms), 0U);
-  opener.join();
-  EXPECT_EQ(ran + discarded, 20);
-  EXPECT_GE(ran, 3);
-  EXPECT_FALSE(executor.submit(kFirst, nullptr, 99, [&](int refusal, Cancellation&) { EXPECT_EQ(refusal, EINTR); }));
-}
 
 TEST(ExecutorTest, ThrowingJobsDoNotEndTheWorker) {
   Executor executor(Executor::Limits{.buffers = 1});
@@ -56,18 +23,6 @@ TEST(ExecutorTest, ThrowingJobsDoNotEndTheWorker) {
   executor.submit(kFirst, nullptr, 1, [](int, Cancellation&) { throw std::bad_alloc(); });
   executor.submit(kFirst, nullptr, 2, [&](int, Cancellation&) { after = true; });
   EXPECT_TRUE(eventually([&] { return after.load(); }));
-}
-
-TEST(ExecutorTest, AFullLaneDoesNotDelayOthers) {
-  Gate gate;
-  Executor executor(Executor::Limits{.buffers = 2});
-  gate.close();
-  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, nullptr, i, [&](int, Cancellation&) { gate.pass(); });
-  ASSERT_TRUE(gate.wait_for_visitors(2));
-  std::atomic<bool> other{false};
-  executor.submit(kSecond, nullptr, 10, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  gate.open();
 }
 
 TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
@@ -81,29 +36,6 @@ TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
   executor.submit(kFirst, &other, 10, [&](int, Cancellation&) { other = true; });
   EXPECT_TRUE(eventually([&] { return other.load(); }));
   gate.open();
-}
-
-TEST(ExecutorTest, JobsThatWaitForMemoryHoldNoThread) {
-  Executor executor(Executor::Limits{.buffers = 1});
-  std::atomic<int> runs{0};
-  std::atomic<int> refused{0};
-  executor.submit(kFirst, nullptr, 1,
-                  [&, deadline = std::chrono::steady_clock::now() + kPatience](
-                      int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
-                    refused = refusal;
-                    return ++runs <= 2 ? std::optional(deadline) : std::nullopt;
-                  });
-  ASSERT_TRUE(eventually([&] { return executor.counts().parked == 1; }));
-  std::atomic<bool> other{false};
-  executor.submit(kFirst, nullptr, 2, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  executor.memory_freed(1);  // of another device
-  EXPECT_EQ(executor.counts().parked, 1U);
-  executor.memory_freed(0);
-  EXPECT_TRUE(eventually([&] { return runs == 2 && executor.counts().parked == 1; }));
-  executor.memory_freed(0);
-  EXPECT_TRUE(eventually([&] { return runs == 3; }));
-  EXPECT_EQ(refused, 0);
 }
 
 TEST(ExecutorTest, AJobThatIsCancelledWhileItRunsIsNotParked) {
@@ -140,23 +72,6 @@ TEST(ExecutorTest, JobsThatHangLeaveAThreadToOthers) {
   EXPECT_TRUE(eventually([&] { return other.load(); }));
   gate.open();
   EXPECT_EQ(executor.stop(kPatience), 0U);
-}
-
-TEST(ExecutorTest, FilesThatHangAreLeftBehind) {
-  const auto gate = std::make_shared<Gate>();
-  gate->close();
-  const auto over = std::make_shared<std::atomic<bool>>(false);
-  {
-    Executor executor(Executor::Limits{});
-    executor.submit({Executor::Lane::Kind::kFiles, -1, 7}, nullptr, 1, [gate, over](int, Cancellation&) {
-      gate->pass();
-      *over = true;
-    });
-    ASSERT_TRUE(gate->wait_for_visitors(1));
-    EXPECT_EQ(executor.stop(20ms), 1U);
-  }
-  gate->open();
-  EXPECT_TRUE(eventually([&] { return over->load(); }));
 }
 
 TEST(ExecutorTest, TimersRunAtTheirTimesUntilTheyEnd) {

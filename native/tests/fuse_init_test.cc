@@ -50,33 +50,6 @@ TEST_F(InitTest, AccessControlListsNeedTheUmaskToo) {
   EXPECT_EQ(flags_of(initialize(kKernelFlags & ~kInitDontMask)) & (kInitPosixAcl | kInitDontMask), 0U);
 }
 
-TEST_F(InitTest, AsksForNothingThatIsNotOffered) {
-  open();
-  const fuse_init_out out = initialize(kInitDoReaddirplus | kInitAsyncRead);
-  EXPECT_EQ(flags_of(out), kInitDoReaddirplus | kInitAsyncRead);
-  EXPECT_EQ(out.max_pages, 0);
-  EXPECT_EQ(out.max_write, 128U * 1024);  // 32 pages without MAX_PAGES
-}
-
-TEST_F(InitTest, MaskedFlagsCountAsNotOffered) {
-  MountOptions options;
-  options.mask_flags = kInitDirectIoAllowMmap | kInitAsyncDio;
-  open(options);
-  const std::uint64_t flags = flags_of(initialize());
-  EXPECT_EQ(flags & (kInitDirectIoAllowMmap | kInitAsyncDio), 0U);
-  EXPECT_EQ(shown.flags & kInitAsyncDio, 0U);
-  EXPECT_EQ(flags & kInitParallelDirops, kInitParallelDirops);
-}
-
-TEST_F(InitTest, MaskingTheExtensionMasksTheUpperHalf) {
-  MountOptions options;
-  options.mask_flags = kInitExtended;
-  open(options);
-  const fuse_init_out out = initialize();
-  EXPECT_EQ(out.flags2, 0U);
-  EXPECT_EQ(out.flags & kInitExtended, 0U);
-}
-
 TEST_F(InitTest, OldKernelsSendAShortRequest) {
   open();
   const fuse_init_in in = init_request(kKernelFlags & UINT32_MAX & ~kInitExtended);
@@ -89,36 +62,12 @@ TEST_F(InitTest, OldKernelsSendAShortRequest) {
   EXPECT_EQ(kernel->wait(unique).as<fuse_init_out>().flags2, 0U);
 }
 
-TEST_F(InitTest, LargerWritesByOption) {
-  MountOptions options;
-  options.max_write = 4 << 20;
-  open(options);
-  const fuse_init_out out = initialize();
-  EXPECT_EQ(out.max_write, 4U << 20);
-  EXPECT_EQ(out.max_pages, 1024);
-}
-
 TEST_F(InitTest, AnotherMajorProtocolIsRefused) {
   open();
   fuse_init_in in = init_request(0);
   in.major = 8;
   EXPECT_EQ(kernel->call(FUSE_INIT, 0, bytes_of(in)).error(), EPROTO);
   EXPECT_EQ(kernel->call(FUSE_INIT, 0, {}).error(), EPROTO);
-}
-
-TEST_F(InitTest, InvalidOptionsAreRefused) {
-  const auto attempt = [&](const MountOptions& options) {
-    Result<RelayPair> device = make_relay_pair();
-    Result<RelayPair> relay = make_relay_pair();
-    return Mount::create(std::move(device.value().native), std::move(relay.value().native), source, options).error();
-  };
-  MountOptions options;
-  options.max_write = 5000;
-  EXPECT_EQ(attempt(options), EINVAL);
-  options = {};
-  options.attribute_timeout = -1;
-  EXPECT_EQ(attempt(options), EINVAL);
-  EXPECT_EQ(Mount::create(UniqueFd(), UniqueFd(), source, {}).error(), EBADF);
 }
 
 }  // namespace

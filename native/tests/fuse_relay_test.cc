@@ -1,7 +1,6 @@
 // The two planes together: which requests are relayed, how messages are changed, and how a mount ends.
 
 #include <gtest/gtest.h>
-#include <sys/xattr.h>
 
 #include "fuse_fakes.h"
 #include "temporary_file.h"
@@ -36,22 +35,6 @@ class RelayTest : public MountTest {
   }
 };
 
-TEST_F(RelayTest, EntriesGetTheTablesAttributes) {
-  const std::uint64_t fh = add_file(2, S_IFREG | 0640);
-  kernel->write(2, fh, 0, pattern(5000, 1));
-  for (const std::uint32_t opcode : {FUSE_LOOKUP, FUSE_MKNOD, FUSE_MKDIR, FUSE_SYMLINK, FUSE_LINK}) {
-    const fuse_entry_out entry = relay_reply(opcode, 1, name(), bytes_of(entry_of(2))).as<fuse_entry_out>();
-    EXPECT_EQ(entry.attr.size, 5000U) << opcode_name(opcode);
-    EXPECT_EQ(entry.attr.mode, S_IFREG | 0640U);
-    EXPECT_EQ(entry.generation, 7U);
-    EXPECT_EQ(entry.entry_valid, 3U);
-    EXPECT_EQ(entry.attr.ino, 2U);
-  }
-  // What the table does not know, and names that are not there, stay.
-  EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), bytes_of(entry_of(9))).as<fuse_entry_out>().attr.size, 1U);
-  EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), bytes_of(entry_of(0))).as<fuse_entry_out>().attr.size, 1U);
-}
-
 TEST_F(RelayTest, StatxOfAnUnknownInodeIsRelayedAsGetattr) {
   fuse_attr_out out{};
   out.attr_valid = 4;
@@ -73,39 +56,6 @@ TEST_F(RelayTest, StatxOfAnUnknownInodeIsRelayedAsGetattr) {
   EXPECT_EQ(got.stat.rdev_minor, 0x1231U);
   EXPECT_EQ(got.stat.mask, 0x7ffU);  // no birth
   EXPECT_EQ(kernel->call(kOpcodeStatx, 9, Bytes(8)).error(), EINVAL);
-}
-
-TEST_F(RelayTest, SetxattrIsRelayedInItsShortFormWithItsFlagsBeforeTheName) {
-  Bytes body = bytes_of(SetxattrIn{3, XATTR_REPLACE, 1, 0});
-  append_text(body, "user.a");
-  append_text(body, "xy");
-  const std::uint64_t unique = kernel->send(FUSE_SETXATTR, 9, body);
-  const RelayedRequest request = control->expect(FUSE_SETXATTR);
-  EXPECT_EQ(request.as<std::uint32_t>(), 3U);
-  EXPECT_EQ(request.as<std::uint32_t>(4), 0U);
-  Bytes rest;
-  append_text(rest, "2user.a");
-  append_text(rest, "xy");
-  EXPECT_EQ(Bytes(request.body.begin() + 8, request.body.end()), rest);
-  control->reply(unique, 0);
-  EXPECT_EQ(kernel->wait(unique).error(), 0);
-}
-
-TEST_F(RelayTest, StatfsOfAnUnknownInodeIsRelayedAsGetxattrWithoutAName) {
-  fuse_statfs_out out{};
-  out.st.blocks = 1000;
-  out.st.ffree = 3;
-  out.st.namelen = 255;
-  const std::uint64_t unique = kernel->send(FUSE_STATFS, 9, {});
-  const RelayedRequest request = control->expect(FUSE_GETXATTR);
-  EXPECT_EQ(request.as<fuse_getxattr_in>().size, sizeof(out));
-  EXPECT_EQ(request.body.size(), sizeof(fuse_getxattr_in) + 1);
-  EXPECT_EQ(request.body.back(), std::byte{0});
-  control->reply(unique, 0, bytes_of(out));
-  const fuse_statfs_out got = kernel->wait(unique).as<fuse_statfs_out>();
-  EXPECT_EQ(got.st.blocks, 1000U);
-  EXPECT_EQ(got.st.ffree, 3U);
-  EXPECT_EQ(got.st.namelen, 255U);
 }
 
 TEST_F(RelayTest, BuffersOpenForDirectIo) {
@@ -139,13 +89,6 @@ TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
   open.open_flags = kOpenKeepCache | kOpenDirectIo;
   const Reply opened = relay_reply(FUSE_OPEN, 5, bytes_of(fuse_open_in{}), bytes_of(open));
   EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo);
-}
-
-TEST_F(MountTest, BuffersOpenCachedWhereDirectIoCannotBeMapped) {
-  open();
-  initialize(kKernelFlags & ~kInitDirectIoAllowMmap);
-  add_file(2);
-  EXPECT_EQ(kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>().open_flags, kOpenNoFlush);
 }
 
 TEST_F(RelayTest, NamesAreFoundWithoutTheControlPlane) {
@@ -204,93 +147,6 @@ TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
   ASSERT_TRUE(table->drop(2, 1).ok());
   EXPECT_TRUE(table->remove(2).ok());
   EXPECT_EQ(table->hold(2).error(), ENOENT);
-}
-
-TEST_F(RelayTest, FilesOnDevicesAndDirectoriesOpenWithoutTheControlPlane) {
-  add_file(2);
-  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
-  ASSERT_TRUE(table->add(file_attributes(4, S_IFREG | 0444, -1)).ok());
-  ASSERT_TRUE(table->add(file_attributes(kFirstHostInode, S_IFDIR | 0555, -1)).ok());
-  const std::size_t files = table->counts().files;
-  const auto file = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
-  EXPECT_TRUE(is_buffer(file.fh));
-  EXPECT_EQ(table->counts().files, files + 1);
-  EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(fuse_release_in{file.fh, 0, 0, 0})).error(), 0);
-  EXPECT_EQ(table->counts().files, files);
-
-  const auto one = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
-  const auto other = kernel->call(FUSE_OPENDIR, 3, bytes_of(fuse_open_in{})).as<fuse_open_out>();
-  EXPECT_NE(one.fh, other.fh);
-  EXPECT_EQ(one.fh & kDirectoryHandle, kDirectoryHandle);
-  EXPECT_EQ(one.fh & (kFirstHostInode - 1), 3U);
-  EXPECT_FALSE(is_buffer(one.fh) || is_backing(one.fh));
-  EXPECT_EQ(kernel->call(FUSE_FSYNCDIR, 3, bytes_of(fuse_fsync_in{one.fh, 0, 0})).error(), 0);
-  EXPECT_EQ(kernel->call(FUSE_RELEASEDIR, 3, bytes_of(fuse_release_in{one.fh, 0, 0, 0})).error(), 0);
-  fuse_read_in listing{};
-  listing.fh = other.fh;
-  relay_reply(FUSE_READDIR, 3, bytes_of(listing), {});
-  relay_reply(FUSE_RELEASEDIR, 3, bytes_of(fuse_release_in{other.fh, 0, 0, 0}), {});  // the control plane has listed it
-
-  // Of the control plane: its own files, directories of the host, inodes that it alone knows, and short messages.
-  kernel->send(FUSE_OPEN, 4, bytes_of(fuse_open_in{}));
-  control->expect(FUSE_OPEN);
-  kernel->send(FUSE_OPENDIR, kFirstHostInode, bytes_of(fuse_open_in{}));
-  control->expect(FUSE_OPENDIR);
-  kernel->send(FUSE_OPEN, 99, bytes_of(fuse_open_in{}));
-  control->expect(FUSE_OPEN);
-  kernel->send(FUSE_OPEN, 2, {});
-  control->expect(FUSE_OPEN);
-}
-
-TEST_F(RelayTest, DirectoriesWithAttributes) {
-  const std::uint64_t fh = add_file(2);
-  kernel->write(2, fh, 0, pattern(5000, 1));
-  Bytes listing;
-  for (const std::uint64_t ino : {2, 9, 2}) {
-    append(listing, entry_of(ino));
-    fuse_dirent dirent{};
-    dirent.ino = ino;
-    dirent.namelen = 5;
-    append(listing, dirent);
-    append_text(listing, "hello");
-    listing.resize(FUSE_REC_ALIGN(listing.size()));
-  }
-  fuse_read_in in{};
-  in.size = 4096;
-  const Reply reply = relay_reply(FUSE_READDIRPLUS, 1, bytes_of(in), listing);
-  ASSERT_EQ(reply.body.size(), listing.size());
-  const std::size_t step = listing.size() / 3;
-  EXPECT_EQ(reply.as<fuse_entry_out>(0).attr.size, 5000U);
-  EXPECT_EQ(reply.as<fuse_entry_out>(step).attr.size, 1U);
-  EXPECT_EQ(reply.as<fuse_entry_out>(2 * step).attr.size, 5000U);
-
-  // A name that claims to reach beyond the message.
-  fuse_dirent broken{};
-  broken.namelen = 0xfffffff0U;
-  Bytes bad = bytes_of(entry_of(2));
-  append(bad, broken);
-  EXPECT_EQ(relay_reply(FUSE_READDIRPLUS, 1, bytes_of(in), bad).as<fuse_entry_out>().attr.size, 1U);
-  EXPECT_EQ(relay_reply(FUSE_READDIRPLUS, 1, bytes_of(in), Bytes(50)).body.size(), 50U);
-}
-
-TEST_F(RelayTest, ShortRepliesAreLeftToTheKernel) {
-  EXPECT_EQ(relay_reply(FUSE_LOOKUP, 1, name(), Bytes(8)).body.size(), 8U);
-  EXPECT_EQ(relay_reply(FUSE_OPEN, 1, bytes_of(fuse_open_in{}), Bytes(8)).body.size(), 8U);
-  EXPECT_EQ(relay_reply(FUSE_SETATTR, 1, bytes_of(fuse_setattr_in{}), {}).body.size(), 0U);
-  const std::uint64_t unique = kernel->send(kOpcodeStatx, 9, bytes_of(StatxIn{}));
-  control->expect(FUSE_GETATTR);
-  control->reply(unique, 0, Bytes(8));
-  EXPECT_EQ(kernel->wait(unique).body.size(), 8U);
-}
-
-TEST_F(RelayTest, ForgetsHaveNoReply) {
-  kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{5}));
-  const RelayedRequest relayed = control->expect(FUSE_BATCH_FORGET);
-  EXPECT_EQ(relayed.as<fuse_batch_forget_in>().count, 1U);
-  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nodeid, 2U);
-  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nlookup, 5U);
-  EXPECT_FALSE(kernel->receive(kQuiet));
-  EXPECT_TRUE(counted("\"pending\": 0"));
 }
 
 TEST_F(RelayTest, LargeBatchesOfForgetsAreSplit) {
@@ -538,28 +394,6 @@ TEST_F(MountTest, ClosedWithoutAStart) {
   Result<RelayPair> device = make_relay_pair();
   Result<RelayPair> relay = make_relay_pair();
   ASSERT_TRUE(Mount::create(std::move(device.value().native), std::move(relay.value().native), source, {}).ok());
-}
-
-TEST_F(RelayTest, Invalidations) {
-  ASSERT_TRUE(mount->notifier().invalidate_inode(2).ok());
-  std::optional<Reply> inode = kernel->receive();
-  ASSERT_TRUE(inode);
-  EXPECT_EQ(inode->header.unique, 0U);
-  EXPECT_EQ(inode->header.error, FUSE_NOTIFY_INVAL_INODE);
-  EXPECT_EQ(inode->as<fuse_notify_inval_inode_out>().ino, 2U);
-  EXPECT_EQ(inode->as<fuse_notify_inval_inode_out>().len, 0);
-
-  ASSERT_TRUE(mount->notifier().invalidate_entry(1, "weights").ok());
-  std::optional<Reply> entry = kernel->receive();
-  ASSERT_TRUE(entry);
-  EXPECT_EQ(entry->header.error, FUSE_NOTIFY_INVAL_ENTRY);
-  EXPECT_EQ(entry->as<fuse_notify_inval_entry_out>().parent, 1U);
-  EXPECT_EQ(entry->as<fuse_notify_inval_entry_out>().namelen, 7U);
-  EXPECT_EQ(entry->body.size(), sizeof(fuse_notify_inval_entry_out) + 8);
-
-  EXPECT_EQ(mount->notifier().invalidate_entry(1, "").error(), EINVAL);
-  EXPECT_EQ(mount->notifier().invalidate_entry(1, "a/b").error(), EINVAL);
-  EXPECT_EQ(mount->notifier().invalidate_entry(1, std::string(256, 'x')).error(), EINVAL);
 }
 
 // Whatever comes, each request has exactly one reply and the session goes on.

@@ -16,7 +16,6 @@ class CountingHandler : public RequestHandler {
     {
       const std::lock_guard lock(mutex);
       threads.insert(std::this_thread::get_id());
-      if (reinterpret_cast<std::uintptr_t>(request.payload.data()) % 4096 != 0) ++unaligned;
     }
     gate.pass();
     Responder(*transport, request.header.unique, request.header.opcode).ok();
@@ -30,7 +29,6 @@ class CountingHandler : public RequestHandler {
 
   std::mutex mutex;
   std::set<std::thread::id> threads;
-  int unaligned = 0;
   Gate gate;
   std::atomic<int> ends{0};
   Transport* transport = nullptr;
@@ -54,38 +52,11 @@ class TransportTest : public ::testing::Test {
     handler.gate.open();
     if (transport) transport->stop();
   }
-  std::size_t allowed() {
-    JsonWriter json;
-    transport->write_statistics(json);
-    const std::string text = json.finish();
-    const std::string key = "\"readers_allowed\": ";
-    return std::stoul(text.substr(text.find(key) + key.size()));
-  }
 
   CountingHandler handler;
   std::optional<FakeKernel> kernel;
   std::optional<Transport> transport;
 };
-
-TEST_F(TransportTest, OneClientIsServedByOneThread) {
-  start(8);
-  EXPECT_TRUE(eventually([&] {
-    handler.served_by();
-    // More than there are readers, but few: one that has to wait for its CPU counts as busy, and another one is woken.
-    for (int i = 0; i < 50; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
-    return handler.served_by() == 1;
-  }));
-  EXPECT_EQ(handler.unaligned, 0);
-}
-
-// With a long spin time every request except the first is found by spinning. One reader: while another one sleeps, no
-// reader spins.
-TEST_F(TransportTest, ASpinningReaderGetsTheNextRequest) {
-  if (usable_cpus(-1) < 2) GTEST_SKIP() << "readers spin only with two CPUs";
-  start(1, std::chrono::seconds(100));
-  for (int i = 0; i < 200; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
-  EXPECT_GE(handler.statistics.spins_won, 198U);
-}
 
 TEST_F(TransportTest, WithoutTrafficNoReaderSpins) {
   if (usable_cpus(-1) < 2) GTEST_SKIP() << "readers spin only with two CPUs";
@@ -120,44 +91,6 @@ TEST_F(TransportTest, ABusyReaderDelaysNoOtherRequest) {
   for (const std::uint64_t unique : uniques) EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 
-TEST_F(TransportTest, AfterAnIdleTimeABusyReaderIsStillNoticed) {
-  start(4);
-  ASSERT_EQ(kernel->call(FUSE_LOOKUP, 1, Bytes(10)).error(), 0);
-  EXPECT_TRUE(eventually([&] {  // the watcher sleeps: nothing runs without traffic
-    const std::uint64_t ticks = handler.statistics.watcher_ticks;
-    std::this_thread::sleep_for(200ms);
-    return handler.statistics.watcher_ticks == ticks;
-  }));
-  handler.gate.close();
-  const std::uint64_t first = kernel->send(FUSE_LOOKUP, 1, Bytes(10));
-  const std::uint64_t second = kernel->send(FUSE_LOOKUP, 1, Bytes(10));
-  EXPECT_TRUE(handler.gate.wait_for_visitors(2));
-  handler.gate.open();
-  kernel->wait(first);
-  kernel->wait(second);
-}
-
-TEST_F(TransportTest, ReadersThatAreNotNeededGoToSleep) {
-  start(4);
-  handler.gate.close();
-  std::vector<std::uint64_t> uniques;
-  for (int i = 0; i < 4; ++i) uniques.push_back(kernel->send(FUSE_LOOKUP, 1, Bytes(10)));
-  ASSERT_TRUE(handler.gate.wait_for_visitors(4));
-  EXPECT_GT(allowed(), 1U);  // and stays so while they are busy
-  handler.gate.open();
-  for (const std::uint64_t unique : uniques) kernel->wait(unique);
-  EXPECT_TRUE(eventually([&] {
-    kernel->call(FUSE_LOOKUP, 1, Bytes(10));
-    return allowed() == 1;
-  }));
-  EXPECT_TRUE(eventually([&] {
-    handler.served_by();
-    // Few, since a reader that has to wait for its CPU counts as busy, for which another one is woken.
-    for (int i = 0; i < 8; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));  // each takes one surplus reader out
-    return handler.served_by() == 1;
-  }));
-}
-
 TEST_F(TransportTest, StopsWhileReadersWait) {
   start(4);
   transport->stop();
@@ -188,12 +121,6 @@ TEST_F(TransportTest, EachRequestIsAnsweredOnce) {
   EXPECT_EQ(kernel->wait(16).error(), EIO);
   EXPECT_EQ(kernel->wait(18).error(), EIO);
   EXPECT_FALSE(kernel->receive(kQuiet));
-}
-
-TEST_F(TransportTest, TooManyPiecesAreRefused) {
-  start(1);
-  std::vector<iovec> pieces(Responder::kMaximumPieces + 1);
-  EXPECT_EQ(transport->send(2, nullptr, 0, pieces), EMSGSIZE);
 }
 
 }  // namespace

@@ -80,49 +80,6 @@ TEST_P(GpuFaults, ImportedMemoryStaysMappedWhileAGraphIsCaptured) {
   EXPECT_EQ(fake_state().reservations, both.reservations - 2);
 }
 
-TEST_P(GpuFaults, DevicesAreCounted) {
-  setup_.devices = 2;
-  fake().reset(&setup_);
-  DriverOptions options;
-  options.devices = 3;
-  EXPECT_EQ(open_driver(options).error(), ENXIO);
-  options.devices = 1;
-  EXPECT_EQ(must(open_driver(options))->devices().size(), 1U);
-  options.devices = 0;
-  EXPECT_EQ(must(open_driver(options))->devices().size(), 2U);
-  options.devices = -1;
-  EXPECT_EQ(open_driver(options).error(), EINVAL);
-  setup_.devices = 0;
-  fake().reset(&setup_);
-  EXPECT_EQ(open_driver().error(), ENODEV);
-}
-
-TEST_P(GpuFaults, DevicesAreChosenByNumberAndUuid) {
-  setup_.devices = 3;
-  fake().reset(&setup_);
-  const auto all = must(open_driver());
-  const std::string uuid = all->devices()[2]->info().uuid;
-  ASSERT_TRUE(uuid.starts_with("GPU-"));
-  DriverOptions options;
-  options.chosen = {uuid.substr(0, 6), "0"};
-  const auto two = must(open_driver(options));
-  ASSERT_EQ(two->devices().size(), 2U);
-  EXPECT_EQ(two->devices()[0]->info().uuid, uuid);
-  EXPECT_EQ(two->devices()[0]->info().index, 0);
-  EXPECT_EQ(two->devices()[1]->info().uuid, all->devices()[0]->info().uuid);
-  struct Wrong {
-    std::vector<std::string> chosen;
-    int error;
-  };
-  for (const Wrong& wrong : {Wrong{{"3"}, ENXIO}, Wrong{{"GPU-ffff"}, ENXIO}, Wrong{{"99999999999999999999"}, ENXIO},
-                             Wrong{{"GPU-"}, EINVAL}, Wrong{{"0", "0"}, EINVAL}, Wrong{{"2", uuid}, EINVAL}}) {
-    options.chosen = wrong.chosen;
-    const Status status = open_driver(options).status();
-    EXPECT_EQ(status.error(), wrong.error) << wrong.chosen.front();
-    EXPECT_NE(status.message().find(uuid), std::string::npos) << status.message();
-  }
-}
-
 TEST_P(GpuFaults, PopulateIsAllOrNothing) {
   open();
   auto [memory, range] = take(device(), kGranule, 4096 * kMiB);

@@ -50,46 +50,6 @@ TEST(HandleTableTest, ClosesTheHandlesOfAnOwnerYoungestFirst) {
   EXPECT_EQ(table.put(std::make_shared<int>(6), owner).error(), EBADF);
 }
 
-TEST(HandleTableTest, OneOfManyCallersTakesTheObject) {
-  HandleTable table;
-  std::atomic<int> alive{0};
-  struct Counted {
-    explicit Counted(std::atomic<int>& count) : alive(count) { ++alive; }
-    ~Counted() { --alive; }
-    Counted(const Counted&) = delete;
-    Counted& operator=(const Counted&) = delete;
-    std::atomic<int>& alive;
-  };
-  for (int round = 0; round < 200; ++round) {
-    const gpufs_handle handle = table.put(std::make_shared<Counted>(alive)).take();
-    std::atomic<int> winners{0};
-    std::vector<std::thread> threads;
-    for (int index = 0; index < 3; ++index) {
-      threads.emplace_back([&] {
-        (void)table.get<Counted>(handle);
-        if (table.take<Counted>(handle).ok()) ++winners;
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    ASSERT_EQ(winners, 1);
-    ASSERT_EQ(alive, 0);
-  }
-}
-
-TEST(HandleTableTest, DoesNotSurviveFork) {
-  HandleTable& table = HandleTable::instance();
-  const gpufs_handle handle = table.put(std::make_shared<int>(1)).take();
-  const pid_t child = ::fork();
-  ASSERT_GE(child, 0);
-  if (child == 0) {
-    ::_exit(table.get<int>(handle).error() == EBADF && table.put(std::make_shared<int>(2)).error() == EBADF ? 0 : 1);
-  }
-  int status = -1;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
-  EXPECT_TRUE(table.take<int>(handle).ok());
-}
-
 TEST(BarrierTest, TurnsExceptionsIntoErrorsAndKeepsTheText) {
   const gpufs_status failed = guarded([]() -> Status { return Status(ENOSPC, "the device is full", 2); });
   EXPECT_EQ(failed.error, ENOSPC);

@@ -36,26 +36,6 @@ TEST(HipLibrary, AMissingOrBrokenOneIsReported) {
   EXPECT_TRUE(open_hip_driver_from({"libamdhip64.so.99", GPUFS_FAKE_HIP_OLD, GPUFS_FAKE_HIP}, {}).ok());
 }
 
-TEST(HipLibrary, OptionalFunctionsMayBeMissing) {
-  const FakeHipControl& bare = control_of(GPUFS_FAKE_HIP_BARE);
-  FakeGpuSetup setup;
-  setup.devices = 2;
-  EXPECT_EQ(bare.reset(&setup), 0);
-  {
-    auto driver = must(open_hip_driver_from({GPUFS_FAKE_HIP_BARE}, {}));
-    Device& device = *driver->devices().at(0);
-    EXPECT_TRUE(device.info().reserve_copies);
-    EXPECT_EQ(device.info().granule, kGranule);
-    auto memory = must(device.create_memory());
-    auto range = must(memory->reserve(2 * kGranule));
-    EXPECT_OK(memory->populate(0, kGranule));
-    EXPECT_EQ(bare.calls("hipMalloc"), 1);
-    EXPECT_EQ(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true).error(), EOPNOTSUPP);
-    EXPECT_EQ(device.copy_to_peer(*driver->devices().at(1), 0, range->base(), 1).error(), EOPNOTSUPP);
-  }
-  EXPECT_EQ(bare.reset(&setup), 0);
-}
-
 TEST_F(HipFaults, VirtualMemoryIsNotUsedBeforeRocm6) {
   FakeGpuSetup setup;
   setup.version = 50'700'000;

@@ -60,66 +60,6 @@ TEST(StreamingCopyTest, CopiesWhatMemcpyCopies) {
   }
 }
 
-TEST(OpenDriverTest, RefusesUnknownDriversAndBadOptions) {
-  EXPECT_EQ(open_driver("opencl", {}).error(), EINVAL);
-  EXPECT_EQ(open_driver("", {}).error(), EINVAL);
-  const Result<std::unique_ptr<Driver>> hip = open_driver("hip", {});
-  EXPECT_EQ(hip.error(), ENODEV);
-  EXPECT_NE(hip.status().message().find("hip is not available"), std::string::npos);
-  EXPECT_EQ(open_driver("host", {1, 0}).error(), EINVAL);
-  EXPECT_EQ(open_driver("host", {1, kGranule - 1}).error(), EINVAL);
-  EXPECT_EQ(open_driver("host", {-1, kGranule}).error(), EINVAL);
-  EXPECT_EQ(open_driver("host", {65, kGranule}).error(), EINVAL);
-}
-
-TEST_F(HostDriverTest, EachDeviceHasItsOwnLimit) {
-  open(8 * kMiB + 5, 2);
-  ASSERT_EQ(driver->devices().size(), 2U);
-  EXPECT_EQ(device(0).info().total_bytes, 8 * kMiB);
-  EXPECT_EQ(device(1).info().index, 1);
-  std::unique_ptr<DeviceMemory> memory = device(0).create_memory().take();
-  ASSERT_TRUE(memory->reserve(64 * kMiB).ok());
-  ASSERT_TRUE(memory->populate(0, 6 * kMiB).ok());
-  EXPECT_EQ(free_bytes(0), kGranule);
-  EXPECT_EQ(free_bytes(1), 8 * kMiB);
-  EXPECT_EQ(memory->populate(16 * kMiB, 2 * kGranule).error(), ENOSPC);
-  EXPECT_EQ(free_bytes(0), kGranule);
-  ASSERT_TRUE(memory->populate(16 * kMiB, kGranule).ok());
-  EXPECT_EQ(free_bytes(0), 0U);
-  memory.reset();
-  EXPECT_EQ(free_bytes(0), 8 * kMiB);
-}
-
-TEST_F(HostDriverTest, EveryRangeAndExportShowsTheSameMemoryUntilTheLastIsGone) {
-  open(64 * kMiB);
-  std::unique_ptr<DeviceMemory> memory = device().create_memory().take();
-  const std::shared_ptr<AddressRange> old = memory->reserve(8 * kMiB).take();
-  ASSERT_TRUE(memory->populate(0, kGranule).ok());
-  ASSERT_TRUE(memory->populate(2 * kGranule, kGranule).ok());
-  *at(old, 5) = 'a';
-  std::shared_ptr<AddressRange> wide = memory->reserve(64 * kMiB).take();
-  EXPECT_EQ(*at(wide, 5), 'a');
-  *at(wide, 2 * kGranule) = 'b';
-  EXPECT_EQ(*at(old, 2 * kGranule), 'b');
-  ASSERT_TRUE(memory->populate(20 * kMiB, kGranule).ok());
-  *at(wide, 20 * kMiB) = 'c';
-
-  const std::vector<ExportedMemory> exported = memory->export_memory(0, UINT64_MAX, SIZE_MAX, true).take();
-  ASSERT_EQ(exported.size(), 1U);
-  EXPECT_EQ(exported[0].offset, 0U);
-  EXPECT_EQ(exported[0].bytes, 20 * kMiB + kGranule);
-  EXPECT_EQ(::fcntl(exported[0].descriptor.get(), F_GETFD), FD_CLOEXEC);
-  void* const mapped = ::mmap(nullptr, 3 * kGranule, PROT_READ, MAP_SHARED, exported[0].descriptor.get(), 0);
-  ASSERT_NE(mapped, MAP_FAILED);
-  EXPECT_EQ(static_cast<const char*>(mapped)[2 * kGranule], 'b');
-  ::munmap(mapped, 3 * kGranule);
-
-  memory.reset();
-  wide.reset();
-  EXPECT_EQ(*at(old, 5), 'a');
-  EXPECT_EQ(free_bytes(), 64 * kMiB - 3 * kGranule);  // still in use, so still charged
-}
-
 TEST_F(HostDriverTest, AdjacentGranulesAreOneMapping) {
   open(512 * kMiB);
   const auto mappings = [] {

@@ -151,33 +151,6 @@ std::vector<std::byte> make_sparse(FakeRig& rig, std::uint64_t bytes, const std:
   return data;
 }
 
-TEST_P(HoleTransfers, HolesOfAFileAreLeftOut) {
-  for (const auto mode : {FastpathMode::kOff, FastpathMode::kRequire}) {
-    IoOptions options = FakeRig::small_options();
-    options.fastpath = mode;
-    FakeRig rig(GetParam(), options, mode == FastpathMode::kOff ? "/dev/shm" : "/tmp");
-    const std::uint64_t size = 30 * gpu_test::kGranule + (mode == FastpathMode::kOff ? 77 : 0);
-    const auto data = make_sparse(rig, size, {0, 1, 10, 12, 29});
-    std::atomic<std::uint64_t> read{0};
-    rig.operations.on_read = [&](int, void*, std::size_t bytes, std::uint64_t, ssize_t*) {
-      read += bytes;
-      return false;
-    };
-    const TransferProgress done = rig.finish(rig.load());
-    ASSERT_TRUE(done.status.ok()) << done.status.message();
-    EXPECT_EQ(done.prefix, size);
-    EXPECT_EQ(done.moved, size);
-    EXPECT_EQ(done.hole_bytes, size - 5 * gpu_test::kGranule);
-    EXPECT_EQ(done.path_bytes[0] + done.path_bytes[1] + done.hole_bytes, size);
-    EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::bytes), done.path_bytes[1]);
-    EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFastpath, &observe::Block::bytes), done.path_bytes[0]);
-    EXPECT_EQ(rig.details(Direction::kLoad).hole_bytes, done.hole_bytes);
-    EXPECT_LE(read, 5 * gpu_test::kGranule);
-    EXPECT_EQ(rig.buffer->bytes_held(), 5 * gpu_test::kGranule);
-    EXPECT_TRUE(rig.buffer_contents() == data);
-  }
-}
-
 TEST_P(HoleTransfers, HolesOfAFileClearTheBuffer) {
   for (const bool sparse : {true, false}) {
     FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
@@ -195,20 +168,6 @@ TEST_P(HoleTransfers, HolesOfAFileClearTheBuffer) {
     EXPECT_TRUE(rig.buffer_contents() == expected);
     EXPECT_EQ(rig.buffer->bytes_held() < expected.size(), sparse);
   }
-}
-
-TEST_P(HoleTransfers, AFileOfOneHole) {
-  FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
-  const std::uint64_t size = (std::uint64_t{1} << 33) + 5;
-  ASSERT_EQ(::ftruncate(rig.fd(), static_cast<off_t>(size)), 0);
-  rig.open_file();
-  const TransferProgress done = rig.finish(rig.load());
-  ASSERT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_EQ(done.prefix, size);
-  EXPECT_EQ(done.hole_bytes, size);
-  EXPECT_EQ(rig.buffer->size(), size);
-  EXPECT_EQ(rig.buffer->bytes_held(), 0U);
-  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::ended), 0U);
 }
 
 TEST_P(HoleTransfers, AFileThatIsTruncatedInAHole) {

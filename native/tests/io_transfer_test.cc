@@ -14,9 +14,13 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "device/device_context.h"
 #include "fake_transfer_rig.h"
+#include "faulty_driver.h"
+#include "io/bounce_pool.h"
 #include "no_more_threads.h"
 
 namespace gpufs {
@@ -26,26 +30,6 @@ using namespace testing;
 
 class Transfers : public EitherWay {};
 INSTANTIATE_TEST_SUITE_P(, Transfers, ::testing::Bool(), EitherWay::name);
-
-TEST_P(Transfers, MoveAll) {
-  for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
-    FakeRig rig(GetParam(), FakeRig::without_fastpath());
-    const auto data = pattern(5 * kMiB + 123);
-    rig.make_ends(direction, data);
-    TransferRequest wanted = rig.request(direction);
-    wanted.sync = SyncMode::kFull;
-    const TransferProgress done = rig.finish(wanted);
-    EXPECT_TRUE(done.status.ok()) << done.status.message();
-    EXPECT_EQ(done.prefix, data.size());
-    EXPECT_EQ(done.moved, data.size());
-    EXPECT_EQ(done.total, data.size());
-    EXPECT_TRUE(rig.destination(direction) == data);
-    EXPECT_EQ(done.path_bytes[1], data.size());
-    EXPECT_EQ(rig.counted(direction, Path::kFallback, &observe::Block::bytes), data.size());
-    EXPECT_EQ(rig.counted(direction, Path::kFastpath, &observe::Block::bytes), 0U);
-    EXPECT_EQ(rig.refused(direction, Refusal::kDisabled), 1U);
-  }
-}
 
 TEST_P(Transfers, UnalignedRanges) {
   FakeRig rig(GetParam(), FakeRig::without_fastpath());
@@ -162,21 +146,6 @@ TEST_P(Transfers, FilesInMemory) {
   EXPECT_EQ(rig.file_size(), 4096 + 777 + 4 * kMiB + 1234);
 }
 
-TEST_P(Transfers, AFullTmpfsKeepsWhatWasStored) {
-  FakeRig rig(GetParam(), with_pages(), "/dev/shm");
-  rig.make_ends(Direction::kStore, pattern(4 * kMiB));
-  rig.operations.on_write = [&](int fd, const void* memory, std::size_t bytes, std::uint64_t offset, ssize_t* result) {
-    if (offset + bytes <= 2 * kMiB) return false;
-    errno = ENOSPC;
-    *result = offset >= 2 * kMiB ? -1 : ::pwrite(fd, memory, 2 * kMiB - offset, static_cast<off_t>(offset));
-    return true;
-  };
-  const TransferProgress done = rig.finish(rig.store());
-  EXPECT_EQ(done.status.error(), ENOSPC);
-  EXPECT_EQ(done.prefix, 2 * kMiB);
-  EXPECT_EQ(rig.file_size(), 2 * kMiB);
-}
-
 TEST_P(Transfers, HolesOfABufferBecomeHolesOfTheFile) {
   for (const bool sparse : {true, false}) {
     for (const bool supported : {true, false}) {
@@ -217,25 +186,6 @@ TEST_P(Transfers, AStoreOfAHoleAtTheEndSetsTheSize) {
   EXPECT_EQ(rig.file_size(), kMiB + 5);
 }
 
-TEST_P(Transfers, NothingToMove) {
-  FakeRig rig(GetParam());
-  rig.make_file(pattern(100));
-  TransferRequest none = rig.load();
-  none.bytes = 0;
-  EXPECT_EQ(rig.finish(none).state, TransferState::kDone);
-  TransferRequest beyond = rig.load();
-  beyond.file_offset = 100;
-  for (const TransferRequest& request : {none, beyond, rig.store()}) {
-    const TransferProgress done = rig.finish(request);
-    EXPECT_TRUE(done.status.ok());
-    EXPECT_EQ(done.prefix, 0U);
-  }
-  EXPECT_EQ(rig.buffer->size(), 0U);
-  EXPECT_EQ(rig.file_size(), 100U);
-  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFallback, &observe::Block::started), 0U);
-  EXPECT_EQ(rig.counted(Direction::kLoad, Path::kFastpath, &observe::Block::started), 0U);
-}
-
 TEST_P(Transfers, AFileThatReportsNoSize) {
   FakeRig rig(GetParam());
   const UniqueFd status(::open("/proc/self/status", O_RDONLY | O_CLOEXEC));
@@ -247,29 +197,33 @@ TEST_P(Transfers, AFileThatReportsNoSize) {
   EXPECT_EQ(std::memcmp(rig.buffer_contents().data(), "Name:", 5), 0);
 }
 
-TEST_P(Transfers, MemoryOfTheProgram) {
-  FakeRig rig(GetParam(), FakeRig::without_fastpath());
-  const auto data = pattern(2 * kMiB);
-  rig.make_file(data);
-  std::vector<std::byte> memory(kMiB + 10, std::byte{9});
-  TransferRequest wanted = rig.load();
-  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size() - 10);
-  EXPECT_EQ(rig.finish(wanted).prefix, kMiB);
-  EXPECT_EQ(std::memcmp(memory.data(), data.data(), kMiB), 0);
-  EXPECT_EQ(memory[kMiB], std::byte{9});
-
-  wanted.direction = Direction::kStore;
-  wanted.file_offset = kMiB + 3;
-  wanted.target_offset = 1;
-  wanted.bytes = 1000;
-  EXPECT_EQ(rig.finish(wanted).prefix, 1000U);
-  EXPECT_EQ(std::memcmp(rig.file_contents().data() + kMiB + 3, data.data() + 1, 1000), 0);
-
-  wanted.bytes = kMiB;
-  EXPECT_EQ(rig.engine->start(wanted).error(), EINVAL);
-  wanted.target_offset = kMiB + 1;
-  wanted.bytes = kToTheEnd;
-  EXPECT_EQ(rig.engine->start(wanted).error(), EINVAL);
+TEST(BouncePools, WaitingEndsWithACancellationOrThePool) {
+  constexpr std::size_t kBytes = 1 << 16;
+  const auto plan = std::make_shared<FaultPlan>();
+  plan->cpu_addressable = false;
+  const std::shared_ptr<DeviceContext> device =
+      gpu_test::must(DeviceContext::create(make_faulty_driver(plan, 64 * kMiB), 0));
+  const std::shared_ptr<BouncePool> pool = BouncePool::create(kBytes, kBytes);
+  const auto await_waits = [&](std::uint64_t count) {
+    while (pool->statistics().waits < count) std::this_thread::yield();
+  };
+  const std::atomic<bool> never{false};
+  BounceBuffer held = pool->acquire(device, never).take();
+  std::atomic<bool> cancelled{false};
+  std::thread canceller([&] {
+    await_waits(1);
+    cancelled = true;
+  });
+  EXPECT_EQ(pool->acquire(device, cancelled).error(), ECANCELED);
+  canceller.join();
+  std::thread closer([&] {
+    await_waits(2);
+    pool->close();
+  });
+  EXPECT_EQ(pool->acquire(device, never).error(), ESHUTDOWN);
+  closer.join();
+  held.reset();
+  EXPECT_EQ(plan->unpin.calls(), 1);
 }
 
 // ---- requests that are refused ----

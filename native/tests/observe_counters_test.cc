@@ -1,15 +1,9 @@
-// The counters: buckets, stripes, and their file.
+// The counters: buckets and stripes.
 
-#include <fcntl.h>
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,18 +27,6 @@ class CountersTest : public ::testing::Test {
     EXPECT_TRUE(made.ok()) << made.status().message();
     return made.ok() ? made.take() : nullptr;
   }
-  [[nodiscard]] bool locked() const {
-    const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    struct flock lock {};
-    lock.l_type = F_RDLCK;
-    EXPECT_EQ(::fcntl(fd.get(), F_OFD_GETLK, &lock), 0);
-    return lock.l_type != F_UNLCK;
-  }
-  [[nodiscard]] std::string contents() const {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  }
-
   std::string path;
 
  private:
@@ -90,49 +72,6 @@ TEST_F(CountersTest, ThreadsLoseNoCounts) {
   EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kOut, &Block::bytes), kThreads * kTimes * 4096);
   EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kIn, &Block::started), 0U);
   EXPECT_EQ(region->sum(0, Backend::kMount, Flow::kOut, &Block::started), 0U);
-}
-
-TEST_F(CountersTest, MeasuredCountsEachOperationOnce) {
-  const std::shared_ptr<Region> region = make(1);
-  const DeviceCounters counters(region, 0);
-  const auto sum = [&](Counter Block::*member) { return region->sum(0, Backend::kFastpath, Flow::kIn, member); };
-  { Measured failed(counters, Backend::kFastpath, Flow::kIn); }
-  {
-    Measured good(counters, Backend::kFastpath, Flow::kIn);
-    EXPECT_EQ(sum(&Block::started), 2U);
-    EXPECT_EQ(sum(&Block::ended), 1U);
-    good.done(7);
-  }
-  {
-    Measured elsewhere(counters, Backend::kFastpath, Flow::kIn);
-    elsewhere.dismiss();
-  }
-  EXPECT_EQ(sum(&Block::started), 2U);
-  EXPECT_EQ(sum(&Block::ended), 2U);
-  EXPECT_EQ(sum(&Block::errors), 1U);
-  EXPECT_EQ(sum(&Block::bytes), 7U);
-  counters.refuse(Backend::kFastpath, Flow::kIn, 0b101);
-  EXPECT_EQ(region->refusals(0, Backend::kFastpath, Flow::kIn, 0), 1U);
-  EXPECT_EQ(region->refusals(0, Backend::kFastpath, Flow::kIn, 1), 0U);
-  EXPECT_EQ(region->refusals(0, Backend::kFastpath, Flow::kIn, 2), 1U);
-  const DeviceCounters nowhere;
-  { Measured uncounted(nowhere, Backend::kMount, Flow::kIn); }
-  nowhere.refuse(Backend::kMount, Flow::kIn, 1);
-}
-
-TEST_F(CountersTest, TheFileIsPrivateAndLockedWhileTheRegionLives) {
-  std::shared_ptr<Region> region = make();
-  struct stat status {};
-  ASSERT_EQ(::stat(path.c_str(), &status), 0);
-  EXPECT_EQ(status.st_mode & 07777U, 0600U);
-  EXPECT_EQ(static_cast<std::size_t>(status.st_size), region->bytes().size());
-  EXPECT_TRUE(locked());
-  EXPECT_EQ(contents().substr(0, 8), "GPUFSTAT");
-  ASSERT_TRUE(region->describe(R"({"driver": "host"})").ok());
-  EXPECT_THAT(contents().substr(256, 64), ::testing::StartsWith(R"({"driver": "host"})"));
-  EXPECT_EQ(region->describe(std::string(kTextBytes + 1, ' ')).error(), EFBIG);
-  region.reset();
-  EXPECT_FALSE(locked());
 }
 
 }  // namespace

@@ -110,18 +110,6 @@ class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
 INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredGpuTest, ::testing::Values(kCuda, kHip),
                          [](const auto& test) { return std::string(test.param.name); });
 
-TEST_P(RegisteredGpuTest, ShowsAPartOfAnAllocation) {
-  const auto buffer = registered(kInside, kMiB);
-  EXPECT_EQ(buffer->size(), kMiB);
-  std::vector<std::byte> read(2 * kMiB);
-  ASSERT_EQ(must(buffer->read(100, read)), kMiB - 100);
-  EXPECT_TRUE(std::equal(read.begin(), read.begin() + kMiB - 100, data_.begin() + kInside + 100));
-  const std::vector<std::byte> news = pattern(1000, 9);
-  ASSERT_EQ(must(buffer->write(5000, news)), news.size());
-  EXPECT_EQ(program_sees(kInside + 5000, 1000), news);
-  EXPECT_EQ(program_sees(0, kInside), std::vector<std::byte>(data_.begin(), data_.begin() + kInside));
-}
-
 TEST_P(RegisteredGpuTest, CopiesInBothDirections) {
   const auto buffer = registered(kInside, kMiB);
   const std::shared_ptr<Buffer> ordinary = must(Buffer::create(context_));
@@ -319,36 +307,6 @@ class RegisteredHostTest : public ::testing::Test {
   std::shared_ptr<Driver> driver_;
   std::shared_ptr<DeviceContext> context_;
 };
-
-TEST_F(RegisteredHostTest, MemoryThatIsCutOffFailsTheCallsAlone) {
-  const auto buffer = registered(0, kBytes);
-  const std::shared_ptr<Buffer> ordinary = must(Buffer::create(context_));
-  std::atomic<bool> stop{false};
-  std::vector<std::thread> users;
-  for (int user = 0; user < 3; ++user) {
-    users.emplace_back([&, user] {
-      std::vector<std::byte> some(kMiB);
-      while (!stop) {
-        // Nobody reads what another thread writes: programs order that.
-        const Status status = user == 0   ? buffer->read(kBytes - kMiB, some).status()
-                              : user == 1 ? buffer->write(kBytes - 2 * kMiB, some).status()
-                                          : ordinary->copy_from(*buffer, 0, 0, kBytes - 2 * kMiB, nullptr).status();
-        EXPECT_TRUE(status.ok() || status.error() == ESTALE) << status.message();
-      }
-    });
-  }
-  for (int turn = 0; turn < 100; ++turn) {
-    EXPECT_EQ(::ftruncate(fd_.get(), turn % 2 == 0 ? 4096 : kBytes), 0);
-    std::this_thread::yield();
-  }
-  EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
-  stop = true;
-  for (std::thread& user : users) user.join();
-  std::vector<std::byte> some(100);
-  EXPECT_EQ(buffer->read(0, some).error(), ESTALE);
-  // A pin taken before shows zeros from the first access on that found nothing.
-  EXPECT_TRUE(buffer->revoke(std::chrono::minutes(1)));
-}
 
 TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
   const auto buffer = registered(0, kBytes);
