@@ -378,10 +378,6 @@ class Mount(Handle):
         """
         check(lib.gpufs_inode_revoke(self._handle, ino, round(patience * 1000)))
 
-    def invalidate_inode(self, ino: int) -> None:
-        """Notifies the kernel that its cached contents and attributes are stale. Queued; never blocks."""
-        check(lib.gpufs_mount_invalidate_inode(self._handle, ino))
-
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Notifies the kernel that its cached entry of a name is stale. Queued; never blocks."""
         check(lib.gpufs_mount_invalidate_entry(self._handle, parent, name, len(name)))

@@ -343,7 +343,7 @@ gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links)
 gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
 
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
- * become now, set-id bits are cleared, and gpufs_mount_invalidate_inode() follows. ENOENT if unknown. */
+ * become now, set-id bits are cleared, and the kernel drops what it has cached. ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
 
 /* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
@@ -401,9 +401,7 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
  * not a registered one. Threads as above. */
 gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms);
 
-/* Makes the kernel drop what it has cached of an inode (contents and attributes) or of a name, on the notification
- * thread. Returns once queued; never blocks. */
-gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino);
+/* Makes the kernel drop what it has cached of a name, on the notification thread. Returns once queued; never blocks. */
 gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes);
 
 /* ---- backing files and transfers: bytes between files and device memory ---- */

@@ -42,7 +42,7 @@ TEST(FileSystems, OnlyOrderedExt4AndXfsTakeTheFastpath) {
 
 TEST(BackingFile, KeepsTheModeAndNeverWidensIt) {
   const UniqueFd readable = testing::temporary_file("/tmp", O_RDONLY);
-  Result<std::shared_ptr<BackingFile>> file = BackingFile::open(readable.fd());
+  Result<std::shared_ptr<BackingFile>> file = BackingFile::open(readable.get());
   ASSERT_TRUE(file.ok()) << file.status().message();
   EXPECT_TRUE(file.value()->facts().readable);
   EXPECT_FALSE(file.value()->facts().writable);
@@ -54,7 +54,7 @@ TEST(BackingFile, KeepsTheModeAndNeverWidensIt) {
     EXPECT_NE(::fcntl(file.value()->direct_fd(), F_GETFD) & FD_CLOEXEC, 0);
   }
   const UniqueFd writable = testing::temporary_file("/tmp", O_WRONLY);
-  file = BackingFile::open(writable.fd());
+  file = BackingFile::open(writable.get());
   ASSERT_TRUE(file.ok());
   EXPECT_FALSE(file.value()->facts().readable);
   EXPECT_TRUE(file.value()->facts().writable);
@@ -62,15 +62,15 @@ TEST(BackingFile, KeepsTheModeAndNeverWidensIt) {
 
 TEST(BackingFile, FlagsOfTheCallersDescriptorDoNotReachOurs) {
   const UniqueFd file = testing::temporary_file();
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.fd());
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.get());
   ASSERT_TRUE(backing.ok());
-  ASSERT_EQ(::fcntl(file.fd(), F_SETFL, O_APPEND | O_DIRECT), 0);
+  ASSERT_EQ(::fcntl(file.get(), F_SETFL, O_APPEND | O_DIRECT), 0);
   EXPECT_EQ(::fcntl(backing.value()->buffered_fd(), F_GETFL) & (O_APPEND | O_DIRECT | O_NONBLOCK), 0);
 }
 
 TEST(BackingFile, FileOnTmpfsIsHotAndHasNoDirectDescriptor) {
   const UniqueFd file = testing::temporary_file("/dev/shm");
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.fd());
+  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.get());
   ASSERT_TRUE(backing.ok());
   EXPECT_TRUE(backing.value()->facts().always_hot);
   EXPECT_EQ(backing.value()->direct_fd(), -1);
@@ -93,11 +93,11 @@ TEST(BackingFile, BlockDevice) {
   const UniqueFd control(::open("/dev/loop-control", O_RDWR | O_CLOEXEC));
   if (!control.valid()) GTEST_SKIP() << "no loop devices here";
   const UniqueFd file = testing::temporary_file();
-  ASSERT_EQ(::ftruncate(file.fd(), 1 << 20), 0);
+  ASSERT_EQ(::ftruncate(file.get(), 1 << 20), 0);
   const int number = ::ioctl(control.get(), LOOP_CTL_GET_FREE);
   if (number < 0) GTEST_SKIP() << "no free loop device";
   const UniqueFd device(::open(("/dev/loop" + std::to_string(number)).c_str(), O_RDWR | O_CLOEXEC));
-  if (!device.valid() || ::ioctl(device.get(), LOOP_SET_FD, file.fd()) != 0) GTEST_SKIP() << "no loop device";
+  if (!device.valid() || ::ioctl(device.get(), LOOP_SET_FD, file.get()) != 0) GTEST_SKIP() << "no loop device";
   {
     Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(device.get());
     EXPECT_TRUE(backing.ok()) << backing.status().message();

@@ -371,10 +371,6 @@ gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patie
   });
 }
 
-gpufs_status gpufs_mount_invalidate_inode(gpufs_handle mount, uint64_t ino) {
-  return gpufs::with<Mount>(mount, [&](Mount& found) -> Status { return found.notifier().invalidate_inode(ino); });
-}
-
 gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes) {
   return gpufs::with<Mount>(mount, [&](Mount& found) -> Status {
     if (name == nullptr) return gpufs::null_argument();
