@@ -16,7 +16,7 @@ from support.processes import PATIENCE
 # Streams that a gate holds, each with a copy behind it: of the program's own (`behind` is None) or of an operation that
 # `behind(number)` queues before.
 _BEGIN = """
-import concurrent.futures, ctypes, errno, gc, mmap, os, signal, sys, tempfile, threading, time, weakref
+import ctypes, gc, os, sys, time, weakref
 from gpufs import engine
 
 QUEUES, COPY, SIZE = 4, 1 << 20, 3 << 20
@@ -83,6 +83,8 @@ def test_closing_times_out_and_keeps_the_memory(tmp_path: Path) -> None:
         batch.submit([engine.Operation("load", file, other, SIZE)])
         spare = engine.Cells(gpu, 1)
         known = weakref.ref(other)
+        soon(lambda: gpu.io_statistics()["bounce_pool"]["used_bytes"])
+        time.sleep(0.3)  # until what was read is queued for the device
 
         assert future.cancel() and not future.done()
         spare.close()

@@ -72,25 +72,32 @@ def in_threads(count: int, size: int, work: Callable[[int, int, mmap.mmap], None
         nonlocal position
         memory = mmap.mmap(-1, REQUEST)
         memory[:: mmap.PAGESIZE] = b"x" * (REQUEST // mmap.PAGESIZE)
-        barrier.wait()
         try:
+            barrier.wait()
             while True:
                 with lock:
                     offset, position = position, position + REQUEST
                 if offset >= size:
                     break
                 work(offset, min(REQUEST, size - offset), memory)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  the caller raises it
             failures.append(error)
-            raise
 
     threads = [threading.Thread(target=run) for _ in range(count)]
     for thread in threads:
         thread.start()
-    barrier.wait()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.join()
+    try:
+        barrier.wait()
+        start = time.perf_counter()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # the row's time is over: no thread may use the file when the caller closes it
+        barrier.abort()
+        with lock:
+            position = size
+        for thread in threads:
+            thread.join()
+        raise
     if failures:
         raise failures[0]
     return time.perf_counter() - start
