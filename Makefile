@@ -1,6 +1,6 @@
 # gpufs: everything that a developer runs. Each target may be run again; a second run does only what has changed.
 #   make demo      set up this machine, build, mount, move real data in and out, unmount
-#   make test      set up, build, all tests (native, Python, types, format); under 20 minutes on two cores
+#   make test      set up, build, all tests (native, Python, types, format); under 15 minutes on two cores
 #   make check     sanitizer builds of the native tests, clang-tidy, all drivers over fakes, long campaigns
 #   make bench     the benchmark: a table, and JSON in bench/results/
 #   make docs      the knobs' page, and the Python interface's reference in build/docs/api/
