@@ -13,21 +13,29 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, cast
 
 import trio
 
 from gpufs import protocol, threads
+from gpufs.engine import Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
 from gpufs.service._holdings import Abandoned, Descriptor, Holdings
 from gpufs.service._limits import Limits
-from gpufs.service._mount import MountTransfer, ServedMount, TransferState, drop_set_id
+from gpufs.service._mount import ServedMount, drop_set_id
 from gpufs.service._peer import Client, Peer, path_of
 
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
 _SERVER_BIT: Final = 1 << 62
+# The engine's words for the client's. The engine's "auto" means what the mount is configured for.
+_FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
+    None: "auto",
+    "auto": "on",
+    "off": "off",
+    "require": "require",
+}
 
 
 @dataclass(slots=True)
@@ -49,6 +57,38 @@ class Counters:
     refusals: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """How far a copy is, in bytes. ``done``: from the start without a gap; ``error``: errno, once it has ended."""
+
+    total: int = 0
+    moved: int = 0
+    done: int = 0
+    paths: dict[str, int] = field(default_factory=dict)
+    refusals: tuple[str, ...] = ()
+    error: int = 0
+    device_code: int = 0
+    message: str = ""
+    ended: bool = True
+
+    @classmethod
+    def of(cls, transfer: Transfer) -> "_State":
+        now = transfer.progress()
+        failure = transfer.failure() if now.error else None
+        paths = {"fastpath": now.fastpath_bytes, "fallback": now.fallback_bytes, "hole": now.hole_bytes}
+        return cls(
+            now.total,
+            now.moved,
+            now.prefix,
+            {path: count for path, count in paths.items() if count},
+            now.refusals,
+            now.error,
+            now.device_code,
+            str(failure.strerror) if failure else "",
+            now.state == "done",
+        )
+
+
 @dataclass(slots=True)
 class _CopyTask:
     """A copy in progress."""
@@ -62,10 +102,10 @@ class _CopyTask:
     ends: _checks.Ends | None = None  # set before the transfer
     # Guards the two below: an abandoned thread must not start a cancelled transfer.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    transfer: MountTransfer | None = None
+    transfer: Transfer | None = None
     cancelled: bool = False
 
-    def start(self, start: Callable[[], MountTransfer]) -> None:
+    def start(self, start: Callable[[], Transfer]) -> None:
         """Starts the transfer; Abandoned if the copy has been cancelled."""
         with self.lock:
             if self.cancelled:
@@ -80,10 +120,10 @@ class _CopyTask:
                 self.transfer.cancel()
         self.scope.cancel()
 
-    def progress(self) -> TransferState:
+    def progress(self) -> _State:
         """How far it is."""
         with self.lock:
-            return self.transfer.state() if self.transfer is not None else TransferState(ended=False)
+            return _State(ended=False) if self.transfer is None else _State.of(self.transfer)
 
     def end(self) -> None:
         """Comes before the transfer is closed: the client may still cancel it until it gets the result."""
@@ -165,7 +205,7 @@ class ClientCopies:
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """Serves one copy from its checks to its result, whatever happens."""
         self._counters.running += 1
-        state = TransferState(error=errno.ECANCELED)
+        state = _State(error=errno.ECANCELED)
         refused = False
         try:
             try:
@@ -173,14 +213,14 @@ class ClientCopies:
                     await self._client.in_thread(functools.partial(self._prepare, task, host, mount), task.holdings)
             except OSError as error:
                 refused = True
-                state = TransferState(
+                state = _State(
                     error=error.errno or errno.EIO,
                     device_code=getattr(error, "device_code", 0),
                     message=error.strerror or str(error),
                 )
             except trio.TooSlowError:
                 refused = True
-                state = TransferState(error=errno.ETIMEDOUT, message="the host's file does not answer")
+                state = _State(error=errno.ETIMEDOUT, message="the host's file does not answer")
                 task.cancel()
             if task.transfer is not None:
                 await self._watch(task)
@@ -230,15 +270,16 @@ class ClientCopies:
         file = task.holdings.hold(self._mount.open_host(host.fd))
         task.ends = _checks.Ends(on_mount.ino, size)
         task.start(
-            lambda: self._mount.start(
-                copy.direction,
+            lambda: Transfer(
+                cast(Any, copy.direction),
                 file,
                 buffer,
-                host_offset=copy.host_offset,
-                offset=copy.offset,
+                file_offset=copy.host_offset,
+                buffer_offset=copy.offset,
                 size=copy.size,
-                fastpath=copy.fastpath,
-                sync=copy.sync,
+                fastpath=_FASTPATH[copy.fastpath],
+                sync=cast(Any, copy.sync),
+                sparse=True,
                 client=client,
             )
         )
@@ -254,17 +295,17 @@ class ClientCopies:
                 await trio.lowlevel.wait_readable(transfer.event_fd)
                 ended = True
             if copy.progress:
-                state = transfer.state()
+                state = _State.of(transfer)
                 self._client.send_if_possible(protocol.Progress(copy.id, state.total, state.moved, state.paths))
 
-    async def _finish(self, task: _CopyTask, host: Descriptor, deadline: float) -> TransferState:
+    async def _finish(self, task: _CopyTask, host: Descriptor, deadline: float) -> _State:
         """After the transfer has ended or was cancelled: fixes the file's length and times, and the kernel's caches."""
         transfer, ends, copy = task.transfer, task.ends, task.copy
         assert transfer is not None
         assert ends is not None
         with trio.move_on_at(deadline):
             await trio.lowlevel.wait_readable(transfer.event_fd)
-        state = transfer.state()
+        state = _State.of(transfer)
         if not state.ended:
             return dataclasses.replace(
                 state, error=errno.ETIMEDOUT, message="cancelled, but the device does not answer"
@@ -308,7 +349,7 @@ class ClientCopies:
         with trio.move_on_at(deadline):
             await closed.wait()
 
-    async def _send_result(self, task: _CopyTask, state: TransferState, patience: float) -> None:
+    async def _send_result(self, task: _CopyTask, state: _State, patience: float) -> None:
         text = state.message or (os.strerror(state.error) if state.error else "")
         result = Result(
             task.copy.id,
@@ -317,7 +358,7 @@ class ClientCopies:
             protocol.shorten(text),
             state.done,
             state.paths,
-            state.refusals,
+            list(state.refusals),
             time.monotonic() - task.began,
         )
         try:
@@ -329,7 +370,7 @@ class ClientCopies:
         if not sent:
             self._client.hang_up()
 
-    def _account(self, task: _CopyTask, state: TransferState, refused: bool) -> None:
+    def _account(self, task: _CopyTask, state: _State, refused: bool) -> None:
         copy, counters = task.copy, self._counters
         if refused:
             counters.refused += 1

@@ -1,79 +1,18 @@
-"""What the service needs of a mount: its buffers, transfers, and how far these are."""
+"""What the service needs of a mount: its buffers, leases on them, and memory that programs register."""
 
 import os
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from errno import EINVAL, EISDIR, ENODATA, ENOENT, EOPNOTSUPP, EXDEV
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+from typing import Final, Protocol
 
+from gpufs.engine import BackingFile, Buffer, Lease, Mount, SharedPiece
 from gpufs.protocol import Register
 
-if TYPE_CHECKING:
-    from gpufs import engine
-
-# The engine's words for the client's. The engine's "auto" means what the mount is configured for.
-_FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
-    None: "auto",
-    "auto": "on",
-    "off": "off",
-    "require": "require",
-}
 # A write through the mount waits as long for the memory of files that have just been removed.
 _SPACE_SECONDS: Final = 3.0
 _SPACE_RETRY_SECONDS: Final = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class TransferState:
-    """How far a transfer is, in bytes. ``done``: from the start without a gap; ``error``: errno, once it has ended."""
-
-    total: int = 0
-    moved: int = 0
-    done: int = 0
-    paths: dict[str, int] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
-    error: int = 0
-    device_code: int = 0
-    message: str = ""
-    ended: bool = True
-
-
-class MountTransfer:
-    """A copy in progress. ``event_fd`` is readable once it has ended."""
-
-    def __init__(self, transfer: "engine.Transfer") -> None:
-        self._transfer = transfer
-        self.event_fd = transfer.event_fd
-
-    def state(self) -> TransferState:
-        now = self._transfer.progress()
-        failure = self._transfer.failure() if now.error else None
-        paths = {
-            "fastpath": now.fastpath_bytes,
-            "fallback": now.fallback_bytes,
-            "hole": now.hole_bytes,
-        }
-        return TransferState(
-            now.total,
-            now.moved,
-            now.prefix,
-            {path: count for path, count in paths.items() if count},
-            list(now.refusals),
-            now.error,
-            now.device_code,
-            str(failure.strerror) if failure else "",
-            now.state == "done",
-        )
-
-    def cancel(self) -> None:
-        """Ends it soon; does not block."""
-        self._transfer.cancel()
-
-    def close(self) -> None:
-        """Releases it, after it has ended."""
-        self._transfer.close()
 
 
 class Names(Protocol):
@@ -95,7 +34,7 @@ class MountLease:
     ``driver``, ``pci_address`` and ``device`` (its number in the mount) say where it is. ``private``: it is a copy.
     """
 
-    def __init__(self, lease: "engine.Lease", driver: str, pci_address: str, device: int, *, private: bool) -> None:
+    def __init__(self, lease: Lease, driver: str, pci_address: str, device: int, *, private: bool) -> None:
         self._lease = lease
         self.driver = driver
         self.pci_address = pci_address
@@ -113,7 +52,7 @@ class MountLease:
             raise OSError(EOPNOTSUPP, "a private copy does not follow the file: attach it again")
         self._lease.refresh()
 
-    def pieces(self, start: int) -> "list[engine.SharedPiece]":
+    def pieces(self, start: int) -> list[SharedPiece]:
         """The memory from ``start`` on. The descriptors are the caller's."""
         return self._lease.pieces(start)
 
@@ -133,7 +72,7 @@ class ServedMount:
 
     def __init__(
         self,
-        mount: "engine.Mount",
+        mount: Mount,
         names: Names,
         set_limit: Callable[[int, int | None, int], None],
         *,
@@ -144,14 +83,11 @@ class ServedMount:
         self.set_limit = set_limit
         self._trust_readers = trust_readers
 
-    def open_host(self, fd: int) -> Any:
+    def open_host(self, fd: int) -> BackingFile:
         """The host's file behind a descriptor, which stays the caller's. OSError if it cannot be used."""
-        # The daemon has loaded the engine; the tests of this package do without it.
-        from gpufs.engine import BackingFile
-
         return BackingFile(self._mount.engine, fd)
 
-    def open_buffer(self, ino: int) -> Any:
+    def open_buffer(self, ino: int) -> Buffer:
         """The buffer of an inode, which lives until it is closed. OSError EINVAL if there is none."""
         try:
             return self._mount.buffer(ino)
@@ -161,37 +97,7 @@ class ServedMount:
                 raise OSError(EINVAL, "the file on the mount holds no device memory") from None
             raise
 
-    def start(
-        self,
-        direction: str,
-        host: Any,
-        buffer: Any,
-        *,
-        host_offset: int,
-        offset: int,
-        size: int | None,
-        fastpath: str | None,
-        sync: str,
-        client: int,
-    ) -> MountTransfer:
-        """Starts a copy between what open_host() and open_buffer() returned. OSError if it is not possible."""
-        from gpufs.engine import Transfer
-
-        transfer = Transfer(
-            cast(Any, direction),
-            host,
-            buffer,
-            file_offset=host_offset,
-            buffer_offset=offset,
-            size=size,
-            fastpath=_FASTPATH[fastpath],
-            sync=cast(Any, sync),
-            sparse=True,
-            client=client,
-        )
-        return MountTransfer(transfer)
-
-    def gets_copy(self, buffer: Any) -> bool:
+    def gets_copy(self, buffer: Buffer) -> bool:
         """Whether a client that may only read this buffer gets a private copy of it.
 
         On GPUs it does, because a descriptor of device memory always gives write access. A small file is copied on
@@ -203,20 +109,18 @@ class ServedMount:
             return True
         return self._mount.engine.driver != "host" and not self._trust_readers
 
-    def cost_of_copy(self, buffer: Any) -> tuple[int, int]:
+    def cost_of_copy(self, buffer: Buffer) -> tuple[int, int]:
         """The device memory that a copy of a buffer takes, in whole granules, and that there is, in bytes."""
         device = buffer.engine.devices[buffer.info.device]
         granule = device.info.granule
         return -(-buffer.info.size // granule) * granule, device.memory().total_bytes
 
-    def lease(self, buffer: Any, *, writable: bool, private: bool, label: str) -> MountLease:
+    def lease(self, buffer: Buffer, *, writable: bool, private: bool, label: str) -> MountLease:
         """Opens a lease on a buffer, or on a private copy of it. ``label``: the holder, for messages.
 
         OSError ENODATA if it has holes and is not ``writable``, ENOSPC if the memory for its holes or the copy is
         missing.
         """
-        from gpufs.engine import Buffer, Lease
-
         index = buffer.info.device
         where = (buffer.engine.driver, buffer.engine.devices[index].info.pci_address, index)
         if not private:
@@ -229,7 +133,7 @@ class ServedMount:
             copy.copy_from(buffer, size=size)
             return MountLease(Lease(copy, label=label), *where, private=True)
 
-    def await_space(self, buffer: Any, size: int) -> None:
+    def await_space(self, buffer: Buffer, size: int) -> None:
         """Before a load of so many bytes: waits a little for the memory of files that have just been removed."""
         deadline = time.monotonic() + _SPACE_SECONDS
         # In this order: what is no longer pending has become free.
@@ -240,9 +144,9 @@ class ServedMount:
         ):
             time.sleep(_SPACE_RETRY_SECONDS)
 
-    def _free_bytes(self, buffer: Any) -> int:
+    def _free_bytes(self, buffer: Buffer) -> int:
         info = buffer.info
-        free: int = buffer.engine.devices[info.device].memory().free_bytes
+        free = buffer.engine.devices[info.device].memory().free_bytes
         return free if info.room_bytes is None else min(free, info.room_bytes)
 
     def written(self, ino: int) -> None:
