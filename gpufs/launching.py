@@ -20,8 +20,12 @@ from gpufs.daemon.startup import MountRequest, is_journal
 # variables and the user's own packages if this process does.
 _PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
 _GRACE: Final = 3.0  # seconds between asking a process to end and ending it
-# Directories that the daemon and `gpufs umount` need.
-_NEEDED: Final = ("/bin", "/dev", "/etc", "/lib", "/proc", "/run", "/sbin", "/sys", "/usr")
+# Directories that programs need, this one among them. A mount over one of them can make a machine unusable: without
+# /tmp few shells and editors start.
+_NEEDED: Final = (
+    *("/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/proc", "/root", "/run", "/sbin", "/sys", "/tmp"),
+    *("/usr", "/var", "/var/tmp"),
+)
 # File systems of the kernel's interfaces.
 _KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
 
@@ -52,7 +56,7 @@ def check_mountpoint(path: str, mountpoint: str) -> None:
     if not stat.S_ISDIR(status.st_mode):
         fail(errno.ENOTDIR, "not a directory")
     if hidden := _hidden(mountpoint):
-        fail(errno.EBUSY, f"a mount there would hide {hidden}, which gpufs needs: mount on a directory of your own")
+        fail(errno.EBUSY, f"a mount there would hide {hidden}, which programs need: mount on a directory of your own")
     if (kind := mounting.filesystem_type(status.st_dev)) in _KERNELS:
         fail(errno.EINVAL, f"is on a {kind} file system: mount on a directory of your own")
     if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
@@ -61,10 +65,10 @@ def check_mountpoint(path: str, mountpoint: str) -> None:
 
 
 def _hidden(mountpoint: str) -> str | None:
-    """A directory that gpufs needs and a mount there would hide, or None."""
+    """A directory that programs need and a mount there would hide, or None."""
     program = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     prefix = mountpoint.rstrip("/") + "/"
-    for name in (*_NEEDED, program, sys.prefix, sys.base_prefix):
+    for name in (*_NEEDED, os.path.expanduser("~"), program, sys.prefix, sys.base_prefix):
         place = os.path.realpath(name)
         if place == mountpoint or place.startswith(prefix):
             return name

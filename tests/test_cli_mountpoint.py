@@ -23,7 +23,7 @@ def alone(*words: str) -> subprocess.CompletedProcess[str]:
     return run(*namespaces, *GPUFS, *words, check=False)
 
 
-@pytest.mark.parametrize("place", ["/", "/proc", "/usr"])
+@pytest.mark.parametrize("place", ["/", "/proc", "/usr", "/tmp", "/home"])
 def test_system_directories_are_refused_as_mountpoints(place: str) -> None:
     line = one_line(alone("mount", place, "--driver", "host", "--memory", "64M"), 1)
     assert line.startswith(f"{place}: a mount there would hide ")
