@@ -66,7 +66,7 @@ def still_serves(mount: GpufsMount, files: tuple[Path, Path]) -> None:
 
 def message(**changes: Any) -> bytes:
     """A copy message with some fields changed."""
-    fields = {name: getattr(Copy(1, "load"), name) for name in Copy.CHECKS}
+    fields = vars(Copy(1, "load"))
     return bytes(msgpack.packb({"type": "copy", **fields, **changes}))
 
 

@@ -4,16 +4,14 @@ A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes
 a kind is there, and no other: both sides know the version they speak.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import msgpack
 
@@ -65,29 +63,40 @@ def _optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-def _seconds(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 3600
+def _number(most: float) -> Check:
+    return lambda value: type(value) in (int, float) and 0 <= value <= most
 
 
-def _versions(value: Any) -> bool:
-    return type(value) is list and 0 < len(value) <= 16 and all(_integer(1, 1 << 16)(item) for item in value)
+def _list(least: int, most: int, check: Check) -> Check:
+    return lambda value: type(value) is list and least <= len(value) <= most and all(map(check, value))
 
 
 def _counts(value: Any) -> bool:
     return type(value) is dict and len(value) <= 16 and all(_text(key) and _count(item) for key, item in value.items())
 
 
-def _sizes(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_PIECES and all(map(_count, value))
-
-
-def _texts(value: Any) -> bool:
-    return type(value) is list and len(value) <= 64 and all(map(_text, value))
-
-
 _count = _integer(0, (1 << 64) - 1)
-_id = _integer(1, (1 << 32) - 1)
-_errno = _integer(0, 4095)
+_offset = _integer(0, MAX_OFFSET)
+
+# Types of fields, each with what a received value must fulfil.
+Id = Annotated[int, _integer(1, (1 << 32) - 1)]
+Count = Annotated[int, _count]
+Counts = Annotated[dict[str, int], _counts]
+Offset = Annotated[int, _offset]
+Errno = Annotated[int, _integer(0, 4095)]
+Text = Annotated[str, _text]
+Texts = Annotated[list[str], _list(0, 64, _text)]
+Sizes = Annotated[list[int], _list(0, MAX_PIECES, _count)]
+Flag = Annotated[bool, lambda value: type(value) is bool]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """How a request ended: ``error`` is 0, or ``message`` says why."""
+
+    id: Id
+    error: Errno
+    message: Text
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,8 @@ class Hello:
     """The client's first message: the versions it speaks and who it is, for logs."""
 
     TYPE: ClassVar[str] = "hello"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"versions": _versions, "program": _text}
-    versions: list[int]
-    program: str
+    versions: Annotated[list[int], _list(1, 16, _integer(1, 1 << 16))]
+    program: Text
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,9 @@ class Welcome:
     """The daemon's answer: the version that is spoken from now on and how many requests may be under way."""
 
     TYPE: ClassVar[str] = "welcome"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"version": _id, "server": _text, "requests": _count}
-    version: int
-    server: str
-    requests: int
+    version: Id
+    server: Text
+    requests: Count
 
 
 @dataclass(frozen=True)
@@ -120,24 +127,14 @@ class Copy:
     """
 
     TYPE: ClassVar[str] = "copy"
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "id": _id,
-        "direction": _one_of(LOAD, STORE),
-        "host_offset": _integer(0, MAX_OFFSET),
-        "offset": _integer(0, MAX_OFFSET),
-        "size": _optional(_integer(0, MAX_OFFSET)),
-        "fastpath": _optional(_one_of(*FASTPATH)),
-        "sync": _one_of(*SYNC),
-        "progress": _seconds,
-    }
-    id: int
-    direction: str
-    host_offset: int = 0
-    offset: int = 0
-    size: int | None = None
-    fastpath: str | None = None
-    sync: str = "none"
-    progress: float = 0.0
+    id: Id
+    direction: Annotated[str, _one_of(LOAD, STORE)]
+    host_offset: Offset = 0
+    offset: Offset = 0
+    size: Annotated[int | None, _optional(_offset)] = None
+    fastpath: Annotated[str | None, _optional(_one_of(*FASTPATH))] = None
+    sync: Annotated[str, _one_of(*SYNC)] = "none"
+    progress: Annotated[float, _number(3600)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,8 +142,7 @@ class Cancel:
     """Ends a copy; its result comes as ever. One that is not under way is not an error: it may just have ended."""
 
     TYPE: ClassVar[str] = "cancel"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
-    id: int
+    id: Id
 
 
 @dataclass(frozen=True)
@@ -159,24 +155,14 @@ class Register:
     """
 
     TYPE: ClassVar[str] = "register"
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "id": _id,
-        "kind": _one_of(*SHARE_KINDS),
-        "offset": _integer(0, MAX_OFFSET),
-        "size": _integer(1, MAX_OFFSET),
-        "writable": lambda value: type(value) is bool,
-        "whole": _integer(0, MAX_OFFSET),
-        "pci_address": _text,
-        "handle": lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES),
-    }
-    id: int
-    kind: ShareKind
-    offset: int
-    size: int
-    writable: bool = True
-    whole: int = 0
-    pci_address: str = ""
-    handle: bytes = b""
+    id: Id
+    kind: Annotated[ShareKind, _one_of(*SHARE_KINDS)]
+    offset: Offset
+    size: Annotated[int, _integer(1, MAX_OFFSET)]
+    writable: Flag = True
+    whole: Offset = 0
+    pci_address: Text = ""
+    handle: Annotated[bytes, lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES)] = b""
 
 
 @dataclass(frozen=True)
@@ -184,30 +170,21 @@ class Unregister:
     """Ends a registration: the file loses its names, and its contents are gone."""
 
     TYPE: ClassVar[str] = "unregister"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
-    id: int
+    id: Id
 
 
 @dataclass(frozen=True)
-class Registered:
+class Registered(_Answer):
     """The answer to ``register``: ``error`` 0 if the file now shows the memory."""
 
     TYPE: ClassVar[str] = "registered"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
-    id: int
-    error: int
-    message: str
 
 
 @dataclass(frozen=True)
-class Unregistered:
+class Unregistered(_Answer):
     """The answer to ``unregister``: ``error`` 0 if the daemon no longer uses the memory, else ETIMEDOUT."""
 
     TYPE: ClassVar[str] = "unregistered"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
-    id: int
-    error: int
-    message: str
 
 
 @dataclass(frozen=True)
@@ -219,25 +196,16 @@ class SetQuota:
     """
 
     TYPE: ClassVar[str] = "set_quota"
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "id": _id,
-        "uid": _optional(_integer(0, (1 << 32) - 2)),
-        "limit": _integer(DEFAULT_LIMIT, MAX_OFFSET),
-    }
-    id: int
-    uid: int | None
-    limit: int
+    id: Id
+    uid: Annotated[int | None, _optional(_integer(0, (1 << 32) - 2))]
+    limit: Annotated[int, _integer(DEFAULT_LIMIT, MAX_OFFSET)]
 
 
 @dataclass(frozen=True)
-class QuotaSet:
+class QuotaSet(_Answer):
     """The answer to ``set_quota``: ``error`` 0 if the limit is in force."""
 
     TYPE: ClassVar[str] = "quota_set"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "error": _errno, "message": _text}
-    id: int
-    error: int
-    message: str
 
 
 @dataclass(frozen=True)
@@ -245,11 +213,10 @@ class Progress:
     """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
 
     TYPE: ClassVar[str] = "progress"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "total": _count, "moved": _count, "paths": _counts}
-    id: int
-    total: int
-    moved: int
-    paths: dict[str, int]
+    id: Id
+    total: Count
+    moved: Count
+    paths: Counts
 
 
 @dataclass(frozen=True)
@@ -257,24 +224,14 @@ class Result:
     """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
 
     TYPE: ClassVar[str] = "result"
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "id": _id,
-        "error": _errno,
-        "device_code": _integer(-(1 << 31), (1 << 31) - 1),
-        "message": _text,
-        "done": _count,
-        "paths": _counts,
-        "refusals": _texts,
-        "seconds": lambda value: type(value) in (int, float) and value >= 0,
-    }
-    id: int
-    error: int
-    device_code: int
-    message: str
-    done: int
-    paths: dict[str, int]
-    refusals: list[str]
-    seconds: float
+    id: Id
+    error: Errno
+    device_code: Annotated[int, _integer(-(1 << 31), (1 << 31) - 1)]
+    message: Text
+    done: Count
+    paths: Counts
+    refusals: Texts
+    seconds: Annotated[float, _number(math.inf)]
 
 
 @dataclass(frozen=True)
@@ -285,9 +242,8 @@ class Attach:
     """
 
     TYPE: ClassVar[str] = "attach"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "mode": _one_of(READ, READ_WRITE)}
-    id: int
-    mode: str
+    id: Id
+    mode: Annotated[str, _one_of(READ, READ_WRITE)]
 
 
 @dataclass(frozen=True)
@@ -295,9 +251,8 @@ class Refresh:
     """Asks for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
 
     TYPE: ClassVar[str] = "refresh"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "start": _integer(0, MAX_OFFSET)}
-    id: int
-    start: int
+    id: Id
+    start: Offset
 
 
 @dataclass(frozen=True)
@@ -305,8 +260,7 @@ class Detach:
     """Ends a lease. The end of the connection ends all of them."""
 
     TYPE: ClassVar[str] = "detach"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
-    id: int
+    id: Id
 
 
 @dataclass(frozen=True)
@@ -318,26 +272,15 @@ class Attached:
     """
 
     TYPE: ClassVar[str] = "attached"
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "id": _id,
-        "error": _errno,
-        "message": _text,
-        "driver": _text,
-        "pci_address": _text,
-        "device": _integer(0, 1 << 16),
-        "size": _integer(0, MAX_OFFSET),
-        "private": lambda value: type(value) is bool,
-        "pieces": _integer(0, 1 << 32),
-    }
-    id: int
-    error: int = 0
-    message: str = ""
-    driver: str = ""
-    pci_address: str = ""
-    device: int = 0
-    size: int = 0
-    private: bool = False
-    pieces: int = 0
+    id: Id
+    error: Errno = 0
+    message: Text = ""
+    driver: Text = ""
+    pci_address: Text = ""
+    device: Annotated[int, _integer(0, 1 << 16)] = 0
+    size: Offset = 0
+    private: Flag = False
+    pieces: Annotated[int, _integer(0, 1 << 32)] = 0
 
 
 @dataclass(frozen=True)
@@ -345,10 +288,9 @@ class Pieces:
     """Pieces of memory, in the file's order, each with a descriptor. Offsets and sizes in bytes of the file."""
 
     TYPE: ClassVar[str] = "pieces"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id, "offsets": _sizes, "sizes": _sizes}
-    id: int
-    offsets: list[int]
-    sizes: list[int]
+    id: Id
+    offsets: Sizes
+    sizes: Sizes
 
 
 @dataclass(frozen=True)
@@ -356,8 +298,7 @@ class Detached:
     """The answer to Detach: the lease has ended."""
 
     TYPE: ClassVar[str] = "detached"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"id": _id}
-    id: int
+    id: Id
 
 
 @dataclass(frozen=True)
@@ -365,32 +306,39 @@ class Goodbye:
     """The daemon's last message on a connection that it ends, and why."""
 
     TYPE: ClassVar[str] = "goodbye"
-    CHECKS: ClassVar[Mapping[str, Check]] = {"error": _errno, "message": _text}
-    error: int
-    message: str
+    error: Errno
+    message: Text
 
 
 ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota
 ServerMessage = (
     Welcome | Progress | Result | Attached | Pieces | Detached | Registered | Unregistered | QuotaSet | Goodbye
 )
-_CLIENT: Final[Mapping[str, type[ClientMessage]]] = {
-    kind.TYPE: kind for kind in (Hello, Copy, Cancel, Attach, Refresh, Detach, Register, Unregister, SetQuota)
-}
-_SERVER: Final[Mapping[str, type[ServerMessage]]] = {
-    kind.TYPE: kind
-    for kind in (Welcome, Progress, Result, Attached, Pieces, Detached, Registered, Unregistered, QuotaSet, Goodbye)
-}
+
+
+class _Kind(NamedTuple):
+    message: type
+    checks: dict[str, Check]  # by field
+
+
+def _kinds(messages: Any) -> dict[str, _Kind]:
+    return {
+        kind.TYPE: _Kind(kind, {field.name: cast(Any, field.type).__metadata__[0] for field in fields(kind)})
+        for kind in get_args(messages)
+    }
+
+
+_CLIENT: Final = _kinds(ClientMessage)
+_SERVER: Final = _kinds(ServerMessage)
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:
     """The packet of a message."""
-    content = {name: getattr(message, name) for name in message.CHECKS}
-    packed: bytes = msgpack.packb({"type": message.TYPE, **content})
+    packed: bytes = msgpack.packb({"type": message.TYPE, **vars(message)})
     return packed
 
 
-def _decode(data: bytes, kinds: Mapping[str, Any]) -> Any:
+def _decode(data: bytes, kinds: Mapping[str, _Kind]) -> Any:
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
     try:
@@ -403,12 +351,12 @@ def _decode(data: bytes, kinds: Mapping[str, Any]) -> Any:
     kind = kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError("a message of an unknown type")
-    if content.keys() != kind.CHECKS.keys():
+    if content.keys() != kind.checks.keys():
         raise ProtocolError(f"a {name} message with missing or unknown fields")
-    for field, check in kind.CHECKS.items():
+    for field, check in kind.checks.items():
         if not check(content[field]):
             raise ProtocolError(f"a {name} message whose {field} is not allowed")
-    return kind(**content)
+    return kind.message(**content)
 
 
 def decode_client(data: bytes) -> ClientMessage:
