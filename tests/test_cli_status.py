@@ -107,6 +107,34 @@ def test_the_check_is_one_line_and_an_exit_code(mount: Mounter, tmp_path: Path) 
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
+def test_bind_mounts_are_not_mounts_of_their_own(mount: Mounter, tmp_path: Path) -> None:
+    """A container's volume can show a mount, or one directory of it, at a second place of the host."""
+    own = mount()
+    (own.device / "weights").write_bytes(bytes(MIB))
+    part, whole = tmp_path / "part", tmp_path / "whole"
+    for place, what in ((part, own.device), (whole, own.path)):
+        place.mkdir()
+        run("mount", "--bind", what, place)
+    try:
+        for command in (["status"], ["df"], ["leases"], ["quota", "list"], ["top", "--once"], ["metrics"], ["ls"]):
+            done = run(*GPUFS, *command, check=False)
+            assert str(own.path) in done.stdout or command in (["leases"], ["quota", "list"])
+            assert str(tmp_path) not in done.stdout + done.stderr
+        assert json.loads(run(*GPUFS, "status", "--json", whole).stdout)["state"] == "ok"
+        assert str(part / "weights") in run(*GPUFS, "ls", part).stdout
+        for command in (["status"], ["df"], ["top", "--once"]):
+            done = run(*GPUFS, *command, part, check=False)
+            assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+            assert "/gpu0" in done.stderr
+        for place in (part, whole):
+            run(*GPUFS, "umount", place)
+        assert (own.device / "weights").stat().st_size == MIB
+    finally:
+        for place in (part, whole):
+            run("umount", "--lazy", place, check=False)
+    own.unmount()
+
+
 def test_df_counts_the_memory_of_files(mount: Mounter) -> None:
     own = mount(devices=2)
     before = df_of(own)

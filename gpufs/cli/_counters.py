@@ -51,7 +51,7 @@ def collect(mountpoints: Sequence[str], timeout: float) -> list[dict[str, Any]]:
     a mount whose process died.
     """
     if not mountpoints:
-        return _of_mounts(_mounts.trusted_first(mounting.mounts()), timeout)
+        return _of_mounts(_mounts.chosen(), timeout)
     return [found for path in mountpoints for found in _at(path, timeout)]
 
 

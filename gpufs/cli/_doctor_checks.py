@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gpufs.cli import _mounts
 from gpufs.launching import python_module
-from gpufs.mounting import MountEntry, mounts
+from gpufs.mounting import MountEntry
 
 OK: Final = "ok"
 NOTE: Final = "note"  # works, and could be better
@@ -128,7 +129,7 @@ class Environment:
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     access: Callable[[Path, int], bool] = os.access
     raises_rights: Callable[[str], bool] = _raises_rights
-    mounts: Callable[[], Sequence[MountEntry]] = mounts
+    mounts: Callable[[], Sequence[MountEntry]] = _mounts.chosen
     probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
 
     def text(self, path: str) -> str | None:

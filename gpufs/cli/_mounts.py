@@ -26,8 +26,30 @@ def absolute(path: str) -> str:
         raise Failure(f"{path}: the current directory has been removed") from None
 
 
-def find(path: str) -> "mounting.MountEntry":
-    """The gpufs mount at a path. Failure if there is none."""
+def chosen(paths: Sequence[str] = ()) -> list[mounting.MountEntry]:
+    """The mounts at the paths, as :func:`find`; without a path all, root's and the caller's own first.
+
+    Each mount once, where its root can be seen: it may be bind-mounted elsewhere, also in parts.
+    """
+    if paths:
+        return [find(path) for path in paths]
+    roots: dict[str, mounting.MountEntry] = {}
+    for entry in mounting.mounts():
+        if entry.root == "/":
+            roots.setdefault(entry.device, entry)
+    return sorted(roots.values(), key=is_trusted, reverse=True)
+
+
+def find(path: str) -> mounting.MountEntry:
+    """The gpufs mount whose root is at a path. Failure if there is none."""
+    entry = mounted_at(path)
+    if entry.root != "/":
+        raise Failure(f"{path}: only {entry.root} of a mount is bound there: give the directory that shows its root")
+    return entry
+
+
+def mounted_at(path: str) -> mounting.MountEntry:
+    """The gpufs mount at a path, or the part of one that is bound there. Failure if there is none."""
     mountpoint = absolute(path)
     mounts = mounting.mounts()
     for entry in mounts:
@@ -44,11 +66,6 @@ def find(path: str) -> "mounting.MountEntry":
 def is_trusted(entry: mounting.MountEntry) -> bool:
     """Whether root or the caller mounted it."""
     return entry.uid in (0, os.geteuid())
-
-
-def trusted_first(entries: Sequence[mounting.MountEntry]) -> list[mounting.MountEntry]:
-    """Root's mounts and the caller's own before those of other users."""
-    return sorted(entries, key=is_trusted, reverse=True)
 
 
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:

@@ -4,7 +4,6 @@ from typing import Any
 
 import click
 
-from gpufs import mounting
 from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
@@ -21,7 +20,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
     Of all mounts, or of the given MOUNTPOINTs.
     """
     timeout: float = settings("df", arguments)["status_timeout"]
-    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else _mounts.trusted_first(mounting.mounts())
+    entries = _mounts.chosen(mountpoints)
     found = _status.collect(entries, timeout)
     devices = [_device(status, device) for status in found for device in status["devices"]]
     if as_json:

@@ -5,7 +5,6 @@ from typing import Any
 
 import click
 
-from gpufs import mounting
 from gpufs.cli import _leases, _mounts
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
@@ -23,7 +22,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> No
     A file's path is the one at which the program attached it, as the program sees it.
     """
     timeout: float = settings("leases", arguments)["status_timeout"]
-    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else _mounts.trusted_first(mounting.mounts())
+    entries = _mounts.chosen(mountpoints)
     found = _leases.collect(entries, timeout)
     now = time.time()
     rows: list[dict[str, Any]] = []

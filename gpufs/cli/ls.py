@@ -33,10 +33,10 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, **arguments:
     see (`gpufs leases`).
     """
     timeout: float = settings("ls", arguments)["status_timeout"]
-    entries = _mounts.trusted_first(mounting.mounts()) if not paths else _mounts_of(paths)
+    entries = _mounts_of(paths) if paths else _mounts.chosen()
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []
-    for entry, found in zip(entries, _leases.collect(entries, timeout), strict=True):
+    for entry, found in zip(entries, _leases_at(entries, timeout), strict=True):
         if isinstance(found, OSError):
             complain(f"{entry.mountpoint}: {found.strerror}")
             continue
@@ -74,6 +74,14 @@ def _mounts_of(paths: Sequence[str]) -> list[mounting.MountEntry]:
     return list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values())
 
 
+def _leases_at(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list[dict[str, Any]] | OSError]:
+    """The leases of each mount, which its root lists: none if only a part of it is bound here."""
+    roots = {entry.device: entry for entry in _mounts.chosen()}
+    asked = [entry for device, entry in roots.items() if any(device == one.device for one in entries)]
+    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
+    return [found.get(entry.device, []) for entry in entries]
+
+
 def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> list[str]:
     """Those of the paths that can be listed. The others are complained about."""
     mountpoints = {entry.mountpoint for entry in answering}
@@ -104,7 +112,7 @@ def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]
     except OSError as error:
         complain(f"{root}: {error.strerror}")
         return
-    is_root = any(entry.mountpoint == root for entry in mounting.mounts())
+    is_root = any(entry.mountpoint == root and entry.root == "/" for entry in mounting.mounts())
     for name in names:
         path = os.path.join(root, name)
         if is_root:

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from gpufs import mounting
 from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
@@ -73,7 +72,7 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) 
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own.
     """
     timeout: float = settings("quota", arguments)["status_timeout"]
-    entries = [_mounts.find(path) for path in mountpoints] if mountpoints else _mounts.trusted_first(mounting.mounts())
+    entries = _mounts.chosen(mountpoints)
     found = _status.collect(entries, timeout)
     quotas = [quota for status in found for quota in _quotas.of_status(status)]
     if as_json:

@@ -5,7 +5,6 @@ from typing import Any
 
 import click
 
-from gpufs import mounting
 from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.cli._knobs import complete_mounts, knob_options, settings
@@ -32,11 +31,10 @@ def command(mountpoint: str | None, as_json: bool, check: bool, **arguments: Any
         raise Failure("--check prints one line: --json does not go with it", 2)
     timeout: float = settings("status", arguments)["status_timeout"]
     if check:
-        wanted = mounting.mounts() if mountpoint is None else [_mounts.find(mountpoint)]
-        print(_verdict(_status.collect(_mounts.trusted_first(wanted), timeout)))
+        print(_verdict(_status.collect(_mounts.chosen([] if mountpoint is None else [mountpoint]), timeout)))
         return
     if mountpoint is None:
-        found = _status.collect(_mounts.trusted_first(mounting.mounts()), timeout)
+        found = _status.collect(_mounts.chosen(), timeout)
         if as_json:
             print(json_text(found))
         elif found:

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import click
 
-from gpufs import mounting
 from gpufs.cli import _activity, _mounts, _picture
 from gpufs.cli._activity import Reading
 from gpufs.cli._errors import Failure
@@ -62,10 +61,8 @@ def command(mountpoints: tuple[str, ...], once: bool, interval: float, **argumen
 
 
 def _read(mountpoints: Sequence[str], timeout: float) -> list[Reading]:
-    if mountpoints:
-        return _activity.collect([_mounts.find(path) for path in mountpoints], timeout)
-    found = _activity.collect(_mounts.trusted_first(mounting.mounts()), timeout)
-    return [one for one in found if one.error is None or one.error.errno not in (EACCES, EPERM)]
+    found = _activity.collect(_mounts.chosen(mountpoints), timeout)
+    return [one for one in found if mountpoints or one.error is None or one.error.errno not in (EACCES, EPERM)]
 
 
 def _is_drawable() -> bool:

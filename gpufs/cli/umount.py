@@ -52,7 +52,7 @@ def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     """Unmounts one mountpoint. Raises Failure."""
     try:
-        entry = _mounts.find(path)
+        entry = _mounts.mounted_at(path)
     except Failure as missing:
         _end_left_over(path, missing, force=force, timeout=timeout)
         return
