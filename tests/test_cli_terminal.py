@@ -64,7 +64,10 @@ def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, s
     process = None
     try:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
+        # Without COLUMNS and LINES, which xdist's workers have: curses would believe them instead of the terminal.
         environment = {**os.environ, "TERM": "xterm"}
+        for name in ("COLUMNS", "LINES"):
+            environment.pop(name, None)
         process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
         _read_until(master, str(shared_mount.device)[:19].encode())
         assert termios.tcgetattr(terminal) != before
