@@ -34,6 +34,7 @@ constexpr auto kKickInterval = 5ms;           // between two attempts to get a r
 constexpr std::size_t kBulkBytes = 64 << 10;  // copying a larger message takes longer than waking a thread
 constexpr std::size_t kMinimumReaders = 4;
 constexpr std::size_t kMaximumReaders = 64;
+constexpr std::size_t kPinnedInTurn = 2;  // memory of a reader; four made no difference
 
 std::size_t choose_readers(std::size_t asked) {
   if (asked != 0) return std::min<std::size_t>(asked, 1024);
@@ -156,9 +157,12 @@ void Transport::stop() {
 }
 
 Status Transport::spawn_reader() {
-  Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
-  if (!memory.ok()) return memory.status();
-  auto reader = std::make_unique<Reader>(memory.take());
+  auto reader = std::make_unique<Reader>();
+  do {
+    Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
+    if (!memory.ok()) return memory.status();
+    reader->memory.push_back(memory.take());
+  } while (pin_hooks_.pin && reader->memory.size() < kPinnedInTurn);
   Reader* raw = reader.get();
 
   const std::lock_guard lock(mutex_);
@@ -200,10 +204,10 @@ void Transport::park_if_surplus(Reader& reader) {
 }
 
 bool Transport::read_one(Reader& reader) {
-  const std::span<std::byte> memory = reader.memory.message();
-  const ssize_t got = wait_and_read(reader, memory);
+  const PayloadMemory& memory = reader.memory[reader.turn++ % reader.memory.size()];
+  const ssize_t got = wait_and_read(reader, memory.message());
   if (got > 0) {
-    serve(reader, static_cast<std::size_t>(got));
+    serve(reader, memory, static_cast<std::size_t>(got));
     return true;
   }
   const int error = got == 0 ? ENODEV : errno;
@@ -260,7 +264,7 @@ void Transport::spin_for_request(std::chrono::steady_clock::time_point until) {
   }
 }
 
-void Transport::serve(Reader& reader, std::size_t bytes) {
+void Transport::serve(Reader& reader, const PayloadMemory& memory, std::size_t bytes) {
   const std::uint64_t before = busy_.fetch_add(kServing - (reader.bulk ? kBulk : 0), std::memory_order_relaxed);
   const std::uint64_t serving = before % kBulk + kServing;
   if (serving > busy_peak_.load(std::memory_order_relaxed)) busy_peak_.store(serving, std::memory_order_relaxed);
@@ -276,8 +280,8 @@ void Transport::serve(Reader& reader, std::size_t bytes) {
   }
 
   Request request;
-  request.message = reader.memory.message().first(bytes);
-  request.payload = reader.memory.payload();
+  request.message = memory.message().first(bytes);
+  request.payload = memory.payload();
   if (!read_struct(request.message, 0, &request.header) || request.header.len != bytes) {
     count(statistics_.bad_requests);
     log_error("a message of ", bytes, " bytes from the kernel has a wrong length");
