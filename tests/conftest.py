@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "driver: depends on the driver; scripts/test-fakes runs it over others")
     config.addinivalue_line("markers", "complains: the daemon is expected to log warnings")
+    os.environ.pop("PYTHONUNBUFFERED", None)  # it hides what happens to output that is still buffered at the end
     # Shells ignore SIGINT for background jobs, nohup ignores SIGHUP, and programs that tests start would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:

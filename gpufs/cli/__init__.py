@@ -76,6 +76,7 @@ def _guarded(work: Callable[[], Any]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except Failure as error:
+        _discard_output()
         complain(str(error))
         return error.code
     except KeyboardInterrupt:
