@@ -70,8 +70,9 @@ def test_racing_changes_of_names_leave_a_consistent_tree_and_nothing_in_the_tabl
                     case 8:
                         assert not here.read_bytes().strip(b"x")
                     case 9:
-                        for entry in os.scandir(here.parent):
-                            entry.stat(follow_symlinks=False)
+                        with os.scandir(here.parent) as entries:
+                            for entry in entries:
+                                entry.stat(follow_symlinks=False)
             except allowed:
                 pass
             except OSError as error:

@@ -159,8 +159,8 @@ def kill_programs(directory: Path, cycles: int, seed: int, kinds: Sequence[str] 
             kill(process)
 
     def sizes() -> list[int]:
-        with contextlib.suppress(FileNotFoundError):
-            return [entry.stat().st_size for entry in os.scandir(directory) if entry.name.startswith("live-")]
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            return [entry.stat().st_size for entry in entries if entry.name.startswith("live-")]
         return [1]  # one of them has gone in between
 
     # A program that is killed in register(), before the daemon has the memory, leaves an empty file.
