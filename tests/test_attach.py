@@ -206,10 +206,10 @@ def test_times_change_when_a_writer_comes_and_goes(file: Path) -> None:
     gpufs.attach(file).close()
     assert file.stat().st_mtime_ns == 1
     array = gpufs.attach(file, "r+")
-    wait_until(lambda: file.stat().st_mtime_ns > 1, 2, "a new time")
+    wait_until(lambda: file.stat().st_mtime_ns > 1, 20, "a new time")
     os.utime(file, ns=(1, 1))
     array.close()
-    wait_until(lambda: file.stat().st_mtime_ns > 1, 2, "a new time")
+    wait_until(lambda: file.stat().st_mtime_ns > 1, 20, "a new time")
 
 
 # ---- growth and holes ----
@@ -306,7 +306,7 @@ def test_attached_memory_cannot_be_cut_off(file: Path, shared_mount: GpufsMount)
         opened.flush()
         fallocate(opened.fileno(), ZERO_RANGE | KEEP_SIZE, 0, 10)
         assert file.read_bytes()[:20] == bytes(10) + b"ay change" + noise(SIZE)[19:20]
-        wait_until(lambda: f"PID {os.getpid()} " in shared_mount.log.read_text(), 5, "the holder in the log")
+        wait_until(lambda: f"PID {os.getpid()} " in shared_mount.log.read_text(), 20, "the holder in the log")
     os.truncate(file, 0)
     assert file.stat().st_size == 0
 
@@ -447,10 +447,10 @@ def test_programs_that_are_killed_leak_nothing(mount: Mounter) -> None:
     def settled() -> bool:
         now = Snapshot.of(mounted.pid)
         free = os.statvfs(mounted.device)
-        return now.descriptors <= before.descriptors and now.memfds <= 1 and free.f_bfree == free.f_blocks
+        memory_is_free = now.memfds <= 1 and free.f_bfree == free.f_blocks
+        return memory_is_free and now.descriptors <= before.descriptors and now.threads <= before.threads + 8
 
-    wait_until(settled, 20, "descriptors and memory to be released")
-    assert Snapshot.of(mounted.pid).threads <= before.threads + 15
+    wait_until(settled, 40, "descriptors, memory and, after ten idle seconds, threads to be released")
     assert not mounted.complaints()
 
 

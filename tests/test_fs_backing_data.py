@@ -167,12 +167,12 @@ def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> Non
             assert errno_of(copy, source, target, count) == errno.EIO
             assert target.stat().st_size == 0
             assert counters(one, "load")["refusals"][reason] == 1
-            complaints = wait_until(one.complaints, 5, "the line in the log")
+            complaints = wait_until(one.complaints, 20, "the line in the log")
             assert len(complaints) == 1, complaints
             assert reason in complaints[0]
         assert errno_of(copy, one.device / "whole", other.shown / "stored", MIB) == errno.EIO
         assert (other.there / "stored").stat().st_size == 0
-        assert len(wait_until(one.complaints, 5, "the line in the log")) == 1
+        assert len(wait_until(one.complaints, 20, "the line in the log")) == 1
         one.unmount()
 
 

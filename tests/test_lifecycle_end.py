@@ -176,15 +176,17 @@ def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter, driver: st
     before = Snapshot.of(mounted.pid)
     for round_ in range(25):
         work_on(mounted, round_)
+    # Pools start their threads as they are needed, four readers and four workers at most; a leak would be one a round.
     wait_until(
-        lambda: (now := Snapshot.of(mounted.pid)).memfds <= 2 and now.descriptors <= before.descriptors + 4,
-        10,
-        f"the descriptors to come back: {before.kinds} -> {Snapshot.of(mounted.pid).kinds}",
+        lambda: (
+            (now := Snapshot.of(mounted.pid)).memfds <= 2
+            and now.descriptors <= before.descriptors + 4
+            and now.threads <= before.threads + 8
+        ),
+        40,
+        f"descriptors and, after ten idle seconds, threads to go: {before.kinds} -> {Snapshot.of(mounted.pid).kinds}",
     )
     after = Snapshot.of(mounted.pid)
-    assert after.memfds <= 2
-    # Pools start their threads as they are needed, four readers and four workers at most; a leak would be one a round.
-    assert after.threads <= before.threads + 8
     # With io_uring each CPU's queue takes memory for a request at its first use, which may come late.
     queues = 2 * MIB * (os.cpu_count() or 1) if "uring" in mounted.status()["transport"] else 0
     assert after.resident_bytes <= before.resident_bytes + 12 * MIB + queues, (before, after)

@@ -282,7 +282,7 @@ def test_an_output_that_cannot_be_written(mount: Mounter, tmp_path: Path) -> Non
         done = run(*GPUFS, "trace", own.path, "-o", output, "--duration", "0.05", check=False)
         assert done.returncode == 1
         assert done.stderr == f"gpufs: {output}: {why}\n"
-        wait_until(lambda: not busy(own), 5, "the end of the recording")
+        wait_until(lambda: not busy(own), 20, "the end of the recording")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
@@ -296,7 +296,7 @@ def test_no_space_for_the_records(mount: Mounter, tmp_path: Path) -> None:
             [*GPUFS, "trace", own.path, "-o", tmp_path / "trace.json"],
             env={**os.environ, "TMPDIR": str(folder)}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        wait_until(lambda: busy(own), 5, "the beginning of the recording")
+        wait_until(lambda: busy(own), 20, "the beginning of the recording")
         with open(own.device / "file", "wb", buffering=0) as file:
             while recorder.poll() is None:
                 file.write(b"x")
