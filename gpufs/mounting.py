@@ -371,20 +371,16 @@ def remount(entry: MountEntry, flags: Collection[str]) -> None:
             raise OSError(code, f"{entry.mountpoint}: remount failed: {os.strerror(code)}")
 
 
-def abort(entry: MountEntry) -> bool:
-    """Cuts a mount's connection, so that every call that waits for it fails. Returns False if that is not possible.
+def abort(entry: MountEntry) -> None:
+    """Cuts a mount's connection, so that every call that waits for it fails.
 
-    Root and the mount's user may do it if the kernel's control file system for FUSE is mounted.
+    Root and the mount's user may do it if the kernel's control file system for FUSE is mounted. Otherwise nothing
+    happens, as when the mount is gone.
     """
-    try:
-        fd = os.open(f"{_CONNECTIONS}/{os.minor(entry.st_dev)}/abort", os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        os.write(fd, b"1")
-    finally:
-        os.close(fd)
-    return True
+    path = f"{_CONNECTIONS}/{os.minor(entry.st_dev)}/abort"
+    # While the mount is open, the kernel gives its number to no other one.
+    with suppress(OSError), _opened(entry), open(path, "wb", buffering=0) as control:
+        control.write(b"1")
 
 
 def unmount_dead(entry: MountEntry) -> bool:

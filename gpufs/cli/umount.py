@@ -58,6 +58,8 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         return
     mountpoint = entry.mountpoint
     pids = _mounts.daemons(mountpoint, entry)
+    if force and not pids and _is_bound(entry):
+        force, lazy = False, True  # cutting the connection would end the mount, with all its files
     leases = _leases_of(entry, pids, timeout)
     if force:
         _signal(pids, signal.SIGTERM)
@@ -123,6 +125,11 @@ def _kill(pids: list[int], timeout: float) -> list[int]:
     left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
     _signal(left, signal.SIGKILL)
     return _mounts.wait_for_end(left, max(_GRACE, timeout))  # freeing its memory can take long
+
+
+def _is_bound(entry: mounting.MountEntry) -> bool:
+    """Whether the mount is also at another place."""
+    return any(other.device == entry.device and other.mountpoint != entry.mountpoint for other in mounting.mounts())
 
 
 def _is_mounted(mountpoint: str) -> bool:
