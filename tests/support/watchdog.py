@@ -46,10 +46,17 @@ def mount_fusectl() -> None:
 
 def abort(path: str) -> None:
     """Ends the FUSE connections mounted at path: every waiting client gets an error."""
-    for minor, kind in mounted_at(path):
-        if kind.startswith("fuse"):
-            with contextlib.suppress(OSError):
-                (CONNECTIONS / minor / "abort").write_text("1")
+    try:
+        root = os.open(path, os.O_PATH)  # while it is open, the kernel gives the mount's number to no other one
+    except OSError:
+        return
+    try:
+        for minor, kind in mounted_at(path):
+            if kind.startswith("fuse"):
+                with contextlib.suppress(OSError):
+                    (CONNECTIONS / minor / "abort").write_text("1")
+    finally:
+        os.close(root)
 
 
 def rescue(path: str, group: int | None, log: list[str] | None = None) -> None:
