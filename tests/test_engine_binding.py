@@ -3,8 +3,13 @@
 import errno
 import gc
 import pickle
+import shutil
+import subprocess
+import sys
+import sysconfig
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.data import MIB
@@ -64,3 +69,15 @@ def test_buffer_keeps_its_engine_alive() -> None:
     del buffer
     gc.collect()
     assert kept() is None
+
+
+def test_a_checkout_that_hides_the_installed_gpufs_is_named(tmp_path: Path) -> None:
+    shutil.copytree(
+        Path(__file__).parents[1] / "gpufs", tmp_path / "gpufs", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    # -S, so that only this path leads to other packages: the test environment finds its own gpufs first.
+    program = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); import gpufs.engine"
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError")
+    assert str(tmp_path) in last
