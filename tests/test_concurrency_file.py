@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.data import GRANULE, MIB, assert_same, consists_of, noise, read_all, write_all
+from support.data import GRANULE, MIB, assert_same, consists_of, noise, read_all
 from support.processes import start_children, wait_children
 
 pytestmark = pytest.mark.driver
@@ -116,32 +116,6 @@ def test_truncation_during_reads_and_writes_leaves_only_data_and_zeros(root: Pat
 
     wait_children(start_children(1, cut) + start_children(2, write) + start_children(2, read))
     assert consists_of(read_all(file), b"\0x")
-
-
-def test_a_copy_of_a_changing_file_has_only_bytes_of_the_file(root: Path) -> None:
-    """copy_file_range while its source changes: every byte is one that the source had."""
-    (root / "source").write_bytes(b"a" * 8 * MIB)
-    (root / "target").write_bytes(b"a" * 8 * MIB)
-    stop = root / "stop"
-
-    def write(_: int) -> None:
-        fd = os.open(root / "source", os.O_WRONLY)
-        for number in range(40):
-            write_all(fd, b"ab"[number % 2 : number % 2 + 1] * 8 * MIB, 0)
-        stop.touch()
-
-    def copy(_: int) -> None:
-        source, target = os.open(root / "source", os.O_RDONLY), os.open(root / "target", os.O_WRONLY)
-        while not stop.exists():
-            done = 0
-            while done < 8 * MIB:
-                done += os.copy_file_range(source, target, 8 * MIB - done, done, done)
-
-    def read(_: int) -> None:
-        while not stop.exists():
-            assert consists_of(read_all(root / "target"), b"ab")
-
-    wait_children(start_children(1, write) + start_children(2, copy) + start_children(1, read))
 
 
 def test_copies_in_opposite_directions_do_not_deadlock(root: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from errno import EBADF, EINVAL, EOPNOTSUPP
 from pathlib import Path
 
 import pytest
 from support import linux
-from support.data import GIB, GRANULE, MIB, assert_same, noise, write_all
-from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_ZERO_RANGE
+from support.data import GIB, GRANULE, MIB, assert_same
+from support.linux import FALLOC_KEEP_SIZE
 from support.processes import errno_of
 
 pytestmark = pytest.mark.driver
@@ -49,38 +48,6 @@ def test_allocation_can_keep_the_size(fd: int) -> None:
     linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 20 * MIB)
     os.ftruncate(fd, 6)  # a truncate frees what was allocated beyond
     assert held(fd) <= GRANULE
-
-
-@pytest.mark.parametrize("keep", [0, FALLOC_KEEP_SIZE])
-@pytest.mark.parametrize(
-    ("offset", "length"), [(0, 4096), (5, 1), (4095, 70_000), (GRANULE - 1, GRANULE + 2), (MIB, 9 * MIB)]
-)
-def test_zeroing_a_range(fd: int, on_gpufs: bool, keep: int, offset: int, length: int) -> None:
-    data = bytearray(noise(3 * GRANULE, 2))
-    write_all(fd, data, 0)
-    code = errno_of(linux.fallocate, fd, FALLOC_ZERO_RANGE | keep, offset, length)
-    if not on_gpufs and code == EOPNOTSUPP:
-        return  # tmpfs has no ZERO_RANGE; device memory is zeroed by the device, so gpufs offers it
-    assert code == 0
-    end = offset + length
-    if not keep and end > len(data):
-        data += bytes(end - len(data))
-    data[offset : min(end, len(data))] = bytes(min(end, len(data)) - offset)
-    assert os.fstat(fd).st_size == len(data)
-    assert_same(os.pread(fd, 64 * MIB, 0), bytes(data))
-
-
-def test_other_allocation_modes_are_refused(fd: int, root: Path) -> None:
-    write_all(fd, noise(4 * GRANULE), 0)
-    assert errno_of(linux.fallocate, fd, linux.FALLOC_COLLAPSE_RANGE, 0, GRANULE) == EOPNOTSUPP
-    assert errno_of(linux.fallocate, fd, linux.FALLOC_INSERT_RANGE, 0, GRANULE) == EOPNOTSUPP
-    assert errno_of(linux.fallocate, fd, FALLOC_PUNCH_HOLE, 0, GRANULE) == EOPNOTSUPP  # needs KEEP_SIZE
-    assert errno_of(linux.fallocate, fd, 0x1000, 0, GRANULE) == EOPNOTSUPP
-    assert errno_of(linux.fallocate, fd, 0, 0, -1) == EINVAL
-    reader = os.open(root / "file", os.O_RDONLY)
-    assert errno_of(linux.fallocate, reader, 0, 0, 1) == EBADF
-    os.close(reader)
-    assert_same(os.pread(fd, 5 * GRANULE, 0), noise(4 * GRANULE))
 
 
 # ---- SEEK_DATA, SEEK_HOLE ----

@@ -8,7 +8,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Callable
-from errno import EINVAL, ENOSYS, ESRCH, ESTALE
+from errno import EINVAL, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +138,6 @@ def test_a_loop_device_works(root: Path, reference: Path) -> None:
     lines = run("unshare", "-m", "bash", "-euo", "pipefail", "-c", script).stdout.splitlines()
     assert len(lines) == 2
     assert lines[0] == lines[1]
-
-
-@privileged
-def test_swap_and_quotas_are_refused(root: Path) -> None:
-    swap = root / "swap"
-    swap.write_bytes(bytes(8 * MIB))
-    swap.chmod(0o600)
-    run("mkswap", swap)
-    assert errno_of(lambda: checked(libc.swapon(os.fsencode(swap), 0))) == EINVAL
-    fd = os.open(root, os.O_RDONLY)
-    get_format, quotactl_fd, answer = 0x800004 << 8, 443, ctypes.create_string_buffer(64)
-    assert errno_of(lambda: checked(libc.syscall(quotactl_fd, fd, get_format, 0, answer))) in (ENOSYS, ESRCH)
-    os.close(fd)
 
 
 # ---- file handles ----

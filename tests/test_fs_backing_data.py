@@ -88,12 +88,6 @@ def working(mount: GpufsMount) -> int:
     return int(pool["running"] + pool["queued"])
 
 
-def relayed(mount: GpufsMount, operation: str) -> int:
-    """How many of an operation's requests the control plane has been asked for."""
-    found = mount.status()["statistics"]["operations"].get(operation, {"relayed": 0})
-    return int(found["relayed"])
-
-
 def counters(mount: GpufsMount, direction: str) -> dict[str, Any]:
     found: dict[str, Any] = mount.status()["io"]["devices"][0][direction]
     return found
@@ -201,18 +195,6 @@ def test_appends_go_to_the_end_of_the_hosts_file(disk: Place) -> None:
         assert [line for line in lines if line.startswith(b"%d " % index)] == [b"%d %d" % (index, n) for n in range(50)]
 
 
-def test_a_mapping_of_a_file_open_for_appending_keeps_its_place(disk: Place) -> None:
-    shown = disk.file("file", bytes(2 * PAGE))
-    fd = os.open(shown, os.O_RDWR | os.O_APPEND)
-    try:
-        with mmap.mmap(fd, 2 * PAGE) as mapping:
-            mapping[10:14] = b"here"
-            mapping.flush()
-    finally:
-        os.close(fd)
-    assert (disk.there / "file").read_bytes() == bytes(10) + b"here" + bytes(2 * PAGE - 14)
-
-
 def test_an_open_file_can_be_truncated_after_its_mode_changed(disk: Place) -> None:
     disk.file("file", noise(PAGE))
     (disk.there / "file").chmod(0o666)
@@ -256,14 +238,6 @@ def test_shared_mappings(disk: Place) -> None:
     assert_same((disk.there / "file").read_bytes(), data)
     with open(shown, "rb") as reader, mmap.mmap(reader.fileno(), MIB, access=mmap.ACCESS_READ) as mapping:
         assert_same(mapping[:], data)
-
-
-def test_dirty_pages_of_a_mapping_reach_a_copy(disk: Place) -> None:
-    shown, buffer = disk.file("file", bytes(MIB)), disk.mount.device / "buffer"
-    with open(shown, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), MIB) as mapping:
-        mapping[MIB // 2 : MIB // 2 + 5] = b"dirty"
-        assert copy(shown, buffer, MIB) == MIB
-    assert buffer.read_bytes()[MIB // 2 : MIB // 2 + 5] == b"dirty"
 
 
 # ---- several processes, and what changes below ----

@@ -16,14 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import trio
-import trio.testing
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, as_nobody, errno_of, in_child, run, start_children, wait_children, wait_until
-
-from gpufs.fs.backing import Share, calls
-from gpufs.fs.backing.inodes import HostInodes
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
@@ -144,31 +139,6 @@ def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path,
         mounted.unmount()
 
 
-def test_an_exiting_process_does_not_wait_for_a_server(mount: Mounter) -> None:
-    """The kernel closes the files of the process, while more reads wait than threads serve the server."""
-    with HangingMount(operations=["read"]) as hung:
-        mounted = mount("--backing", f"hung={hung.path}")
-        shown = mounted.path / "backing" / "hung" / "file"
-
-        def end_when_told(index: int) -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-            os.open(shown, os.O_RDWR)
-            signal.sigwait([signal.SIGUSR1])
-
-        (ends,) = start_children(1, end_when_told)
-        wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == 1, 60, "the opening")
-        readers = start_children(12, lambda _: use(os.open(shown, os.O_RDONLY), "read"))
-        try:
-            wait_until(lambda: mounted.status()["statistics"]["pool"]["queued"] > 0, 60, "reads that wait for a thread")
-            os.kill(ends, signal.SIGUSR1)
-            wait_until(lambda: gone(ends), 60, "the end of a process that ends by itself")
-            assert hung.waiting() > 0
-        finally:
-            hung.resume()
-        wait_children(readers)
-        mounted.unmount()
-
-
 def test_a_handled_signal_does_not_end_a_write(mount: Mounter) -> None:
     with HangingMount(operations=["write"]) as hung:
         mounted = mount("--backing", f"hung={hung.path}")
@@ -220,31 +190,6 @@ def test_calls_of_one_user_are_bounded(mount: Mounter, host: Path) -> None:
         run("umount", mounted.path)
         hung.release()
         mounted.wait_ended()
-
-
-async def test_calls_of_all_users_leave_some_for_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With smaller bounds than those of a mount, for which no machine has enough processes."""
-    for name, value in (("_CALLS_OF_A_USER", 2), ("_CALLS", 5), ("_RESERVED_CALLS", 1)):
-        monkeypatch.setattr(calls, name, value)
-    inodes = HostInodes({}, 0, lambda parent, name: None)
-    found = os.open(tmp_path, os.O_PATH), os.stat(tmp_path)
-    node = inodes.meet(found, Share("data", str(tmp_path), read_only=False), None)
-    host_calls, answered = calls.HostCalls(inodes), threading.Event()
-
-    async def call(uid: int) -> None:
-        await host_calls.run(uid, node, answered.wait)
-
-    async with trio.open_nursery() as nursery:
-        for uid in (1001, 1001, 1002, 1002):
-            nursery.start_soon(call, uid)
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(OSError) as refused:
-            await call(1003)
-        assert refused.value.errno == errno.EBUSY
-        nursery.start_soon(call, 0)
-        await trio.testing.wait_all_tasks_blocked()
-        answered.set()
-    inodes.close()
 
 
 def errno_of_soon(path: Path) -> int:

@@ -19,7 +19,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -593,10 +593,11 @@ def perform(side: Side, function: Operation, arguments: tuple[Any, ...]) -> Any:
         return str(failure)
 
 
-def play(ours: Path, theirs: Path, seed: int, steps: int, every: int = 50) -> None:
-    """Raises Different if a step, or the tree after it, is not the same on both sides."""
+def play(ours: Path, theirs: Path, seed: int, steps: int, without: Collection[str] = ()) -> None:
+    """Raises Different if a step, or the tree after some steps, is not the same on both sides."""
     r = random.Random(seed)
-    names = list(OPERATIONS)
+    every = 50
+    names = [name for name in OPERATIONS if name not in without]
     weights = [OPERATIONS[name][0] for name in names]
     sides = [Side(ours), Side(theirs)]
     log: collections.deque[str] = collections.deque(maxlen=25)
