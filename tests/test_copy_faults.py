@@ -22,7 +22,6 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import Snapshot, run, wait_until
 
 PROGRAMS = ("cp", "gpufs cp")
-DIRECTIONS = ("load", "store")
 SIZE = 8 * MIB + 777
 CHUNK = 256 * KIB
 ONE_THREAD = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "256K"}

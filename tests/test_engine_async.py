@@ -264,17 +264,6 @@ def test_futures_are_awaited_in_asyncio(host: engine.Engine, file: engine.Backin
     assert asyncio.run(work()) == list(range(1, 50))
 
 
-def test_arrays_are_memory_too(host: engine.Engine, file: engine.BackingFile) -> None:
-    array = numpy.zeros(1000, dtype=numpy.uint8)
-    with engine.Stream(host) as stream:
-        assert file.read_async(array, stream=stream).result(60) == 1000
-        assert array.tobytes() == DATA[:1000]
-        array[:] = 9
-        assert file.write_async(array, 500, 100, 200, stream=stream, sync="data").result(60) == 500
-        assert file.read_async(array, 500, 100, stream=stream).result(60) == 500
-        assert array.tobytes() == b"\x09" * 1000
-
-
 def test_batches(host: engine.Engine, file: engine.BackingFile) -> None:
     with engine.Batch(host, 64) as batch:
         buffers = [engine.Buffer(host) for _ in range(50)]

@@ -144,8 +144,6 @@ def test_an_engine_that_closes_unlocks() -> None:
     assert not lock.locked
 
 
-# ---- over fake GPUs ----
-
 # ---- a mount's own memory for requests ----
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import gc
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -76,14 +74,6 @@ def test_numbers_are_named(
         for move in (file.read, file.write, file.read_future):
             with pytest.raises(error, match=f"^{name}: .*{said}"):
                 move(buffer, **{name: value})
-
-
-def test_waiting_takes_very_long_times(host: engine.Engine, file: engine.BackingFile) -> None:
-    with engine.Buffer(host) as buffer, engine.Batch(host) as batch:
-        assert batch.wait(fewest=1 << 60, timeout=float("inf")) == []  # nothing is in progress
-        for timeout in (float("inf"), 1e300, 1 << 70):
-            with engine.Transfer("load", file, buffer) as transfer:
-                assert transfer.wait(timeout)
 
 
 @pytest.mark.parametrize("address", [0, -1, 1 << 64, 1.5, "x", None])
@@ -197,48 +187,6 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
     )
     done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
-    """The exiting interpreter waits for a running callback and calls no later ones."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 * MIB))
-    script = (
-        "import atexit, sys, threading, time\n"
-        "atexit.register(time.sleep, 0.6)\n"  # called last: the thread of the callbacks goes on behind all others
-        "from gpufs import engine\n"
-        "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
-        "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
-        "begun = threading.Event()\n"
-        "def go_on(_):\n"
-        "    begun.set(); time.sleep(0.2); file.read_future(buffer).add_done_callback(late)\n"
-        "def late(_):\n"
-        "    print('late')\n"
-        "file.read_future(buffer).add_done_callback(go_on); begun.wait()"
-    )
-    done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_descriptors_are_closed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(noise(MIB))
-
-    def once() -> None:
-        with (
-            engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened,
-            engine.BackingFile.open(opened, path) as file,
-            engine.Buffer(opened) as buffer,
-        ):
-            assert file.read(buffer) == MIB
-            futures = [file.read_future(buffer) for _ in range(8)]
-            concurrent.futures.wait(futures, PATIENCE)
-
-    once()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        once()
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the thread that waits for futures
 
 
 @pytest.mark.parametrize("words", [("read",), ("load", "sometimes"), ("load", "auto", "never"), ("store",)], ids=str)

@@ -286,28 +286,6 @@ def test_an_output_that_cannot_be_written(mount: Mounter, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_no_space_for_the_records(mount: Mounter, tmp_path: Path) -> None:
-    own = mount()
-    folder = tmp_path / "small"
-    folder.mkdir()
-    run("mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder)
-    try:
-        recorder = subprocess.Popen(
-            [*GPUFS, "trace", own.path, "-o", tmp_path / "trace.json"],
-            env={**os.environ, "TMPDIR": str(folder)}, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        wait_until(lambda: busy(own), 20, "the beginning of the recording")
-        with open(own.device / "file", "wb", buffering=0) as file:
-            while recorder.poll() is None:
-                file.write(b"x")
-        assert (
-            recorder.communicate()[1]
-            == f"gpufs: {folder}: No space left on device: records are kept there until the end\n"
-        )
-    finally:
-        run("umount", folder)
-
-
 # ---- the records ----
 
 
