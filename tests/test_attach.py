@@ -352,26 +352,6 @@ def test_the_last_user_ends_the_lease(file: Path, shared_mount: GpufsMount) -> N
     os.truncate(file, 0)
 
 
-def test_many_threads_attach_at_once(file: Path, shared_mount: GpufsMount) -> None:
-    failures: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(20):
-                with gpufs.attach(file, "r+" if turn % 2 else "r") as array:
-                    assert bytes(array.memoryview()[:64]) == noise(SIZE)[:64]
-                    array.refresh()
-        except BaseException as error:  # noqa: BLE001 - raised by the main thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
 def test_a_forked_child_neither_ends_nor_keeps_leases(file: Path, shared_mount: GpufsMount) -> None:
     script = """
 import gpufs, os, sys, time
@@ -419,17 +399,6 @@ def test_what_cannot_be_attached(file: Path, shared_mount: GpufsMount, tmp_path:
 
 
 # ---- ends ----
-
-
-@pytest.mark.complains  # about each refusal, which names the holder
-def test_a_killed_program_leaves_nothing(file: Path, shared_mount: GpufsMount) -> None:
-    with program(HOLD, file, "r+") as holder:
-        (lease,) = leases(shared_mount)
-        assert (lease["pid"], lease["path"], lease["bytes"], lease["mode"]) == (holder.pid, str(file), SIZE, "r+")
-        assert errno_of(os.truncate, file, 0) == EBUSY
-        holder.send_signal(signal.SIGKILL)
-        wait_for_leases(shared_mount, 0)
-    os.truncate(file, 0)
 
 
 def test_programs_that_are_killed_leak_nothing(mount: Mounter) -> None:

@@ -258,26 +258,6 @@ def test_requests_for_what_is_not_attached_give_nothing(folder: Path, shared_mou
         assert len(leases(shared_mount)) <= 2
 
 
-def test_a_replayed_message_gives_no_more_than_its_descriptor(folder: Path, shared_mount: GpufsMount) -> None:
-    """A message names no file: without a descriptor, or with another one, it is worth nothing."""
-    secret, own = file_of(folder, 0o600), file_of(folder, 0o666)
-    own.write_bytes(b"o" * SIZE)
-
-    def attack() -> bool:
-        with Attacker(socket_of(shared_mount.path)) as client, descriptor(own, os.O_RDWR) as fd:
-            client.greet()
-            for number in range(1, 20):
-                _, received = client.ask(Attach(number, "r+"), [fd])
-                for one in received:
-                    if os.pread(one, SIZE, 0) != b"o" * SIZE:
-                        return False
-                    os.close(one)
-        return True
-
-    with gpufs.attach(secret):
-        assert as_nobody(attack)
-
-
 @pytest.mark.complains
 def test_refusals_of_a_user_do_not_fill_the_log(folder: Path, shared_mount: GpufsMount) -> None:
     shared_mount.complaints()

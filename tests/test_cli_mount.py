@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.cli import gpufs
-from support.processes import PATIENCE, has_ended, wait_until
+from support.processes import has_ended, wait_until
 from support.watchdog import mounted_at
 
 from gpufs import cli, launching
@@ -175,23 +174,3 @@ def test_a_failed_start_is_reported_in_one_line(
     stand_in(monkeypatch, tmp_path, body)
     assert words in launch_fails(mountpoint, capfd)
     wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
-
-
-def test_an_interrupted_start_leaves_no_process(mountpoint: Path, tmp_path: Path) -> None:
-    """Ctrl-C and SIGTERM while the mount comes up."""
-    script = tmp_path / "stand_in.py"
-    script.write_text("import sys, time\nif sys.stdin.buffer.read(): time.sleep(1000)\n")
-    launcher = (
-        "import os, sys; from gpufs import cli, launching;"
-        "launching.DAEMON = (sys.executable, os.environ['STAND_IN']);"
-        f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
-    )
-    environment = {**os.environ, "STAND_IN": str(script)}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen([sys.executable, "-c", launcher], stderr=subprocess.PIPE, text=True, env=environment)
-        wait_until(lambda: left_over(tmp_path), 20, "the stand-in")
-        process.send_signal(number)  # also when its launcher does not know yet that it has it
-        _, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == (130 if number == signal.SIGINT else 143)
-        assert "Traceback" not in error
-        wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")

@@ -11,14 +11,12 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.copying import BOTH, READ, WRITE, connection, opened, transfers, wait_for_no_copies
 from support.data import GIB, MIB, assert_same, noise
-from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, as_nobody, errno_of, run, wait_until
@@ -58,24 +56,6 @@ def test_a_file_of_any_size_is_copied_there_and_back(root: Path, host: Path, siz
         assert result.method == "transfer"
 
 
-def test_attributes_are_right_immediately_after_a_copy(root: Path, host: Path) -> None:
-    """Every process sees them, although the kernel has cached older ones."""
-    (host / "source").write_bytes(noise(7 * MIB))
-    target = root / "file"
-    target.write_bytes(b"old contents")
-    os.utime(target, (1, 1))
-    before = time.time()
-    for _ in range(20):
-        target.write_bytes(b"old contents")
-        assert target.stat().st_size == 12
-        client.copy(host / "source", target)
-        assert run("stat", "-c", "%s", target).stdout.strip() == str(7 * MIB)
-        status = target.stat()
-        assert status.st_blocks * 512 >= 7 * MIB
-        assert before - 1 <= status.st_mtime <= time.time() + 1
-        assert before - 1 <= status.st_ctime <= time.time() + 1
-
-
 def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> None:
     """Neither file is on a device, so the client reads and writes them itself."""
     content = noise(MIB + 5)
@@ -92,24 +72,6 @@ def test_files_below_backing_are_copied_as_files(mount: Mounter, host: Path) -> 
         with pytest.raises(client.CopyError) as refused:
             client.copy(host / "source", there / "file", fastpath="require")
         assert refused.value.errno == errno.EINVAL
-
-
-def test_the_fastpath_can_be_required(root: Path, host: Path, reference: Path, driver: str) -> None:
-    """It moves everything except an unaligned end. A file on tmpfs is refused."""
-    skip_without_fastpath(host, driver)
-    for size in (4 * MIB, 4 * MIB + 777):
-        (host / "source").write_bytes(noise(size))
-        load = client.copy(host / "source", root / "file", fastpath="require")
-        store = client.copy(root / "file", host / "back", fastpath="require")
-        for result in (load, store):
-            assert result.paths["fastpath"] == 4 * MIB
-            assert result.paths.get("fallback", 0) == size - 4 * MIB
-        assert_same((host / "back").read_bytes(), noise(size))
-    (reference / "source").write_bytes(noise(4 * MIB))
-    done = cp("--fastpath", "require", reference / "source", root / "file", check=False)
-    assert done.returncode == 1
-    assert "file_system" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 # ---- the command ----

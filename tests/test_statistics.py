@@ -88,13 +88,6 @@ def test_the_file_has_what_the_engine_counts(tmp_path: Path) -> None:
     assert (dead["alive"], dead["dead_since"]) == (False, dead["updated"])
 
 
-def test_an_engine_opens_without_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "missing" / "counters"
-    with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(path)) as opened:
-        assert statistics.parse(opened.statistics_read())["devices"][0]["gauges"]["total_bytes"] == 64 * MIB
-    assert not path.exists()
-
-
 def test_another_version_is_named(host: engine.Engine) -> None:
     data = host.statistics_read()
     with pytest.raises(statistics.StatisticsError, match="format 99"):
@@ -239,22 +232,6 @@ def test_a_later_mount_removes_old_counters(mount: Mounter) -> None:
         run(*GPUFS, "umount", own.path)
 
 
-# ---- the command ----
-
-
-def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
-    own = mount("--no-auto-unmount")
-    counters_of(own).unlink()
-    found = json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)
-    assert (found["pid"], found["alive"]) == (own.pid, True)
-    own.signal(signal.SIGKILL)
-    own.daemon.wait(PATIENCE)
-    done = run(*GPUFS, "stats", own.path, check=False)
-    assert done.returncode == 1
-    assert "its statistics cannot be read" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # ---- Prometheus ----
 
 Labels = tuple[tuple[str, str], ...]
@@ -270,22 +247,6 @@ def metrics_of(text: str) -> dict[str, dict[Labels, float]]:
             assert key not in samples
             samples[key] = sample.value
     return found
-
-
-def test_metrics_for_prometheus(mount: Mounter) -> None:
-    own = mount()
-    (own.device / "file").write_bytes(bytes(2 * MIB))
-    (own.device / "file").read_bytes()
-    settled(own, 2 * MIB)
-    found = metrics_of((own.path / ".gpufs/metrics").read_text())
-    place = ("mountpoint", str(own.path))
-    assert all(place in labels for samples in found.values() for labels in samples)
-    key = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), place)
-    assert found["gpufs_bytes_total"][key] == 2 * MIB
-    assert found["gpufs_operation_size_bytes_sum"][key] == 2 * MIB
-    assert found["gpufs_operation_duration_seconds_count"][key] == found["gpufs_operation_size_bytes_count"][key]
-    assert found["gpufs_device_held_bytes"][(("device", "gpu0"), place)] == 2 * MIB
-    assert (("driver", "host"), place, ("version", engine.engine_version())) in found["gpufs_build_info"]
 
 
 def test_metrics_of_odd_numbers(host: engine.Engine) -> None:
