@@ -405,10 +405,10 @@ def test_programs_that_are_killed_leak_nothing(mount: Mounter) -> None:
     """1,000 of them in the campaign `attached`."""
     mounted = mount(memory=512 * MIB)
     (mounted.device / "small").write_bytes(b"in a slab, whose descriptor the daemon keeps")
-    kill_programs(mounted.device, 5, 1, ("attach", "register"))
+    kill_programs(mounted.device, 5, 1)
     wait_for_leases(mounted, 0)
     before = Snapshot.of(mounted.pid)
-    kill_programs(mounted.device, 30, 2, ("attach", "register"))
+    kill_programs(mounted.device, 30, 2)
     wait_for_leases(mounted, 0)
     for path in mounted.device.iterdir():
         path.unlink()

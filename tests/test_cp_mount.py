@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,15 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, as_nobody, errno_of, run, wait_until
 
 from gpufs import client
-from gpufs.protocol import Result
 
 pytestmark = pytest.mark.driver
 
 GPUFS_CP = (*GPUFS, "cp")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server, or acts as another user")
 
 
 def cp(*words: str | Path, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
     return run(*GPUFS_CP, *words, check=check, **options)
-
-
-def started(mount: GpufsMount, child: subprocess.Popen[Any]) -> None:
-    """Waits until the daemon copies for the child (or the child has ended: it was too fast)."""
-    wait_until(lambda: transfers(mount)["running"] or child.poll() is not None, 20, "the start of the copy")
 
 
 # ---- copies ----
@@ -95,67 +89,28 @@ def test_a_mount_is_found_through_links_and_bind_mounts(shared_mount: GpufsMount
             run("umount", host / "bind")
 
 
-def test_unmounting_during_a_copy(mount: Mounter, host: Path) -> None:
-    """umount(8) is refused. SIGTERM to the daemon cancels the copy and unmounts."""
-    own = mount(memory=2 * GIB)
-    with open(host / "source", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, GIB)
-    with opened(host / "source") as source, opened(own.device / "file", WRITE | os.O_CREAT) as target:
-        daemon = connection(own.path)
-        results: list[Any] = []
-
-        def copy() -> None:
-            for _ in range(200):
-                try:
-                    result = daemon.copy("load", source, target, fastpath="off")
-                except OSError as error:
-                    results.append(error)
-                    return
-                results.append(result)
-                if result.error:
-                    return
-
-        thread = threading.Thread(target=copy)
-        thread.start()
-        wait_until(lambda: transfers(own)["running"], 20, "the start of the copy")
-        refused = subprocess.run(["umount", own.path], capture_output=True, check=False)
-        assert refused.returncode == 32
-        own.signal(signal.SIGTERM)
-        thread.join(60)
-        assert not thread.is_alive()
-        daemon.close()
-        last = results[-1]
-        if isinstance(last, Result):
-            assert last.error == errno.ECANCELED
-        else:
-            assert last.errno in (errno.ESHUTDOWN, errno.EPIPE, errno.ECONNRESET)
-    own.wait_ended(30)
-
-
+@as_root
 @pytest.mark.complains
-def test_a_killed_daemon_ends_the_copy_with_an_error(mount: Mounter, host: Path) -> None:
-    """The client fails with one line and does not hang."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_daemon_ends_a_copy(mount: Mounter, host: Path, number: signal.Signals) -> None:
+    """umount(8) is refused. A signal to the daemon ends the copy and the mount, and the client says why in one line."""
     own = mount(memory=2 * GIB)
-    with open(host / "source", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, GIB)
-    command = [*GPUFS_CP, "--fastpath", "off", str(host / "source"), str(own.device / "file")]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started(own, child)
-    own.signal(signal.SIGKILL)
-    _, errors = child.communicate(timeout=PATIENCE)
-    if child.returncode:
-        assert len(errors.splitlines()) == 1
+    with HangingMount(operations=(), good=GIB, delay=0.005) as slow:
+        command = [*GPUFS_CP, str(slow.file), str(own.device / "file")]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: transfers(own)["running"] or child.poll() is not None, 20, "the start of the copy")
+        assert run("umount", own.path, check=False).returncode == 32
+        own.signal(number)
+        _, errors = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, len(errors.splitlines())) == (1, 1), errors
         assert errors.startswith("gpufs cp: ")
-    own.daemon.wait(PATIENCE)
+        own.wait_ended(code=0 if number == signal.SIGTERM else -number)
+    (host / "source").write_bytes(b"late")
     late = cp(host / "source", own.device / "file", check=False)
-    assert late.returncode == 1
-    assert len(late.stderr.splitlines()) == 1
-    own.rescue()
+    assert (late.returncode, len(late.stderr.splitlines())) == (1, 1)
 
 
 # ---- rights: a root daemon and a plain user ----
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
 
 
 def ask(root: Path, direction: str, host_fd: int, mount_fd: int) -> tuple[int, int]:

@@ -250,41 +250,23 @@ def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, host: Pat
 # ---- symbolic links ----
 
 
-@pytest.fixture
-def linked(mount: Mounter, host: Path) -> tuple[Path, Path]:
-    """A share as the mount shows it and as it is, with a link nine levels down that leads to its top."""
+def test_a_link_that_a_move_makes_lead_out_is_not_followed(mount: Mounter, host: Path) -> None:
+    """A link nine levels down leads to the top of the share: moved up it leads out, whoever moves it or a directory."""
     mounted = mount("--backing", f"data={host}", allow_other=True)
-    deep = host / "/".join("123456789")
-    deep.mkdir(parents=True)
+    shown, deep = mounted.path / "backing" / "data", "/".join("123456789")
+    (host / deep).mkdir(parents=True)
     (host / "top").write_bytes(b"top")
-    os.symlink("../" * 9 + "top", deep / "link")
-    shown = mounted.path / "backing" / "data"
-    assert (shown / "1/2/3/4/5/6/7/8/9/link").read_bytes() == b"top"
-    return shown, host
-
-
-def test_a_link_that_was_moved_up_leads_out(linked: tuple[Path, Path]) -> None:
-    shown, _ = linked
-    os.rename(shown / "1/2/3/4/5/6/7/8/9/link", shown / "link")
-    assert errno_of(os.readlink, shown / "link") == errno.ELOOP
-    assert errno_of(os.stat, shown / "link") == errno.ELOOP
-    os.rename(shown / "link", shown / "1/2/3/4/5/6/7/8/9/back")
-    assert (shown / "1/2/3/4/5/6/7/8/9/back").read_bytes() == b"top"
-
-
-def test_a_link_that_was_moved_on_the_host_leads_out(linked: tuple[Path, Path]) -> None:
-    shown, host = linked
-    os.rename(host / "1/2/3/4/5/6/7/8/9/link", host / "link")
-    assert errno_of(os.readlink, shown / "link") == errno.ELOOP
-    os.symlink("../" * 9 + "top", host / "1/2/3/4/5/6/7/8/9/second")
-    assert (shown / "1/2/3/4/5/6/7/8/9/second").read_bytes() == b"top"
+    for name in ("link", "second", "third"):
+        os.symlink("../" * 9 + "top", host / deep / name)
+        assert (shown / deep / name).read_bytes() == b"top"
+    os.rename(shown / deep / "link", shown / "link")
+    assert errno_of(os.readlink, shown / "link") == errno_of(os.stat, shown / "link") == errno.ELOOP
+    os.rename(shown / "link", shown / deep / "back")
+    assert (shown / deep / "back").read_bytes() == b"top"
+    os.link(shown / deep / "back", shown / "linked", follow_symlinks=False)
+    for path in (shown / deep / "back", shown / "linked"):  # of several names, of which one is higher up
+        assert errno_of(os.stat, path) == errno.ELOOP
+    os.rename(host / deep / "second", host / "second")
+    assert errno_of(os.readlink, shown / "second") == errno.ELOOP
     os.rename(host / "1/2", host / "up")
-    assert errno_of(os.stat, shown / "up/3/4/5/6/7/8/9/second") == errno.ELOOP
-
-
-def test_a_link_of_several_names_that_leads_up_is_not_followed(linked: tuple[Path, Path]) -> None:
-    shown, _ = linked
-    deep = "1/2/3/4/5/6/7/8/9/link"
-    os.link(shown / deep, shown / "second", follow_symlinks=False)
-    for name in (deep, "second"):
-        assert errno_of(os.stat, shown / name) == errno.ELOOP
+    assert errno_of(os.stat, shown / "up/3/4/5/6/7/8/9/third") == errno.ELOOP

@@ -215,23 +215,6 @@ def test_counters_are_removed_at_a_clean_end(mount: Mounter) -> None:
     assert not path.exists()
 
 
-def test_a_later_mount_removes_old_counters(mount: Mounter) -> None:
-    """The counters of a dead mount stay until the next daemon at the same place."""
-    own = mount("--no-auto-unmount")
-    path = counters_of(own)
-    own.signal(signal.SIGKILL)
-    own.daemon.wait(PATIENCE)
-    assert path.exists()
-    subprocess.run(["umount", "-l", str(own.path)], check=True, timeout=PATIENCE)
-    mount().unmount()
-    assert not json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)["alive"]
-    run(*GPUFS, "mount", own.path, "--driver", "host", "--memory", "16M")
-    try:
-        assert not path.exists()
-    finally:
-        run(*GPUFS, "umount", own.path)
-
-
 # ---- Prometheus ----
 
 Labels = tuple[tuple[str, str], ...]

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from errno import ESTALE
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import msgpack
 
 from gpufs import protocol
+from support.copying import socket_path
 from support.data import MIB
 from support.mounting import REPOSITORY, GpufsMount
 from support.processes import NOBODY, PATIENCE, run, start_children, wait_children, wait_until
@@ -67,18 +68,14 @@ print(array.nbytes, flush=True)
 sys.stdin.read()
 """
 
-# For each number on standard input: starts a process that uses files of argv[1] until it is killed, in all ways that
-# argv[2:] names, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
+# For each number on standard input: starts a process that attaches files of argv[1] and registers memory there until it
+# is killed, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
 RESTLESS = """
 import itertools, mmap, os, random, signal, sys
 import numpy
 import gpufs, gpufs.engine
 gpufs.attach
-folder, kinds = sys.argv[1], sys.argv[2:]
-if "publish" in kinds:
-    import torch
-    import gpufs.torch
-    torch.set_num_threads(1)
+folder = sys.argv[1]
 
 def attach(chooser, held):
     path = os.path.join(folder, f"file{chooser.randrange(4)}")
@@ -105,18 +102,12 @@ def register(chooser, held):
     else:
         registration.close()
 
-def publish(chooser, held):
-    tensors = {str(n): torch.zeros(chooser.randrange(1, 1 << 18)) for n in range(3)}
-    path = os.path.join(folder, f"weights{chooser.randrange(2)}")
-    gpufs.torch.publish(tensors, path)
-    held.append(gpufs.torch.load_file(path))
-
 numbers = itertools.count()
 
 def restless(chooser):
     held = []
     while True:
-        globals()[chooser.choice(kinds)](chooser, held)
+        chooser.choice((attach, register))(chooser, held)
         if len(held) > 5:
             held.pop(chooser.randrange(len(held)))
 
@@ -128,16 +119,15 @@ for line in sys.stdin:
         restless(random.Random(int(line)))
     print(child, flush=True)
 """
-KILLED_KINDS = ("attach", "register", "publish")
 
 
-def kill_programs(directory: Path, cycles: int, seed: int, kinds: Sequence[str] = KILLED_KINDS) -> None:
+def kill_programs(directory: Path, cycles: int, seed: int) -> None:
     """Starts programs that use files of the directory, two at a time, and kills each with SIGKILL at some point.
 
-    ``kinds``: what they do, of KILLED_KINDS. AssertionError if memory that they registered stays a file.
+    AssertionError if memory that they registered stays a file.
     """
     chooser = random.Random(seed)
-    with program(RESTLESS, directory, *kinds) as starter:
+    with program(RESTLESS, directory) as starter:
         assert starter.stdin is not None
         assert starter.stdout is not None
         running: list[int] = []
@@ -217,10 +207,6 @@ class Attacker:
         self.close()
 
 
-def socket_of(mount: Path) -> str:
-    return (mount / ".gpufs/socket").read_text().strip()
-
-
 def grants_write(fd: int) -> bool:
     """Whether the holder of a descriptor of memory can write to it in any way."""
     for attempt in (
@@ -250,7 +236,7 @@ class Fuzzer:
 
     def __init__(self, mount: Path, seed: int) -> None:
         self.mount = mount
-        self.path = socket_of(mount)
+        self.path = socket_path(mount)
         self.chooser = random.Random(seed)
         self.sent = 0
 
