@@ -458,50 +458,38 @@ def test_a_dead_mount_is_named(mount: Mounter) -> None:
 # ---- daemons that lie ----
 
 
-class LyingDaemon:
+def lie(listener: socket.socket, sizes: list[int]) -> None:
     """Answers each request for memory with a piece of 2 MiB, and a size that a file with that memory cannot have."""
-
-    def __init__(self, path: Path, sizes: list[int]) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._listener.settimeout(PATIENCE)
-        self._sizes = sizes
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while self._sizes:
-            sock, _ = self._listener.accept()
-            with sock:
-                while data := sock.recv(1 << 16):
-                    self._answer(sock, protocol.decode_client(data))
-
-    def _answer(self, sock: socket.socket, request: protocol.ClientMessage) -> None:
-        if isinstance(request, protocol.Hello):
-            protocol.send(sock, protocol.Welcome(1, "", 16))
-        elif isinstance(request, protocol.Detach):
-            protocol.send(sock, protocol.Detached(request.id))
-        elif isinstance(request, protocol.Attach | protocol.Refresh):
-            first = isinstance(request, protocol.Attach)
-            size = self._sizes.pop(0)
-            protocol.send(sock, protocol.Attached(request.id, driver="host", size=size, pieces=int(first)))
-            if first:
-                memory = os.memfd_create("memory")
-                os.ftruncate(memory, 2 * MIB)
-                protocol.send(sock, protocol.Pieces(request.id, [0], [2 * MIB]), [memory])
-                os.close(memory)
-
-    def close(self) -> None:
-        self._thread.join()
-        self._listener.close()
+    while sizes:
+        sock, _ = listener.accept()
+        with sock:
+            while data := sock.recv(1 << 16):
+                request = protocol.decode_client(data)
+                if isinstance(request, protocol.Hello):
+                    protocol.send(sock, protocol.Welcome(1, "", 16))
+                elif isinstance(request, protocol.Detach):
+                    protocol.send(sock, protocol.Detached(request.id))
+                elif isinstance(request, protocol.Attach | protocol.Refresh):
+                    pieces = int(isinstance(request, protocol.Attach))
+                    answer = protocol.Attached(request.id, driver="host", size=sizes.pop(0), pieces=pieces)
+                    protocol.send(sock, answer)
+                    if pieces:
+                        memory = os.memfd_create("memory")
+                        os.ftruncate(memory, 2 * MIB)
+                        protocol.send(sock, protocol.Pieces(request.id, [0], [2 * MIB]), [memory])
+                        os.close(memory)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="puts another socket in the place of the daemon's, which takes root")
 def test_sizes_that_the_daemon_invents_are_refused(file: Path, shared_mount: GpufsMount, tmp_path: Path) -> None:
     """Another user's daemon must not make a program use addresses where something else is."""
     file.with_name("another").write_text(str(tmp_path / "socket"))
-    daemon = LyingDaemon(tmp_path / "socket", [4 * MIB, 2 * MIB, 1 << 40])
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "socket"))
+    listener.listen()
+    listener.settimeout(PATIENCE)
+    daemon = threading.Thread(target=lie, args=(listener, [4 * MIB, 2 * MIB, 1 << 40]))
+    daemon.start()
     script = f"""
 import gpufs, sys
 path = sys.argv[1]
@@ -520,7 +508,8 @@ with gpufs.attach(path, reserve={4 * MIB}) as array:
         run(sys.executable, "-c", script, file)
     finally:
         run("umount", shared_mount.path / ".gpufs/socket")
-        daemon.close()
+        daemon.join()
+        listener.close()
     file.with_name("another").unlink()
 
 

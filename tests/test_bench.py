@@ -15,7 +15,7 @@ from support.processes import run
 
 def bench(module: str, words: str, output: Path) -> tuple[dict[str, Any], str, str]:
     """Runs a benchmark: its document, and what it prints and complains."""
-    command = [sys.executable, "-m", module, *words.split(), "--json", output]
+    command = [sys.executable, "-m", module, *words.split(), "--json", str(output)]
     done = run(*command, cwd=REPOSITORY)
     return json.loads(output.read_text()), done.stdout, done.stderr
 

@@ -157,8 +157,8 @@ def test_links_and_special_files_keep_their_owner(root: Path, tmp_path: Path) ->
 
 
 def test_unreadable_files_are_reported_and_the_others_copied(root: Path, tmp_path: Path) -> None:
+    from support.cli import user_gpufs
     from support.processes import NOBODY, plain_user
-    from support.users import user_gpufs
 
     source = tmp_path / "t"
     source.mkdir()

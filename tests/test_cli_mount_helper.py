@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.cli import user_gpufs
 from support.processes import NOBODY, plain_user, run
-from support.users import user_gpufs
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.data import GRANULE, MIB, assert_same, consists_of, noise, read_all
 from support.mounting import GpufsMount, Mounter
-from support.processes import start_children, wait_children, wait_until
+from support.processes import PATIENCE, start_children, wait_children, wait_until
 
 pytestmark = pytest.mark.driver
 
@@ -81,7 +81,7 @@ def test_a_reader_of_a_growing_file_sees_no_zeros(root: Path) -> None:
     def follow(_: int) -> None:
         fd = os.open(root / "log", os.O_RDONLY)
         at = 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while at < total:
             assert time.monotonic() < deadline
             assert os.fstat(fd).st_size >= at

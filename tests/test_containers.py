@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from support.attaching import leases
+from support.cli import user_gpufs
 from support.copying import socket_path
 from support.data import MIB, noise
 from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, wait_until
-from support.users import user_gpufs
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from support import linux
 from support.data import GRANULE, KIB, MIB, assert_same, noise, read_all
+from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import errno_of, run, wait_until
+from support.processes import errno_of, run, start_children, wait_children, wait_until
 
 MEMORY = 64 * MIB
 REFUSED = (EACCES, EPERM, EROFS)
@@ -252,21 +253,67 @@ def test_closing_gives_preallocated_memory_back(mount: Mounter) -> None:
 
 def test_racing_writers_on_a_full_device_keep_whole_blocks(small: GpufsMount) -> None:
     """Two writers race for the last memory: every block of either file is whole, and sizes match what was written."""
-    children = []
-    for index in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                size = fill(small.device / f"file{index}", 10 + index)
-                (small.path / "gpu1" / f"size{index}").write_text(str(size))
-            finally:
-                os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+
+    def write(index: int) -> None:
+        size = fill(small.device / f"file{index}", 10 + index)
+        (small.path / "gpu1" / f"size{index}").write_text(str(size))
+
+    wait_children(start_children(2, write))
     total = 0
     for index in range(2):
         size = int((small.path / "gpu1" / f"size{index}").read_text())
         total += size
         assert_same(read_all(small.device / f"file{index}"), (noise(MIB, 10 + index) * 65)[:size])
     assert MEMORY - 4 * GRANULE <= total <= MEMORY
+
+
+MOST_FILES = 300  # a real GPU may have more addresses than these files can take
+
+
+def use_up_addresses(mount: GpufsMount) -> list[str]:
+    """Creates sparse files until the device has no addresses left, or MOST_FILES; returns their names."""
+    paths: list[str] = []
+    size = 1 << 46
+    while size >= 16 * MIB and len(paths) < MOST_FILES:
+        path = str(mount.device / f"sparse-{len(paths)}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        paths.append(path)
+        code = errno_of(os.pwrite, fd, b"x", size - 1)
+        os.close(fd)
+        assert code in (0, errno.ENOSPC)
+        if code:
+            size //= 2
+    return paths
+
+
+def punch(fd: int, offset: int, size: int) -> None:
+    fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, offset, size)
+
+
+@pytest.mark.driver
+def test_punching_works_when_addresses_have_run_out(mount: Mounter) -> None:
+    """Freeing part of an allocation needs other addresses. Without any, the memory is kept and used again."""
+    one = mount(memory=1024 * MIB)
+    content = bytearray(noise(64 * MIB))
+    file = one.device / "file"
+    with open(file, "w+b", buffering=0) as opened:
+        fd = opened.fileno()
+        os.posix_fallocate(fd, 0, len(content))
+        os.pwrite(fd, content, 0)
+        sparse = use_up_addresses(one)
+        punch(fd, 2 * MIB, 2 * MIB)
+        content[2 * MIB : 4 * MIB] = bytes(2 * MIB)
+        assert_same(read_all(file), bytes(content))
+        for path in sparse:
+            os.unlink(path)
+        os.pwrite(fd, b"again", 2 * MIB)
+        content[2 * MIB : 2 * MIB + 5] = b"again"
+        punch(fd, 8 * MIB, 2 * MIB)
+        content[8 * MIB : 10 * MIB] = bytes(2 * MIB)
+        assert_same(read_all(file), bytes(content))
+        os.ftruncate(fd, 30 * MIB + 1)
+        os.ftruncate(fd, len(content))
+        content[30 * MIB + 1 :] = bytes(len(content) - 30 * MIB - 1)
+        assert_same(read_all(file), bytes(content))
+    status = one.status()
+    assert {device["health"] for device in status["devices"]} == {"good"}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from support.mounting import GPUFS
-from support.processes import NOBODY, plain_user, run
-from support.users import user_gpufs
+from support.processes import NOBODY, run
 
 from gpufs.cli import _doctor_checks as checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
@@ -178,20 +177,6 @@ def test_doctor_examines_this_machine(tmp_path: Path) -> None:
     assert one(findings, "host", "drivers").state == OK
     assert one(findings, f"{path} on host").text.startswith(("fastpath", "fallback"))
     assert run(*GPUFS, "doctor").stdout.splitlines()[-1] == "a mount works here"
-
-
-def test_doctor_runs_as_a_plain_user() -> None:
-    """The report says whether that user can mount."""
-    with plain_user() as environment:
-        program, environment = user_gpufs(environment)
-        done = run(
-            *program, "doctor", "--json", check=False, env=environment, cwd="/",
-            user=NOBODY, group=NOBODY, extra_groups=[],
-        )  # fmt: skip
-    said = json.loads(done.stdout)
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (0 if said["ok"] else 1)
-    assert one([Finding(**found) for found in said["findings"]], "host", "drivers").state == OK
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from support.data import KIB, MIB, assert_same, directory, noise
-from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session
 from support.processes import (
@@ -139,35 +138,6 @@ def test_plain_cp_is_served_by_the_engine(disk: Place) -> None:
 
 
 # ---- by which path; what drivers that have a fastpath do with files on a disk ----
-
-
-def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> None:
-    """The call fails with EIO and the log names the reasons. The edges may be below one alignment unit."""
-    with directory("/var/tmp") as there, directory("/dev/shm") as fast:
-        words = ["--backing", f"disk={there}", "--backing", f"memory={fast}", "--io-fastpath", "require"]
-        one = mount(*words)
-        place, other = Place(one, "disk", there), Place(one, "memory", fast)
-        skip_without_fastpath(there, driver)
-        shown = place.file("file", noise(2 * MIB + 100))
-        assert copy(shown, one.device / "whole", 2 * MIB + 100) == 2 * MIB + 100
-        load = counters(one, "load")
-        assert (load["fastpath"]["bytes"], load["fallback"]["bytes"]) == (2 * MIB, 100)
-
-        for source, count, reason in (
-            (other.file("file", noise(MIB)), MIB, "file_system"),
-            (place.file("small", noise(100)), 100, "too_small"),
-        ):
-            target = one.device / reason
-            assert errno_of(copy, source, target, count) == errno.EIO
-            assert target.stat().st_size == 0
-            assert counters(one, "load")["refusals"][reason] == 1
-            complaints = wait_until(one.complaints, 20, "the line in the log")
-            assert len(complaints) == 1, complaints
-            assert reason in complaints[0]
-        assert errno_of(copy, one.device / "whole", other.shown / "stored", MIB) == errno.EIO
-        assert (other.there / "stored").stat().st_size == 0
-        assert len(wait_until(one.complaints, 20, "the line in the log")) == 1
-        one.unmount()
 
 
 # ---- how files are opened ----

@@ -414,21 +414,15 @@ def test_memory_that_is_cut_off(root: Path, shared_mount: GpufsMount) -> None:
     (root / "file").write_bytes(b"works")
 
 
-def test_the_daemon_dies_first(mount: Mounter) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_mount_ends_while_memory_is_registered(mount: Mounter, number: signal.Signals) -> None:
     mounted = mount(memory=64 * MIB)
     array = shared_array(noise(MIB))
     registration = gpufs.register(array, mounted.device / "live")
-    mounted.signal(signal.SIGKILL)
+    mounted.signal(number)
     wait_until(lambda: not mounted.alive(), 10, "the end of the daemon")
     registration.close()
     assert array.tobytes() == noise(MIB)
-
-
-def test_a_mount_ends_while_memory_is_registered(mount: Mounter) -> None:
-    mounted = mount(memory=64 * MIB)
-    registration = gpufs.register(shared_array(noise(MIB)), mounted.device / "live")
-    mounted.unmount()
-    registration.close()
 
 
 # ---- users ----

@@ -98,7 +98,7 @@ def test_top_goes_on_without_mounts_that_do_not_answer(mount: Mounter) -> None:
     good, stopped = mount(), mount()
     stopped.signal(signal.SIGSTOP)
     try:
-        done = gpufs("top", "--interval", "0.1", good.path, stopped.path, "--status-timeout", "1", check=False)
+        done = gpufs("top", "--interval", "0.1", good.path, stopped.path, "--status-timeout", "5", check=False)
     finally:
         stopped.signal(signal.SIGCONT)
     assert done.returncode == 1

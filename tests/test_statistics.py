@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -17,19 +16,12 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.cli import user_gpufs
 from support.data import KIB, MIB
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
-from support.users import user_gpufs
 
 from gpufs import engine, mounting, statistics
-from gpufs.statistics import prometheus
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Any:
-    with engine.Engine("host", devices=2, memory_bytes=64 * MIB, statistics_path=str(tmp_path / "counters")) as opened:
-        yield opened
 
 
 def stats(mount: GpufsMount) -> dict[str, Any]:
@@ -86,12 +78,6 @@ def test_the_file_has_what_the_engine_counts(tmp_path: Path) -> None:
     assert abs(alive["updated"] - time.time()) < 60
     assert (alive["alive"], alive["dead_since"]) == (True, None)
     assert (dead["alive"], dead["dead_since"]) == (False, dead["updated"])
-
-
-def test_another_version_is_named(host: engine.Engine) -> None:
-    data = host.statistics_read()
-    with pytest.raises(statistics.StatisticsError, match="format 99"):
-        statistics.parse(data[:8] + struct.pack("=I", 99) + data[12:])
 
 
 # ---- counting ----
@@ -230,24 +216,6 @@ def metrics_of(text: str) -> dict[str, dict[Labels, float]]:
             assert key not in samples
             samples[key] = sample.value
     return found
-
-
-def test_metrics_of_odd_numbers(host: engine.Engine) -> None:
-    """Labels are escaped, values beyond the last bucket are counted, what was never done is left out."""
-    whole = statistics.parse(host.statistics_read())
-    whole["mountpoint"] = 'a "b"\\\n'
-    whole["devices"][0]["backends"]["mount"]["in"] = {
-        "bytes": 77, "operations": 8, "errors": 1, "in_flight": 1, "seconds": 5.0, "refusals": {"too_small": 3},
-        "sizes": [[1, 2], [None, 6]], "times": [[1024.0, 8]],
-    }  # fmt: skip
-    found = metrics_of(prometheus.metrics([whole]).decode())
-    key = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), ("mountpoint", 'a "b"\\\n'))
-    assert found["gpufs_in_flight"] == {key: 1}
-    assert list(found["gpufs_refusals_total"].values()) == [3]
-    sizes = {dict(labels)["le"]: number for labels, number in found["gpufs_operation_size_bytes_bucket"].items()}
-    assert (sizes["512.0"], sizes["+Inf"]) == (2, 8)
-    assert found["gpufs_operation_size_bytes_count"] == {key: 8}
-    assert found["gpufs_operation_duration_seconds_sum"] == {key: 5.0}
 
 
 def test_metrics_of_several_mounts(mount: Mounter) -> None:

@@ -278,32 +278,6 @@ def test_damaged_headers(shared_mount: GpufsMount, edits: list[tuple[int, int, b
         path.unlink(missing_ok=True)
 
 
-@settings(max_examples=50)
-@given(
-    parts=st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=4)), max_size=6),
-    shift=st.integers(-1, 1),
-    which=st.integers(0, 5),
-)
-def test_made_up_headers(shared_mount: GpufsMount, parts: list[tuple[str, list[int]]], shift: int, which: int) -> None:
-    header = {}
-    end = 0
-    for index, (dtype, shape) in enumerate(parts):
-        count = DTYPES[dtype]
-        for extent in shape:
-            count *= extent
-        size = count // 8 + (shift if index == which else 0)
-        header[f"t{index}"] = entry(dtype, shape, end, end + size)
-        end += size
-    data = raw(header, bytes(max(0, end)))
-    path = shared_mount.device / "made-up"
-    try:
-        assert is_accepted(path, data) == is_valid(data)
-        if is_valid(data) and all(dtype != "F4" for dtype, _ in parts):
-            assert same_tensors(gpufs.torch.load_file(path), safetensors.torch.load_file(path))
-    finally:
-        path.unlink(missing_ok=True)
-
-
 # Several files
 
 
@@ -601,17 +575,6 @@ def test_training_an_attached_module(root: Path) -> None:
     assert not same(trained.answers(), model.answers())
     seen = gpufs.torch.attach_module(an_empty_model(), path)
     assert same(seen.answers(), trained.answers())
-
-
-def test_ties_that_only_the_file_knows(root: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 4))
-    published = torch.nn.ParameterDict({"a": weight, "b": weight})
-    gpufs.torch.publish(published, root / "model")
-    with torch.device("meta"):
-        module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(4, 4)) for name in "ab"})
-    gpufs.torch.attach_module(module, root / "model")
-    assert module["a"] is module["b"]
-    assert same(module["a"], weight)
 
 
 def test_a_module_from_a_plain_file(root: Path) -> None:

@@ -478,23 +478,6 @@ def removexattr(side: Side, name: bytes, attribute: bytes) -> None:
     os.removexattr(side.path(name), attribute)
 
 
-@operation(3, a_name)
-def handles(side: Side, name: bytes) -> Any:
-    """name_to_handle_at(2) and back."""
-    handle = ctypes.create_string_buffer(struct.pack("Ii", 128, 0), 136)
-    mount = ctypes.c_int()
-    call(303, AT_FDCWD, side.path(name), handle, ctypes.byref(mount), 0)
-    directory = os.open(side.root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fd = call(304, directory, handle, os.O_PATH)
-    finally:
-        os.close(directory)
-    try:
-        return told(os.fstat(fd)) == told(os.lstat(side.path(name)))
-    finally:
-        os.close(fd)
-
-
 @operation(5, a_name)
 def listing(side: Side, name: bytes) -> Any:
     with os.scandir(side.path(name)) as entries:
@@ -505,12 +488,6 @@ def listing(side: Side, name: bytes) -> Any:
 def listing_of_descriptor(side: Side, slot: int) -> Any:
     os.lseek(side.fds[slot], 0, os.SEEK_SET)  # other positions differ between file systems
     return sorted(os.listdir(side.fds[slot]))
-
-
-@operation(1, a_name)
-def statfs(side: Side, name: bytes) -> Any:
-    found = os.statvfs(side.path(name))
-    return found.f_bsize, found.f_frsize, found.f_namemax, found.f_flag & os.ST_RDONLY
 
 
 # ---- comparing ----

@@ -13,21 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from errno import ESTALE
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from gpufs import protocol
+from support.cli import user_gpufs
 from support.copying import socket_path
 from support.data import MIB
 from support.mounting import REPOSITORY, GpufsMount
 from support.processes import NOBODY, PATIENCE, run, start_children, wait_children, wait_until
-from support.users import user_gpufs
 
-_NEW = ("new0", "new1", "new2")  # files that an attacker has created
-_MEMORY = ("memfd", "sent", "public", "own", "null", "pipe")  # what it claims to be memory to register
 FIRST_USER = 61000  # users of whom nobody else on this machine makes use
 _CAN_HAVE = 253  # descriptors of one message
 
@@ -229,7 +226,7 @@ class Fuzzer:
 
     ``mount`` has ``secret`` (not the user's to read), ``public`` (to read, larger than a granule) and ``own``. All
     memory of ``secret`` consists of SECRET. AssertionError if the user gets memory of it, or memory of ``public`` that
-    it can write to. Descriptors that the daemon has sent are passed back to it as memory to register.
+    it can write to. Descriptors that the daemon has sent are passed back to it.
     """
 
     SECRET = b"\xd7"
@@ -245,7 +242,8 @@ class Fuzzer:
         with contextlib.ExitStack() as held:
             pool = self._descriptors(held)
             while time.monotonic() < deadline:
-                self._renew(pool)
+                if "sent" in pool:
+                    os.close(pool.pop("sent"))
                 try:
                     with Attacker(self.path) as attacker:
                         if self.chooser.random() < 0.9 and not attacker.greet():
@@ -288,23 +286,12 @@ class Fuzzer:
             "another file system": opened("/proc/self/status", os.O_RDONLY),
         }
 
-    def _renew(self, pool: dict[str, int]) -> None:
-        """New files, which can be registered, in place of the last ones."""
-        for name in (*_NEW, "sent"):
-            if name in pool:
-                os.close(pool.pop(name))
-        for name in _NEW:
-            path = self.mount / f"gpu0/attacked/all/{os.getpid()}-{name}"
-            path.unlink(missing_ok=True)
-            pool[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-
     def _attack(self, attacker: Attacker, pool: dict[str, int], deadline: float) -> None:
         chooser = self.chooser
         earlier: list[tuple[bytes, list[int]]] = []
         for _ in range(chooser.randrange(1, 40)):
             if time.monotonic() > deadline:
                 return
-            names: list[str] = []
             if earlier and chooser.random() < 0.2:  # a replay
                 data, descriptors = chooser.choice(earlier)
             else:
@@ -312,8 +299,6 @@ class Fuzzer:
                 if chooser.random() < 0.05:
                     count = chooser.randrange(4)
                 names = [chooser.choice(list(pool)) for _ in range(count)]
-                if message["type"] == "register" and count == 2 and chooser.random() < 0.8:
-                    names = [chooser.choice(_NEW), chooser.choice([name for name in _MEMORY if name in pool])]
                 descriptors = [pool[name] for name in names]
                 data = self._spoiled(message)
                 earlier.append((data, descriptors))
@@ -329,7 +314,6 @@ class Fuzzer:
                             return
                         attacker.sock.settimeout(0.001)
                 attacker.sock.settimeout(PATIENCE)
-            self._try_new_files(pool)
 
     def _message(self) -> tuple[dict[str, Any], int]:
         """A message, and how many descriptors belong to it."""
@@ -340,10 +324,9 @@ class Fuzzer:
             return {"type": "attach", "id": number, "mode": chooser.choice(("r", "r+"))}, 1
         if kind < 0.6:
             shared = chooser.choices(protocol.SHARE_KINDS, (8, 1, 1))[0]
-            size = chooser.choice((1, 5000, 2 * MIB, 4 * MIB, chooser.randrange(1, 1 << 63)))
-            offset = chooser.choice((0, 0, 1, 4096, chooser.randrange(1 << 63)))
+            offset, size = chooser.choice((0, 1, 4096, 1 << 62)), chooser.choice((1, 5000, 4 * MIB, 1 << 62))
             handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
-            register = protocol.Register(number, shared, offset, size, chooser.random() < 0.7, 0, "", handle)
+            register = protocol.Register(number, shared, offset, size, True, 0, "", handle)
             return msgpack.unpackb(protocol.encode(register)), 1 if shared == "ipc" else 2
         if kind < 0.65:
             return {"type": "unregister", "id": number}, 0
@@ -390,15 +373,6 @@ class Fuzzer:
             left = os.pread(pool[name], 1, 0)
             assert left == b"p", f"write access to {name}, which the user may only read"
 
-    def _try_new_files(self, pool: dict[str, int]) -> None:
-        """Fails if one of the user's new files, perhaps registered, shows or changes what the user may not have."""
-        for name in _NEW:
-            with contextlib.suppress(OSError):
-                assert self.SECRET * 100 not in os.pread(pool[name], MIB, 0)
-            with contextlib.suppress(OSError):
-                os.pwrite(pool[name], b"x" * 5000, 0)
-        self._check_unchanged(pool)
-
 
 def prepare_fuzz(mount: Path) -> Path:
     """The files that the attackers find."""
@@ -413,8 +387,6 @@ def prepare_fuzz(mount: Path) -> Path:
     ):
         (directory / name).write_bytes(content)
         (directory / name).chmod(mode)
-    (directory / "all").mkdir()
-    (directory / "all").chmod(0o1777)
     return directory
 
 
@@ -437,14 +409,3 @@ def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
     assert (directory / "secret").read_bytes() == Fuzzer.SECRET * 4 * MIB
     assert (directory / "public").read_bytes() == b"p" * 4 * MIB
     assert (directory / "small").read_bytes() == b"p" * 5000
-    # The daemon ends registrations after the connections, and removes their files. Others were never registered.
-    wait_until(lambda: not any(map(_is_stale, (directory / "all").iterdir())), 10, "the names of registered files")
-
-
-def _is_stale(path: Path) -> bool:
-    """Whether a file has lost the memory that was registered as it."""
-    try:
-        path.read_bytes()
-    except OSError as error:
-        return error.errno == ESTALE
-    return False

@@ -75,7 +75,7 @@ class GpufsMount:
     """A mounted gpufs with its daemon in the foreground of a process group of its own; also a context manager.
 
     options: more words for `gpufs mount`. user: mounts as nobody with this command and environment, see
-    support.users.user_gpufs.
+    support.cli.user_gpufs.
     """
 
     def __init__(
