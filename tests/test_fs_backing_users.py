@@ -9,7 +9,6 @@ import fcntl
 import functools
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -228,23 +227,6 @@ def test_a_lease_delays_only_openings_of_its_file(mount: Mounter, host: Path) ->
     assert os.read(opened[0], 100) == b"leased"
     assert not fcntl.fcntl(opened[0], fcntl.F_GETFL) & os.O_NONBLOCK
     os.close(opened[0])
-
-
-def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, host: Path) -> None:
-    """Opening it with O_CREAT opens the FIFO, as on any file system, and blocks only the caller."""
-    mounted = mount("--backing", f"data={host}", "--entry-timeout", "60", allow_other=True)
-    shown = mounted.path / "backing" / "data"
-    assert errno_of(os.stat, shown / "name") == errno.ENOENT  # which the kernel keeps
-    os.mkfifo(host / "name")
-    assert errno_of(os.open, shown / "name", os.O_CREAT | os.O_WRONLY | os.O_NONBLOCK) == errno.ENXIO
-    assert errno_of(os.stat, shown / "second") == errno.ENOENT
-    os.mkfifo(host / "second", 0o666)
-    os.chmod(host / "second", 0o666)
-    with many_threads(lambda index: os.open(shown / "second", os.O_CREAT | os.O_WRONLY)):
-        wait_until(lambda: errno_of(os.lstat, shown / "second") == 0, 60, "the kernel to find the FIFO")
-        assert stat.S_ISFIFO(os.lstat(shown / "second").st_mode)
-        (shown / "new").write_bytes(b"x")
-    mounted.unmount()
 
 
 # ---- symbolic links ----
