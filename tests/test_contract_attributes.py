@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from errno import E2BIG
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import linux
 from support.data import GRANULE, MIB, noise
-from support.processes import shell, wait_until
+from support.processes import errno_of, shell, wait_until
 
 TIMES = ("atime", "mtime", "ctime")
 
@@ -113,3 +114,10 @@ def test_blocks_count_allocated_memory(root: Path) -> None:
     assert int(shell(f"du -k --apparent-size {root}/file | cut -f1").stdout) * 1024 == 400 * MIB
     os.truncate(path, 200 * MIB)
     assert held() == 2 * MIB
+
+
+def test_an_attribute_has_64_kibibytes_at_most(file: Path, on_gpufs: bool) -> None:
+    size = 65536 if on_gpufs else 4096
+    os.setxattr(file, "user.big", bytes(size))
+    assert os.getxattr(file, "user.big") == bytes(size)
+    assert errno_of(os.setxattr, file, "user.big", bytes(65537)) == E2BIG

@@ -9,8 +9,10 @@ import errno
 import gc
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -318,3 +320,15 @@ def test_buffer_keeps_its_engine_alive() -> None:
     del buffer
     gc.collect()
     assert kept() is None
+
+
+def test_a_checkout_that_hides_the_installed_gpufs_is_named(tmp_path: Path) -> None:
+    shutil.copytree(
+        Path(__file__).parents[1] / "gpufs", tmp_path / "gpufs", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    # -S, so that only this path leads to other packages: the test environment finds its own gpufs first.
+    program = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); import gpufs.engine"
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError")
+    assert str(tmp_path) in last

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -31,6 +32,21 @@ def buffer(opened: engine.Engine) -> Iterator[engine.Buffer]:
 
 def free_bytes(opened: engine.Engine) -> int:
     return opened.devices[0].memory().free_bytes
+
+
+def test_a_sparse_file_is_loaded_over_leased_memory(
+    opened: engine.Engine, buffer: engine.Buffer, tmp_path: Path
+) -> None:
+    """Holes, which a load would punch otherwise, become zeros."""
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(noise(2 * MIB))
+        file.seek(12 * MIB)
+        file.write(b"end")
+    buffer.write(0, noise(12 * MIB + 3))
+    with engine.BackingFile.open(opened, path) as backing, engine.Lease(buffer):
+        assert backing.read(buffer, sparse=True) == 12 * MIB + 3
+        assert_same(buffer.read_bytes(0, 13 * MIB), path.read_bytes())
 
 
 def test_many_leases_leak_no_descriptors_and_no_memory(opened: engine.Engine, buffer: engine.Buffer) -> None:

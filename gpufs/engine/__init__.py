@@ -8,6 +8,17 @@ Objects keep alive what they need: a :class:`Buffer` its :class:`Engine`. All ar
 not closed is closed when the interpreter exits.
 """
 
+import os
+
+try:
+    from gpufs.engine import _native  # noqa: F401
+except ModuleNotFoundError:
+    # Python looks into the current directory first, so a checkout that was not built hides an installed gpufs.
+    raise ImportError(
+        f"{os.path.dirname(os.path.dirname(__file__))} has no compiled engine. If gpufs is installed, run Python in"
+        " another directory, because this one hides it; otherwise run make build here"
+    ) from None
+
 from gpufs.engine._arrays import DeviceRange
 from gpufs.engine._batch import Batch, OperationResult
 from gpufs.engine._binding import EngineError, engine_version, log_configure

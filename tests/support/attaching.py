@@ -235,7 +235,6 @@ class Fuzzer:
         self.mount = mount
         self.path = socket_path(mount)
         self.chooser = random.Random(seed)
-        self.sent = 0
 
     def run(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -303,7 +302,6 @@ class Fuzzer:
                 data = self._spoiled(message)
                 earlier.append((data, descriptors))
             attacker.send(data, descriptors)
-            self.sent += 1
             if chooser.random() < 0.7:
                 attacker.sock.settimeout(0.05)
                 with contextlib.suppress(TimeoutError):
