@@ -1,4 +1,4 @@
-"""Reading and writing files: every way a program has to move bytes, sizes and offsets at the edges, open flags, holes."""
+"""Reading and writing files: every way a program has to move bytes, offsets at the edges, open flags, and holes."""
 
 from __future__ import annotations
 
