@@ -39,6 +39,8 @@ def cp(*words: str | Path, check: bool = True, **options: Any) -> subprocess.Com
 def test_a_file_of_any_size_is_copied_there_and_back(root: Path, host: Path, size: int) -> None:
     content = noise(size, size)
     (host / "source").write_bytes(content)
+    (root / "file").write_bytes(b"old contents")
+    assert (root / "file").stat().st_size == 12  # which the kernel keeps
     there = client.copy(host / "source", root / "file", fastpath="off")
     assert (root / "file").stat().st_size == size
     assert_same((root / "file").read_bytes(), content, "on the device")

@@ -79,7 +79,7 @@ def stress_ng(place: Place) -> str:
     seconds = max(1, (QUICK_SECONDS if place.quick else SECONDS) // len(names))
     complaints, absent = [], []
     for name in names:
-        # A relative path, as the io-uring stressor looks for its file below the directory that it is in.
+        # A relative path: the io-uring stressor opens its file below the directory that it is in.
         words = ["--temp-path", ".", "--timeout", f"{seconds}s", f"--{name}", "2"]
         if name in SIZES:
             words += [f"--{name}-bytes", SIZES[name]]
