@@ -348,7 +348,7 @@ def test_killed_exporters(root: Path, shared_mount: GpufsMount, exporters: Calla
     before = Snapshot.of(shared_mount.pid)
     size = 8 * MIB
     whole = 0
-    for number in range(50):
+    for number in range(25):
         content = bytes((number + 1,)) * size
         path = root / f"live{number}"
         exporter = exporters(path, content)

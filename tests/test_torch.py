@@ -264,7 +264,7 @@ EDITS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(edits=EDITS, cut=st.integers(-2, 2))
 def test_damaged_headers(shared_mount: GpufsMount, edits: list[tuple[int, int, bytes]], cut: int) -> None:
     text = HEADER
@@ -534,7 +534,7 @@ def test_killed_publishers_leave_nothing(mount: Mounter) -> None:
     run_publishers(1)
     used = used_bytes(device)
     before = Snapshot.of(mounted.pid)
-    run_publishers(8)
+    run_publishers(5)
     wait_for_used(device, used)
     wait_until(lambda: Snapshot.of(mounted.pid).descriptors <= before.descriptors, 10, "the daemon's descriptors")
     assert Snapshot.of(mounted.pid).memfds <= before.memfds
