@@ -1,0 +1,54 @@
+"""What is printed on a terminal, and when its size changes."""
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import subprocess
+import termios
+
+import pytest
+from support.mounting import GPUFS, GpufsMount
+from support.processes import PATIENCE
+
+
+def _read_until(master: int, wanted: bytes) -> None:
+    said = b""
+    while wanted not in said:
+        assert select.select([master], [], [], PATIENCE)[0], said
+        said += os.read(master, 1 << 16)
+
+
+@pytest.mark.parametrize(("sent", "code"), [("q", 0), ("SIGTERM", -signal.SIGTERM)])
+def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, sent: str, code: int) -> None:
+    """Also after the terminal's size has changed."""
+    master, terminal = os.openpty()
+    words = [*GPUFS, "top", str(shared_mount.path), "--interval", "3600"]
+    before = termios.tcgetattr(terminal)
+    process = None
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
+        # Without COLUMNS and LINES, which xdist's workers have: curses would believe them instead of the terminal.
+        environment = {**os.environ, "TERM": "xterm"}
+        for name in ("COLUMNS", "LINES"):
+            environment.pop(name, None)
+        process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+        _read_until(master, str(shared_mount.device)[:19].encode())
+        assert termios.tcgetattr(terminal) != before
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+        process.send_signal(signal.SIGWINCH)
+        _read_until(master, b"HEALTH")
+        if sent == "q":
+            os.write(master, b"q")
+        else:
+            process.send_signal(signal.SIGTERM)
+        _read_until(master, b"\x1b[?1049l")  # back from the alternate screen
+        assert process.wait(PATIENCE) == code
+        assert termios.tcgetattr(terminal) == before
+    finally:
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait(PATIENCE)
+        os.close(master)
+        os.close(terminal)
