@@ -154,6 +154,7 @@ def test_values_that_exclude_each_other_are_named(values: dict[str, str | bool |
         ("attribute_timeout", "-1"),
         ("mask_flags", "x"),
         ("log_file", ""),
+        ("mount_timeout", "0"),
         ("mount_timeout", "nan"),
         ("io_chunk_bytes", "3M"),
         ("io_slots", "0"),
