@@ -106,7 +106,8 @@ def test_the_end_of_the_daemon_ends_a_copy(mount: Mounter, host: Path, number: s
         _, errors = child.communicate(timeout=PATIENCE)
         assert (child.returncode, len(errors.splitlines())) == (1, 1), errors
         assert errors.startswith("gpufs cp: ")
-        own.wait_ended(code=0 if number == signal.SIGTERM else -number)
+    assert own.daemon.wait(PATIENCE) == (0 if number == signal.SIGTERM else -number)
+    wait_until(lambda: not own.mounted(), 20, "the end of the mount")
     (host / "source").write_bytes(b"late")
     late = cp(host / "source", own.device / "file", check=False)
     assert (late.returncode, len(late.stderr.splitlines())) == (1, 1)
